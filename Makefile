@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FOLDERS := codegen ops patterns compiler tools
+
+.PHONY: demo test lint audit bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+# mypy does not follow setuptools' package-dir, so it reads the folders through links.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/src $(BIN)/mypy
+
+# Compiles the emitted SM100 kernels with several Triton releases, each alone in its environment.
+audit: $(STAMP)
+	$(BIN)/python -m tilewright.tools.audit_matrix
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	mkdir -p $(VENV)/src/tilewright
+	for folder in $(FOLDERS); do ln -sfn ../../../$$folder $(VENV)/src/tilewright/$$folder; done
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .audit .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Kernel templates: ordinary Triton functions, one module per kernel family."""

@@ -1,0 +1,1 @@
+"""Fused ops: schema, fake, validation, reference and lowerings, one file per op."""

@@ -1,0 +1,1 @@
+"""Data layouts that ops share: paged caches and, later, quantised formats."""
