@@ -1,0 +1,185 @@
+"""Capability records of the chips kernels are emitted for.
+
+All that differs between chips is a field here; no other module asks which chip it has.
+
+Rates are what good kernels reach, not datasheet peaks, so that a ratio to them means something.
+H200: 4.3 TB/s copy and 790 TFLOP/s bf16, measured with random data; its fp8 rate is what public
+fp8 GEMMs reach. B200: rates that cuBLAS and public memory-bound kernels report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+FEATURES = frozenset({"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma"})
+
+
+@dataclass(frozen=True)
+class Target:
+    """What code generation and the time model need to know about one chip.
+
+    Attributes:
+        name: "sm100", "sm90" or "interpret".
+        capability: CUDA compute capability (major, minor); (0, 0) for the interpreter.
+        warp_size: threads per warp.
+        max_shared_bytes: shared memory one block may use (227 KiB on both chips).
+        tmem_columns: tensor-memory columns of 128 lanes x 4 bytes per SM; 0 where there is none.
+        num_sms: streaming multiprocessors.
+        max_registers: registers one thread may hold.
+        registers_per_sm: 32-bit registers of one SM.
+        hbm_bytes_per_s: memory rate a good streaming kernel reaches.
+        l2_bytes: size of the L2 cache.
+        flops: (dtype, dense tensor-core FLOP/s a good GEMM reaches), dtypes in Triton's names.
+        bytes_in_flight_per_sm: loads an SM must have outstanding to saturate memory
+            (Little's law: rate x ~700 ns of latency / num_sms).
+        launch_s: time of an empty kernel inside a CUDA graph.
+        features: subset of FEATURES.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    warp_size: int
+    max_shared_bytes: int
+    tmem_columns: int
+    num_sms: int
+    max_registers: int
+    registers_per_sm: int
+    hbm_bytes_per_s: float
+    l2_bytes: int
+    flops: tuple[tuple[str, float], ...]
+    bytes_in_flight_per_sm: int
+    launch_s: float
+    features: frozenset[str]
+
+    def __post_init__(self) -> None:
+        unknown = self.features - FEATURES
+        if unknown:
+            raise ValueError(
+                f"features: expected names out of {sorted(FEATURES)}, got {sorted(unknown)}"
+            )
+
+    @property
+    def arch(self) -> int:
+        """The capability as Triton's GPUTarget wants it: 90, 100."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.capability != (0, 0)
+
+    def has(self, feature: str) -> bool:
+        """Whether the chip has `feature`; a name outside FEATURES raises ValueError."""
+        if feature not in FEATURES:
+            raise ValueError(f"feature: expected one of {sorted(FEATURES)}, got {feature!r}")
+        return feature in self.features
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Dense tensor-core FLOP/s for operands of `dtype` ("bf16", "fp8e4nv", "nvfp4", ...)."""
+        for name, rate in self.flops:
+            if name == dtype:
+                return rate
+        known = [name for name, _ in self.flops]
+        raise ValueError(f"dtype: target {self.name} has rates for {known}, got {dtype!r}")
+
+
+SM100 = Target(
+    name="sm100",
+    capability=(10, 0),
+    warp_size=32,
+    max_shared_bytes=232448,
+    tmem_columns=512,
+    num_sms=148,
+    max_registers=255,
+    registers_per_sm=65536,
+    hbm_bytes_per_s=7.2e12,
+    l2_bytes=126 * 1024 * 1024,
+    flops=(
+        ("bf16", 1.4e15),
+        ("fp16", 1.4e15),
+        ("fp32", 0.7e15),
+        ("fp8e4nv", 2.6e15),
+        ("fp8e5", 2.6e15),
+        ("nvfp4", 5.2e15),
+    ),
+    bytes_in_flight_per_sm=43 * 1000,
+    launch_s=2.5e-6,
+    features=frozenset({"tma", "tcgen05", "tma_gather", "block_scaled_mma"}),
+)
+
+SM90 = Target(
+    name="sm90",
+    capability=(9, 0),
+    warp_size=32,
+    max_shared_bytes=232448,
+    tmem_columns=0,
+    num_sms=132,
+    max_registers=255,
+    registers_per_sm=65536,
+    hbm_bytes_per_s=4.3e12,
+    l2_bytes=50 * 1024 * 1024,
+    flops=(
+        ("bf16", 0.79e15),
+        ("fp16", 0.79e15),
+        ("fp32", 0.39e15),
+        ("fp8e4nv", 1.45e15),
+        ("fp8e5", 1.45e15),
+    ),
+    bytes_in_flight_per_sm=25 * 1000,
+    launch_s=2.5e-6,
+    features=frozenset({"tma", "wgmma"}),
+)
+
+# Runs on the CPU; it has no rates, so the time model refuses it. Few SMs, so that persistent
+# loops take several tiles each.
+INTERPRET = Target(
+    name="interpret",
+    capability=(0, 0),
+    warp_size=32,
+    max_shared_bytes=232448,
+    tmem_columns=0,
+    num_sms=4,
+    max_registers=255,
+    registers_per_sm=65536,
+    hbm_bytes_per_s=0.0,
+    l2_bytes=0,
+    flops=(),
+    bytes_in_flight_per_sm=0,
+    launch_s=0.0,
+    features=frozenset({"tma"}),
+)
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {target.name: target for target in (SM100, SM90, INTERPRET)}
+)
+
+_BY_MAJOR = {9: SM90, 10: SM100}
+
+
+def get_target(name: str) -> Target:
+    """The target called `name`; an unknown name raises ValueError."""
+    if name not in TARGETS:
+        raise ValueError(f"target: expected one of {sorted(TARGETS)}, got {name!r}")
+    return TARGETS[name]
+
+
+def detect_target(device: int | None = None) -> Target | None:
+    """The target of the present CUDA device, with its own SM count; None without a usable one.
+
+    A GPU of a generation that has no record (compute capability other than 9.x and 10.x) also
+    gives None: nothing is emitted for it.
+    """
+    try:
+        import torch
+    except ImportError:  # the worker and the audit run where torch is not installed
+        return None
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(
+        torch.cuda.current_device() if device is None else device
+    )
+    target = _BY_MAJOR.get(properties.major)
+    if target is None or target.num_sms == properties.multi_processor_count:
+        return target
+    return replace(target, num_sms=properties.multi_processor_count)
