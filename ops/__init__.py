@@ -1,1 +1,8 @@
 """Fused ops: schema, fake, validation, reference and lowerings, one file per op."""
+
+from tilewright.ops.cache_store import paged_kv_store
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.qkv_cache import fused_qkv_paged
+
+__all__ = ["ArgumentError", "CacheWindow", "fused_qkv_paged", "paged_kv_store"]

@@ -1,0 +1,145 @@
+"""`paged_kv_store`: writes K (rotated where a rope is given) and V to their cache slots.
+
+For what was not fusable with its projection: even then a step touches only the slots it writes.
+
+    k -> rope(k), fp32          where given; K only
+    k, v -> the token's slot; each rounded once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache_checks import check_caches, check_values, whole_cache
+from tilewright.ops.checks import check_device, check_dtype, check_shape
+from tilewright.ops.contract import FusedOp, register
+from tilewright.ops.formats.paged_cache import CacheWindow, write_tokens
+from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES, emitted_kernel
+from tilewright.ops.rope import apply_rope, check_rope
+from tilewright.ops.samples import ATTENTION_CASES, AttentionCase, Sampler, sample_cache
+
+NAME = "paged_kv_store"
+SCHEMA = (
+    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot_mapping, "
+    "SymInt[] k_window, SymInt[] v_window, *, Tensor? cos=None, Tensor? sin=None, "
+    'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
+    "bool static_tokens=False) -> ()"
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class KvStoreArguments:
+    """The arguments of `paged_kv_store`; T tokens, D head_dim.
+
+    k, v [T, Hkv, D], any strides; v None: K alone is written, v_cache is None and v_window is not
+    read. The rest is as for `fused_qkv_paged` (FusedQkvArguments).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None
+    slot_mapping: torch.Tensor
+    k_window: Sequence[Any]
+    v_window: Sequence[Any]
+    _: KW_ONLY
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rotary_dim: int = 0
+    rope_style: str = "none"
+    slots: str = "flat"
+    indexing: str = "paged"
+    static_tokens: bool = False
+
+
+def validate(a: KvStoreArguments) -> None:
+    check_dtype(NAME, "k", a.k, DTYPES)
+    check_shape(NAME, "k", a.k, "[T, Hkv, D]", (None, None, None))
+    num_tokens, num_kv_heads, head_dim = a.k.shape
+    if a.v is not None:
+        check_shape(NAME, "v", a.v, "[T, Hkv, D]", a.k.shape)
+        check_dtype(NAME, "v", a.v, (a.k.dtype,))
+        check_device(NAME, "v", a.v, a.k.device)
+    rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
+    check_rope(NAME, num_tokens, head_dim, *rope, like=a.k)
+    writes_v = a.v is not None
+    check_caches(NAME, a, num_tokens, num_kv_heads, head_dim, like=a.k, writes_v=writes_v)
+
+
+def validate_values(a: KvStoreArguments) -> None:
+    sources = {"k": a.k, "v": a.v, "cos": a.cos, "sin": a.sin}
+    check_values(NAME, a, sources, writes_v=a.v is not None)
+
+
+def fake(a: KvStoreArguments) -> None:
+    return None
+
+
+def reference(a: KvStoreArguments) -> None:
+    """The meaning of the op, in plain PyTorch."""
+    place = (a.slot_mapping, a.slots, a.indexing)
+    k = a.k
+    if a.cos is not None and a.sin is not None:
+        wide = k.to(torch.promote_types(k.dtype, torch.float32))
+        k = apply_rope(wide, a.cos, a.sin, a.rotary_dim, a.rope_style)
+    write_tokens(k, a.k_cache, CacheWindow.from_ints(a.k_window), *place)
+    if a.v is not None:
+        v_cache = a.k_cache if a.v_cache is None else a.v_cache
+        write_tokens(a.v, v_cache, CacheWindow.from_ints(a.v_window), *place)
+
+
+def sample_inputs(
+    case: AttentionCase, device: str | torch.device = "cpu", seed: int = 0
+) -> KvStoreArguments:
+    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
+    sampler = Sampler(device, seed)
+    shape = (case.num_tokens, case.num_kv_heads, case.head_dim)
+    k, v = (sampler.normal(*shape, dtype=case.dtype) for _ in range(2))
+    cache = sample_cache(case, sampler)
+    return KvStoreArguments(k=k, v=v if case.writes_v else None, **cache)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=KvStoreArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(emitted_kernel("launch_paged_kv_store"),),
+        cases=(*ATTENTION_CASES, AttentionCase("k_only", writes_v=False)),
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ONE_ROUNDING,
+    )
+)
+
+
+def paged_kv_store(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    k_window: CacheWindow | None = None,
+    v_window: CacheWindow | None = None,
+    **options: Any,
+) -> None:
+    """The op, called by hand: writes k and v [T, Hkv, D] to their slots.
+
+    A window left out means a cache [num_pages, page_size, num_kv_heads, head_dim]. The other
+    options are the op's own: see KvStoreArguments. Raises ArgumentError before anything is written.
+    """
+    k_ints = (k_window or whole_cache(NAME, "k_window", k_cache)).to_ints()
+    v_ints: list[Any] = []
+    if v is not None:
+        v_ints = (v_window or whole_cache(NAME, "v_window", v_cache)).to_ints()
+    OP.torch_op(k, v, k_cache, v_cache, slot_mapping, k_ints, v_ints, **options)

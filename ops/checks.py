@@ -1,0 +1,102 @@
+"""Argument checks that speak to people, and that tracing with symbolic sizes can run too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+class ArgumentError(ValueError):
+    """An argument a fused op cannot take. Nothing has been written when it is raised."""
+
+    def __init__(self, op: str, argument: str, expected: str, actual: object) -> None:
+        super().__init__(f"{op}: {argument}: expected {expected}, got {actual}")
+        self.op = op
+        self.argument = argument
+        self.expected = expected
+        self.actual = actual
+
+
+def holds(condition: Any) -> bool:
+    """Whether `condition` may hold: False only where it is known to be false.
+
+    A symbolic condition never becomes a guard here, so a check cannot specialise a dynamic size;
+    the same check decides at run time, when the sizes are numbers.
+    """
+    if isinstance(condition, torch.SymBool):
+        return not statically_known_true(torch.sym_not(condition))
+    return bool(condition)
+
+
+def proven(condition: Any) -> bool:
+    """Whether `condition` is known to hold, again without adding a guard."""
+    if isinstance(condition, torch.SymBool):
+        return statically_known_true(condition)
+    return bool(condition)
+
+
+def shape_text(sizes: Sequence[Any]) -> str:
+    return "[" + ", ".join(str(size) for size in sizes) + "]"
+
+
+def check_choice(op: str, argument: str, value: str, choices: Sequence[str]) -> None:
+    """Raises ArgumentError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ArgumentError(op, argument, "one of " + ", ".join(map(repr, choices)), repr(value))
+
+
+def check_shape(
+    op: str, argument: str, tensor: torch.Tensor, letters: str, sizes: Sequence[Any]
+) -> None:
+    """Raises ArgumentError unless the tensor has the rank of `sizes` and every size that is not
+    None. `letters` names the axes for the message: `[Hkv, D, K]`."""
+    shape = tensor.shape
+    right = len(shape) == len(sizes) and all(
+        want is None or holds(have == want) for have, want in zip(shape, sizes, strict=True)
+    )
+    if not right:
+        known = shape_text(["*" if size is None else size for size in sizes])
+        expected = f"shape {letters} = {known}"
+        raise ArgumentError(op, argument, expected, f"shape {shape_text(shape)}")
+
+
+def check_dtype(
+    op: str, argument: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]
+) -> None:
+    """Raises ArgumentError unless the dtype is one of `allowed`."""
+    if tensor.dtype not in allowed:
+        expected = "dtype " + " or ".join(str(dtype) for dtype in allowed)
+        raise ArgumentError(op, argument, expected, tensor.dtype)
+
+
+def check_device(op: str, argument: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises ArgumentError unless the tensor is on `device`."""
+    if tensor.device != device:
+        raise ArgumentError(
+            op, argument, f"a tensor on {device}, where the input is", tensor.device
+        )
+
+
+def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:
+    """Raises ArgumentError unless neighbours on the last axis are neighbours in memory."""
+    if not (holds(tensor.stride(-1) == 1) or proven(tensor.shape[-1] <= 1)):
+        expected = "a contiguous last dimension (stride 1)"
+        raise ArgumentError(op, argument, expected, f"strides {shape_text(tensor.stride())}")
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of the tensor's elements and the byte after the last, as addresses."""
+    if tensor.numel() == 0:
+        return (0, 0)
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return (start, start + (last + 1) * tensor.element_size())
+
+
+def may_share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges of two tensors with values meet."""
+    (a_start, a_end), (b_start, b_end) = byte_range(a), byte_range(b)
+    return a_start < b_end and b_start < a_end

@@ -1,0 +1,275 @@
+"""What every fused op declares, and how a declaration becomes `torch.ops.<namespace>.<name>`.
+
+An op is one frozen record: schema, fake, validation, reference, lowerings, sample inputs and
+tolerances, so that tests, benchmarks and verification are written once for all ops. A user's own
+op registers as ours do, from one file anywhere:
+
+    register(FusedOp(name="my_op", schema="(Tensor x) -> Tensor", ...))
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any
+
+import torch
+
+OpCallable = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One way to compute an op.
+
+    `entry` is called exactly as the op is; it may be "module:function", imported on first use.
+    `unsupported` takes the arguments record: None, or why this lowering cannot take them.
+    """
+
+    name: str
+    entry: OpCallable | str
+    device_types: frozenset[str]
+    unsupported: Callable[[Any], str | None]
+
+    def load(self) -> OpCallable:
+        return _load(self.entry) if isinstance(self.entry, str) else self.entry
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The lowering taken for one call, and why each one before it was not."""
+
+    lowering: Lowering
+    rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest accepted error of an element: `relative * |exact| + of_rms * rms(exact)`.
+
+    `relative` is the rounding to the output dtype; `of_rms` is what accumulating in the op's
+    compute precision costs where terms cancel. `exact` is the reference run in float64.
+    """
+
+    relative: float
+    of_rms: float
+
+    def problem(self, actual: torch.Tensor, exact: torch.Tensor) -> str | None:
+        """None, or a sentence on the worst element."""
+        if actual.shape != exact.shape:
+            return f"shape {list(actual.shape)}, expected {list(exact.shape)}"
+        if exact.numel() == 0:
+            return None
+        got, want = actual.detach().double().cpu(), exact.detach().double().cpu()
+        same = (got == want) | (got.isnan() & want.isnan())
+        error = torch.where(same, 0.0, (got - want).abs().nan_to_num(nan=float("inf")))
+        finite = torch.where(want.isfinite(), want, 0.0)
+        allowed = self.relative * finite.abs() + self.of_rms * finite.square().mean().sqrt()
+        excess = error - allowed
+        worst = int(excess.argmax())
+        if float(excess.flatten()[worst]) <= 0:
+            return None
+        where = [int(i) for i in torch.unravel_index(torch.tensor(worst), want.shape)]
+        got_value, want_value = float(got.flatten()[worst]), float(want.flatten()[worst])
+        over = int((excess > 0).sum())
+        return (
+            f"{over} of {want.numel()} elements off; worst at {where}: {got_value!r}, exact "
+            f"{want_value!r}, allowed error {float(allowed.flatten()[worst]):.3e}"
+        )
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """Everything there is to know about one fused op.
+
+    schema: arguments and result, without the name: "(Tensor x, Tensor(a!) cache) -> Tensor".
+    arguments: a dataclass with the schema's arguments as fields, in order and with its defaults;
+        the callables below take one instance of it.
+    validate: checks metadata, raises ArgumentError; also runs on fake tensors, adds no guard.
+    validate_values: checks what only real memory shows (index values, aliases), before any write.
+    fake: returns outputs with the right metadata.
+    reference: defines the meaning; fp32 arithmetic (float64 for float64 inputs), rounded once.
+    lowerings: tried in order; the reference is always the last resort.
+    cases: settings that together reach every option of the op.
+    sample_inputs: sample_inputs(case, device="cpu", seed=0) gives an instance of `arguments`.
+    tolerances: per dtype of the op's result.
+    error_model: in words, what `tolerances` follow from.
+    """
+
+    name: str
+    schema: str
+    arguments: type[Any]
+    validate: Callable[[Any], None]
+    validate_values: Callable[[Any], None]
+    fake: Callable[[Any], Any]
+    reference: Callable[[Any], Any]
+    lowerings: tuple[Lowering, ...]
+    cases: tuple[Any, ...]
+    sample_inputs: Callable[..., Any]
+    tolerances: Mapping[torch.dtype, Tolerance]
+    error_model: str
+    namespace: str = "tilewright"
+
+    @property
+    def qualified_name(self) -> str:
+        return f"{self.namespace}::{self.name}"
+
+    @property
+    def torch_op(self) -> Any:
+        """`torch.ops.<namespace>.<name>.default`; the op must be registered."""
+        return getattr(getattr(torch.ops, self.namespace), self.name).default
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Names of the arguments the schema declares as written."""
+        schema = torch._C.parse_schema(self.name + self.schema)
+        return tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+
+    def call(self, arguments: Any) -> Any:
+        """Calls the registered op with an instance of `arguments`."""
+        args, kwargs = self.split(arguments)
+        return self.torch_op(*args, **kwargs)
+
+    def split(self, arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+        """An instance of `arguments` as the positional and keyword arguments of the op."""
+        positional = [f for f in fields(self.arguments) if not f.kw_only]
+        keyword = [f for f in fields(self.arguments) if f.kw_only]
+        return (
+            [getattr(arguments, f.name) for f in positional],
+            {f.name: getattr(arguments, f.name) for f in keyword},
+        )
+
+    def choose(self, device_type: str, arguments: Any) -> Choice:
+        """The first lowering that takes these arguments; metadata only, so fakes will do."""
+        rejected: list[tuple[str, str]] = []
+        for lowering in self.lowerings:
+            if device_type not in lowering.device_types:
+                reason: str | None = f"runs on {', '.join(sorted(lowering.device_types))} only"
+            else:
+                reason = lowering.unsupported(arguments)
+            if reason is None:
+                return Choice(lowering, tuple(rejected))
+            rejected.append((lowering.name, reason))
+        return Choice(self._reference_lowering(), tuple(rejected))
+
+    def _reference_lowering(self) -> Lowering:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.reference(self.arguments(*args, **kwargs))
+
+        return Lowering("reference", run, frozenset({"cpu", "cuda"}), lambda arguments: None)
+
+
+class OpConflictError(RuntimeError):
+    """A different op is already registered under this name."""
+
+
+_registry: dict[str, FusedOp] = {}
+# A torch Library takes its definitions with it when it is collected.
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def register(op: FusedOp) -> FusedOp:
+    """Defines `torch.ops.<namespace>.<name>` with the declared schema for CPU, CUDA and Meta.
+
+    Registering the same op again changes nothing. Raises OpConflictError where another op has
+    the name, ValueError where the schema and the arguments record disagree.
+    """
+    name = op.qualified_name
+    known = _registry.get(name)
+    if known is not None:
+        if _identity(known) != _identity(op):
+            raise OpConflictError(
+                f"{name} is already registered by {_where(known)}; {_where(op)} is another op: "
+                "give it another name or namespace"
+            )
+        return known
+    if _defined_elsewhere(op):
+        raise OpConflictError(f"{name} is already defined in torch.ops, not through tilewright")
+    _check_arguments(op)
+    library = _libraries.get(op.namespace)
+    if library is None:
+        library = _libraries[op.namespace] = torch.library.Library(op.namespace, "FRAGMENT")
+    # Strides carry the cache's geometry: Inductor must hand over the tensors as they are.
+    tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+    library.define(op.name + op.schema, tags=tags)
+    library.impl(op.name, _implementation(op, "cpu"), "CPU")
+    library.impl(op.name, _implementation(op, "cuda"), "CUDA")
+    torch.library.register_fake(name, _fake_implementation(op), lib=library)
+    _registry[name] = op
+    return op
+
+
+def registered(name: str) -> FusedOp:
+    """The op called `name` or `namespace::name`. Raises KeyError listing the registered ones."""
+    qualified = name if "::" in name else f"tilewright::{name}"
+    if qualified not in _registry:
+        raise KeyError(f"no fused op {qualified!r}; registered: {', '.join(sorted(_registry))}")
+    return _registry[qualified]
+
+
+def all_ops() -> Iterator[FusedOp]:
+    """Every registered op, by name."""
+    return iter([_registry[name] for name in sorted(_registry)])
+
+
+def debug_values() -> bool:
+    """Whether values that live on a GPU are checked too (TILEWRIGHT_DEBUG=1).
+
+    Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
+    """
+    return os.environ.get("TILEWRIGHT_DEBUG", "0") not in ("", "0")
+
+
+def _implementation(op: FusedOp, device_type: str) -> OpCallable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = op.arguments(*args, **kwargs)
+        op.validate(arguments)
+        op.validate_values(arguments)
+        return op.choose(device_type, arguments).lowering.load()(*args, **kwargs)
+
+    return run
+
+
+def _fake_implementation(op: FusedOp) -> OpCallable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = op.arguments(*args, **kwargs)
+        op.validate(arguments)
+        return op.fake(arguments)
+
+    return run
+
+
+@cache
+def _load(entry: str) -> OpCallable:
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _defined_elsewhere(op: FusedOp) -> bool:
+    return bool(torch._C._dispatch_has_kernel(op.qualified_name))
+
+
+def _identity(op: FusedOp) -> tuple[Any, ...]:
+    code = (op.validate, op.validate_values, op.fake, op.reference)
+    return (op.schema, tuple((f.__module__, f.__qualname__) for f in code))
+
+
+def _where(op: FusedOp) -> str:
+    return f"{op.reference.__module__}.{op.reference.__qualname__}"
+
+
+def _check_arguments(op: FusedOp) -> None:
+    schema = torch._C.parse_schema(op.name + op.schema)
+    declared = [
+        (a.name, a.kwarg_only, a.default_value if a.has_default_value() else MISSING)
+        for a in schema.arguments
+    ]
+    written = [(f.name, f.kw_only, f.default) for f in fields(op.arguments)]
+    if written != declared:
+        raise ValueError(
+            f"{op.qualified_name}: the fields of {op.arguments.__qualname__} {written} are not the "
+            f"arguments of its schema {declared}"
+        )

@@ -1,0 +1,239 @@
+"""The one geometry of a K or V cache: a 4-D strided window on the caller's tensor.
+
+Every layout in use differs from another in strides and offset only: `[P, S, H, D]` (vLLM, flat
+slots), `[P, H, S, D]`, a StaticCache `[B, H, L, D]` (a page per sequence), one tensor for both
+K and V (`[2, P, S, H, D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the
+*base*, together with the nine integers of a window, never a view of it: under functionalisation a
+mutated view costs a copy of the whole cache, a mutated graph input costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from math import gcd
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import holds, proven
+
+
+@dataclass(frozen=True)
+class CacheWindow:
+    """Axes [num_pages, page_size, num_kv_heads, head_dim] on a base tensor.
+
+    Strides and `offset` count elements; `offset` is relative to the base's own first element.
+    The fields may be symbolic integers while a graph is traced.
+    """
+
+    num_pages: Any
+    page_size: Any
+    num_kv_heads: Any
+    head_dim: Any
+    page_stride: Any
+    slot_stride: Any
+    head_stride: Any
+    dim_stride: Any
+    offset: Any = 0
+
+    @classmethod
+    def from_ints(cls, values: Sequence[Any]) -> CacheWindow:
+        """The inverse of `to_ints`. Raises ValueError unless there are nine values."""
+        if len(values) != 9:
+            raise ValueError(
+                "a cache window is 9 integers (num_pages, page_size, num_kv_heads, head_dim, "
+                f"page_stride, slot_stride, head_stride, dim_stride, offset), got {len(values)}"
+            )
+        return cls(*values)
+
+    @classmethod
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> CacheWindow:
+        """The window that a 4-D view [num_pages, page_size, num_kv_heads, head_dim] of `base` is.
+
+        Any layout is reached by permuting and slicing `base` until its axes stand in this order.
+        """
+        if view.dim() != 4:
+            raise ValueError(f"view: expected 4 axes [P, S, H, D], got shape {list(view.shape)}")
+        offset = view.storage_offset() - base.storage_offset()
+        return cls.from_ints((*view.shape, *view.stride(), offset))
+
+    @classmethod
+    def page_major(cls, base: torch.Tensor) -> CacheWindow:
+        """A base [num_pages, page_size, num_kv_heads, head_dim]."""
+        return cls.of(base, base)
+
+    @classmethod
+    def head_major(cls, base: torch.Tensor) -> CacheWindow:
+        """A base [num_pages, num_kv_heads, page_size, head_dim]."""
+        return cls.of(base.transpose(1, 2), base)
+
+    @classmethod
+    def static_cache(cls, base: torch.Tensor) -> CacheWindow:
+        """A Hugging Face StaticCache tensor [batch, num_kv_heads, max_len, head_dim]."""
+        return cls.head_major(base)
+
+    @classmethod
+    def vllm_pair(cls, base: torch.Tensor) -> tuple[CacheWindow, CacheWindow]:
+        """K and V of one base [2, num_pages, page_size, num_kv_heads, head_dim]."""
+        return cls.of(base[0], base), cls.of(base[1], base)
+
+    @classmethod
+    def max_pair(cls, base: torch.Tensor, layer: int) -> tuple[CacheWindow, CacheWindow]:
+        """K and V of one layer of a base [num_pages, 2, num_layers, page_size, num_kv_heads,
+        head_dim], the block pool of Modular MAX."""
+        return cls.of(base[:, 0, layer], base), cls.of(base[:, 1, layer], base)
+
+    def to_ints(self) -> list[Any]:
+        return list(astuple(self))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (self.num_pages, self.page_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def strides(self) -> tuple[Any, ...]:
+        return (self.page_stride, self.slot_stride, self.head_stride, self.dim_stride)
+
+    @property
+    def capacity(self) -> Any:
+        """Tokens the window can hold."""
+        return self.num_pages * self.page_size
+
+    @property
+    def extent(self) -> Any:
+        """Elements from the window's first to its last, both counted, for a window not empty."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def view(self, base: torch.Tensor) -> torch.Tensor:
+        """The window as a tensor that shares the base's memory."""
+        return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
+
+    def provably_disjoint(self, other: CacheWindow) -> bool:
+        """Whether no element of one window is an element of the other, on the same base.
+
+        Exact for integer windows whose axes nest; with symbolic sizes, True means proven.
+        """
+        apart = other.offset - self.offset
+        return strided_disjoint(self.shape, self.strides, other.shape, other.strides, apart)
+
+    def overlaps(self, other: CacheWindow) -> bool:
+        """Whether the windows share an element, or cannot be shown not to."""
+        return not self.provably_disjoint(other)
+
+
+def strided_disjoint(
+    shape_a: Sequence[Any],
+    strides_a: Sequence[Any],
+    shape_b: Sequence[Any],
+    strides_b: Sequence[Any],
+    apart: Any,
+) -> bool:
+    """Whether two strided arrays share no element; b starts `apart` elements after a."""
+    if any(proven(size == 0) for size in (*shape_a, *shape_b)):
+        return True
+    reach_a = sum((n - 1) * s for n, s in zip(shape_a, strides_a, strict=True))
+    reach_b = sum((n - 1) * s for n, s in zip(shape_b, strides_b, strict=True))
+    if proven(apart > reach_a) or proven(-apart > reach_b):
+        return True
+    # Index differences by stride: each runs over [low, high] steps.
+    bounds: dict[Any, tuple[Any, Any]] = {}
+    for size, stride in zip(shape_a, strides_a, strict=True):
+        low, high = bounds.get(stride, (0, 0))
+        bounds[stride] = (low, high + size - 1)
+    for size, stride in zip(shape_b, strides_b, strict=True):
+        low, high = bounds.get(stride, (0, 0))
+        bounds[stride] = (low - (size - 1), high)
+    return not _may_meet([(stride, low, high) for stride, (low, high) in bounds.items()], apart)
+
+
+_Term = tuple[Any, Any, Any]
+
+
+def _may_meet(terms: list[_Term], target: Any) -> bool:
+    """Whether a sum of steps can equal `target`: a bounded linear equation, solved from the
+    largest stride down. For nested axes each level leaves one or two candidates."""
+    if not isinstance(target, int) or not all(isinstance(term[0], int) for term in terms):
+        return True
+    ordered = sorted((term for term in terms if term[0] > 0), reverse=True, key=lambda t: t[0])
+    # A symbolic size may be any number; only the outermost axis can be left unbounded.
+    if not all(isinstance(bound, int) for term in ordered[1:] for bound in term[1:]):
+        return True
+    budget = [4096]
+    return _reachable(ordered, target, budget)
+
+
+def _reachable(terms: list[_Term], target: int, budget: list[int]) -> bool:
+    if not terms:
+        return target == 0
+    budget[0] -= 1
+    if budget[0] < 0:
+        return True
+    (stride, low, high), rest = terms[0], terms[1:]
+    if target % gcd(stride, *(term[0] for term in rest)):
+        return False
+    rest_low = sum(s * bound for s, bound, _ in rest)
+    rest_high = sum(s * bound for s, _, bound in rest)
+    first = -((rest_high - target) // stride)
+    last = (target - rest_low) // stride
+    first = max(first, low) if isinstance(low, int) else first
+    last = min(last, high) if isinstance(high, int) else last
+    return any(_reachable(rest, target - n * stride, budget) for n in range(first, last + 1))
+
+
+def axes_nest(window: CacheWindow) -> bool:
+    """Whether different indices always mean different elements: each stride steps over the whole
+    of the axes inside it. False where this is known not to be so."""
+    axes = [
+        (stride, size)
+        for size, stride in zip(window.shape, window.strides, strict=True)
+        if not proven(size <= 1)
+    ]
+    if not all(isinstance(stride, int) for stride, _ in axes):
+        return True
+    reach: Any = 0
+    for stride, size in sorted(axes, key=lambda axis: axis[0]):
+        if not holds(stride > reach):
+            return False
+        reach = reach + (size - 1) * stride
+    return True
+
+
+def slot_limit(window: CacheWindow, slots: str) -> Any:
+    """One past the largest slot: a flat slot counts the whole cache, else one page."""
+    return window.page_size if slots == "per_sequence" else window.capacity
+
+
+def resolve_slots(
+    slot_mapping: torch.Tensor, window: CacheWindow, slots: str, indexing: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Page, offset in the page and "is written" for every token; int64, int64, bool, each [T].
+
+    slots="flat": token t goes to page slot // page_size, offset slot % page_size.
+    slots="per_sequence": token b * S + s goes to page b, offset slot_mapping[s].
+    indexing="paged": a negative slot is skipped. indexing="torch": it counts from the end.
+    A slot outside the cache is never written.
+    """
+    limit = slot_limit(window, slots)
+    slot = slot_mapping.to(torch.int64)
+    if indexing == "torch":
+        slot = torch.where(slot < 0, slot + limit, slot)
+    written = (slot >= 0) & (slot < limit)
+    if slots == "per_sequence":
+        page = torch.arange(window.num_pages, device=slot.device).repeat_interleave(slot.numel())
+        return page, slot.repeat(window.num_pages), written.repeat(window.num_pages)
+    return slot // window.page_size, slot % window.page_size, written
+
+
+def write_tokens(
+    values: torch.Tensor,
+    base: torch.Tensor,
+    window: CacheWindow,
+    slot_mapping: torch.Tensor,
+    slots: str,
+    indexing: str,
+) -> None:
+    """Writes values [T, num_kv_heads, head_dim], rounded to the base's dtype, to their slots."""
+    page, offset, written = resolve_slots(slot_mapping, window, slots, indexing)
+    rows = values.to(base.dtype)[written]
+    window.view(base).index_put_((page[written], offset[written]), rows)

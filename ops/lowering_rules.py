@@ -1,0 +1,40 @@
+"""What the attention ops' lowerings share: which arguments the emitted kernel takes, and the
+errors that fp32 accumulation with one rounding may make."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from tilewright.ops.contract import Lowering, Tolerance
+
+KERNEL_MODULE = "tilewright.ops.lowerings"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+ONE_ROUNDING = (
+    "fp32 accumulation, then one rounding to the output dtype: half a unit in the last place of "
+    "the exact value, plus an accumulation error that follows the size of the terms, not of their "
+    "sum, and so is measured against the rms of the output"
+)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-11),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-13),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
+    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+}
+
+
+def emitted_kernel(function: str) -> Lowering:
+    """The lowering by the emitted kernel that `function` of the kernel module launches."""
+
+    def unsupported(arguments: Any) -> str | None:
+        if importlib.util.find_spec(KERNEL_MODULE) is None:
+            return f"{KERNEL_MODULE} is not there"
+        dtype = arguments.k_cache.dtype
+        return None if dtype in KERNEL_DTYPES else f"no kernel for {dtype}"
+
+    return Lowering(
+        "emitted_kernel", f"{KERNEL_MODULE}:{function}", frozenset({"cuda"}), unsupported
+    )

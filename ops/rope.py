@@ -1,0 +1,97 @@
+"""Rotary position embedding as the fused ops define it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
+
+ROPE_STYLES = ("none", "half", "interleaved")
+
+
+def check_rope(
+    op: str,
+    num_tokens: Any,
+    head_dim: Any,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rotary_dim: int,
+    rope_style: str,
+    like: torch.Tensor,
+) -> None:
+    """Checks that cos, sin, rotary_dim and rope_style say the same thing.
+
+    cos and sin: [T_rope, rotary_dim] or [T_rope, rotary_dim / 2], dtype of x or float32, with
+    T_rope a divisor of T. Raises ArgumentError.
+    """
+    check_choice(op, "rope_style", rope_style, ROPE_STYLES)
+    if rope_style == "none":
+        given = "cos" if cos is not None else "sin" if sin is not None else None
+        if given is not None:
+            raise ArgumentError(op, given, 'None, since rope_style is "none"', "a tensor")
+        if rotary_dim != 0:
+            raise ArgumentError(op, "rotary_dim", '0, since rope_style is "none"', rotary_dim)
+        return
+    if not holds((rotary_dim > 0) & (rotary_dim % 2 == 0)) or not holds(rotary_dim <= head_dim):
+        expected = f"an even number from 2 to head_dim = {head_dim}"
+        raise ArgumentError(op, "rotary_dim", expected, rotary_dim)
+    if cos is None or sin is None:
+        missing = "cos" if cos is None else "sin"
+        raise ArgumentError(op, missing, f"a tensor, since rope_style is {rope_style!r}", None)
+    _check_table(op, num_tokens, cos, rotary_dim)
+    check_shape(op, "sin", sin, "of cos", cos.shape)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_dtype(op, name, table, (like.dtype, torch.float32))
+        check_device(op, name, table, like.device)
+        check_last_dim_dense(op, name, table)
+
+
+def _check_table(op: str, num_tokens: Any, cos: torch.Tensor, rotary_dim: int) -> None:
+    widths = (rotary_dim, rotary_dim // 2)
+    if cos.dim() != 2 or not any(holds(cos.shape[1] == width) for width in widths):
+        expected = f"shape [T_rope, {widths[0]}] or [T_rope, {widths[1]}]"
+        raise ArgumentError(op, "cos", expected, f"shape {list(cos.shape)}")
+    rows = cos.shape[0]
+    divides = holds(rows > 0) and holds(num_tokens % rows == 0)
+    if not divides and holds(num_tokens != 0):
+        expected = f"T_rope rows with T % T_rope == 0 for T = {num_tokens}"
+        raise ArgumentError(op, "cos", expected, f"{rows} rows")
+
+
+def apply_rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, rope_style: str
+) -> torch.Tensor:
+    """Rotates the first `rotary_dim` of each head; the rest passes. Computes in x's dtype.
+
+    x [T, H, D]; cos, sin [T_rope, R] or [T_rope, R/2]; token t uses row t % T_rope.
+    half: pairs (i, i + R/2). interleaved: pairs (2i, 2i + 1). Each member of a pair uses its own
+    column of a table of width R, and the pair's one column of a table of width R/2.
+    """
+    tokens, heads, _ = x.shape
+    if tokens == 0:
+        return x
+    half = rotary_dim // 2
+    rows = cos.shape[0]
+    pairs = (rows, 2, half) if rope_style == "half" else (rows, half, 2)
+    axis = 1 if rope_style == "half" else 2
+    if cos.shape[1] == half:
+        cos, sin = cos.unsqueeze(axis).expand(pairs), sin.unsqueeze(axis).expand(pairs)
+    else:
+        cos, sin = cos.reshape(pairs), sin.reshape(pairs)
+    cos_a, cos_b = (part.to(x.dtype).unsqueeze(1) for part in cos.unbind(axis))
+    sin_a, sin_b = (part.to(x.dtype).unsqueeze(1) for part in sin.unbind(axis))
+
+    turns = x[..., :rotary_dim].reshape(tokens // rows, rows, heads, *pairs[1:])
+    a, b = turns.unbind(axis + 2)
+    out = torch.stack((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=axis + 2)
+    return torch.cat((out.reshape(tokens, heads, rotary_dim), x[..., rotary_dim:]), dim=-1)
