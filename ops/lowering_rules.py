@@ -30,10 +30,12 @@ def emitted_kernel(function: str) -> Lowering:
     """The lowering by the emitted kernel that `function` of the kernel module launches."""
 
     def unsupported(arguments: Any) -> str | None:
+        dtype = arguments.k_cache.dtype
+        if dtype not in KERNEL_DTYPES:
+            return f"no kernel for {dtype}"
         if importlib.util.find_spec(KERNEL_MODULE) is None:
             return f"{KERNEL_MODULE} is not there"
-        dtype = arguments.k_cache.dtype
-        return None if dtype in KERNEL_DTYPES else f"no kernel for {dtype}"
+        return None
 
     return Lowering(
         "emitted_kernel", f"{KERNEL_MODULE}:{function}", frozenset({"cuda"}), unsupported

@@ -1,0 +1,197 @@
+"""What holds for every registered op, ours or a user's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tilewright.ops import contract
+
+OPS = {op.name: op for op in contract.all_ops()}
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS.values() for case in op.cases
+]
+
+
+def clone(arguments):
+    values = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
+    return replace(
+        arguments,
+        **{
+            name: value.clone(memory_format=torch.preserve_format)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        },
+    )
+
+
+def as_double(arguments):
+    tensors = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
+    return replace(
+        arguments,
+        **{
+            name: value.double()
+            for name, value in tensors.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        },
+    )
+
+
+def outputs(op, arguments, result):
+    caches = {name: getattr(arguments, name) for name in op.mutated}
+    named = {"result": result, **caches}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def meta_text(tensor):
+    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def test_both_attention_ops_are_registered():
+    assert {"fused_qkv_paged", "paged_kv_store"} <= OPS.keys()
+    assert contract.registered("fused_qkv_paged") is OPS["fused_qkv_paged"]
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_error_against_float64_stays_within_the_declared_tolerance(op, case):
+    arguments = op.sample_inputs(case)
+    exact_arguments = as_double(arguments)
+    exact = outputs(op, exact_arguments, op.reference(exact_arguments))
+    actual = outputs(op, arguments, op.call(arguments))
+    for name, tensor in actual.items():
+        problem = op.tolerances[tensor.dtype].problem(tensor, exact[name])
+        assert problem is None, f"{name}: {problem}"
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_fake_result_has_the_metadata_of_the_real_one(op, case):
+    arguments = op.sample_inputs(case)
+    real = op.call(clone(arguments))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = op.call(arguments)
+    assert (fake is None) == (real is None)
+    if real is not None:
+        assert meta_text(fake) == meta_text(real)
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_only_declared_arguments_change_and_the_result_is_fresh(op, case):
+    arguments = op.sample_inputs(case)
+    before = clone(arguments)
+    result = op.call(arguments)
+    for field in fields(arguments):
+        value = getattr(arguments, field.name)
+        if isinstance(value, torch.Tensor) and field.name not in op.mutated:
+            assert torch.equal(value, getattr(before, field.name)), field.name
+            if result is not None and result.numel():
+                assert result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_the_same_call_twice_gives_the_same_bits(op, case):
+    arguments = op.sample_inputs(case)
+    first = outputs(op, arguments, op.call(arguments))
+    first = {name: tensor.clone() for name, tensor in first.items()}
+    second = outputs(op, arguments, op.call(arguments))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_torch_opcheck(op):
+    case = next(case for case in op.cases if case.name == "partial_rope")
+    args, kwargs = op.split(op.sample_inputs(case))
+    torch.library.opcheck(op.torch_op, args, kwargs)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_call_off_the_gpu_says_why_the_kernel_was_not_taken(op):
+    choice = op.choose("cpu", op.sample_inputs(op.cases[0]))
+    assert choice.lowering.name == "reference"
+    assert choice.rejected == (("emitted_kernel", "runs on cuda only"),)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_the_kernel_declines_float64(op):
+    case = next(case for case in op.cases if case.dtype == torch.float64)
+    choice = op.choose("cuda", op.sample_inputs(case))
+    assert choice.lowering.name == "reference"
+    assert "torch.float64" in choice.rejected[0][1]
+
+
+def test_registering_the_same_op_again_changes_nothing():
+    op = OPS["paged_kv_store"]
+    assert contract.register(op) is op
+    assert contract.register(replace(op)) is op
+
+
+def test_another_op_under_the_same_name_is_refused():
+    op = OPS["paged_kv_store"]
+    other = replace(op, reference=OPS["fused_qkv_paged"].reference)
+    with pytest.raises(contract.OpConflictError, match="tilewright::paged_kv_store is already"):
+        contract.register(other)
+    assert contract.registered("paged_kv_store") is op
+
+
+def test_a_name_of_torch_is_refused():
+    op = replace(OPS["paged_kv_store"], namespace="aten", name="linear")
+    with pytest.raises(contract.OpConflictError, match="aten::linear is already defined"):
+        contract.register(op)
+
+
+def test_arguments_that_do_not_follow_the_schema_are_refused():
+    op = replace(OPS["paged_kv_store"], name="wrong", schema="(Tensor k, Tensor? v) -> ()")
+    with pytest.raises(ValueError, match="are not the arguments of its schema"):
+        contract.register(op)
+
+
+def test_an_unknown_op_is_answered_with_the_known_ones():
+    with pytest.raises(KeyError, match=r"registered: .*tilewright::paged_kv_store"):
+        contract.registered("no_such_op")
+
+
+USER_FILE = """
+    from dataclasses import dataclass
+    import torch
+    from tilewright.ops.contract import FusedOp, Tolerance, register
+
+    @dataclass(frozen=True)
+    class Arguments:
+        x: torch.Tensor
+        scale: float = 2.0
+
+    OP = register(FusedOp(
+        name="scaled", namespace="user_file", schema="(Tensor x, float scale=2.0) -> Tensor",
+        arguments=Arguments, validate=lambda a: None, validate_values=lambda a: None,
+        fake=lambda a: torch.empty_like(a.x), reference=lambda a: a.x * a.scale, lowerings=(),
+        cases=(3,), sample_inputs=lambda case, device="cpu", seed=0: Arguments(torch.ones(case)),
+        tolerances={torch.float32: Tolerance(1e-6, 0.0)}, error_model="one product",
+    ))
+    model = lambda x: torch.ops.user_file.scaled(x) + 1
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    print(compiled(torch.ones(3)).tolist())
+"""
+
+
+def test_a_users_op_registers_from_one_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(USER_FILE))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[3.0, 3.0, 3.0]", done.stderr
+
+
+def test_tolerance_names_the_worst_element():
+    tolerance = contract.Tolerance(relative=0.01, of_rms=0.0)
+    exact = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    actual = exact.clone()
+    actual[1, 0] = 3.5
+    assert tolerance.problem(exact, exact) is None
+    assert "1 of 4 elements off; worst at [1, 0]" in tolerance.problem(actual, exact)
+    actual[1, 0] = float("nan")
+    assert "worst at [1, 0]" in tolerance.problem(actual, exact)
+    assert "shape [2]" in tolerance.problem(torch.ones(2), exact)
