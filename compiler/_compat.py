@@ -1,0 +1,46 @@
+"""Every private or version-dependent torch import, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+__all__ = ["GraphTransformObserver", "aten_calls", "compile_fx", "fake_mode_of", "storage_key"]
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Equal for fake tensors that share storage; None for tensors without one (sparse, wrappers)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def fake_mode_of(tensors: Sequence[Any]) -> Any:
+    """The fake mode that made these tensors, or None where none is fake."""
+    for tensor in tensors:
+        mode = getattr(tensor, "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def aten_calls(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
+    """The pre-dispatch ATen calls `function(*tensors)` makes, under the tensors' fake mode.
+
+    Raises whatever tracing raises: the caller decides what an untraceable node is.
+    """
+    mode = fake_mode_of(tensors)
+    traced = make_fx(function, pre_dispatch=True, tracing_mode="real")
+    if mode is None:
+        graph = traced(*tensors).graph
+    else:
+        with mode:
+            graph = traced(*tensors).graph
+    return [n for n in graph.nodes if n.op == "call_function" and n.target.__module__ != "_operator"]

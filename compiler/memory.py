@@ -1,0 +1,130 @@
+"""Memory made explicit: which nodes share storage, and what each memory holds at any moment."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.spelling import shape_of, size_of
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Memory, Store, Value, View
+from tilewright.patterns.effects import Effect, InexpressibleError
+
+
+@dataclass
+class Place:
+    """Where a node's tensor lies: what it selects of its memory (None: not expressible), and how
+    often that memory had been written when the node ran."""
+
+    memory: Memory
+    effect: Effect | None
+    version: int
+    view: View
+
+
+@dataclass
+class MemoryMap:
+    """All memories of a graph, in program order. Built once, then read only."""
+
+    places: dict[fx.Node, Place] = field(default_factory=dict)
+    by_storage: dict[int, list[Memory]] = field(default_factory=lambda: defaultdict(list))
+    version: dict[Memory, int] = field(default_factory=lambda: defaultdict(int))
+    state: dict[Memory, View | None] = field(default_factory=dict)
+    stores: dict[Memory, list[Value]] = field(default_factory=lambda: defaultdict(list))
+    reads: dict[Memory, list[tuple[int, fx.Node]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def allocate(self, node: fx.Node, tensor: torch.Tensor, view: View, is_input: bool) -> None:
+        """A node whose storage is seen for the first time, or that copies."""
+        key = _compat.storage_key(tensor)
+        memory = Memory(
+            root=node,
+            is_input=is_input,
+            is_constant=is_input and isinstance(tensor, torch.nn.Parameter),
+            shape=shape_of(tensor),
+            strides=tuple(size_of(s) for s in tensor.stride()) if key is not None else (),
+            offset=size_of(tensor.storage_offset()) if key is not None else 0,
+            dtype=tensor.dtype,
+            storage=key if key is not None else -id(node),
+        )
+        if key is not None:
+            self.by_storage[key].append(memory)
+        self.places[node] = Place(memory, effects.identity(memory.shape), 0, view)
+
+    def shared_with(self, tensor: torch.Tensor, node: fx.Node | None) -> Place | None:
+        """The place of `node` if `tensor` lies on the same storage, else None."""
+        key = _compat.storage_key(tensor)
+        place = self.places.get(node) if node is not None else None
+        return place if place is not None and place.memory.storage == key else None
+
+    def alias(self, node: fx.Node, of: Place, effect: Effect | None, view: View) -> None:
+        """A node that shares `of`'s memory and selects `effect` of it."""
+        self.places[node] = Place(of.memory, effect, self.version[of.memory], view)
+
+    def read(self, node: fx.Node) -> View | None:
+        """What a node's tensor holds now; None where a write made that unknowable."""
+        place = self.places[node]
+        memory = place.memory
+        if self.version[memory] == place.version:
+            return place.view
+        state = self.state[memory]
+        if state is None or place.effect is None:
+            return None
+        try:
+            return state.through(place.effect)
+        except InexpressibleError:
+            return None
+
+    def write(self, store: Store, value: Value) -> None:
+        """Records an in-place write. Other memories on the same storage become unknown."""
+        memory = store.memory
+        self.version[memory] += 1
+        self.stores[memory].append(value)
+        self.state[memory] = None if store.source is None else self._state_after(store, value)
+        for other in self.by_storage.get(memory.storage, ()):
+            if other is not memory:
+                self.version[other] += 1
+                self.state[other] = None
+
+    def _state_after(self, store: Store, value: Value) -> View:
+        memory, source = store.memory, store.source
+        assert source is not None
+        overwritten = effects.is_identity(store.target, memory.shape) and not store.index
+        if overwritten and not store.accumulate and source.value.dtype == memory.dtype:
+            return source
+        return value.whole
+
+
+def slices_of_fresh_memory(stores: list[Value]) -> tuple[int, list[View]] | None:
+    """`new_empty` filled by slice copies: the axis they tile and the pieces in order, else None."""
+    pieces: list[tuple[int, int, View]] = []
+    axis: int | None = None
+    for value in stores:
+        store = value.store
+        if store is None or store.index or store.accumulate or store.source is None:
+            return None
+        shape, window = store.memory.shape, store.target.shape
+        cut = [a for a in range(len(shape)) if len(shape) == len(window) and shape[a] != window[a]]
+        if len(cut) != 1 or (axis is not None and cut[0] != axis):
+            return None
+        axis = cut[0]
+        start, length = store.target.start[axis], window[axis]
+        if not isinstance(start, int) or not isinstance(length, int):
+            return None
+        pieces.append((start, length, store.source))
+    if axis is None:
+        return None
+    pieces.sort(key=lambda piece: piece[0])
+    end = 0
+    for start, length, _ in pieces:
+        if start != end:
+            return None
+        end += length
+    whole = stores[0].store
+    assert whole is not None
+    return (axis, [source for _, _, source in pieces]) if end == whole.memory.shape[axis] else None

@@ -1,0 +1,423 @@
+"""The spellings of a Dynamo graph, reduced to ATen's names: one table per kind of operation.
+
+Dynamo hands over `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem`, ... as they
+were written. Here each is named once: what it selects (layout), how it splits, whether it only
+copies, which in-place write it is, or which plain ATen operation. A target found in no table is
+asked for its ATen name by :mod:`tilewright.compiler._compat`; what stays unknown is opaque.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.patterns import effects
+from tilewright.patterns.effects import Effect, InexpressibleError, Size
+
+Target = Callable[..., Any] | str
+
+_OPERATORS: dict[Any, str] = {
+    operator.add: "add",
+    operator.iadd: "add_",
+    operator.sub: "sub",
+    operator.isub: "sub_",
+    operator.mul: "mul",
+    operator.imul: "mul_",
+    operator.truediv: "div",
+    operator.itruediv: "div_",
+    operator.floordiv: "floor_divide",
+    operator.mod: "remainder",
+    operator.neg: "neg",
+    operator.pow: "pow",
+    operator.matmul: "matmul",
+    operator.getitem: "getitem",
+    operator.setitem: "setitem",
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.invert: "bitwise_not",
+    operator.rshift: "bitwise_right_shift",
+    operator.lshift: "bitwise_left_shift",
+    operator.lt: "lt",
+    operator.le: "le",
+    operator.gt: "gt",
+    operator.ge: "ge",
+    operator.eq: "eq",
+    operator.ne: "ne",
+}
+
+_RENAMED = {
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "concat": "cat",
+    "concatenate": "cat",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "moveaxis": "movedim",
+    "square": "square",
+    "__getitem__": "getitem",
+    "__setitem__": "setitem",
+    "__add__": "add",
+    "__radd__": "add",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "__sub__": "sub",
+    "__matmul__": "matmul",
+    "__truediv__": "div",
+    "__iadd__": "add_",
+    "__imul__": "mul_",
+    "__isub__": "sub_",
+    "__itruediv__": "div_",
+}
+
+# Nodes without a value that matters: profiling, autograd and autocast regions, shape queries.
+NOISE = frozenset(
+    {
+        "_log_api_usage_once",
+        "_set_grad_enabled",
+        "_enter_autocast",
+        "_exit_autocast",
+        "_assert_tensor_metadata",
+        "sym_size",
+        "sym_sum",
+        "sym_max",
+        "sym_min",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "is_contiguous",
+        "_check",
+        "_check_is_size",
+    }
+)
+
+# The value is its first operand's, element for element; whether memory is shared, storage tells.
+IDENTITY = frozenset(
+    {"contiguous", "clone", "detach", "alias", "lift_fresh_copy", "requires_grad_", "positive"}
+)
+
+# Identity where the dtype stays, else a cast.
+CASTS = frozenset(
+    {"to", "_to_copy", "float", "half", "bfloat16", "double", "type", "type_as", "long", "int"}
+    | {"bool", "cuda", "cpu"}
+)
+
+DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"})
+
+# Plain ATen operations: name -> how many leading positional arguments are tensors' own.
+PLAIN = frozenset(
+    """
+    abs add addcmul all amax amin any arange argmax argsort baddbmm bitwise_and bitwise_not
+    bitwise_or bitwise_right_shift bitwise_left_shift bmm ceil clamp cos cumsum div embedding empty
+    empty_like eq erf exp exp2 floor floor_divide full full_like gather ge gelu gt group_norm histc
+    index_put index_select isin le layer_norm log logical_and logical_not logical_or logsumexp lt
+    masked_fill matmul max maximum mean min minimum mm mul native_layer_norm ne neg new_empty
+    new_full new_ones new_zeros nonzero norm one_hot ones ones_like outer pad pow rand reciprocal
+    relu remainder repeat_kv rms_norm round rsqrt rsub scaled_dot_product_attention scatter
+    scatter_add searchsorted sigmoid sign silu sin softmax softplus sort sqrt square std sub sum
+    tanh topk tril triu tril_indices var view_as_complex view_as_real where zeros zeros_like
+    _grouped_mm _scaled_mm polar roll hardtanh index_copy index_add log_softmax tensor
+    scalar_tensor diff
+    """.split()
+)
+
+# In-place arithmetic, and the operation whose result it stores.
+IN_PLACE_ARITHMETIC = frozenset(
+    f"{name}_"
+    for name in "add sub mul div pow neg clamp relu sigmoid silu exp masked_fill floor_divide "
+    "bitwise_and bitwise_or clamp_min clamp_max remainder rsqrt sqrt tanh addcmul".split()
+)
+
+INDEXED_WRITES = frozenset(
+    {"setitem", "index_put_", "_index_put_impl_", "index_copy_", "index_add_", "scatter_"}
+    | {"scatter_add_", "copy_", "fill_", "zero_"}
+)
+
+
+def name_of(node: fx.Node) -> str:
+    """The short ATen name of what a node calls; `ns::name` for an operator of another library."""
+    target = node.target
+    if isinstance(target, str):
+        return _RENAMED.get(target, target)
+    if target in _OPERATORS:
+        return _OPERATORS[target]
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        namespace, _, name = packet._qualified_op_name.partition("::")
+        return _RENAMED.get(name, name) if namespace == "aten" else f"{namespace}::{name}"
+    name = getattr(target, "__name__", str(target))
+    return _RENAMED.get(name, name) if _is_torch_function(target) else f"python::{name}"
+
+
+def _is_torch_function(target: Any) -> bool:
+    module = getattr(target, "__module__", None) or type(getattr(target, "__self__", None)).__module__
+    return module is None or module.split(".")[0] in ("torch", "builtins", "_operator")
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a name follows PyTorch's convention for in-place operations."""
+    return name.endswith("_") and not name.endswith("__")
+
+
+# --- layout -------------------------------------------------------------------------------------
+
+
+def argument(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:
+    """An argument by position or keyword."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(keyword, default)
+
+
+def sizes_from(node: fx.Node, position: int, keyword: str) -> list[Any]:
+    """Sizes given as one sequence or spread over the arguments."""
+    first = argument(node, position, keyword)
+    if isinstance(first, (tuple, list, torch.Size)):
+        return list(first)
+    return list(node.args[position:]) if first is None or len(node.args) > position else [first]
+
+
+def _dim(index: int, rank: int) -> int:
+    return index + rank if index < 0 else index
+
+
+def _to_shape(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    return effects.reshape(effect, shape)
+
+
+def _transpose(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    rank = len(effect.dims)
+    order = list(range(rank))
+    a = _dim(argument(node, 1, "dim0"), rank)
+    b = _dim(argument(node, 2, "dim1"), rank)
+    order[a], order[b] = order[b], order[a]
+    return effects.permute(effect, order)
+
+
+def _permute(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    rank = len(effect.dims)
+    return effects.permute(effect, [_dim(d, rank) for d in sizes_from(node, 1, "dims")])
+
+
+def _reverse_dims(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    return effects.permute(effect, range(len(effect.dims))[::-1])
+
+
+def _swap_last(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    rank = len(effect.dims)
+    return effects.permute(effect, [*range(rank - 2), rank - 1, rank - 2])
+
+
+def _movedim(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    rank = len(effect.dims)
+    moved, to = argument(node, 1, "source"), argument(node, 2, "destination")
+    moved = [moved] if isinstance(moved, int) else list(moved)
+    to = [to] if isinstance(to, int) else list(to)
+    order = [d for d in range(rank) if d not in {_dim(m, rank) for m in moved}]
+    for target, source in sorted((_dim(t, rank), _dim(m, rank)) for t, m in zip(to, moved, strict=True)):
+        order.insert(target, source)
+    return effects.permute(effect, order)
+
+
+def _unsqueeze(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    return effects.unsqueeze(effect, _dim(argument(node, 1, "dim"), len(effect.dims) + 1))
+
+
+def _squeeze(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    given = argument(node, 1, "dim")
+    rank = len(effect.dims)
+    dims = range(rank) if given is None else [given] if isinstance(given, int) else given
+    return effects.squeeze(effect, [_dim(d, rank) for d in dims])
+
+
+def _expand(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    return effects.expand(effect, shape)
+
+
+def _narrow(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    dim = _dim(argument(node, 1, "dim"), len(effect.dims))
+    start = _offset(size_of(argument(node, 2, "start")), effect.shape[dim])
+    return effects.narrow(effect, dim, start, shape[dim])
+
+
+def _slice_tensor(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    dim = _dim(argument(node, 1, "dim", 0), len(effect.dims))
+    item = slice(argument(node, 2, "start"), None, argument(node, 4, "step", 1))
+    return _slice(effect, dim, item, shape[dim])
+
+
+def _select(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    dim = _dim(argument(node, 1, "dim"), len(effect.dims))
+    return effects.select(effect, dim, _offset(size_of(argument(node, 2, "index")), effect.shape[dim]))
+
+
+def _repeat_interleave(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    times, given = argument(node, 1, "repeats"), argument(node, 2, "dim")
+    if not isinstance(times, int) or given is None:
+        raise InexpressibleError("repeat_interleave by a tensor, or of the flattened input")
+    dim = _dim(given, len(effect.dims))
+    lengths = list(effect.shape)
+    wide = effects.expand(
+        effects.unsqueeze(effect, dim + 1), [*lengths[: dim + 1], times, *lengths[dim + 1 :]]
+    )
+    return effects.reshape(wide, shape)
+
+
+def _repeat(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+    times = [size_of(n) for n in sizes_from(node, 1, "repeats")]
+    lengths = [1] * (len(times) - len(effect.dims)) + list(effect.shape)
+    split = effects.reshape(effect, [n for length in lengths for n in (1, length)])
+    wide = effects.expand(split, [n for t, length in zip(times, lengths, strict=True) for n in (t, length)])
+    return effects.reshape(wide, shape)
+
+
+LAYOUT: dict[str, Callable[[Effect, fx.Node, Sequence[Size]], Effect]] = {
+    "view": _to_shape,
+    "reshape": _to_shape,
+    "view_as": _to_shape,
+    "reshape_as": _to_shape,
+    "flatten": _to_shape,
+    "unflatten": _to_shape,
+    "ravel": _to_shape,
+    "_unsafe_view": _to_shape,
+    "transpose": _transpose,
+    "t": _reverse_dims,
+    "T": _reverse_dims,
+    "mT": _swap_last,
+    "permute": _permute,
+    "movedim": _movedim,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "expand_as": _expand,
+    "broadcast_to": _expand,
+    "narrow": _narrow,
+    "slice": _slice_tensor,
+    "select": _select,
+    "repeat_interleave": _repeat_interleave,
+    "repeat": _repeat,
+}
+
+
+def split_effects(
+    effect: Effect, name: str, node: fx.Node, shapes: Sequence[Sequence[Size]]
+) -> list[Effect]:
+    """The parts of split, chunk, unbind, tensor_split; `shapes` are the parts' shapes."""
+    rank = len(effect.dims)
+    position = 1 if name == "unbind" else 2
+    dim = _dim(argument(node, position, "dim", 0), rank)
+    if name == "unbind":
+        return [effects.select(effect, dim, i) for i in range(len(shapes))]
+    parts, start = [], 0
+    for shape in shapes:
+        parts.append(effects.narrow(effect, dim, start, shape[dim]))
+        start = start + shape[dim]
+    return parts
+
+
+SPLITS = frozenset(
+    {"split", "split_with_sizes", "chunk", "unbind", "unsafe_chunk", "unsafe_split", "tensor_split"}
+)
+
+
+# --- sizes and basic indexing ---------------------------------------------------------------------
+
+
+def size_of(item: Any) -> Size:
+    """An int, SymInt or the node of one, as a size."""
+    if isinstance(item, fx.Node):
+        item = item.meta["example_value"]
+    if isinstance(item, torch.SymInt):
+        expression = item.node.expr
+        return int(expression) if expression.is_Integer else expression
+    return int(item)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:
+    """A (fake) tensor's shape as sizes."""
+    return tuple(n if isinstance(n, int) else size_of(n) for n in tensor.shape)
+
+
+def _offset(index: Size, length: Size) -> Size:
+    return index + length if isinstance(index, int) and index < 0 else index
+
+
+def _slice(effect: Effect, dim: int, item: slice, length: Size) -> Effect:
+    size = effect.shape[dim]
+    start = 0 if item.start is None else _offset(size_of(item.start), size)
+    step = 1 if item.step is None else size_of(item.step)
+    if not isinstance(step, int):
+        raise InexpressibleError("a slice with a symbolic step")
+    if isinstance(start, int) and isinstance(size, int):
+        start = min(start, size)
+    return effects.narrow(effect, dim, start, length, step)
+
+
+def is_tensor_node(item: Any) -> bool:
+    """Whether an argument is a node that holds a tensor."""
+    return isinstance(item, fx.Node) and isinstance(item.meta.get("example_value"), torch.Tensor)
+
+
+def index_effect(effect: Effect, index: Any) -> tuple[Effect, dict[int, fx.Node]]:
+    """`x[index]`: the effect of its basic part, and the index tensors by dimension of that part.
+
+    Raises InexpressibleError for lists of several ints and masks given as Python values.
+    """
+    items = list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
+    consumed = sum(1 for i in items if i is not None and i is not Ellipsis)
+    if Ellipsis in [i for i in items if not isinstance(i, fx.Node)]:
+        at = next(k for k, i in enumerate(items) if i is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(effect.dims) - consumed)
+    else:
+        items += [slice(None)] * (len(effect.dims) - consumed)
+    tensors: dict[int, fx.Node] = {}
+    dim = 0
+    for item in items:
+        effect, dim = _apply_item(effect, dim, item, tensors)
+    return effect, tensors
+
+
+def _is_list_index(index: Any) -> bool:
+    return isinstance(index, list) and all(isinstance(i, int) for i in index)
+
+
+def _apply_item(
+    effect: Effect, dim: int, item: Any, tensors: dict[int, fx.Node]
+) -> tuple[Effect, int]:
+    if item is None:
+        return effects.unsqueeze(effect, dim), dim + 1
+    if isinstance(item, slice):
+        return _apply_slice(effect, dim, item), dim + 1
+    if is_tensor_node(item):
+        tensors[dim] = item
+        return effect, dim + 1
+    if isinstance(item, list):
+        if len(item) != 1 or not isinstance(item[0], int):
+            raise InexpressibleError("an index list of several positions")
+        return effects.narrow(effect, dim, _offset(item[0], effect.shape[dim]), 1), dim + 1
+    if isinstance(item, bool):
+        raise InexpressibleError("a Python bool as an index")
+    return effects.select(effect, dim, _offset(size_of(item), effect.shape[dim])), dim
+
+
+def _apply_slice(effect: Effect, dim: int, item: slice) -> Effect:
+    if item == slice(None):
+        return effect
+    size = effect.shape[dim]
+    stop = size if item.stop is None else _offset(size_of(item.stop), size)
+    start = 0 if item.start is None else _offset(size_of(item.start), size)
+    step = 1 if item.step is None else size_of(item.step)
+    if isinstance(size, int) and isinstance(stop, int) and isinstance(start, int):
+        length: Size = len(range(*slice(start, stop, step).indices(size)))
+    elif step == 1:
+        length = stop - start
+    else:
+        raise InexpressibleError("a strided slice of a symbolic dimension")
+    return _slice(effect, dim, item, length)

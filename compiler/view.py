@@ -1,0 +1,611 @@
+"""Builds the read-only dataflow view of a Dynamo graph. Nothing is retraced, nothing is changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat, spelling
+from tilewright.compiler.memory import MemoryMap, slices_of_fresh_memory
+from tilewright.compiler.spelling import argument, index_effect, name_of, shape_of, size_of
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Store, Value, View
+from tilewright.patterns.effects import Effect, InexpressibleError
+
+_ASKED: dict[Any, tuple[str, ...]] = {}
+
+
+def build_view(graph: fx.Graph) -> Dataflow:
+    """The dataflow view of a Dynamo graph.
+
+    graph: what a `torch.compile` backend receives; nodes carry `meta["example_value"]`.
+    Returns a :class:`Dataflow`. Never raises for an operation it does not know: that one becomes an
+    opaque value, named in `unknown`.
+    """
+    builder = _Builder(graph)
+    for position, node in enumerate(graph.nodes):
+        builder.visit(position, node)
+    return builder.finish()
+
+
+class _Builder:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.memory = MemoryMap()
+        self.values: list[Value] = []
+        self.users: dict[Value, list[Value]] = defaultdict(list)
+        self.others: dict[fx.Node, Any] = {}
+        self.positions: dict[fx.Node, int] = {}
+        self.outputs: tuple[View, ...] = ()
+        self.unknown: list[fx.Node] = []
+
+    # --- one node ---
+
+    def visit(self, position: int, node: fx.Node) -> None:
+        self.positions[node] = position
+        result = node.meta.get("example_value")
+        if node.op == "output":
+            self.outputs = tuple(self._views(node.args))
+        elif node.op in ("placeholder", "get_attr"):
+            if isinstance(result, torch.Tensor):
+                op = "constant" if isinstance(result, torch.nn.Parameter) else "input"
+                value = self._value(op, (), result, node)
+                self.memory.allocate(node, result, value.whole, is_input=True)
+        elif node.op in ("call_function", "call_method"):
+            self._call(node, name_of(node), result)
+        else:
+            self._opaque(node, str(node.target), result)
+
+    def _call(self, node: fx.Node, name: str, result: Any) -> None:
+        if name in spelling.NOISE:
+            return
+        if name == "getitem" and isinstance(node.args[0], fx.Node):
+            picked = self.others.get(node.args[0])
+            if isinstance(picked, tuple):
+                self._pick(node, picked)
+                return
+        if name == "getattr":
+            name = str(node.args[1])
+            if name not in spelling.LAYOUT:
+                return
+        if name in spelling.INDEXED_WRITES and self._first_tensor(node) is not None:
+            self._write(node, name, result)
+        elif name in spelling.IN_PLACE_ARITHMETIC:
+            self._in_place(node, name[:-1], result)
+        elif spelling.is_in_place(name) or _mutates(node):
+            self._opaque_write(node, name, result)
+        elif name in spelling.SPLITS and isinstance(result, (tuple, list)):
+            self._split(node, name, result)
+        elif not isinstance(result, torch.Tensor):
+            self._opaque(node, name, result)
+        elif not self._layout(node, name, result):
+            self._compute(node, name, result)
+
+    # --- layout ---
+
+    def _layout(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
+        """Whether the node only selects or copies; registers its view if so."""
+        of = self._first_tensor(node)
+        if of is None:
+            return False
+        source = of.meta["example_value"]
+        same = name in spelling.IDENTITY or (name in spelling.CASTS and _same_kind(source, result))
+        if name in spelling.DROPOUT:
+            same = not argument(node, 2, "training", True) or argument(node, 1, "p", 0.5) == 0
+        if name == "view" and result.dtype != source.dtype:
+            return False
+        shape = shape_of(result)
+
+        def rule(effect: Effect) -> Effect:
+            if same:
+                return effects.reshape(effect, shape)
+            if name == "getitem":
+                picked, tensors = index_effect(effect, node.args[1])
+                if tensors:
+                    raise InexpressibleError("advanced indexing")
+                return picked
+            return spelling.LAYOUT[name](effect, node, shape)
+
+        if not (same or name == "getitem" or name in spelling.LAYOUT):
+            return False
+        if name == "getitem" and _has_index_tensor(node.args[1]):
+            return False
+        self._select(node, of, result, rule)
+        return True
+
+    def _select(
+        self, node: fx.Node, of: fx.Node, result: torch.Tensor, rule: Callable[[Effect], Effect]
+    ) -> None:
+        """A node whose tensor is what `rule` selects of another node's tensor."""
+        base = self._read(of)
+        try:
+            view = View(base.value, rule(base.effect))
+        except InexpressibleError:
+            value = self._value("opaque:" + name_of(node), (base,), result, node)
+            self.unknown.append(node)
+            view = value.whole
+        place = self.memory.shared_with(result, of)
+        if place is None:
+            self.memory.allocate(node, result, view, is_input=False)
+            return
+        local: Effect | None = None
+        if place.effect is not None:
+            try:
+                local = rule(place.effect)
+            except InexpressibleError:
+                local = None
+        self.memory.alias(node, place, local, view)
+
+    def _split(self, node: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
+        of = self._first_tensor(node)
+        assert of is not None
+        shapes = [shape_of(part) for part in result]
+        self.others[node] = tuple(
+            (of, part, lambda e, i=i: spelling.split_effects(e, name, node, shapes)[i])
+            for i, part in enumerate(result)
+        )
+
+    def _pick(self, node: fx.Node, parts: tuple[Any, ...]) -> None:
+        part = parts[node.args[1]]
+        if isinstance(part, Value):
+            result = node.meta["example_value"]
+            if isinstance(result, torch.Tensor):
+                self.memory.allocate(node, result, part.whole, is_input=False)
+        elif part is not None:
+            self._select(node, *part)
+
+    # --- compute ---
+
+    def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
+        op, args = self._canonical(node, name, result)
+        self._define(node, op, args, result)
+
+    def _canonical(
+        self, node: fx.Node, name: str, result: torch.Tensor
+    ) -> tuple[str, tuple[Any, ...]]:
+        if name in spelling.CASTS or (name == "view" and argument(node, 1, "dtype") is not None):
+            op = "bitcast" if name == "view" else "cast"
+            return op, (self._operand(node.args[0]),)
+        if name == "getitem":
+            return self._gather(node)
+        if name in ("linear", "addmm", "mm", "matmul"):
+            found = self._linear(node, name)
+            if found is not None:
+                return "aten.linear", found
+        if name == "stack":
+            return "aten.cat", self._stack(node)
+        if name == "cat":
+            tensors = argument(node, 0, "tensors")
+            dim = argument(node, 1, "dim", 0)
+            return "aten.cat", (tuple(self._operand(t) for t in tensors), dim % len(result.shape))
+        if name in spelling.PLAIN:
+            return f"aten.{name}", self._arguments(node)
+        return self._ask(node, name), self._arguments(node)
+
+    def _linear(self, node: fx.Node, name: str) -> tuple[Any, ...] | None:
+        """(x, weight [N, K], bias or None) of any product with a two-dimensional weight."""
+        if name == "linear":
+            x, weight = argument(node, 0, "input"), argument(node, 1, "weight")
+            bias = argument(node, 2, "bias")
+            return self._operand(x), self._operand(weight), self._operand(bias)
+        first = 1 if name == "addmm" else 0
+        if name == "addmm" and (node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1):
+            return None
+        x, weight = self._operand(node.args[first]), self._operand(argument(node, first + 1, "mat2"))
+        if not isinstance(weight, View):
+            weight = self._operand(argument(node, first + 1, "other"))
+        if not isinstance(weight, View) or not isinstance(x, View):
+            return None
+        if len(weight.effect.dims) != 2 or weight.value.projected:
+            return None
+        bias = self._operand(node.args[0]) if name == "addmm" else None
+        return x, View(weight.value, effects.permute(weight.effect, (1, 0))), bias
+
+    def _stack(self, node: fx.Node) -> tuple[Any, ...]:
+        tensors = [self._operand(t) for t in argument(node, 0, "tensors")]
+        rank = len(tensors[0].effect.dims) + 1
+        dim = argument(node, 1, "dim", 0) % rank
+        return tuple(View(t.value, effects.unsqueeze(t.effect, dim)) for t in tensors), dim
+
+    def _gather(self, node: fx.Node) -> tuple[str, tuple[Any, ...]]:
+        base = self._operand(node.args[0])
+        try:
+            effect, tensors = index_effect(base.effect, node.args[1])
+        except InexpressibleError:
+            return "opaque:getitem", (base,)
+        indices = tuple((dim, self._operand(t)) for dim, t in tensors.items())
+        return "aten.index", (View(base.value, effect), indices)
+
+    def _ask(self, node: fx.Node, name: str) -> str:
+        """The ATen name of a node found in no table: asked alone, under its own fake tensors."""
+        tensors: list[Any] = []
+
+        def leaf(item: fx.Node) -> Any:
+            held = item.meta.get("example_value")
+            if isinstance(held, torch.Tensor):
+                tensors.append(held)
+                return _Hole(len(tensors) - 1)
+            return held
+
+        args = fx.node.map_arg(node.args, leaf)
+        kwargs = fx.node.map_arg(node.kwargs, leaf)
+        described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
+        key = (str(node.target), repr(args), repr(kwargs), repr(described))
+        if key not in _ASKED:
+            try:
+                _ASKED[key] = _aten_names(node, args, kwargs, tensors)
+            except Exception:  # an untraceable node is a fact about it, not a failure
+                _ASKED[key] = ()
+        names = _ASKED[key]
+        if len(names) == 1:
+            return names[0]
+        self.unknown.append(node)
+        return f"opaque:{name}"
+
+    def _define(self, node: fx.Node, op: str, args: tuple[Any, ...], result: torch.Tensor) -> Value:
+        kwargs = {k: self._operand(v) for k, v in node.kwargs.items()} if op != "aten.cat" else {}
+        if op == "aten.linear":
+            kwargs = {}
+        value = self._value(op, args, result, node, kwargs)
+        place = next(
+            (p for a in node.all_input_nodes if (p := self.memory.shared_with(result, a))), None
+        )
+        if place is None:
+            self.memory.allocate(node, result, value.whole, is_input=False)
+        else:
+            self.memory.alias(node, place, None, value.whole)
+        return value
+
+    def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
+        """A node with no tensor, or several, as its result."""
+        if not any(spelling.is_tensor_node(a) for a in node.all_input_nodes):
+            return
+        op = f"aten.{name}" if name in spelling.PLAIN else f"opaque:{name}"
+        if not isinstance(result, (tuple, list)):
+            like = next(a for a in node.all_input_nodes if spelling.is_tensor_node(a))
+            self._value(op, self._arguments(node), like.meta["example_value"], node)
+            return
+        self.others[node] = tuple(
+            self._value(op, self._arguments(node), part, node, {"output": i})
+            if isinstance(part, torch.Tensor)
+            else None
+            for i, part in enumerate(result)
+        )
+
+    # --- in-place writes ---
+
+    def _write(self, node: fx.Node, name: str, result: Any) -> None:
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        place = self.memory.places[target]
+        store = None
+        if place.effect is not None:
+            try:
+                store = _WRITES[name](self, node, place.effect)
+            except InexpressibleError as error:
+                store = (place.effect, {}, None, False, str(error))
+        if store is None:
+            store = (effects.identity(place.memory.shape), {}, None, False, "unknown window")
+        effect, index, source, accumulate, note = store
+        record = Store(place.memory, effect, index, source, name, accumulate, note)
+        self._store(node, target, record, result)
+
+    def _store(self, node: fx.Node, target: fx.Node, store: Store, result: Any) -> None:
+        before = self._read(target)
+        args = (before, store.source, tuple(store.index.values()))
+        value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)
+        self.memory.write(store, value)
+        memory = store.memory
+        if not memory.is_input and len(self.memory.stores[memory]) > 1:
+            self._join_slices(node, store)
+        if isinstance(result, torch.Tensor):
+            place = self.memory.places[target]
+            now = self._read(target)
+            self.memory.alias(node, place, place.effect, now)
+
+    def _join_slices(self, node: fx.Node, store: Store) -> None:
+        joined = slices_of_fresh_memory(self.memory.stores[store.memory])
+        if joined is not None:
+            axis, pieces = joined
+            result = store.memory.root.meta["example_value"]
+            cat = self._value("aten.cat", (tuple(pieces), axis), result, node)
+            self.memory.state[store.memory] = cat.whole
+
+    def _in_place(self, node: fx.Node, name: str, result: Any) -> None:
+        target = self._first_tensor(node)
+        if target is None:
+            return
+        if not isinstance(result, torch.Tensor):
+            result = target.meta["example_value"]
+        computed = self._value(f"aten.{name}", self._arguments(node), result, node)
+        place = self.memory.places[target]
+        effect = place.effect if place.effect is not None else effects.identity(place.memory.shape)
+        known = computed.whole if place.effect is not None else None
+        self._store(node, target, Store(place.memory, effect, {}, known, f"{name}_"), result)
+
+    def _opaque_write(self, node: fx.Node, name: str, result: Any) -> None:
+        """An in-place or custom operation whose effect is not known: what it mutates is unknown."""
+        mutated = _mutated_arguments(node)
+        for target in mutated:
+            place = self.memory.places.get(target)
+            if place is not None:
+                whole = effects.identity(place.memory.shape)
+                self._store(node, target, Store(place.memory, whole, {}, None, name), None)
+        if isinstance(result, torch.Tensor) and node not in self.memory.places:
+            self._define(node, f"opaque:{name}", self._arguments(node), result)
+        elif not mutated or result is not None:
+            self._opaque(node, name, result)
+
+    # --- pieces ---
+
+    def _value(
+        self,
+        op: str,
+        args: tuple[Any, ...],
+        result: torch.Tensor,
+        node: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+        store: Store | None = None,
+    ) -> Value:
+        value = Value(
+            op=op,
+            args=args,
+            shape=shape_of(result),
+            dtype=result.dtype,
+            device=result.device,
+            node=node,
+            position=self.positions[node],
+            kwargs=kwargs or {},
+            store=store,
+        )
+        projected = op == "aten.linear" or any(v.value.projected for v in value.operands)
+        if projected:
+            object.__setattr__(value, "projected", True)
+        self.values.append(value)
+        for operand in {v.value: None for v in value.operands}:
+            self.users[operand].append(value)
+        return value
+
+    def _read(self, node: fx.Node) -> View:
+        view = self.memory.read(node)
+        if view is None:
+            value = self._value("opaque:memory", (), node.meta["example_value"], node)
+            view = value.whole
+        return view
+
+    def _operand(self, item: Any) -> Any:
+        """An argument as patterns see it: views, sizes, plain Python values."""
+        if isinstance(item, fx.Node):
+            held = item.meta.get("example_value")
+            if isinstance(held, torch.Tensor) and item in self.memory.places:
+                return self._noted_read(item)
+            if isinstance(held, (torch.SymInt, int)) and not isinstance(held, bool):
+                return size_of(held)
+            return None
+        if isinstance(item, (tuple, list)):
+            return tuple(self._operand(i) for i in item)
+        return item
+
+    def _noted_read(self, node: fx.Node) -> View:
+        place = self.memory.places[node]
+        reader = next(reversed(self.positions))
+        self.memory.reads[place.memory].append((self.positions[reader], reader))
+        return self._read(node)
+
+    def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
+        return tuple(self._operand(a) for a in node.args)
+
+    def _views(self, args: Any) -> list[View]:
+        if isinstance(args, (tuple, list)):
+            return [view for item in args for view in self._views(item)]
+        operand = self._operand(args)
+        return [operand] if isinstance(operand, View) else []
+
+    def _first_tensor(self, node: fx.Node) -> fx.Node | None:
+        first = node.args[0] if node.args else node.kwargs.get("input")
+        known = isinstance(first, fx.Node) and first in self.memory.places
+        return first if known else None  # type: ignore[return-value]
+
+    def finish(self) -> Dataflow:
+        places = self.memory.places
+        return Dataflow(
+            graph=self.graph,
+            values=tuple(self.values),
+            users=self.users,
+            views={node: place.view for node, place in places.items()},
+            memory_of={node: place.memory for node, place in places.items()},
+            written=self.memory.stores,
+            read=self.memory.reads,
+            outputs=self.outputs,
+            positions=self.positions,
+            unknown=tuple(self.unknown),
+        )
+
+
+class _Hole:
+    """Stands for a tensor argument while a node is asked for its ATen name."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"<{self.index}>"
+
+
+def _aten_names(
+    node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+) -> tuple[str, ...]:
+    def fill(item: Any, given: Sequence[torch.Tensor]) -> Any:
+        if isinstance(item, _Hole):
+            return given[item.index]
+        if isinstance(item, (tuple, list)):
+            return type(item)(fill(i, given) for i in item)
+        if isinstance(item, dict):
+            return {k: fill(v, given) for k, v in item.items()}
+        return item
+
+    def call(*given: torch.Tensor) -> Any:
+        positional, named = fill(tuple(args), given), fill(dict(kwargs), given)
+        if isinstance(node.target, str):
+            return getattr(positional[0], node.target)(*positional[1:], **named)
+        return node.target(*positional, **named)  # type: ignore[operator]
+
+    calls = _compat.aten_calls(call, tensors)
+    return tuple(name if ":" in (name := name_of(c)) else f"aten.{name}" for c in calls)
+
+
+def _same_kind(source: torch.Tensor, result: torch.Tensor) -> bool:
+    return source.dtype == result.dtype and source.device == result.device
+
+
+def _has_index_tensor(index: Any) -> bool:
+    items = index if isinstance(index, (tuple, list)) else [index]
+    return any(spelling.is_tensor_node(i) for i in items)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return bool(_mutated_arguments(node))
+
+
+def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensors a node writes: by its schema, else by the in-place naming convention."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        out = []
+        for i, spec in enumerate(target._schema.arguments):
+            given = argument(node, i, spec.name)
+            if spec.alias_info is not None and spec.alias_info.is_write:
+                listed = given if isinstance(given, (tuple, list)) else [given]
+                out += [g for g in listed if isinstance(g, fx.Node)]
+        return out
+    if "out" in node.kwargs and isinstance(node.kwargs["out"], fx.Node):
+        return [node.kwargs["out"]]
+    if spelling.is_in_place(name_of(node)) and node.args and isinstance(node.args[0], fx.Node):
+        return [node.args[0]]
+    return []
+
+
+# --- the in-place writes that are understood -------------------------------------------------------
+
+_Write = tuple[Effect, dict[int, View], View | None, bool, str]
+
+
+def _source(builder: _Builder, item: Any, shape: Sequence[Any]) -> View | None:
+    """The written tensor, broadcast to the written window; None for a number."""
+    operand = builder._operand(item)
+    if not isinstance(operand, View):
+        return None
+    return View(operand.value, effects.expand(operand.effect, shape))
+
+
+def _index_dims_first(index: dict[int, View], rank: int, shape: Sequence[Any]) -> list[int]:
+    """How PyTorch orders an indexed window, as a permutation that puts index dimensions first."""
+    dims = sorted(index)
+    width = max(len(view.effect.dims) for view in index.values())
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+    at = dims[0] if adjacent else 0
+    total = rank - len(dims) + width
+    lead = list(range(at, at + width))
+    return lead + [d for d in range(total) if d not in lead]
+
+
+def _indexed(
+    builder: _Builder, effect: Effect, index: dict[int, View], item: Any, accumulate: bool
+) -> _Write:
+    rank = len(effect.dims)
+    if not index:
+        return effect, {}, _source(builder, item, effect.shape), accumulate, ""
+    if any(view.value.dtype == torch.bool for view in index.values()):
+        return effect, index, None, accumulate, "a boolean mask selects the slots"
+    order = _index_dims_first(index, rank, effect.shape)
+    width = max(len(view.effect.dims) for view in index.values())
+    broadcast = torch.broadcast_shapes if False else _broadcast
+    lead = broadcast([view.shape for view in index.values()])
+    rest = [effect.shape[d] for d in range(rank) if d not in index]
+    by_position = [None] * (width + len(rest))
+    for position, size in zip(order, [*lead, *rest], strict=True):
+        by_position[position] = size
+    source = _source(builder, item, by_position)
+    if source is not None:
+        source = View(source.value, effects.permute(source.effect, order))
+    return effect, index, source, accumulate, ""
+
+
+def _broadcast(shapes: list[tuple[Any, ...]]) -> list[Any]:
+    width = max(len(s) for s in shapes)
+    padded = [(1,) * (width - len(s)) + tuple(s) for s in shapes]
+    return [next((n for n in column if n != 1), 1) for column in zip(*padded, strict=True)]
+
+
+def _setitem(builder: _Builder, node: fx.Node, effect: Effect) -> _Write:
+    narrowed, tensors = index_effect(effect, node.args[1])
+    index = {dim: builder._operand(t) for dim, t in tensors.items()}
+    return _indexed(builder, narrowed, index, node.args[2], False)
+
+
+def _index_put(builder: _Builder, node: fx.Node, effect: Effect) -> _Write:
+    indices = argument(node, 1, "indices")
+    index = {d: builder._operand(t) for d, t in enumerate(indices) if t is not None}
+    accumulate = bool(argument(node, 3, "accumulate", False))
+    return _indexed(builder, effect, index, argument(node, 2, "values"), accumulate)
+
+
+def _index_copy(builder: _Builder, node: fx.Node, effect: Effect) -> _Write:
+    dim = argument(node, 1, "dim") % len(effect.dims)
+    index = builder._operand(argument(node, 2, "index"))
+    source = builder._operand(argument(node, 3, "source"))
+    rest = [d for d in range(len(effect.dims)) if d != dim]
+    ordered = View(source.value, effects.permute(source.effect, (dim, *rest)))
+    return effect, {dim: index}, ordered, name_of(node) == "index_add_", ""
+
+
+def _scatter(builder: _Builder, node: fx.Node, effect: Effect) -> _Write:
+    """`scatter_` whose index only repeats along the other dimensions is an `index_copy_`."""
+    dim = argument(node, 1, "dim") % len(effect.dims)
+    index = builder._operand(argument(node, 2, "index"))
+    source = builder._operand(argument(node, 3, "src"))
+    accumulate = name_of(node) == "scatter_add_" or "reduce" in node.kwargs
+    if not isinstance(source, View):
+        return effect, {dim: index}, None, accumulate, "scatters a number"
+    others = [d for d in range(len(effect.dims)) if d != dim]
+    repeats = all(index.effect.dims[d] in ((), _repeated(index.shape[d])) for d in others)
+    if not repeats or any(index.shape[d] != effect.shape[d] for d in others):
+        return effect, {dim: index}, None, accumulate, "scatters element by element"
+    narrow = index.effect
+    for d in others:
+        narrow = Effect((*narrow.dims[:d], (), *narrow.dims[d + 1 :]), narrow.start)
+    flat = effects.squeeze(narrow, others)
+    ordered = View(source.value, effects.permute(source.effect, (dim, *others)))
+    return effect, {dim: View(index.value, flat)}, ordered, accumulate, ""
+
+
+def _repeated(length: Any) -> tuple[Any, ...]:
+    return (effects.Atom(None, 0, length),)
+
+
+def _copy(builder: _Builder, node: fx.Node, effect: Effect) -> _Write:
+    return _indexed(builder, effect, {}, argument(node, 1, "src"), False)
+
+
+def _fill(builder: _Builder, node: fx.Node, effect: Effect) -> _Write:
+    return effect, {}, None, False, "fills with a number"
+
+
+_WRITES: dict[str, Callable[[_Builder, fx.Node, Effect], _Write]] = {
+    "setitem": _setitem,
+    "index_put_": _index_put,
+    "_index_put_impl_": _index_put,
+    "index_copy_": _index_copy,
+    "index_add_": _index_copy,
+    "scatter_": _scatter,
+    "scatter_add_": _scatter,
+    "copy_": _copy,
+    "fill_": _fill,
+    "zero_": _fill,
+}

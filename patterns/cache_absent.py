@@ -1,0 +1,88 @@
+"""Caches that no kernel can write into: those that grow by `cat`, or are updated out of place.
+
+Never a match: these anchors exist so that the user is told what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.language import Match, Reject, Stage, register, reject
+
+_OUT_OF_PLACE = {"aten.index_put", "aten.index_copy", "aten.scatter"}
+
+
+@dataclass(frozen=True)
+class AbsentCache:
+    """All sites of one kind in a graph: they share one cause, so they get one Miss."""
+
+    code: str
+    values: tuple[Value, ...]
+
+    @property
+    def node(self):
+        return self.values[0].node
+
+
+@dataclass(frozen=True)
+class CacheAbsent:
+    """The pattern; see the module. It reports under the name of the one that would have matched."""
+
+    name: str = "cache_absent"
+    op: str = "fused_qkv_paged"
+
+    def anchors(self, flow: Dataflow) -> Iterator[AbsentCache]:
+        grown = tuple(v for v in flow.values if _grows(v, flow))
+        if grown:
+            yield AbsentCache("GROWING_CACHE", grown)
+        updated = tuple(v for v in flow.values if _updates(v, flow))
+        if updated:
+            yield AbsentCache("FUNCTIONAL_WRITE", updated)
+
+    def match(self, anchor: AbsentCache, flow: Dataflow) -> Match:
+        try:
+            _refuse(anchor)
+        except Reject as rejection:
+            raise Reject(replace(rejection.miss, count=len(anchor.values))) from None
+
+
+def _refuse(anchor: AbsentCache) -> None:
+    nodes = anchor.values
+    if anchor.code == "GROWING_CACHE":
+        reject(
+            "GROWING_CACHE",
+            Stage.ANCHORED,
+            f"{len(nodes)} caches grow by torch.cat, so every step copies them whole and there is "
+            "no memory for a fused op to write into",
+            *nodes,
+            hint="use a static cache (transformers: StaticCache, or cache_implementation='static')",
+        )
+    reject(
+        "FUNCTIONAL_WRITE",
+        Stage.ANCHORED,
+        f"{nodes[0].op} returns a new cache instead of writing in place",
+        *nodes,
+        hint="use the in-place form: index_put_, index_copy_ or cache[slots] = k",
+    )
+
+
+def _grows(value: Value, flow: Dataflow) -> bool:
+    """cat([past, new]) of projected data that the graph returns: a cache that grows."""
+    if value.op != "aten.cat" or value not in flow.output_values or len(value.shape) < 3:
+        return False
+    past, *new = value.args[0]
+    held = past.value.op == "input" or past.value.shape == (0,)
+    return held and any(v.value.projected for v in new)
+
+
+def _updates(value: Value, flow: Dataflow) -> bool:
+    """An out-of-place indexed update of an input with projected data."""
+    if value.op not in _OUT_OF_PLACE or len(value.shape) < 3:
+        return False
+    target, *others = value.operands
+    return target.value.op == "input" and any(v.value.projected for v in others)
+
+
+register(CacheAbsent())

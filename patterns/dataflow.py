@@ -1,0 +1,180 @@
+"""The dataflow that patterns walk: values, the views between them, and memory made explicit.
+
+`compiler.view` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here: a
+value's operands are :class:`View`s, and a view says what it selects of which value. An in-place
+write is a value of its own, `store`, and whoever reads that memory later has it as an operand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.patterns import effects
+from tilewright.patterns.effects import Effect, Size
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One tensor, computed once.
+
+    op: `input` and `constant` (placeholders; a constant is a Parameter), `store` (an in-place
+        write), `cast`, an ATen name such as `aten.linear`, or `opaque:<target>` for the unknown.
+    args: operands in ATen's order: views, numbers, strings, None, or tuples of them.
+    shape, dtype, device: of the result; sizes are ints or sympy expressions.
+    node: the graph's node that computes it. position: its place in program order.
+    projected: whether it depends on a GEMM with a weight.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    node: fx.Node
+    position: int
+    projected: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    store: Store | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.op}[{', '.join(str(n) for n in self.shape)}]"
+
+    @cached_property
+    def operands(self) -> tuple[View, ...]:
+        """All views among the arguments, in order."""
+        return tuple(iter_views((*self.args, *self.kwargs.values())))
+
+    @property
+    def whole(self) -> View:
+        return View(self, effects.identity(self.shape))
+
+    @property
+    def scope(self) -> str:
+        """Module path, e.g. `model.layers.3.self_attn`; empty at the top level."""
+        return scope_of(self.node)
+
+    @property
+    def source(self) -> str:
+        """`file.py:214` in the user's code; empty where Dynamo kept none."""
+        return source_of(self.node)
+
+
+@dataclass(frozen=True)
+class View:
+    """What `effect` selects of `value`."""
+
+    value: Value
+    effect: Effect
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return self.effect.shape
+
+    @property
+    def is_whole(self) -> bool:
+        return effects.is_identity(self.effect, self.value.shape)
+
+    def through(self, effect: Effect) -> View:
+        """The view of this view that `effect` describes."""
+        return View(self.value, effects.compose(effect, self.effect))
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """A piece of storage, known by the node whose tensor spans it.
+
+    root: the placeholder, or the node that allocated it.
+    strides, offset: of the root's tensor, in elements. storage: equal for memories that alias.
+    """
+
+    root: fx.Node
+    is_input: bool
+    is_constant: bool
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size
+    dtype: torch.dtype
+    storage: int
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """One in-place write: `memory[target][index...] = source`.
+
+    target: what the written-to view selects of the memory's root tensor.
+    index: target dimension -> index tensor, for advanced indexing; empty for a plain copy.
+    source: the written view, its dimensions ordered: broadcast index dimensions first, then the
+        target's other dimensions in order. None where what is written is not known.
+    kind: how the user spelled it (`index_copy_`, `setitem`, ...).
+    accumulate: adds instead of overwriting.
+    """
+
+    memory: Memory
+    target: Effect
+    index: Mapping[int, View]
+    source: View | None
+    kind: str
+    accumulate: bool = False
+    note: str = ""
+
+
+def scope_of(node: fx.Node) -> str:
+    """The module path of a node, as `named_modules()` spells it."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"(?:\._modules)?\[['\"]?([\w.]+)['\"]?\]", r".\1", path)
+    return path.replace("._modules", "").removeprefix("_modules.").strip(".")
+
+
+def source_of(node: fx.Node) -> str:
+    """`file.py:line` of the innermost frame of the user's code."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+
+
+def iter_views(args: Any) -> Iterator[View]:
+    """Every view in nested arguments."""
+    if isinstance(args, View):
+        yield args
+    elif isinstance(args, (tuple, list)):
+        for item in args:
+            yield from iter_views(item)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataflow:
+    """A graph, seen by what its values are made of. Read-only; nothing in the graph was changed.
+
+    values: in program order. users: who reads a value. views: what each node's tensor is, as it
+    was when the node ran. outputs: what the graph returns.
+    """
+
+    graph: fx.Graph
+    values: Sequence[Value]
+    users: Mapping[Value, Sequence[Value]]
+    views: Mapping[fx.Node, Any]
+    memory_of: Mapping[fx.Node, Memory]
+    written: Mapping[Memory, Sequence[Value]]
+    read: Mapping[Memory, Sequence[tuple[int, fx.Node]]]
+    outputs: Sequence[View]
+    positions: Mapping[fx.Node, int]
+    unknown: Sequence[fx.Node]
+
+    @cached_property
+    def stores(self) -> tuple[Value, ...]:
+        return tuple(v for v in self.values if v.op == "store")
+
+    @cached_property
+    def output_values(self) -> frozenset[Value]:
+        return frozenset(view.value for view in self.outputs)

@@ -1,0 +1,278 @@
+"""What a chain of views selects, independent of how it was spelled.
+
+An :class:`Effect` maps the indices of a tensor to the indices of a *base*. Every output dimension
+is a mixed-radix number: a tuple of :class:`Atom`, outermost first, each walking one base axis with a
+step. `view`, `transpose`, `split`, slicing and `expand` in any order reduce to one normal form, so
+two chains are the same exactly when their effects are equal. The algebra is on logical indices:
+strides in memory play no part, and a copy (`contiguous`) has the effect of an identity.
+
+A size is a Python int, or a sympy expression where Dynamo gave a symbol.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+
+Size = int | sympy.Expr
+
+
+class InexpressibleError(ValueError):
+    """The view selects something that has no normal form (a split that does not divide, ...)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element."""
+
+    axis: int | None
+    step: int
+    length: Size
+
+
+Dim = tuple[Atom, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """`dims[i]` is output dimension i; `start[a]` the first index taken on base axis a."""
+
+    dims: tuple[Dim, ...]
+    start: tuple[Size, ...]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return tuple(_length(dim) for dim in self.dims)
+
+
+def _length(dim: Dim) -> Size:
+    if len(dim) == 1:
+        return dim[0].length
+    return product(atom.length for atom in dim)
+
+
+def product(sizes) -> Size:
+    return math.prod(sizes, start=1)
+
+
+def identity(shape: Sequence[Size]) -> Effect:
+    """The effect of the base itself."""
+    dims = tuple(() if n == 1 else (Atom(a, 1, n),) for a, n in enumerate(shape))
+    return Effect(dims, (0,) * len(shape))
+
+
+def is_identity(effect: Effect, base_shape: Sequence[Size]) -> bool:
+    """Whether `effect` selects the whole base, in its own shape."""
+    return effect == identity(base_shape)
+
+
+def coalesce(atoms: Sequence[Atom]) -> Dim:
+    """Drops atoms of length one and joins neighbours that continue each other."""
+    out: list[Atom] = []
+    for atom in atoms:
+        if atom.length == 1:
+            continue
+        if out:
+            outer = out[-1]
+            broadcast = outer.axis is None and atom.axis is None
+            continues = outer.axis == atom.axis and outer.step == atom.step * atom.length
+            if broadcast or (atom.axis is not None and continues):
+                step = 0 if broadcast else atom.step
+                out[-1] = Atom(atom.axis, step, outer.length * atom.length)
+                continue
+        out.append(atom)
+    return tuple(out)
+
+
+def divides(divisor: Size, size: Size) -> Size | None:
+    """size / divisor where it divides for certain, else None."""
+    if size == divisor:
+        return 1
+    if isinstance(size, int) and isinstance(divisor, int):
+        return size // divisor if divisor and size % divisor == 0 else None
+    quotient = sympy.sympify(size) / divisor
+    if not quotient.is_integer:
+        return None
+    return int(quotient) if quotient.is_Integer else quotient
+
+
+def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
+    """Row-major regrouping into `sizes` (no -1: resolve it first)."""
+    if tuple(sizes) == effect.shape:
+        return effect
+    # Innermost first: atoms still to be handed out, on a stack.
+    pending = [atom for dim in effect.dims for atom in dim]
+    dims: list[Dim] = []
+    for size in reversed(sizes):
+        dims.append(_take_inner(pending, size))
+    if pending:
+        raise InexpressibleError(f"cannot view {effect.shape} as {tuple(sizes)}")
+    return Effect(tuple(reversed(dims)), effect.start)
+
+
+def _take_inner(pending: list[Atom], size: Size) -> Dim:
+    """Pops from the inner end atoms that make up exactly `size` indices."""
+    taken: list[Atom] = []
+    left = size
+    while left != 1:
+        if not pending:
+            raise InexpressibleError(f"no atoms left for a dimension of {size}")
+        atom = pending.pop()
+        if (rest := divides(atom.length, left)) is not None:
+            taken.append(atom)
+            left = rest
+        elif (outer := divides(left, atom.length)) is not None:
+            taken.append(Atom(atom.axis, atom.step, left))
+            pending.append(Atom(atom.axis, atom.step * _as_step(left), outer))
+            left = 1
+        else:
+            raise InexpressibleError(f"cannot split {atom.length} by {left}")
+    return coalesce(taken[::-1])
+
+
+def _as_step(size: Size) -> int:
+    # A symbolic step arises only when tokens are split by a symbol, e.g. [B*S] -> [B, S].
+    return size  # type: ignore[return-value]
+
+
+def permute(effect: Effect, order: Sequence[int]) -> Effect:
+    """Output dimensions in a new order."""
+    return Effect(tuple(effect.dims[i] for i in order), effect.start)
+
+
+def unsqueeze(effect: Effect, dim: int) -> Effect:
+    """A new dimension of one at `dim` (0 <= dim <= rank)."""
+    return Effect((*effect.dims[:dim], (), *effect.dims[dim:]), effect.start)
+
+
+def squeeze(effect: Effect, dims: Sequence[int]) -> Effect:
+    """Without those of `dims` whose length is one."""
+    gone = {d for d in dims if effect.dims[d] == ()}
+    kept = tuple(dim for i, dim in enumerate(effect.dims) if i not in gone)
+    return Effect(kept, effect.start)
+
+
+def expand(effect: Effect, sizes: Sequence[Size]) -> Effect:
+    """Broadcasts to `sizes`: new leading dimensions, and dimensions of one, repeat."""
+    lead = len(sizes) - len(effect.dims)
+    if lead < 0:
+        raise InexpressibleError(f"cannot expand {effect.shape} to {tuple(sizes)}")
+    dims = ((),) * lead + effect.dims
+    out = []
+    for dim, size in zip(dims, sizes, strict=True):
+        out.append(dim if size in (-1, _length(dim)) or size == 1 else _repeat(dim, size))
+    return Effect(tuple(out), effect.start)
+
+
+def _repeat(dim: Dim, size: Size) -> Dim:
+    if dim != ():
+        raise InexpressibleError(f"cannot expand a dimension of {_length(dim)} to {size}")
+    return (Atom(None, 0, size),)
+
+
+def narrow(effect: Effect, dim: int, start: Size, length: Size, step: int = 1) -> Effect:
+    """`length` indices of output dimension `dim` from `start` on, `step` apart."""
+    atoms = effect.dims[dim]
+    if start == 0 and step == 1 and length == _length(atoms):
+        return effect
+    first, taken = _narrow_atoms(atoms, start, length, step)
+    begin = list(effect.start)
+    for axis, offset in first:
+        begin[axis] = begin[axis] + offset
+    return Effect((*effect.dims[:dim], taken, *effect.dims[dim + 1 :]), tuple(begin))
+
+
+def _narrow_atoms(
+    atoms: Dim, start: Size, length: Size, step: int
+) -> tuple[list[tuple[int, Size]], Dim]:
+    """Start offsets per base axis and the atoms left of a mixed-radix dimension."""
+    if not atoms:
+        return [], ()
+    inner = product(a.length for a in atoms[1:])
+    outer = atoms[0]
+    if inner == 1:
+        offsets = [] if outer.axis is None else [(outer.axis, start * outer.step)]
+        return offsets, coalesce([Atom(outer.axis, outer.step * step, length)])
+    if (count := divides(inner, length)) is not None and step == 1:
+        if (skip := divides(inner, start)) is None:
+            raise InexpressibleError("a slice cuts across a merged dimension")
+        offsets = [] if outer.axis is None else [(outer.axis, skip * outer.step)]
+        return offsets, coalesce([Atom(outer.axis, outer.step, count), *atoms[1:]])
+    # Wholly inside one block of the inner atoms.
+    if isinstance(start, int) and isinstance(inner, int) and isinstance(length, int):
+        block, within = divmod(start, inner)
+        if within + (length - 1) * step < inner:
+            offsets, rest = _narrow_atoms(atoms[1:], within, length, step)
+            if outer.axis is not None:
+                offsets = [(outer.axis, block * outer.step), *offsets]
+            return offsets, rest
+    raise InexpressibleError("a slice cuts across a merged dimension")
+
+
+def select(effect: Effect, dim: int, index: Size) -> Effect:
+    """One index of `dim`, which disappears."""
+    cut = narrow(effect, dim, index, 1)
+    return Effect((*cut.dims[:dim], *cut.dims[dim + 1 :]), cut.start)
+
+
+def compose(outer: Effect, inner: Effect) -> Effect:
+    """`outer`, whose base is what `inner` selects, as an effect on `inner`'s base."""
+    start = list(inner.start)
+    axes: list[Dim] = list(inner.dims)
+    used = {atom.axis for dim in outer.dims for atom in dim}
+    for axis, first in enumerate(outer.start):
+        if first != 0 and axis not in used:
+            offsets, _ = _narrow_atoms(axes[axis], first, 1, 1)
+            for base_axis, offset in offsets:
+                start[base_axis] = start[base_axis] + offset
+    dims = []
+    shifted: set[int] = set()
+    for dim in outer.dims:
+        atoms: list[Atom] = []
+        for atom in dim:
+            if atom.axis is None:
+                atoms.append(atom)
+                continue
+            atoms.extend(_through(atom, outer, axes, start, shifted))
+        dims.append(coalesce(atoms))
+    return Effect(tuple(dims), tuple(start))
+
+
+def _through(
+    atom: Atom, outer: Effect, axes: list[Dim], start: list[Size], shifted: set[int]
+) -> Dim:
+    """One atom of the outer effect, walked through the inner dimension it refers to."""
+    axis = atom.axis
+    assert axis is not None
+    dim = axes[axis]
+    if len(dim) == 1 and dim[0].axis is not None:
+        first = outer.start[axis] if axis not in shifted else 0
+        start[dim[0].axis] = start[dim[0].axis] + first * dim[0].step
+        shifted.add(axis)
+        return (Atom(dim[0].axis, dim[0].step * atom.step, atom.length),)
+    if atom.step == 1 and axis not in shifted:
+        offsets, rest = _narrow_atoms(dim, outer.start[axis], atom.length, 1)
+        for base_axis, offset in offsets:
+            start[base_axis] = start[base_axis] + offset
+        shifted.add(axis)
+        return rest
+    return _split_block(atom, dim, outer.start[axis])
+
+
+def _split_block(atom: Atom, dim: Dim, first: Size) -> Dim:
+    """An atom that walks whole inner blocks, or stays inside one, of a merged dimension."""
+    if first != 0:
+        raise InexpressibleError("a strided slice of a merged dimension")
+    inner: Size = 1
+    for position in range(len(dim) - 1, -1, -1):
+        piece = dim[position]
+        scale = divides(inner, atom.step)
+        if scale is not None and (
+            atom.length * scale == piece.length or divides(atom.length * scale, piece.length)
+        ):
+            return (Atom(piece.axis, piece.step * _as_step(scale), atom.length),)
+        inner = inner * piece.length
+    raise InexpressibleError("a strided slice of a merged dimension")

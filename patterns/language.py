@@ -1,0 +1,269 @@
+"""What a pattern is: it looks at an anchor and answers `Match` or `Miss`, never None.
+
+A user's own pattern registers exactly as ours do: subclass nothing, give `name`, `op`, `anchors`
+and `match`, and call :func:`register`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any, NoReturn, Protocol
+
+from torch import fx
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View, scope_of, source_of
+from tilewright.patterns.effects import Effect
+
+
+class Stage(IntEnum):
+    """How far a match got; the best miss of an anchor is the one that got furthest."""
+
+    ANCHORED = 0
+    ACTIVATION = 1
+    K_PATH = 2
+    V_PATH = 3
+    Q_PATH = 4
+    GUARDS = 5
+    HAZARDS = 6
+    CAPABILITY = 7
+
+    @property
+    def label(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why an anchor did not become a match.
+
+    code: a stable identifier, see :data:`CODES`. message: expected and found, in the user's terms.
+    nodes: the culprits in the graph. hint: what the user can do. count: equal anchors it stands for.
+    """
+
+    pattern: str
+    code: str
+    stage: Stage
+    message: str
+    nodes: tuple[fx.Node, ...] = ()
+    hint: str = ""
+    count: int = 1
+
+    @property
+    def scope(self) -> str:
+        return scope_of(self.nodes[0]) if self.nodes else ""
+
+    @property
+    def source(self) -> str:
+        return source_of(self.nodes[0]) if self.nodes else ""
+
+    def __str__(self) -> str:
+        place = f"{self.scope or 'graph'} ({self.source})" if self.source else self.scope or "graph"
+        hint = f" Hint: {self.hint}" if self.hint else ""
+        return f"{place} {self.stage.label}, {self.code}: {self.message}{hint}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """`replaced`, a value of the user's graph, is what `effect` selects of the op's output."""
+
+    replaced: Value
+    effect: Effect
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a match found, in numbers: the reviewable facts a report and a snapshot print."""
+
+    facts: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return " ".join(f"{k}={v}" for k, v in self.facts.items())
+
+
+@dataclass(frozen=True)
+class Match:
+    """A subgraph and the fused op that takes its place.
+
+    op: name of the op in `torch.ops.tilewright`, or `namespace::name`.
+    arguments: by the schema's names: views (the rewriter builds them), numbers, strings, None.
+    results: values of the graph that the op's output replaces. absorbed: values that disappear.
+    stores: the in-place writes that the op performs in their stead.
+    """
+
+    pattern: str
+    op: str
+    anchor: Value
+    arguments: Mapping[str, Any]
+    results: tuple[Result, ...]
+    absorbed: tuple[Value, ...]
+    stores: tuple[Value, ...]
+    site: Site
+    scope: str = ""
+
+    @property
+    def source(self) -> str:
+        return self.anchor.source
+
+
+class Reject(Exception):
+    """Carries a Miss out of a pattern's helpers; :func:`attempt` turns it into the answer."""
+
+    def __init__(self, miss: Miss) -> None:
+        super().__init__(str(miss))
+        self.miss = miss
+
+
+def reject(
+    code: str, stage: Stage, message: str, *culprits: Value | View | fx.Node, hint: str = ""
+) -> NoReturn:
+    """Ends the attempt with a Miss. `code` must be one of :data:`CODES`."""
+    assert code in CODES, f"undocumented miss code {code}"
+    raise Reject(Miss("", code, stage, message, tuple(_node(c) for c in culprits), hint))
+
+
+def _node(culprit: Value | View | fx.Node) -> fx.Node:
+    if isinstance(culprit, View):
+        culprit = culprit.value
+    return culprit.node if isinstance(culprit, Value) else culprit
+
+
+class Pattern(Protocol):
+    """A family of subgraphs that one op replaces."""
+
+    name: str
+    op: str
+
+    def anchors(self, flow: Dataflow) -> Iterable[Any]:
+        """Cheap, stable places to start from."""
+
+    def match(self, anchor: Any, flow: Dataflow) -> Match:
+        """The match at this anchor; raises :class:`Reject` with the reason otherwise."""
+
+
+def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
+    """One pattern at one anchor."""
+    try:
+        return pattern.match(anchor, flow)
+    except Reject as rejection:
+        return replace(rejection.miss, pattern=pattern.name)
+    except effects.InexpressibleError as error:
+        node = getattr(anchor, "node", None) or getattr(getattr(anchor, "first", None), "node", None)
+        nodes = (node,) if isinstance(node, fx.Node) else ()
+        return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), nodes)
+
+
+_REGISTRY: dict[str, Pattern] = {}
+
+
+def register(pattern: Pattern) -> Pattern:
+    """Adds a pattern. The same one twice is idempotent; another of the same name is an error.
+
+    Order of registration is order of preference: an anchor goes to the first pattern that matches.
+    """
+    known = _REGISTRY.get(pattern.name)
+    if known is not None and type(known) is not type(pattern):
+        raise ValueError(
+            f"pattern name {pattern.name!r} is taken by {type(known).__module__}."
+            f"{type(known).__qualname__}; give {type(pattern).__qualname__} another name"
+        )
+    _REGISTRY.setdefault(pattern.name, pattern)
+    return pattern
+
+
+def unregister(name: str) -> None:
+    """Takes a pattern out again; unknown names raise KeyError."""
+    del _REGISTRY[name]
+
+
+def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
+    """The registered patterns: all, those named, or all but those named with a leading `-`.
+
+    Raises ValueError naming an unknown pattern.
+    """
+    if names is None:
+        return tuple(_REGISTRY.values())
+    if isinstance(names, str):
+        raise ValueError(f"patterns: expected a list of names, got the string {names!r}")
+    unknown = [n for n in names if n.lstrip("-") not in _REGISTRY]
+    if unknown:
+        raise ValueError(f"patterns: unknown {unknown}; registered are {sorted(_REGISTRY)}")
+    left_out = {n[1:] for n in names if n.startswith("-")}
+    wanted = {n for n in names if not n.startswith("-")} or set(_REGISTRY)
+    return tuple(p for n, p in _REGISTRY.items() if n in wanted - left_out)
+
+
+@dataclass
+class Findings:
+    """Everything the patterns said of one graph."""
+
+    matches: list[Match] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+
+    def tally(self) -> Counter[str]:
+        return Counter(m.code for m in self.misses)
+
+
+def find(flow: Dataflow, patterns: Sequence[Pattern]) -> Findings:
+    """All matches of all patterns, and the best miss of every anchor that none of them took.
+
+    A store goes to the first pattern that matches it. Where a later pattern takes what an earlier
+    one missed, the earlier miss is kept: it is the one worth reading.
+    """
+    found = Findings()
+    taken: set[Value] = set()
+    for pattern in patterns:
+        for anchor in pattern.anchors(flow):
+            if taken.intersection(anchored_stores(anchor)):
+                continue
+            answer = attempt(pattern, anchor, flow)
+            if isinstance(answer, Match):
+                found.matches.append(answer)
+                taken.update(answer.stores)
+            else:
+                found.misses.append(answer)
+    return found
+
+
+def anchored_stores(anchor: Any) -> Iterator[Value]:
+    """The in-place writes an anchor starts from."""
+    items = anchor if isinstance(anchor, tuple) else getattr(anchor, "stores", (anchor,))
+    return (v for v in items if isinstance(v, Value))
+
+
+CODES: dict[str, str] = {
+    "GROWING_CACHE": "the cache grows by concatenation, so there is no memory to write into",
+    "FUNCTIONAL_WRITE": "the cache is updated out of place: a new tensor is returned, nothing is written",
+    "OPAQUE_WRITE": "the cache is written by an operator whose effect is not known",
+    "MASKED_WRITE": "a boolean mask selects the slots",
+    "SLICE_WRITE": "the cache is written at a slice, not through an index tensor",
+    "ACCUMULATED_WRITE": "the write adds to what is there",
+    "LONE_WRITE": "a K write without a V write of the same tokens, or the other way round",
+    "LAYOUT": "the views select something that has no normal form",
+    "CACHE_LAYOUT": "the cache is not a window [pages, page size, heads, head dim] of its memory",
+    "SLOT_INDEX": "the tokens' slots are not addressed in a known way",
+    "CAST": "the dtype changes between the projection and the cache",
+    "K_PATH": "the keys do not come from a projection through known operations",
+    "V_PATH": "the values do not come from a projection through layout alone",
+    "Q_PATH": "no query projection of the same activation was found",
+    "NORM_WIDTH": "the norm runs over the full width, not per head",
+    "NORM_AFTER_ROPE": "the norm comes after the rotation",
+    "ROPE_STYLE": "the rotation is neither half-split nor interleaved over the first dimensions",
+    "ROPE_TABLE": "cos and sin do not vary by token alone",
+    "ACTIVATION": "the projections do not read the same activation",
+    "DTYPE": "activation, weights and cache do not share one supported dtype",
+    "HEADS": "the query heads are not a multiple of the key-value heads",
+    "CACHE_READ": "the cache is read between the absorbed writes",
+    "CACHE_WRITE": "another write to the cache falls between the absorbed writes",
+    "CACHE_ALIAS": "an operand shares memory with the cache",
+    "CACHE_OVERLAP": "K and V are on one storage and not provably apart",
+    "INPUT_MUTATED": "an operand is changed in place before the fused op could read it",
+    "ESCAPES": "a value inside the match is used outside of it",
+    "ORDER": "the query is consumed before the cache is written",
+    "COLLECTIVE": "a collective lies inside the match",
+    "NESTED_GRAPH": "a branch or loop of the graph lies inside the match",
+    "UNSUPPORTED": "the op does not support this combination",
+}
