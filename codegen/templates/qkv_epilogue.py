@@ -1,0 +1,311 @@
+"""What follows a query/key/value projection: bias, QK-norm, rotary embedding, paged cache write.
+
+`finish_heads` is the epilogue of the projection kernels; `qkv_epilogue` runs it over tensors that
+a library GEMM (or anything else) has already computed, in one launch for q, k and v.
+
+Values travel as two tiles, `low` and `high`, of shape [tokens, heads, pairs]: the two partners of
+every rotation. So the rotation is elementwise and needs no exchange between threads. Which head
+dims a pair stands for is the rotation style's own affair (`pair_dims`); dims that do not rotate
+are paired the same way, so every dim is in exactly one tile.
+
+All arithmetic is fp32; the only rounding is at the stores.
+"""
+
+import triton
+import triton.language as tl
+
+QUERY = tl.constexpr(0)
+KEY = tl.constexpr(1)
+VALUE = tl.constexpr(2)
+
+
+@triton.jit
+def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
+    """(kind, head within q, k or v) of a head counted over q, then k, then v."""
+    # Selects and not branches: Triton 3.6 cannot flatten a loop over tiles that branches here.
+    is_kv = (tile_head >= NUM_HEADS).to(tl.int32)
+    is_value = (tile_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
+    kind = is_kv + is_value
+    head = tile_head - is_kv * NUM_HEADS - is_value * NUM_KV_HEADS
+    return kind, head
+
+
+@triton.jit
+def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The head dims (low, high) of `pairs`: (2p, 2p + 1), or PAIR_HALF apart inside each chunk."""
+    if INTERLEAVED:
+        low = 2 * pairs
+        high = 2 * pairs + 1
+    else:
+        low = pairs // PAIR_HALF * (2 * PAIR_HALF) + pairs % PAIR_HALF
+        high = pairs // PAIR_HALF * (2 * PAIR_HALF) + pairs % PAIR_HALF + PAIR_HALF
+    return low, high
+
+
+@triton.jit
+def load_head_vector(pointer, heads, dims, dim_mask, chosen, HEAD_STRIDE: tl.constexpr):
+    """pointer[heads, dims] as fp32 [1, heads, dims]; zeros unless `chosen`."""
+    offsets = heads[None, :, None] * HEAD_STRIDE + dims[None, None, :]
+    return tl.load(pointer + offsets, mask=dim_mask & chosen, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normalise(
+    low, high, weight_ptr, low_dims, high_dims, low_mask, high_mask, chosen,
+    HEAD_DIM: tl.constexpr, NORM_EPS: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm over each whole head where `chosen`; padded dims hold zeros and do not count."""
+    square_sum = tl.sum(low * low, axis=2) + tl.sum(high * high, axis=2)
+    scale = tl.rsqrt(square_sum / HEAD_DIM + NORM_EPS)[:, :, None]
+    low_weight = tl.load(weight_ptr + low_dims[None, None, :], mask=low_mask, other=0.0)
+    high_weight = tl.load(weight_ptr + high_dims[None, None, :], mask=high_mask, other=0.0)
+    low = tl.where(chosen, low * scale * low_weight.to(tl.float32), low)
+    high = tl.where(chosen, high * scale * high_weight.to(tl.float32), high)
+    return low, high
+
+
+@triton.jit
+def rotate(
+    low, high, cos_ptr, sin_ptr, rows, row_mask, pairs, low_dims, high_dims, chosen,
+    ROTARY_DIM: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Rotary embedding of the pairs below ROTARY_DIM / 2 where `chosen`; the others pass.
+
+    The tables are [rows, ROTARY_DIM] (FULL_WIDTH: a column per dim) or [rows, ROTARY_DIM / 2].
+    """
+    rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & chosen
+    mask = row_mask[:, None, None] & rotates
+    low_columns = low_dims[None, None, :] if FULL_WIDTH else pairs[None, None, :]
+    cos_rows = cos_ptr + rows[:, None, None] * COS_STRIDE
+    sin_rows = sin_ptr + rows[:, None, None] * SIN_STRIDE
+    low_cos = tl.load(cos_rows + low_columns, mask=mask, other=0.0).to(tl.float32)
+    low_sin = tl.load(sin_rows + low_columns, mask=mask, other=0.0).to(tl.float32)
+    if FULL_WIDTH:
+        high_columns = high_dims[None, None, :]
+        high_cos = tl.load(cos_rows + high_columns, mask=mask, other=0.0).to(tl.float32)
+        high_sin = tl.load(sin_rows + high_columns, mask=mask, other=0.0).to(tl.float32)
+    else:
+        high_cos = low_cos
+        high_sin = low_sin
+    # A select and not a rotation by zero: 0 * inf is NaN.
+    new_low = tl.where(rotates, low * low_cos - high * low_sin, low)
+    new_high = tl.where(rotates, high * high_cos + low * high_sin, high)
+    return new_low, new_high
+
+
+@triton.jit
+def cache_places(
+    tokens, token_mask, slots_ptr, sequence_tokens, num_pages,
+    PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """(page, slot in the page, mask) of each token, 64-bit; out-of-range tokens are masked."""
+    if PER_SEQUENCE:
+        page = (tokens // sequence_tokens).to(tl.int64)
+        slot_tokens = tokens % sequence_tokens
+        capacity = tl.full((1,), PAGE_SIZE, tl.int64)
+    else:
+        slot_tokens = tokens
+        capacity = tl.full((1,), PAGE_SIZE, tl.int64) * num_pages
+    slot = tl.load(slots_ptr + slot_tokens * SLOTS_STRIDE, mask=token_mask, other=0).to(tl.int64)
+    if WRAP_NEGATIVE:
+        slot = tl.where(slot < 0, slot + capacity, slot)
+    valid = token_mask & (slot >= 0) & (slot < capacity)
+    if not PER_SEQUENCE:
+        page = slot // PAGE_SIZE
+        slot = slot % PAGE_SIZE
+    return page, slot, valid
+
+
+@triton.jit
+def store_heads(
+    low, high, pointer, row_offsets, row_mask, heads, pairs, low_dims, high_dims,
+    low_mask, high_mask, head_stride, dim_stride,
+    HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rounds to the pointer's dtype and writes rows of heads: [tokens, heads, dims]."""
+    row_pointers = pointer + row_offsets[:, None, None]
+    row_pointers += heads[None, :, None].to(tl.int64) * head_stride
+    mask = row_mask[:, None, None]
+    low = low.to(pointer.dtype.element_ty)
+    high = high.to(pointer.dtype.element_ty)
+    if INTERLEAVED:
+        # Partners are neighbours in memory: one dense store in place of two strided ones.
+        values = tl.reshape(tl.join(low, high), (low.shape[0], low.shape[1], 2 * low.shape[2]))
+        dims = 2 * tl.min(pairs, axis=0) + tl.arange(0, 2 * low.shape[2])
+        dim_mask = (dims < HEAD_DIM)[None, None, :]
+        tl.store(row_pointers + dims[None, None, :] * dim_stride, values, mask=mask & dim_mask)
+    else:
+        tl.store(row_pointers + low_dims[None, None, :] * dim_stride, low, mask=mask & low_mask)
+        tl.store(row_pointers + high_dims[None, None, :] * dim_stride, high, mask=mask & high_mask)
+
+
+@triton.jit
+def finish_heads(
+    low, high, kind, first_head, first_pair, tokens, token_mask,
+    q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    sequence_tokens, rope_tokens, num_pages,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
+    V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Bias, norm, rotation, rounding and store of one tile of heads of one `kind`.
+
+    low, high: fp32 [tokens, heads, pairs]; the heads are first_head.. of q, k or v, the pairs
+    first_pair.. of each. With a norm weight the tile has to hold whole heads.
+    """
+    heads = first_head + tl.arange(0, low.shape[1])
+    pairs = first_pair + tl.arange(0, low.shape[2])
+    low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
+    low_mask = (low_dims < HEAD_DIM)[None, None, :]
+    high_mask = (high_dims < HEAD_DIM)[None, None, :]
+    if q_bias_ptr is not None:
+        is_query = kind == QUERY
+        low += load_head_vector(q_bias_ptr, heads, low_dims, low_mask, is_query, Q_BIAS_STRIDE)
+        high += load_head_vector(q_bias_ptr, heads, high_dims, high_mask, is_query, Q_BIAS_STRIDE)
+    if k_bias_ptr is not None:
+        is_key = kind == KEY
+        low += load_head_vector(k_bias_ptr, heads, low_dims, low_mask, is_key, K_BIAS_STRIDE)
+        high += load_head_vector(k_bias_ptr, heads, high_dims, high_mask, is_key, K_BIAS_STRIDE)
+    if v_bias_ptr is not None:
+        is_value = kind == VALUE
+        low += load_head_vector(v_bias_ptr, heads, low_dims, low_mask, is_value, V_BIAS_STRIDE)
+        high += load_head_vector(v_bias_ptr, heads, high_dims, high_mask, is_value, V_BIAS_STRIDE)
+    if q_norm_ptr is not None:
+        low, high = normalise(
+            low, high, q_norm_ptr, low_dims, high_dims, low_mask, high_mask, kind == QUERY,
+            HEAD_DIM, NORM_EPS,
+        )  # fmt: skip
+    if k_norm_ptr is not None:
+        low, high = normalise(
+            low, high, k_norm_ptr, low_dims, high_dims, low_mask, high_mask, kind == KEY,
+            HEAD_DIM, NORM_EPS,
+        )  # fmt: skip
+    if ROTARY_DIM > 0:
+        low, high = rotate(
+            low, high, cos_ptr, sin_ptr, tokens % rope_tokens, token_mask, pairs,
+            low_dims, high_dims, kind != VALUE,
+            ROTARY_DIM, ROPE_FULL_WIDTH, COS_STRIDE, SIN_STRIDE,
+        )  # fmt: skip
+    # One store for q, k and v, its target selected: Triton 3.6 cannot flatten a loop over tiles
+    # that branches here, and three stores are three times the code.
+    page, slot, row_mask = cache_places(
+        tokens, token_mask & (kind != QUERY), slots_ptr, sequence_tokens, num_pages,
+        PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
+    )  # fmt: skip
+    pointer = k_cache_ptr
+    row_offsets = page * K_PAGE_STRIDE + slot * K_SLOT_STRIDE
+    head_stride = tl.where(kind == VALUE, V_HEAD_STRIDE, K_HEAD_STRIDE)
+    if v_cache_ptr is not None:
+        pointer = tl.where(kind == VALUE, v_cache_ptr, pointer)
+        if K_PAGE_STRIDE != V_PAGE_STRIDE or K_SLOT_STRIDE != V_SLOT_STRIDE:
+            v_offsets = page * V_PAGE_STRIDE + slot * V_SLOT_STRIDE
+            row_offsets = tl.where(kind == VALUE, v_offsets, row_offsets)
+    if q_out_ptr is not None:
+        pointer = tl.where(kind == QUERY, q_out_ptr, pointer)
+        q_offsets = tokens.to(tl.int64) * (NUM_HEADS * HEAD_DIM)
+        row_offsets = tl.where(kind == QUERY, q_offsets, row_offsets)
+        row_mask = row_mask | (token_mask & (kind == QUERY))
+        head_stride = tl.where(kind == QUERY, HEAD_DIM, head_stride)
+    if K_DIM_STRIDE == 1 and V_DIM_STRIDE == 1:
+        dim_stride = 1
+    else:
+        dim_stride = tl.where(kind == VALUE, V_DIM_STRIDE, K_DIM_STRIDE)
+        dim_stride = tl.where(kind == QUERY, 1, dim_stride)
+    store_heads(
+        low, high, pointer, row_offsets, row_mask, heads, pairs, low_dims, high_dims,
+        low_mask, high_mask, head_stride, dim_stride, HEAD_DIM, INTERLEAVED,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_pairs(
+    pointer, tokens, token_mask, heads, low_dims, high_dims,
+    TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DIM_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """pointer[tokens, heads, (low_dims, high_dims)] as fp32; zeros where there is none."""
+    rows = pointer + tokens.to(tl.int64)[:, None, None] * TOKEN_STRIDE
+    rows += heads[None, :, None] * HEAD_STRIDE
+    mask = token_mask[:, None, None]
+    low_mask = mask & (low_dims < HEAD_DIM)[None, None, :]
+    high_mask = mask & (high_dims < HEAD_DIM)[None, None, :]
+    low = tl.load(rows + low_dims[None, None, :] * DIM_STRIDE, mask=low_mask, other=0.0)
+    high = tl.load(rows + high_dims[None, None, :] * DIM_STRIDE, mask=high_mask, other=0.0)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def qkv_epilogue(
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    num_tokens, sequence_tokens, rope_tokens, num_pages,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+    Q_TOKEN_STRIDE: tl.constexpr, Q_IN_HEAD_STRIDE: tl.constexpr, Q_IN_DIM_STRIDE: tl.constexpr,
+    K_TOKEN_STRIDE: tl.constexpr, K_IN_HEAD_STRIDE: tl.constexpr, K_IN_DIM_STRIDE: tl.constexpr,
+    V_TOKEN_STRIDE: tl.constexpr, V_IN_HEAD_STRIDE: tl.constexpr, V_IN_DIM_STRIDE: tl.constexpr,
+    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
+    V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Finishes projected q [T, Hq, D], k and v [T, Hkv, D], of any strides, in one launch.
+
+    Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE), heads counted over q, then k, then v;
+    HEADS_PER_TILE divides each of the three. NUM_HEADS 0 and q_ptr None: no q. v_ptr None: no v.
+    q_out [T, Hq, D] is contiguous and may be q itself; the caches are windows of four strides
+    (page, slot, head, dim), the pointers at their first elements. BLOCK_P is a power of two that
+    covers the pairs of a head.
+    """
+    kind, head = head_of_tile(tl.program_id(1) * HEADS_PER_TILE, NUM_HEADS, NUM_KV_HEADS)
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_mask = tokens < num_tokens
+    heads = head + tl.arange(0, HEADS_PER_TILE)
+    low_dims, high_dims = pair_dims(tl.arange(0, BLOCK_P), PAIR_HALF, INTERLEAVED)
+    low, high = load_pairs(
+        k_ptr, tokens, token_mask & (kind == KEY), heads, low_dims, high_dims,
+        K_TOKEN_STRIDE, K_IN_HEAD_STRIDE, K_IN_DIM_STRIDE, HEAD_DIM,
+    )  # fmt: skip
+    if q_ptr is not None:
+        q_low, q_high = load_pairs(
+            q_ptr, tokens, token_mask & (kind == QUERY), heads, low_dims, high_dims,
+            Q_TOKEN_STRIDE, Q_IN_HEAD_STRIDE, Q_IN_DIM_STRIDE, HEAD_DIM,
+        )  # fmt: skip
+        low = tl.where(kind == QUERY, q_low, low)
+        high = tl.where(kind == QUERY, q_high, high)
+    if v_ptr is not None:
+        v_low, v_high = load_pairs(
+            v_ptr, tokens, token_mask & (kind == VALUE), heads, low_dims, high_dims,
+            V_TOKEN_STRIDE, V_IN_HEAD_STRIDE, V_IN_DIM_STRIDE, HEAD_DIM,
+        )  # fmt: skip
+        low = tl.where(kind == VALUE, v_low, low)
+        high = tl.where(kind == VALUE, v_high, high)
+    finish_heads(
+        low, high, kind, head, 0, tokens, token_mask,
+        q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+        q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+        sequence_tokens, rope_tokens, num_pages,
+        NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
+        COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE, NORM_EPS,
+        PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
+        K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+    )  # fmt: skip
