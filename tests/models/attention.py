@@ -1,0 +1,185 @@
+"""Plain PyTorch attention whose axes are arguments: projection, bias, norm and rope.
+
+Written as serving code and Hugging Face models write it, and with no import of either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+PROJECTIONS = ("three_linears", "packed_split", "packed_chunk", "packed_slice", "per_head")
+ROPES = ("none", "half", "half_chunk", "interleaved", "partial")
+NORMS = ("none", "rms_module", "rms_spelled")
+TABLES = ("computed", "gathered")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a matcher has to tolerate, and the dims. Sizes are tiny but structurally true.
+
+    `packed_chunk` and `per_head` need num_kv_heads == num_heads. rotary_dim counts for
+    rope="partial" only.
+    """
+
+    projection: str = "three_linears"
+    bias: bool = False
+    norm: str = "none"
+    rope: str = "half"
+    table: str = "computed"
+    num_layers: int = 1
+    hidden: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    rotary_dim: int = 16
+    num_tokens: int = 10
+    num_pages: int = 6
+    page_size: int = 8
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def rotated(self) -> int:
+        return self.rotary_dim if self.rope == "partial" else self.head_dim
+
+
+class Projection(nn.Module):
+    """x [..., K] -> q [..., Hq, D], k and v [..., Hkv, D]."""
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__()
+        self.form = axes.projection
+        self.heads = (axes.num_heads, axes.num_kv_heads, axes.num_kv_heads)
+        self.head_dim = axes.head_dim
+        self.widths = [heads * axes.head_dim for heads in self.heads]
+        if self.form == "three_linears":
+            self.q_proj = nn.Linear(axes.hidden, self.widths[0], bias=axes.bias)
+            self.k_proj = nn.Linear(axes.hidden, self.widths[1], bias=axes.bias)
+            self.v_proj = nn.Linear(axes.hidden, self.widths[2], bias=axes.bias)
+        else:
+            self.qkv_proj = nn.Linear(axes.hidden, sum(self.widths), bias=axes.bias)
+
+    def forward(self, x):
+        if self.form == "three_linears":
+            parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        elif self.form == "packed_split":
+            parts = self.qkv_proj(x).split(self.widths, dim=-1)
+        elif self.form == "packed_chunk":
+            parts = self.qkv_proj(x).chunk(3, dim=-1)
+        elif self.form == "packed_slice":
+            packed = self.qkv_proj(x)
+            q_width, k_width, _ = self.widths
+            middle = q_width + k_width
+            parts = (packed[..., :q_width], packed[..., q_width:middle], packed[..., middle:])
+        else:
+            by_head = self.qkv_proj(x).view(*x.shape[:-1], self.heads[0], 3 * self.head_dim)
+            return by_head.chunk(3, dim=-1)
+        return [part.view(*x.shape[:-1], -1, self.head_dim) for part in parts]
+
+
+class SpelledRMSNorm(nn.Module):
+    """RMSNorm as Hugging Face models spell it, cast to fp32 and back."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(variance + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def head_norm(axes: Axes) -> nn.Module:
+    if axes.norm == "rms_module":
+        return nn.RMSNorm(axes.head_dim, eps=1e-6)
+    return SpelledRMSNorm(axes.head_dim) if axes.norm == "rms_spelled" else nn.Identity()
+
+
+def rotate_half(x):
+    first = x[..., : x.shape[-1] // 2]
+    second = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+class Rope(nn.Module):
+    """Rotates [..., H, D] by positions [...]. `heads_first` for [B, H, S, D] as HF has it."""
+
+    def __init__(self, axes: Axes, max_positions: int = 64, heads_first: bool = False) -> None:
+        super().__init__()
+        self.style, self.table = axes.rope, axes.table
+        self.rotary_dim = axes.rotated
+        self.head_axis = 1 if heads_first else -2
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
+        inv_freq = 10000.0**-exponents
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(axes.dtype)
+        self.register_buffer("cos_sin_table", table, persistent=False)
+
+    def cos_sin(self, positions, dtype):
+        """Each [..., rotary_dim / 2]."""
+        if self.table == "gathered":
+            return self.cos_sin_table[positions].chunk(2, dim=-1)
+        angles = positions[..., None].float() * self.inv_freq
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(self, q, k, positions):
+        if self.style == "none":
+            return q, k
+        cos, sin = self.cos_sin(positions, q.dtype)
+        if self.style in ("half", "partial"):
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        cos, sin = cos.unsqueeze(self.head_axis), sin.unsqueeze(self.head_axis)
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+
+    def rotate(self, x, cos, sin):
+        if self.style == "half":
+            return x * cos + rotate_half(x) * sin
+        if self.style == "half_chunk":
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        if self.style == "interleaved":
+            a, b = x[..., ::2], x[..., 1::2]
+            return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        turned, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        return torch.cat((turned * cos + rotate_half(turned) * sin, rest), dim=-1)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.up_proj = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.down_proj = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Decoder(nn.Module):
+    """Layers of norm, attention, norm, MLP. `attention(layer_index)` makes each attention."""
+
+    def __init__(self, axes: Axes, attention) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "input_norm": nn.RMSNorm(axes.hidden, eps=1e-6),
+                    "self_attn": attention(layer),
+                    "post_norm": nn.RMSNorm(axes.hidden, eps=1e-6),
+                    "mlp": GatedMLP(axes.hidden),
+                }
+            )
+            for layer in range(axes.num_layers)
+        )
+
+    def forward(self, x, *rest):
+        for layer in self.layers:
+            x = x + layer["self_attn"](layer["input_norm"](x), *rest)
+            x = x + layer["mlp"](layer["post_norm"](x))
+        return x

@@ -1,0 +1,390 @@
+"""Every way that real code writes new keys and values into a cache, and reads them back.
+
+A form is three plain functions. `caches(axes)` makes the tensors the graph gets as inputs.
+`write(caches, layer, k, v, step)` stores k and v; a form that writes out of place returns the new
+caches. `gather(caches, layer, step)` reads every token's own sequence, keys and values each
+[T, W * page_size, Hkv, D], as attention over a block table does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Step(NamedTuple):
+    """Where the tokens of one step are: positions, seq, page, offset, slots [T] and the block
+    table [sequences, W]."""
+
+    positions: torch.Tensor
+    seq: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    page_size: int
+
+    @property
+    def page(self):
+        return self.block_table[self.seq, self.positions // self.page_size]
+
+    @property
+    def offset(self):
+        return self.positions % self.page_size
+
+
+@dataclass(frozen=True)
+class WriteForm:
+    caches: Callable[..., Any]
+    write: Callable[..., Any]
+    gather: Callable[..., Any]
+
+
+def old_tokens(*shape, dtype):
+    """What earlier steps left in a cache: numbers, so that a stray write shows."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 61 / 61 - 0.5).view(shape).to(dtype)
+
+
+# --- caches -------------------------------------------------------------------------------------
+
+
+def pair(shape_of):
+    def caches(axes):
+        shape = shape_of(axes)
+        return [old_tokens(*shape, dtype=axes.dtype) for _ in range(2 * axes.num_layers)]
+
+    return caches
+
+
+def one(shape_of):
+    def caches(axes):
+        return [old_tokens(*shape_of(axes), dtype=axes.dtype) for _ in range(axes.num_layers)]
+
+    return caches
+
+
+def page_major(axes):
+    return (axes.num_pages, axes.page_size, axes.num_kv_heads, axes.head_dim)
+
+
+def head_major(axes):
+    return (axes.num_pages, axes.num_kv_heads, axes.page_size, axes.head_dim)
+
+
+def pages_of_pairs(axes):
+    return (axes.num_pages, 2, axes.page_size, axes.num_kv_heads, axes.head_dim)
+
+
+def pair_of_pages(axes):
+    return (2, *page_major(axes))
+
+
+def max_blocks(axes):
+    """One pool for all layers: [P, 2, L, S, H, D]."""
+    shape = (axes.num_pages, 2, axes.num_layers + 1, *page_major(axes)[1:])
+    return [old_tokens(*shape, dtype=axes.dtype)]
+
+
+def layered_slots(axes):
+    """One K and one V tensor for all layers: [L, slots, H, D]."""
+    slots = axes.num_pages * axes.page_size
+    shape = (axes.num_layers + 1, slots, axes.num_kv_heads, axes.head_dim)
+    return [old_tokens(*shape, dtype=axes.dtype) for _ in range(2)]
+
+
+def fp8_pages(axes):
+    count = 2 * axes.num_layers
+    return [old_tokens(*page_major(axes), dtype=torch.float8_e4m3fn) for _ in range(count)]
+
+
+def vllm_v1_split(axes, x=8):
+    """K [P, H, D / x, S, x] and V [P, H, D, S]."""
+    pages, heads, size = axes.num_pages, axes.num_kv_heads, axes.page_size
+    k_shape = (pages, heads, axes.head_dim // x, size, x)
+    v_shape = (pages, heads, axes.head_dim, size)
+    made = []
+    for _ in range(axes.num_layers):
+        made += [old_tokens(*k_shape, dtype=axes.dtype), old_tokens(*v_shape, dtype=axes.dtype)]
+    return made
+
+
+# --- gathers ------------------------------------------------------------------------------------
+
+
+def kv(caches, layer):
+    return caches[2 * layer], caches[2 * layer + 1]
+
+
+def gather_pages(cache, step):
+    return cache[step.block_table[step.seq]].flatten(1, 2)
+
+
+def gather_page_major(caches, layer, step):
+    return tuple(gather_pages(cache, step) for cache in kv(caches, layer))
+
+
+def gather_head_major(caches, layer, step):
+    return tuple(gather_pages(cache.transpose(1, 2), step) for cache in kv(caches, layer))
+
+
+def gather_pages_of_pairs(caches, layer, step):
+    cache = caches[layer]
+    return gather_pages(cache[:, 0], step), gather_pages(cache[:, 1], step)
+
+
+def gather_pair_of_pages(caches, layer, step):
+    k_cache, v_cache = caches[layer].unbind(0)
+    return gather_pages(k_cache, step), gather_pages(v_cache, step)
+
+
+def gather_max(caches, layer, step):
+    blocks = caches[0]
+    return gather_pages(blocks[:, 0, layer], step), gather_pages(blocks[:, 1, layer], step)
+
+
+def gather_layered_slots(caches, layer, step):
+    within = torch.arange(step.page_size, device=step.slots.device)
+    slots = (step.block_table[step.seq][:, :, None] * step.page_size + within).flatten(1)
+    return caches[0][layer][slots], caches[1][layer][slots]
+
+
+def gather_fp8(caches, layer, step):
+    read = []
+    for cache in kv(caches, layer):
+        pages = cache.view(torch.uint8)[step.block_table[step.seq]].flatten(1, 2)
+        read.append(pages.view(torch.float8_e4m3fn).to(torch.bfloat16))
+    return tuple(read)
+
+
+def gather_vllm_v1(caches, layer, step):
+    k_cache, v_cache = kv(caches, layer)
+    keys = k_cache.permute(0, 3, 1, 2, 4).flatten(3, 4)
+    return gather_pages(keys, step), gather_pages(v_cache.permute(0, 3, 1, 2), step)
+
+
+# --- writes -------------------------------------------------------------------------------------
+
+
+def flat(cache):
+    return cache.view(-1, *cache.shape[2:])
+
+
+def write_setitem(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    flat(k_cache)[step.slots] = k
+    flat(v_cache)[step.slots] = v
+
+
+def write_index_put(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    flat(k_cache).index_put_((step.slots,), k)
+    flat(v_cache).index_put_((step.slots,), v)
+
+
+def write_index_copy(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    flat(k_cache).index_copy_(0, step.slots, k)
+    flat(v_cache).index_copy_(0, step.slots, v)
+
+
+def write_scatter(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    index = step.slots[:, None, None].expand_as(k)
+    flat(k_cache).scatter_(0, index, k)
+    flat(v_cache).scatter_(0, index, v)
+
+
+def write_page_offset(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    page, offset = step.page, step.offset
+    k_cache[page, offset] = k
+    v_cache[page, offset] = v
+
+
+def write_gathered_page(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    block = torch.div(step.positions, step.page_size, rounding_mode="floor")
+    rows = step.block_table.index_select(0, step.seq)
+    page = rows.gather(1, block.unsqueeze(1)).squeeze(1)
+    offset = torch.remainder(step.positions, step.page_size)
+    k_cache[page, offset] = k
+    v_cache[page, offset] = v
+
+
+def write_head_major(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    page, offset = step.page, step.offset
+    k_cache[page, :, offset] = k
+    v_cache[page, :, offset] = v
+
+
+def write_head_index(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    page, offset = step.page[:, None], step.offset[:, None]
+    head = torch.arange(k.shape[1], device=k.device)[None, :]
+    k_cache[page, head, offset] = k
+    v_cache[page, head, offset] = v
+
+
+def write_pages_of_pairs(caches, layer, k, v, step):
+    cache, page, offset = caches[layer], step.page, step.offset
+    cache[page, 0, offset] = k
+    cache[page, 1, offset] = v
+
+
+def write_stacked(caches, layer, k, v, step):
+    caches[layer][step.page, :, step.offset] = torch.stack([k, v], dim=1)
+
+
+def write_unbound(caches, layer, k, v, step):
+    k_cache, v_cache = caches[layer].unbind(0)
+    flat(k_cache)[step.slots] = k
+    flat(v_cache)[step.slots] = v
+
+
+def write_selected(caches, layer, k, v, step):
+    cache = caches[layer]
+    flat(cache[0])[step.slots] = k
+    flat(cache[1])[step.slots] = v
+
+
+def write_max(caches, layer, k, v, step):
+    blocks, page, offset = caches[0], step.page, step.offset
+    blocks[page, 0, layer, offset] = k
+    blocks[page, 1, layer, offset] = v
+
+
+def write_layered_slots(caches, layer, k, v, step):
+    caches[0][layer][step.slots] = k
+    caches[1][layer][step.slots] = v
+
+
+def write_fp8_bytes(caches, layer, k, v, step):
+    for cache, values in zip(kv(caches, layer), (k, v), strict=True):
+        rounded = values.to(torch.float8_e4m3fn).view(torch.uint8)
+        flat(cache.view(torch.uint8))[step.slots] = rounded
+
+
+def write_fp8(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    flat(k_cache)[step.slots] = k.to(torch.float8_e4m3fn)
+    flat(v_cache)[step.slots] = v.to(torch.float8_e4m3fn)
+
+
+def write_vllm_v1(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    page, offset = step.page, step.offset
+    k_cache[page, :, :, offset] = k.view(*k.shape[:2], -1, k_cache.shape[-1])
+    v_cache[page, :, :, offset] = v
+
+
+@torch.library.custom_op("tilewright_models::store", mutates_args=("k_cache", "v_cache"))
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    flat(k_cache)[slots] = k
+    flat(v_cache)[slots] = v
+
+
+@store.register_fake
+def _(k, v, k_cache, v_cache, slots):
+    return None
+
+
+def write_custom_op(caches, layer, k, v, step):
+    store(k, v, *kv(caches, layer), step.slots)
+
+
+def write_where(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    slots = torch.where(step.slots >= 0, step.slots, 0)
+    flat(k_cache)[slots] = k
+    flat(v_cache)[slots] = v
+
+
+def write_out_of_place(caches, layer, k, v, step):
+    changed = list(caches)
+    for cache_index, values in ((2 * layer, k), (2 * layer + 1, v)):
+        cache = caches[cache_index]
+        changed[cache_index] = flat(cache).index_put((step.slots,), values).view_as(cache)
+    return changed
+
+
+def write_masked(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    kept = step.slots >= 0
+    flat(k_cache)[step.slots[kept]] = k[kept]
+    flat(v_cache)[step.slots[kept]] = v[kept]
+
+
+PAGED = {
+    "setitem_on_view": WriteForm(pair(page_major), write_setitem, gather_page_major),
+    "index_put": WriteForm(pair(page_major), write_index_put, gather_page_major),
+    "index_copy": WriteForm(pair(page_major), write_index_copy, gather_page_major),
+    "scatter": WriteForm(pair(page_major), write_scatter, gather_page_major),
+    "page_offset": WriteForm(pair(page_major), write_page_offset, gather_page_major),
+    "gathered_page": WriteForm(pair(page_major), write_gathered_page, gather_page_major),
+    "head_major": WriteForm(pair(head_major), write_head_major, gather_head_major),
+    "head_index": WriteForm(pair(head_major), write_head_index, gather_head_major),
+    "pages_of_pairs": WriteForm(one(pages_of_pairs), write_pages_of_pairs, gather_pages_of_pairs),
+    "stacked": WriteForm(one(pages_of_pairs), write_stacked, gather_pages_of_pairs),
+    "unbound": WriteForm(one(pair_of_pages), write_unbound, gather_pair_of_pages),
+    "selected": WriteForm(one(pair_of_pages), write_selected, gather_pair_of_pages),
+    "max_blocks": WriteForm(max_blocks, write_max, gather_max),
+    "layered_slots": WriteForm(layered_slots, write_layered_slots, gather_layered_slots),
+    "fp8_bytes": WriteForm(fp8_pages, write_fp8_bytes, gather_fp8),
+    "fp8": WriteForm(fp8_pages, write_fp8, gather_fp8),
+    "vllm_v1": WriteForm(vllm_v1_split, write_vllm_v1, gather_vllm_v1),
+    "custom_op": WriteForm(pair(page_major), write_custom_op, gather_page_major),
+    "where": WriteForm(pair(page_major), write_where, gather_page_major),
+    "out_of_place": WriteForm(pair(page_major), write_out_of_place, gather_page_major),
+    "masked": WriteForm(pair(page_major), write_masked, gather_page_major),
+}
+
+
+# --- batches: k and v [B, H, S, D] --------------------------------------------------------------
+
+
+def write_static_cache(k_cache, v_cache, k, v, positions):
+    """Hugging Face's StaticCache: caches [B, H, L, D]."""
+    k_cache.index_copy_(2, positions, k)
+    v_cache.index_copy_(2, positions, v)
+    return k_cache, v_cache
+
+
+def write_gpt_fast(k_cache, v_cache, k, v, positions):
+    """Caches [B, H, L, D]."""
+    k_cache[:, :, positions] = k
+    v_cache[:, :, positions] = v
+    return k_cache, v_cache
+
+
+def write_llama_reference(k_cache, v_cache, k, v, start):
+    """Caches [max_batch, L, H, D]; start is a Python int."""
+    batch, _, length, _ = k.shape
+    k_cache[:batch, start : start + length] = k.transpose(1, 2)
+    v_cache[:batch, start : start + length] = v.transpose(1, 2)
+    end = start + length
+    return k_cache[:batch, :end].transpose(1, 2), v_cache[:batch, :end].transpose(1, 2)
+
+
+def write_narrow(k_cache, v_cache, k, v, start):
+    """Caches [B, H, L, D]; start is a Python int."""
+    length = k.shape[2]
+    k_cache.narrow(2, start, length).copy_(k)
+    v_cache.narrow(2, start, length).copy_(v)
+    return k_cache.narrow(2, 0, start + length), v_cache.narrow(2, 0, start + length)
+
+
+BATCHED = {
+    "static_cache": write_static_cache,
+    "gpt_fast": write_gpt_fast,
+    "llama_reference": write_llama_reference,
+    "narrow_copy": write_narrow,
+}

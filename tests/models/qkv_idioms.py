@@ -1,0 +1,158 @@
+"""Small faithful models of "project q, k and v, write the cache, attend to it", by name.
+
+    module, args = build("page_offset")                       # one of IDIOMS
+    module, args = build("index_copy", rope="interleaved")    # any Axes field changed
+
+Args hold the caches; calling the module writes them. The same name and axes give the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models.attention import Axes, Decoder, Projection, Rope, head_norm
+from tests.models.cache_writes import BATCHED, PAGED, Step, old_tokens
+
+
+class PagedAttention(nn.Module):
+    """Ragged tokens x [T, K]; every token attends to its own sequence through the block table."""
+
+    def __init__(self, axes: Axes, form, layer: int) -> None:
+        super().__init__()
+        self.axes, self.write, self.gather, self.layer = axes, form.write, form.gather, layer
+        self.projection = Projection(axes)
+        self.q_norm, self.k_norm = head_norm(axes), head_norm(axes)
+        self.rope = Rope(axes)
+        self.o_proj = nn.Linear(axes.num_heads * axes.head_dim, axes.hidden, bias=False)
+
+    def forward(self, x, positions, seq, block_table, slots, *caches):
+        step = Step(positions, seq, block_table, slots, self.axes.page_size)
+        q, k, v = self.projection(x)
+        q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
+        changed = self.write(caches, self.layer, k, v, step)
+        caches = caches if changed is None else changed
+        keys, values = self.gather(caches, self.layer, step)
+        seen = torch.arange(keys.shape[1], device=x.device) <= positions[:, None]
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(2),
+            keys.transpose(1, 2).to(q.dtype),
+            values.transpose(1, 2).to(q.dtype),
+            attn_mask=seen[:, None, None, :],
+            enable_gqa=True,
+        )
+        return self.o_proj(out.squeeze(2).flatten(1))
+
+
+class BatchedAttention(nn.Module):
+    """A batch x [B, S, K] against one cache row per sequence, as Hugging Face models have it."""
+
+    def __init__(self, axes: Axes, write, layer: int) -> None:
+        super().__init__()
+        self.axes, self.write, self.layer = axes, write, layer
+        self.projection = Projection(axes)
+        self.q_norm, self.k_norm = head_norm(axes), head_norm(axes)
+        self.rope = Rope(axes, heads_first=True)
+        self.o_proj = nn.Linear(axes.num_heads * axes.head_dim, axes.hidden, bias=False)
+
+    def forward(self, x, positions, start, *caches):
+        q, k, v = self.projection(x)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        q, k = self.rope(q, k, positions.unsqueeze(0))
+        place = positions if start is None else start
+        caches = caches[2 * self.layer : 2 * self.layer + 2]
+        keys, values = self.write(*caches, k, v.transpose(1, 2), place)
+        seen = torch.arange(keys.shape[2], device=x.device) <= positions[:, None]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def finish(module, axes):
+    """Seeded weights in the axes' dtype, no gradients; rope tables stay as they were made."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            spread = torch.randn(parameter.shape, generator=generator)
+            base = 1.0 + 0.1 * spread if parameter.dim() == 1 else spread * axes.hidden**-0.5
+            parameter.data = base.to(axes.dtype)
+            parameter.requires_grad_(False)
+    return module.eval()
+
+
+def paged(form_name, axes):
+    form = PAGED[form_name]
+    module = Decoder(axes, lambda layer: PagedAttention(axes, form, layer))
+    # Three sequences in the middle of their lives; the pages of each lie scattered.
+    tokens = torch.arange(axes.num_tokens)
+    seq = torch.minimum(tokens // 4, torch.tensor(2))
+    positions = tokens - 4 * seq + torch.tensor([3, 6, 0])[seq]
+    width = axes.num_pages // 3
+    block_table = torch.arange(axes.num_pages).view(width, 3).T.contiguous().flip(0)
+    pages = block_table[seq, positions // axes.page_size]
+    slots = pages * axes.page_size + positions % axes.page_size
+    if form_name in ("masked", "where"):
+        slots[-1] = -1
+    return finish(module, axes), (
+        activations(axes.num_tokens, axes),
+        positions,
+        seq,
+        block_table,
+        slots,
+        *form.caches(axes),
+    )
+
+
+def batched(form_name, axes):
+    module = Decoder(axes, lambda layer: BatchedAttention(axes, BATCHED[form_name], layer))
+    batch, length, max_length, start = 2, axes.num_tokens // 2, 32, 4
+    shape = (batch, axes.num_kv_heads, max_length, axes.head_dim)
+    if form_name == "llama_reference":
+        shape = (batch + 1, max_length, axes.num_kv_heads, axes.head_dim)
+    caches = [old_tokens(*shape, dtype=axes.dtype) for _ in range(2 * axes.num_layers)]
+    positions = torch.arange(start, start + length)
+    by_int = form_name in ("llama_reference", "narrow_copy")
+    x = activations(batch * length, axes).view(batch, length, axes.hidden)
+    return finish(module, axes), (x, positions, start if by_int else None, *caches)
+
+
+def activations(count, axes):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, axes.hidden, generator=generator).to(axes.dtype)
+
+
+EQUAL_HEADS = {"num_kv_heads": 4}
+VARIANTS = {
+    "packed_split": {"projection": "packed_split"},
+    "packed_slice": {"projection": "packed_slice"},
+    "packed_chunk": {"projection": "packed_chunk", **EQUAL_HEADS},
+    "per_head": {"projection": "per_head", "bias": True, "rope": "partial", **EQUAL_HEADS},
+    "bias": {"bias": True},
+    "norm_module": {"norm": "rms_module"},
+    "norm_spelled": {"norm": "rms_spelled"},
+    "rope_none": {"rope": "none"},
+    "rope_half_chunk": {"rope": "half_chunk", "table": "gathered"},
+    "rope_interleaved": {"rope": "interleaved"},
+    "rope_partial": {"rope": "partial"},
+    "table_gathered": {"table": "gathered"},
+    "two_layers": {"num_layers": 2},
+}
+
+#: name -> (write form, Axes changes). Every write form, then the other axes on two of them.
+IDIOMS = {name: (name, {}) for name in (*PAGED, *BATCHED)}
+IDIOMS |= {f"{axis}_paged": ("page_offset", changes) for axis, changes in VARIANTS.items()}
+IDIOMS |= {f"{axis}_static": ("static_cache", changes) for axis, changes in VARIANTS.items()}
+
+
+def axes_of(name, **changes):
+    """The Axes of an idiom, with any field changed."""
+    return replace(Axes(), **{**IDIOMS[name][1], **changes})
+
+
+def build(name, **changes):
+    """(module, args) of an idiom, with any field of Axes changed."""
+    form_name = IDIOMS[name][0]
+    return (paged if form_name in PAGED else batched)(form_name, axes_of(name, **changes))

@@ -1,0 +1,97 @@
+"""The idioms are what they claim: they agree with each other, and only new slots change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.cache_writes import BATCHED, PAGED
+from tests.models.qkv_idioms import IDIOMS, axes_of, build
+
+EXACT = sorted(PAGED.keys() - {"fp8", "fp8_bytes", "masked", "where"})
+
+
+def tensors(args):
+    return [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()][1:]
+
+
+def caches_of(args):
+    """All floating inputs but the activations, which come first."""
+    return [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()][1:]
+
+
+def answer(name):
+    """What two layers compute from caches that hold the same number everywhere."""
+    module, args = build(name, dtype=torch.float32, num_layers=2)
+    for cache in caches_of(args):
+        cache.fill_(0.25)
+    with torch.no_grad():
+        return module(*args)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_paged_form_gives_the_same_answer(name):
+    torch.testing.assert_close(answer(name), answer("page_offset"))
+
+
+@pytest.mark.parametrize("name", sorted(BATCHED))
+def test_every_batched_form_gives_the_same_answer(name):
+    torch.testing.assert_close(answer(name), answer("static_cache"))
+
+
+@pytest.mark.parametrize(
+    "axis", ["packed_split", "packed_chunk", "norm_module", "rope_interleaved"]
+)
+def test_paged_and_batched_models_differ_from_their_plain_forms(axis):
+    """The control: an axis that changed nothing would make every matcher test pass."""
+    for form in ("paged", "static"):
+        plain = "page_offset" if form == "paged" else "static_cache"
+        assert not torch.equal(answer(f"{axis}_{form}"), answer(plain))
+
+
+@pytest.mark.parametrize("name", sorted(IDIOMS.keys() - {"out_of_place"}))
+def test_a_step_changes_the_new_slots_and_no_others(name):
+    module, args = build(name)
+    before = [cache.clone() for cache in caches_of(args)]
+    with torch.no_grad():
+        module(*args)
+    axes = axes_of(name)
+    tokens = axes.num_tokens - 1 if name == "masked" else axes.num_tokens
+    most = axes.num_layers * 2 * tokens * axes.num_kv_heads * axes.head_dim
+    changed = sum(
+        int((a.view(torch.uint8) != b.view(torch.uint8)).view(*a.shape, -1).any(-1).sum())
+        for a, b in zip(caches_of(args), before, strict=True)
+    )
+    assert 0.7 * most < changed <= most
+
+
+def test_out_of_place_leaves_its_inputs():
+    module, args = build("out_of_place")
+    before = [cache.clone() for cache in caches_of(args)]
+    module(*args)
+    for cache, old in zip(caches_of(args), before, strict=True):
+        assert torch.equal(cache, old)
+
+
+@pytest.mark.parametrize("name", sorted(IDIOMS.keys() - {"masked"}))
+def test_every_idiom_is_one_graph(name):
+    torch._dynamo.reset()
+    module, args = build(name)
+    eager_module, eager_args = build(name)
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        out = torch.compile(module, backend=backend, fullgraph=True)(*args)
+        expected = eager_module(*eager_args)
+    assert torch.equal(out, expected)
+    assert len(graphs) == 1
+
+
+def test_masked_breaks_the_graph():
+    module, args = build("masked")
+    with torch.no_grad():
+        assert torch._dynamo.explain(module)(*args).graph_count > 1
