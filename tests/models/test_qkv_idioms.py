@@ -39,14 +39,29 @@ def test_every_batched_form_gives_the_same_answer(name):
     torch.testing.assert_close(answer(name), answer("static_cache"))
 
 
+PLAIN = {"paged": "page_offset", "static": "static_cache"}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("axis", ["bias", "norm_module", "rope_none", "rope_interleaved"])
+def test_an_axis_that_means_something_else_changes_the_answer(axis, form):
+    assert not torch.allclose(answer(f"{axis}_{form}"), answer(PLAIN[form]), atol=1e-2)
+
+
+@pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize(
-    "axis", ["packed_split", "packed_chunk", "norm_module", "rope_interleaved"]
+    ("axis", "same"),
+    [
+        ("packed_split", None),
+        ("packed_slice", "packed_split"),
+        ("table_gathered", None),
+        ("rope_half_chunk", "table_gathered"),
+        ("norm_spelled", "norm_module"),
+    ],
 )
-def test_paged_and_batched_models_differ_from_their_plain_forms(axis):
-    """The control: an axis that changed nothing would make every matcher test pass."""
-    for form in ("paged", "static"):
-        plain = "page_offset" if form == "paged" else "static_cache"
-        assert not torch.equal(answer(f"{axis}_{form}"), answer(plain))
+def test_an_axis_that_only_spells_it_otherwise_does_not(axis, same, form):
+    usual = PLAIN[form] if same is None else f"{same}_{form}"
+    torch.testing.assert_close(answer(f"{axis}_{form}"), answer(usual))
 
 
 @pytest.mark.parametrize("name", sorted(IDIOMS.keys() - {"out_of_place"}))
