@@ -44,3 +44,23 @@ def aten_calls(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) ->
         with mode:
             graph = traced(*tensors).graph
     return [n for n in graph.nodes if n.op == "call_function" and n.target.__module__ != "_operator"]
+
+
+def run_fake(node: fx.Node) -> Any:
+    """What a node computes, on its arguments' fake tensors."""
+
+    def held(argument: fx.Node) -> Any:
+        return argument.meta["example_value"]
+
+    args, kwargs = fx.node.map_arg(node.args, held), fx.node.map_arg(node.kwargs, held)
+    mode = fake_mode_of([a.meta.get("example_value") for a in node.all_input_nodes])
+
+    def run() -> Any:
+        if isinstance(node.target, str):
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    if mode is None:
+        return run()
+    with mode, torch.no_grad():
+        return run()

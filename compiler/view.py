@@ -42,6 +42,7 @@ class _Builder:
         self.positions: dict[fx.Node, int] = {}
         self.outputs: tuple[View, ...] = ()
         self.unknown: list[fx.Node] = []
+        self.homes: dict[Value, fx.Node] = {}
 
     # --- one node ---
 
@@ -300,6 +301,7 @@ class _Builder:
         value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)
         self.memory.write(store, value)
         memory = store.memory
+        self.homes[value] = memory.root
         if not memory.is_input and len(self.memory.stores[memory]) > 1:
             self._join_slices(node, store)
         if isinstance(result, torch.Tensor):
@@ -314,6 +316,7 @@ class _Builder:
             result = store.memory.root.meta["example_value"]
             cat = self._value("aten.cat", (tuple(pieces), axis), result, node)
             self.memory.state[store.memory] = cat.whole
+            self.homes[cat] = store.memory.root
 
     def _in_place(self, node: fx.Node, name: str, result: Any) -> None:
         target = self._first_tensor(node)
@@ -325,6 +328,7 @@ class _Builder:
         place = self.memory.places[target]
         effect = place.effect if place.effect is not None else effects.identity(place.memory.shape)
         known = computed.whole if place.effect is not None else None
+        self.homes[computed] = target
         self._store(node, target, Store(place.memory, effect, {}, known, f"{name}_"), result)
 
     def _opaque_write(self, node: fx.Node, name: str, result: Any) -> None:
@@ -385,7 +389,7 @@ class _Builder:
                 return self._noted_read(item)
             if isinstance(held, (torch.SymInt, int)) and not isinstance(held, bool):
                 return size_of(held)
-            return None
+            return item if isinstance(held, (torch.SymFloat, float)) else None
         if isinstance(item, (tuple, list)):
             return tuple(self._operand(i) for i in item)
         return item
@@ -422,6 +426,7 @@ class _Builder:
             read=self.memory.reads,
             outputs=self.outputs,
             positions=self.positions,
+            homes=self.homes,
             unknown=tuple(self.unknown),
         )
 
@@ -504,7 +509,7 @@ def _source(builder: _Builder, item: Any, shape: Sequence[Any]) -> View | None:
     return View(operand.value, effects.expand(operand.effect, shape))
 
 
-def _index_dims_first(index: dict[int, View], rank: int, shape: Sequence[Any]) -> list[int]:
+def _index_dims_first(index: dict[int, View], rank: int) -> list[int]:
     """How PyTorch orders an indexed window, as a permutation that puts index dimensions first."""
     dims = sorted(index)
     width = max(len(view.effect.dims) for view in index.values())
@@ -523,10 +528,9 @@ def _indexed(
         return effect, {}, _source(builder, item, effect.shape), accumulate, ""
     if any(view.value.dtype == torch.bool for view in index.values()):
         return effect, index, None, accumulate, "a boolean mask selects the slots"
-    order = _index_dims_first(index, rank, effect.shape)
+    order = _index_dims_first(index, rank)
     width = max(len(view.effect.dims) for view in index.values())
-    broadcast = torch.broadcast_shapes if False else _broadcast
-    lead = broadcast([view.shape for view in index.values()])
+    lead = _broadcast([view.shape for view in index.values()])
     rest = [effect.shape[d] for d in range(rank) if d not in index]
     by_position = [None] * (width + len(rest))
     for position, size in zip(order, [*lead, *rest], strict=True):

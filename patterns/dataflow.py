@@ -169,11 +169,41 @@ class Dataflow:
     read: Mapping[Memory, Sequence[tuple[int, fx.Node]]]
     outputs: Sequence[View]
     positions: Mapping[fx.Node, int]
+    homes: Mapping[Value, fx.Node]
     unknown: Sequence[fx.Node]
+
+    def home(self, value: Value) -> fx.Node:
+        """The node whose tensor holds the value: a write's lives in the memory it wrote."""
+        return self.homes.get(value, value.node)
+
+    @cached_property
+    def nodes_by_view(self) -> Mapping[View, fx.Node]:
+        """The first node that selects a view, among nodes whose memory is never written."""
+        found: dict[View, fx.Node] = {}
+        for node, view in self.views.items():
+            if isinstance(view, View) and not self.written.get(self.memory_of[node]):
+                found.setdefault(view, node)
+        return found
+
+    def on_storage(self, storage: int) -> Sequence[Memory]:
+        """All memories that share a storage."""
+        return self._by_storage.get(storage, ())
+
+    @cached_property
+    def _by_storage(self) -> Mapping[int, Sequence[Memory]]:
+        found: dict[int, list[Memory]] = {}
+        for memory in dict.fromkeys(self.memory_of.values()):
+            found.setdefault(memory.storage, []).append(memory)
+        return found
 
     @cached_property
     def stores(self) -> tuple[Value, ...]:
         return tuple(v for v in self.values if v.op == "store")
+
+    @cached_property
+    def store_nodes(self) -> frozenset[fx.Node]:
+        """The nodes that write in place."""
+        return frozenset(v.node for v in self.stores)
 
     @cached_property
     def output_values(self) -> frozenset[Value]:

@@ -7,7 +7,7 @@ and `match`, and call :func:`register`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
@@ -207,11 +207,14 @@ class Findings:
         return Counter(m.code for m in self.misses)
 
 
-def find(flow: Dataflow, patterns: Sequence[Pattern]) -> Findings:
+Check = Callable[[Match, Dataflow], Miss | None]
+
+
+def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None) -> Findings:
     """All matches of all patterns, and the best miss of every anchor that none of them took.
 
-    A store goes to the first pattern that matches it. Where a later pattern takes what an earlier
-    one missed, the earlier miss is kept: it is the one worth reading.
+    A store goes to the first pattern that matches it and passes `check`. Where a later pattern
+    takes what an earlier one missed, the earlier miss is kept: it is the one worth reading.
     """
     found = Findings()
     taken: set[Value] = set()
@@ -220,6 +223,8 @@ def find(flow: Dataflow, patterns: Sequence[Pattern]) -> Findings:
             if taken.intersection(anchored_stores(anchor)):
                 continue
             answer = attempt(pattern, anchor, flow)
+            if isinstance(answer, Match) and check is not None:
+                answer = check(answer, flow) or answer
             if isinstance(answer, Match):
                 found.matches.append(answer)
                 taken.update(answer.stores)
@@ -264,6 +269,6 @@ CODES: dict[str, str] = {
     "ESCAPES": "a value inside the match is used outside of it",
     "ORDER": "the query is consumed before the cache is written",
     "COLLECTIVE": "a collective lies inside the match",
-    "NESTED_GRAPH": "a branch or loop of the graph lies inside the match",
+    "CLAIMED": "another match already absorbs part of this one",
     "UNSUPPORTED": "the op does not support this combination",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
 
@@ -112,7 +113,7 @@ def _inverse_rms(scale: View) -> tuple[View, float, tuple[Value, ...]] | None:
     add = rsqrt.operands[0].value
     if add.op != "aten.add" or len(add.operands) != 1:
         return None
-    eps = next((a for a in add.args if isinstance(a, (int, float))), None)
+    eps = next((a for a in add.args if isinstance(a, (int, float, fx.Node))), None)
     mean = add.operands[0].value
     if eps is None or mean.op != "aten.mean" or not _over_last(mean):
         return None
@@ -125,7 +126,12 @@ def _inverse_rms(scale: View) -> tuple[View, float, tuple[Value, ...]] | None:
         squared = power.operands[0]
     else:
         return None
-    return squared, float(eps), (rsqrt, add, mean, power)
+    return squared, _number(eps), (rsqrt, add, mean, power)
+
+
+def _number(item: float | fx.Node) -> float:
+    """A float; with `dynamic=True` Dynamo traces it as a symbol, which is specialised here."""
+    return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
 def _over_last(mean: Value) -> bool:

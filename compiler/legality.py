@@ -1,0 +1,208 @@
+"""Whether a match may be rewritten: every hazard of moving a cache write, each with its own code.
+
+The fused op stands where the last absorbed write stood. Between the first absorbed write and that
+place nothing else may read or write the cache; what the op reads must still hold what it held; and
+nothing absorbed may be needed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tilewright.patterns.cache_write import Computed
+from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Match, Miss, Reject, Stage, reject
+
+
+def check_legality(match: Match, flow: Dataflow) -> Miss | None:
+    """None where the rewrite is safe, else the hazard that forbids it."""
+    try:
+        for rule in _RULES:
+            rule(match, flow)
+    except Reject as rejection:
+        return replace(rejection.miss, pattern=match.pattern)
+    return None
+
+
+def insertion_position(match: Match, flow: Dataflow) -> int:
+    """Program position of the last absorbed write: the op goes there."""
+    return max(flow.positions[s.node] for s in match.stores)
+
+
+def views_in(item: Any) -> Iterator[View]:
+    """Every view among a match's arguments."""
+    if isinstance(item, View):
+        yield item
+    elif isinstance(item, Computed):
+        yield from views_in(item.operands)
+    elif isinstance(item, (tuple, list)):
+        for part in item:
+            yield from views_in(part)
+
+
+def _memories(match: Match) -> dict[Memory, Store]:
+    return {s.store.memory: s.store for s in match.stores if s.store is not None}
+
+
+def _between(match: Match, flow: Dataflow) -> tuple[int, int]:
+    return min(flow.positions[s.node] for s in match.stores), insertion_position(match, flow)
+
+
+def _no_read(match: Match, flow: Dataflow) -> None:
+    first, last = _between(match, flow)
+    own = {v.node for v in (*match.stores, *match.absorbed)}
+    for memory in _memories(match):
+        for alias in flow.on_storage(memory.storage):
+            for position, node in flow.read.get(alias, ()):
+                if first < position < last and node not in own:
+                    reject(
+                        "CACHE_READ",
+                        Stage.HAZARDS,
+                        f"{node.format_node()} reads the cache between the absorbed writes",
+                        node,
+                        hint="write K and V before either is read",
+                    )
+
+
+def _no_other_write(match: Match, flow: Dataflow) -> None:
+    first, last = _between(match, flow)
+    for memory in _memories(match):
+        for alias in flow.on_storage(memory.storage):
+            for value in flow.written.get(alias, ()):
+                inside = first < flow.positions[value.node] < last
+                if inside and value not in match.stores:
+                    reject(
+                        "CACHE_WRITE",
+                        Stage.HAZARDS,
+                        "the cache is written again between the absorbed writes",
+                        value,
+                    )
+
+
+def _no_alias(match: Match, flow: Dataflow) -> None:
+    storages = {m.storage for m in _memories(match)}
+    for name, argument in match.arguments.items():
+        for view in views_in(argument):
+            memory = flow.memory_of.get(flow.home(view.value))
+            if memory is not None and memory.storage in storages:
+                reject(
+                    "CACHE_ALIAS", Stage.HAZARDS, f"{name} lies in the cache's own memory", view
+                )
+
+
+def _apart(match: Match, flow: Dataflow) -> None:
+    stores = [s.store for s in match.stores if s.store is not None]
+    for i, one in enumerate(stores):
+        for other in stores[i + 1 :]:
+            if one.memory.storage == other.memory.storage and not _disjoint(one, other):
+                reject(
+                    "CACHE_OVERLAP",
+                    Stage.HAZARDS,
+                    "K and V lie on one storage and cannot be shown to be apart",
+                    *match.stores,
+                )
+
+
+def _disjoint(one: Store, other: Store) -> bool:
+    if one.memory is other.memory:
+        return _effects_disjoint(one.target, other.target)
+    spans = [_span(one.memory), _span(other.memory)]
+    if None in spans:
+        return False
+    (a, b), (c, d) = sorted(s for s in spans if s is not None)
+    return b <= c
+
+
+def _span(memory: Memory) -> tuple[int, int] | None:
+    """First and one past the last element of a memory's tensor on its storage."""
+    numbers = (*memory.shape, *memory.strides, memory.offset)
+    if not all(isinstance(n, int) for n in numbers):
+        return None
+    reach = sum((n - 1) * s for n, s in zip(memory.shape, memory.strides, strict=True))  # type: ignore[operator, misc]
+    return memory.offset, memory.offset + reach + 1  # type: ignore[return-value, operator]
+
+
+def _effects_disjoint(one: Effect, other: Effect) -> bool:
+    """Whether two selections of one tensor differ for certain along some axis."""
+    for axis in range(len(one.start)):
+        a, b = _extent(one, axis), _extent(other, axis)
+        if a is not None and b is not None and (a[1] <= b[0] or b[1] <= a[0]):
+            return True
+    return False
+
+
+def _extent(effect: Effect, axis: int) -> tuple[int, int] | None:
+    low = effect.start[axis]
+    reach = 0
+    for dim in effect.dims:
+        for atom in dim:
+            if atom.axis == axis:
+                if not isinstance(atom.length, int):
+                    return None
+                reach += atom.step * (atom.length - 1)
+    return (low, low + reach + 1) if isinstance(low, int) else None
+
+
+def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
+    last = insertion_position(match, flow)
+    for name, argument in match.arguments.items():
+        for view in views_in(argument):
+            home = flow.home(view.value)
+            memory = flow.memory_of.get(home)
+            if memory is None:
+                continue
+            for alias in flow.on_storage(memory.storage):
+                for write in flow.written.get(alias, ()):
+                    if view.value.position < flow.positions[write.node] < last:
+                        reject(
+                            "INPUT_MUTATED",
+                            Stage.HAZARDS,
+                            f"{name} is changed in place before the cache is written",
+                            write,
+                        )
+
+
+def _nothing_escapes(match: Match, flow: Dataflow) -> None:
+    inside = {*match.absorbed, *match.stores}
+    replaced = {r.replaced for r in match.results}
+    last = insertion_position(match, flow)
+    for value in match.absorbed:
+        if value in replaced:
+            _consumed_late(value, inside, flow, last)
+            continue
+        users = [u for u in flow.users.get(value, ()) if u not in inside]
+        if users or value in flow.output_values:
+            who = ", ".join(sorted({u.op for u in users})) or "the graph's output"
+            reject(
+                "ESCAPES",
+                Stage.HAZARDS,
+                f"{value} is also used by {who}, so it cannot be absorbed",
+                value,
+                *users,
+                hint="read keys and values back from the cache",
+            )
+
+
+def _consumed_late(value: Value, inside: set[Value], flow: Dataflow, last: int) -> None:
+    for user in flow.users.get(value, ()):
+        if user not in inside and flow.positions[user.node] < last:
+            reject(
+                "ORDER",
+                Stage.HAZARDS,
+                f"the query is consumed by {user.op} before the cache is written",
+                user,
+                hint="write the cache before the query is used",
+            )
+
+
+_RULES = (
+    _no_read,
+    _no_other_write,
+    _no_alias,
+    _apart,
+    _inputs_unchanged,
+    _nothing_escapes,
+)

@@ -1,0 +1,52 @@
+"""Checks a rewritten site, and the whole graph once at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from tilewright.compiler.spelling import shape_of
+from tilewright.patterns.language import Match
+
+
+class LintError(RuntimeError):
+    """A rewrite left the graph inconsistent; the graph must not be used."""
+
+
+def check_site(match: Match, node: fx.Node, replacements: Sequence[fx.Node]) -> None:
+    """Order, users, mutated bases and metadata around one fused op. Raises LintError."""
+    for operand in node.all_input_nodes:
+        _require(operand < node, f"{operand.name} is used by {node.name} before it is computed")
+    for new in replacements:
+        for user in new.users:
+            _require(new < user, f"{user.name} uses {new.name} before it is computed")
+    written = {s.store.memory.root for s in match.stores if s.store is not None}
+    caches = {a for a in node.all_input_nodes if a in written}
+    _require(caches == written, f"{node.name} writes {caches}, the absorbed writes {written}")
+    for store in match.stores:
+        _require(store.node._erased, f"{store.node.name} still writes what {node.name} writes")
+    for result, new in zip(match.results, replacements, strict=True):
+        _same_metadata(result.replaced.node, result.replaced, new)
+
+
+def _same_metadata(old: fx.Node, value, new: fx.Node) -> None:
+    tensor = new.meta["example_value"]
+    same = (
+        isinstance(tensor, torch.Tensor)
+        and shape_of(tensor) == value.shape
+        and tensor.dtype == value.dtype
+        and tensor.device == value.device
+    )
+    _require(same, f"{new.name} is {tensor}, expected {value} {value.dtype} for {old.name}")
+
+
+def check_graph(graph: fx.Graph) -> None:
+    """fx's own lint: topological order, ownership, names."""
+    graph.lint()
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise LintError(message)

@@ -1,0 +1,201 @@
+"""Builds graph nodes for views and sizes: the inverse of the dataflow view."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.spelling import shape_of, size_of
+from tilewright.patterns import effects
+from tilewright.patterns.cache_write import Computed
+from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.effects import Atom, Effect, Size
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "remainder": torch.remainder,
+}
+
+
+class Materialiser:
+    """Emits nodes at the graph's insertion point; equal requests at one graph share nodes.
+
+    Every new node gets `meta["example_value"]`, and the source and module of the node it serves.
+    """
+
+    def __init__(self, graph: fx.Graph, flow: Dataflow) -> None:
+        self.graph = graph
+        self.flow = flow
+        self.serving: fx.Node | None = None
+        self._symbols: dict[sympy.Expr, Callable[[], fx.Node]] | None = None
+        self._made: dict[Any, fx.Node] = {}
+
+    def argument(self, item: Any) -> Any:
+        """An argument of a match as something a node's `args` can hold."""
+        if isinstance(item, View):
+            return self.view(item)
+        if isinstance(item, Computed):
+            return self._computed(item)
+        if isinstance(item, (list, tuple)):
+            return [self.argument(i) for i in item]
+        if isinstance(item, sympy.Expr):
+            return self.size(item)
+        return item
+
+    def view(self, view: View) -> fx.Node:
+        """A node whose tensor is `view`: an existing one where the graph has it already."""
+        known = self.flow.nodes_by_view.get(view)
+        if known is not None and known.graph is self.graph and not known._erased:
+            if self._precedes(known):
+                return known
+        return self.select(self.flow.home(view.value), view.value.shape, view.effect)
+
+    def _precedes(self, node: fx.Node) -> bool:
+        assert self.serving is not None
+        return node < self.serving
+
+    def select(self, base: fx.Node, shape: Sequence[Size], effect: Effect) -> fx.Node:
+        """A node that selects `effect` of `base`, a tensor of `shape`."""
+        if effects.is_identity(effect, shape):
+            return base
+        node, atoms = self._apart(base, shape, effect)
+        node = self._ordered(node, atoms, effect)
+        if shape_of(node.meta["example_value"]) == effect.shape:
+            return node
+        return self.call("reshape", node, self.sizes(effect.shape))
+
+    def _apart(
+        self, node: fx.Node, shape: Sequence[Size], effect: Effect
+    ) -> tuple[fx.Node, list[Atom]]:
+        """Cuts every base axis down to the atoms taken of it; returns them in dimension order."""
+        order: list[Atom] = []
+        dim = 0
+        for axis, size in enumerate(shape):
+            taken = sorted(
+                (a for d in effect.dims for a in d if a.axis == axis), key=lambda a: -_magnitude(a.step)
+            )
+            node, dim = self._cut(node, dim, size, effect.start[axis], taken)
+            order += taken
+        return node, order
+
+    def _cut(
+        self, node: fx.Node, dim: int, size: Size, start: Size, atoms: list[Atom]
+    ) -> tuple[fx.Node, int]:
+        """Splits dimension `dim` of `node` into `atoms` (steps descending); the next dimension."""
+        if not atoms:
+            return self.call("select", node, dim, self.argument(start)), dim
+        outer, *inner = atoms
+        if not inner:
+            node = self._narrow(node, dim, size, start, outer)
+            return node, dim + 1
+        block = outer.step
+        skip = start % block if isinstance(start, int) else 0
+        first = start - skip if isinstance(start, int) else start
+        node = self._narrow(node, dim, size, first, Atom(outer.axis, 1, outer.length * block))
+        node = self.call("unflatten", node, dim, self.sizes((outer.length, block)))
+        return self._cut(node, dim + 1, block, skip, inner)
+
+    def _narrow(self, node: fx.Node, dim: int, size: Size, start: Size, atom: Atom) -> fx.Node:
+        if atom.step == 1:
+            if start == 0 and atom.length == size:
+                return node
+            return self.call("narrow", node, dim, self.argument(start), self.argument(atom.length))
+        stop = start + (atom.length - 1) * atom.step + 1
+        item = slice(self.argument(start), self.argument(stop), atom.step)
+        return self.call(operator.getitem, node, (slice(None),) * dim + (item,))
+
+    def _ordered(self, node: fx.Node, atoms: list[Atom], effect: Effect) -> fx.Node:
+        """Permutes the cut dimensions into output order and adds repeated ones."""
+        wanted = [a for d in effect.dims for a in d]
+        position = {id(a): i for i, a in enumerate(atoms)}
+        order = [position[id(a)] for a in wanted if a.axis is not None]
+        if order != list(range(len(order))):
+            node = self.call("permute", node, order)
+        if all(a.axis is not None for a in wanted):
+            return node
+        for dim, atom in enumerate(wanted):
+            if atom.axis is None:
+                node = self.call("unsqueeze", node, dim)
+        return self.call("expand", node, self.sizes([a.length for a in wanted]))
+
+    # --- sizes ---
+
+    def sizes(self, sizes: Sequence[Size]) -> list[Any]:
+        """Sizes as a node's arguments: ints, and nodes where symbolic."""
+        return [self.argument(n) for n in sizes]
+
+    def size(self, size: sympy.Expr) -> Any:
+        """A node (or int) that computes a symbolic size."""
+        if size.is_Integer:
+            return int(size)
+        if size.is_Symbol:
+            return self._symbol(size)
+        function = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(type(size))
+        if function is None:
+            raise effects.InexpressibleError(f"no node computes the size {size}")
+        total, *rest = [self.size(part) for part in size.args]
+        for part in rest:
+            total = self.call(function, total, part)
+        return total
+
+    def _symbol(self, symbol: sympy.Expr) -> fx.Node:
+        if self._symbols is None:
+            self._symbols = self._find_symbols()
+        if symbol not in self._symbols:
+            raise effects.InexpressibleError(f"no input of the graph has the size {symbol}")
+        return self._symbols[symbol]()
+
+    def _find_symbols(self) -> dict[sympy.Expr, Callable[[], fx.Node]]:
+        found: dict[sympy.Expr, Callable[[], fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            held = node.meta.get("example_value")
+            if isinstance(held, torch.SymInt):
+                found[size_of(held)] = lambda node=node: node
+            elif isinstance(held, torch.Tensor):
+                for dim, size in enumerate(shape_of(held)):
+                    if isinstance(size, sympy.Symbol):
+                        found.setdefault(
+                            size, lambda node=node, dim=dim: self.call("size", node, dim)
+                        )
+        return found
+
+    # --- nodes ---
+
+    def _computed(self, item: Computed) -> fx.Node:
+        operands = [self.argument(o) for o in item.operands]
+        return self.call(_FUNCTIONS[item.function], *operands)
+
+    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        """One new node, or the equal one made before where that precedes the insertion point."""
+        key = (target, repr(args), repr(kwargs))
+        known = self._made.get(key)
+        if known is not None and not known._erased and self._precedes(known):
+            return known
+        if isinstance(target, str):
+            node = self.graph.call_method(target, args, kwargs)
+        else:
+            node = self.graph.call_function(target, args, kwargs)
+        self._describe(node)
+        self._made[key] = node
+        return node
+
+    def _describe(self, node: fx.Node) -> None:
+        node.meta["example_value"] = _compat.run_fake(node)
+        assert self.serving is not None
+        for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+            if key in self.serving.meta:
+                node.meta[key] = self.serving.meta[key]
+
+
+def _magnitude(step: Any) -> float:
+    # Steps order the atoms of one axis; a symbolic step spans at least one inner atom.
+    return step if isinstance(step, int) else float("inf")

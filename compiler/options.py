@@ -1,0 +1,79 @@
+"""The backend's options, checked when they are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+INNER = ("inductor", "eager")
+TUNE = ("auto", "measure", "model")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(model, backend="tilewright", options={...})` takes.
+
+    inner: the compiler behind the rewrites, `inductor` or `eager`.
+    patterns: names to use, or with a leading `-` to leave out; None for all.
+    target: the target kernels are planned for; None for the GPU at hand, else sm100.
+    verify: on the first call run the rewritten graph beside the original on copies of the inputs;
+        on a mismatch report it and run the original from then on.
+    tune: `measure` kernels on the GPU, rank them by `model`, or `auto`: measured where known.
+    strict: a near miss, a refused rewrite or an internal error raises instead of being reported.
+    fuel: apply only the first n rewrites; bisects a wrong one.
+    only: module paths (`*` matches within one) of the sites to rewrite; None for all.
+    report: a file to which each compiled graph's report is appended as one line of JSON.
+    """
+
+    inner: str = "inductor"
+    patterns: tuple[str, ...] | None = None
+    target: str | None = None
+    verify: bool = False
+    tune: str = "auto"
+    strict: bool = False
+    fuel: int | None = None
+    only: tuple[str, ...] | None = None
+    report: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("inner", self.inner, INNER)
+        _one_of("tune", self.tune, TUNE)
+        for name in ("verify", "strict"):
+            _expect(name, isinstance(getattr(self, name), bool), "a bool", getattr(self, name))
+        for name in ("patterns", "only"):
+            given = getattr(self, name)
+            listed = given is None or (
+                not isinstance(given, str) and all(isinstance(item, str) for item in given)
+            )
+            _expect(name, listed, "a list of strings or None", given)
+            if given is not None:
+                object.__setattr__(self, name, tuple(given))
+        fuel = self.fuel
+        good = fuel is None or (isinstance(fuel, int) and not isinstance(fuel, bool) and fuel >= 0)
+        _expect("fuel", good, "a number of rewrites, 0 or more, or None", fuel)
+        if self.report is not None:
+            _expect("report", isinstance(self.report, (str, os.PathLike)), "a path", self.report)
+            folder = Path(self.report).resolve().parent
+            _expect("report", folder.is_dir(), "a path in an existing folder", self.report)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> Options:
+        """Options from a dictionary. Raises ValueError naming the option, expected and actual."""
+        given = dict(given or {})
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}")
+        return cls(**given)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    _expect(name, value in allowed, f"one of {list(allowed)}", value)
+
+
+def _expect(name: str, good: bool, expected: str, actual: Any) -> None:
+    if not good:
+        raise ValueError(f"options[{name!r}]: expected {expected}, got {actual!r}")

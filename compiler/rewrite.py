@@ -1,0 +1,148 @@
+"""Puts a fused op in place of what a match absorbed, in the Dynamo graph, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler.lint import check_site
+from tilewright.compiler.materialise import Materialiser
+from tilewright.compiler.spelling import shape_of
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.contract import FusedOp, registered
+from tilewright.patterns.dataflow import Dataflow
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Match, Miss, Result, Stage
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One site after the rewrite. node: the fused op. before: the absorbed nodes' names."""
+
+    match: Match
+    node: fx.Node
+    before: tuple[str, ...]
+
+
+def rewrite_sites(
+    graph: fx.Graph, flow: Dataflow, matches: Sequence[Match]
+) -> tuple[list[Rewritten], list[Miss]]:
+    """Rewrites every match of `flow` in `graph`; the matches must not overlap.
+
+    A match whose op refuses its arguments (they are checked under fake tensors first) leaves the
+    graph as it was, and gives a Miss.
+    """
+    materialiser = Materialiser(graph, flow)
+    done: list[Rewritten] = []
+    refused: list[Miss] = []
+    for match in matches:
+        answer = _rewrite(graph, flow, match, materialiser)
+        if isinstance(answer, Rewritten):
+            done.append(answer)
+        else:
+            refused.append(answer)
+    return done, refused
+
+
+def _rewrite(
+    graph: fx.Graph, flow: Dataflow, match: Match, materialiser: Materialiser
+) -> Rewritten | Miss:
+    op = registered(match.op if "::" in match.op else f"tilewright::{match.op}")
+    last = max((s.node for s in match.stores), key=lambda n: flow.positions[n])
+    materialiser.serving = last
+    before = last.prev
+    try:
+        with graph.inserting_before(last):
+            node = _insert(op, match, materialiser)
+            replacements = [_restate(r, node, materialiser) for r in match.results]
+    except (ArgumentError, InexpressibleError) as error:
+        _erase_between(graph, before, last)
+        return Miss(
+            match.pattern, "UNSUPPORTED", Stage.CAPABILITY, f"{op.name}: {error}", (last,)
+        )
+    node.meta["tilewright"] = {
+        "pattern": match.pattern,
+        "op": op.qualified_name,
+        "absorbed": tuple(v.node.name for v in match.absorbed),
+        "stores": tuple(s.node.name for s in match.stores),
+    }
+    for result, new in zip(match.results, replacements, strict=True):
+        _redirect(result.replaced.node, new)
+    _erase(graph, flow, match)
+    check_site(match, node, replacements)
+    return Rewritten(match, node, node.meta["tilewright"]["absorbed"])
+
+
+def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
+    schema = op.torch_op._schema
+    given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
+    positional: list[Any] = []
+    keyword: dict[str, Any] = {}
+    for spec in schema.arguments:
+        if spec.name not in given:
+            continue
+        if spec.kwarg_only:
+            keyword[spec.name] = given[spec.name]
+        else:
+            positional.append(given[spec.name])
+    return materialiser.call(op.torch_op, *positional, **keyword)
+
+
+def _restate(result: Result, node: fx.Node, materialiser: Materialiser) -> fx.Node:
+    """The replaced value, as a selection of the op's output."""
+    shape = shape_of(node.meta["example_value"])
+    return materialiser.select(node, shape, result.effect)
+
+
+def _redirect(old: fx.Node, new: fx.Node) -> None:
+    """Hands `old`'s users to `new`; layout that stood before the op moves behind it."""
+    old.replace_all_uses_with(new)
+    front = [new]
+    behind = new
+    while front:
+        for user in list(front.pop(0).users):
+            if user < behind:
+                behind.append(user)
+                behind = user
+                front.append(user)
+
+
+def _erase(graph: fx.Graph, flow: Dataflow, match: Match) -> None:
+    """Removes the absorbed writes and whatever only they needed."""
+    candidates: list[fx.Node] = []
+    for store in dict.fromkeys(s.node for s in match.stores):
+        candidates += store.all_input_nodes
+        if store.users:
+            target = store.args[0]
+            assert isinstance(target, fx.Node)
+            store.replace_all_uses_with(target)
+        graph.erase_node(store)
+    candidates += [v.node for v in match.absorbed]
+    while candidates:
+        node = candidates.pop()
+        if node._erased or node.users or not _removable(node, flow):
+            continue
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        candidates += inputs
+
+
+def _removable(node: fx.Node, flow: Dataflow) -> bool:
+    """Nodes without effect: a write, a placeholder, the output stay."""
+    if node.op not in ("call_function", "call_method") or node not in flow.positions:
+        return False
+    held = node.meta.get("example_value")
+    return isinstance(held, (torch.Tensor, tuple, list)) and node not in flow.store_nodes
+
+
+def _erase_between(graph: fx.Graph, before: fx.Node, last: fx.Node) -> None:
+    """Takes back what was inserted between two nodes."""
+    node = last.prev
+    while node is not before:
+        previous = node.prev
+        graph.erase_node(node)
+        node = previous
