@@ -1,0 +1,126 @@
+"""Side effects of statements, and removal of assignments that nothing reads."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+# Calls that must stay even where nothing uses their result.
+_EFFECTS = frozenset(
+    {
+        "store",
+        "scatter",
+        "debug_barrier",
+        "device_assert",
+        "device_print",
+        "assume",
+        "inline_asm_elementwise",
+        "print",
+    }
+)
+
+
+def is_impure_call(node: ast.Call) -> bool:
+    """Whether a call writes memory, synchronises or talks to the outside."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+    if name in _EFFECTS or "atomic" in name:
+        return True
+    return any(
+        keyword.arg == "volatile"
+        and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+        for keyword in node.keywords
+    )
+
+
+def has_side_effects(statement: ast.AST) -> bool:
+    """Whether a statement does more than assign local names."""
+    return any(
+        isinstance(node, ast.Return) or (isinstance(node, ast.Call) and is_impure_call(node))
+        for node in ast.walk(statement)
+    )
+
+
+def remove_dead(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Drop pure statements whose names are never read, until nothing more can go."""
+    while True:
+        live = _read_names(body)
+        kept = _prune(body, live)
+        if ast.dump(ast.Module(kept, [])) == ast.dump(ast.Module(body, [])):
+            return kept
+        body = kept
+
+
+def _read_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Names read anywhere, except by a statement that does nothing but update that very name."""
+    live: set[str] = set()
+    for statement in body:
+        for node in _simple_parts(statement):
+            names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+            reads = {n.id for n in names if isinstance(n.ctx, ast.Load)}
+            if isinstance(node, ast.stmt) and not has_side_effects(node):
+                reads -= _only_target(node)
+            live |= reads
+    return live
+
+
+def _simple_parts(statement: ast.stmt) -> list[ast.AST]:
+    """A statement, or a compound one's header and the parts of its bodies."""
+    if isinstance(statement, ast.For):
+        header: ast.expr = statement.iter
+    elif isinstance(statement, (ast.If, ast.While)):
+        header = statement.test
+    else:
+        return [statement]
+    inner = [*statement.body, *statement.orelse]
+    return [header, *(part for item in inner for part in _simple_parts(item))]
+
+
+def _only_target(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        return {statement.targets[0].id}
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        return {statement.target.id}
+    return set()
+
+
+def _targets(statement: ast.stmt) -> set[str] | None:
+    """Names an assignment binds; None for other statements."""
+    if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        return None
+    return {
+        node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def _prune(body: Sequence[ast.stmt], live: set[str]) -> list[ast.stmt]:
+    kept: list[ast.stmt] = []
+    for statement in body:
+        targets = _targets(statement)
+        if targets is not None and not targets & live and not has_side_effects(statement):
+            continue
+        pruned = _prune_compound(statement, live)
+        if pruned is not None:
+            kept.append(pruned)
+    return kept
+
+
+def _prune_compound(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
+    if isinstance(statement, (ast.For, ast.While)):
+        body = _prune([s for s in statement.body if not isinstance(s, ast.Pass)], live)
+        if not body and not isinstance(statement, ast.While):
+            header = ast.Expr(statement.iter)
+            return None if not has_side_effects(header) else statement
+        if isinstance(statement, ast.While):
+            return ast.While(statement.test, body or [ast.Pass()], [])
+        return ast.For(statement.target, statement.iter, body, [], None)
+    if not isinstance(statement, ast.If):
+        return statement
+    body, orelse = _prune(statement.body, live), _prune(statement.orelse, live)
+    if body:
+        return ast.If(statement.test, body, orelse)
+    if orelse:
+        return ast.If(ast.UnaryOp(ast.Not(), statement.test), orelse, [])
+    header = ast.Expr(statement.test)
+    return header if has_side_effects(header) else None
