@@ -43,55 +43,35 @@ def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def load_head_vector(pointer, heads, dims, dim_mask, chosen, HEAD_STRIDE: tl.constexpr):
+def head_vector(pointer, heads, dims, dim_mask, chosen, HEAD_STRIDE: tl.constexpr):
     """pointer[heads, dims] as fp32 [1, heads, dims]; zeros unless `chosen`."""
     offsets = heads[None, :, None] * HEAD_STRIDE + dims[None, None, :]
     return tl.load(pointer + offsets, mask=dim_mask & chosen, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def normalise(
-    low, high, weight_ptr, low_dims, high_dims, low_mask, high_mask, chosen,
-    HEAD_DIM: tl.constexpr, NORM_EPS: tl.constexpr,
+def rope_factors(
+    cos_ptr, sin_ptr, rows, mask, pairs, low_dims, high_dims,
+    FULL_WIDTH: tl.constexpr, COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm over each whole head where `chosen`; padded dims hold zeros and do not count."""
-    square_sum = tl.sum(low * low, axis=2) + tl.sum(high * high, axis=2)
-    scale = tl.rsqrt(square_sum / HEAD_DIM + NORM_EPS)[:, :, None]
-    low_weight = tl.load(weight_ptr + low_dims[None, None, :], mask=low_mask, other=0.0)
-    high_weight = tl.load(weight_ptr + high_dims[None, None, :], mask=high_mask, other=0.0)
-    low = tl.where(chosen, low * scale * low_weight.to(tl.float32), low)
-    high = tl.where(chosen, high * scale * high_weight.to(tl.float32), high)
-    return low, high
+    """cos and sin of the low partners, then of the high ones: [tokens, 1, pairs].
 
-
-@triton.jit
-def rotate(
-    low, high, cos_ptr, sin_ptr, rows, row_mask, pairs, low_dims, high_dims, chosen,
-    ROTARY_DIM: tl.constexpr, FULL_WIDTH: tl.constexpr,
-    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """Rotary embedding of the pairs below ROTARY_DIM / 2 where `chosen`; the others pass.
-
-    The tables are [rows, ROTARY_DIM] (FULL_WIDTH: a column per dim) or [rows, ROTARY_DIM / 2].
+    The tables have a column per dim (FULL_WIDTH) or a column per pair. They keep their dtype here:
+    Triton moves a change of layout up to the widening, and so would wait for the loads there.
     """
-    rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & chosen
-    mask = row_mask[:, None, None] & rotates
     low_columns = low_dims[None, None, :] if FULL_WIDTH else pairs[None, None, :]
     cos_rows = cos_ptr + rows[:, None, None] * COS_STRIDE
     sin_rows = sin_ptr + rows[:, None, None] * SIN_STRIDE
-    low_cos = tl.load(cos_rows + low_columns, mask=mask, other=0.0).to(tl.float32)
-    low_sin = tl.load(sin_rows + low_columns, mask=mask, other=0.0).to(tl.float32)
+    low_cos = tl.load(cos_rows + low_columns, mask=mask, other=0.0)
+    low_sin = tl.load(sin_rows + low_columns, mask=mask, other=0.0)
     if FULL_WIDTH:
         high_columns = high_dims[None, None, :]
-        high_cos = tl.load(cos_rows + high_columns, mask=mask, other=0.0).to(tl.float32)
-        high_sin = tl.load(sin_rows + high_columns, mask=mask, other=0.0).to(tl.float32)
+        high_cos = tl.load(cos_rows + high_columns, mask=mask, other=0.0)
+        high_sin = tl.load(sin_rows + high_columns, mask=mask, other=0.0)
     else:
         high_cos = low_cos
         high_sin = low_sin
-    # A select and not a rotation by zero: 0 * inf is NaN.
-    new_low = tl.where(rotates, low * low_cos - high * low_sin, low)
-    new_high = tl.where(rotates, high * high_cos + low * high_sin, high)
-    return new_low, new_high
+    return low_cos, low_sin, high_cos, high_sin
 
 
 @triton.jit
@@ -142,16 +122,10 @@ def store_heads(
 
 
 @triton.jit
-def finish_heads(
-    low, high, kind, first_head, first_pair, tokens, token_mask,
-    q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-    sequence_tokens, rope_tokens, num_pages,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
-    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
-    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
-    NORM_EPS: tl.constexpr,
+def store_target(
+    kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    sequence_tokens, num_pages,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
     PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
     K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
@@ -159,46 +133,11 @@ def finish_heads(
     V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
     V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Bias, norm, rotation, rounding and store of one tile of heads of one `kind`.
+    """(pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
 
-    low, high: fp32 [tokens, heads, pairs]; the heads are first_head.. of q, k or v, the pairs
-    first_pair.. of each. With a norm weight the tile has to hold whole heads.
+    One target for q, k and v, selected and not branched to: Triton 3.6 cannot flatten a loop over
+    tiles that branches, and three stores are three times the code.
     """
-    heads = first_head + tl.arange(0, low.shape[1])
-    pairs = first_pair + tl.arange(0, low.shape[2])
-    low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
-    low_mask = (low_dims < HEAD_DIM)[None, None, :]
-    high_mask = (high_dims < HEAD_DIM)[None, None, :]
-    if q_bias_ptr is not None:
-        is_query = kind == QUERY
-        low += load_head_vector(q_bias_ptr, heads, low_dims, low_mask, is_query, Q_BIAS_STRIDE)
-        high += load_head_vector(q_bias_ptr, heads, high_dims, high_mask, is_query, Q_BIAS_STRIDE)
-    if k_bias_ptr is not None:
-        is_key = kind == KEY
-        low += load_head_vector(k_bias_ptr, heads, low_dims, low_mask, is_key, K_BIAS_STRIDE)
-        high += load_head_vector(k_bias_ptr, heads, high_dims, high_mask, is_key, K_BIAS_STRIDE)
-    if v_bias_ptr is not None:
-        is_value = kind == VALUE
-        low += load_head_vector(v_bias_ptr, heads, low_dims, low_mask, is_value, V_BIAS_STRIDE)
-        high += load_head_vector(v_bias_ptr, heads, high_dims, high_mask, is_value, V_BIAS_STRIDE)
-    if q_norm_ptr is not None:
-        low, high = normalise(
-            low, high, q_norm_ptr, low_dims, high_dims, low_mask, high_mask, kind == QUERY,
-            HEAD_DIM, NORM_EPS,
-        )  # fmt: skip
-    if k_norm_ptr is not None:
-        low, high = normalise(
-            low, high, k_norm_ptr, low_dims, high_dims, low_mask, high_mask, kind == KEY,
-            HEAD_DIM, NORM_EPS,
-        )  # fmt: skip
-    if ROTARY_DIM > 0:
-        low, high = rotate(
-            low, high, cos_ptr, sin_ptr, tokens % rope_tokens, token_mask, pairs,
-            low_dims, high_dims, kind != VALUE,
-            ROTARY_DIM, ROPE_FULL_WIDTH, COS_STRIDE, SIN_STRIDE,
-        )  # fmt: skip
-    # One store for q, k and v, its target selected: Triton 3.6 cannot flatten a loop over tiles
-    # that branches here, and three stores are three times the code.
     page, slot, row_mask = cache_places(
         tokens, token_mask & (kind != QUERY), slots_ptr, sequence_tokens, num_pages,
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
@@ -222,9 +161,164 @@ def finish_heads(
     else:
         dim_stride = tl.where(kind == VALUE, V_DIM_STRIDE, K_DIM_STRIDE)
         dim_stride = tl.where(kind == QUERY, 1, dim_stride)
+    return pointer, row_offsets, row_mask, head_stride, dim_stride
+
+
+@triton.jit
+def load_operands(
+    kind, heads, pairs, tokens, token_mask,
+    q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    sequence_tokens, rope_tokens, num_pages,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
+    V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """All that a tile of heads of one `kind` needs beside its values.
+
+    Apart from `finish_pairs`, so that a kernel whose time is a few microseconds can have these
+    loads behind it before its values are ready.
+    """
+    low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
+    low_mask = (low_dims < HEAD_DIM)[None, None, :]
+    high_mask = (high_dims < HEAD_DIM)[None, None, :]
+    low_bias = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
+    high_bias = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
+    if q_bias_ptr is not None:
+        chosen = kind == QUERY
+        low_bias += head_vector(q_bias_ptr, heads, low_dims, low_mask, chosen, Q_BIAS_STRIDE)
+        high_bias += head_vector(q_bias_ptr, heads, high_dims, high_mask, chosen, Q_BIAS_STRIDE)
+    if k_bias_ptr is not None:
+        chosen = kind == KEY
+        low_bias += head_vector(k_bias_ptr, heads, low_dims, low_mask, chosen, K_BIAS_STRIDE)
+        high_bias += head_vector(k_bias_ptr, heads, high_dims, high_mask, chosen, K_BIAS_STRIDE)
+    if v_bias_ptr is not None:
+        chosen = kind == VALUE
+        low_bias += head_vector(v_bias_ptr, heads, low_dims, low_mask, chosen, V_BIAS_STRIDE)
+        high_bias += head_vector(v_bias_ptr, heads, high_dims, high_mask, chosen, V_BIAS_STRIDE)
+    low_norm = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
+    high_norm = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
+    no_heads = tl.zeros((1,), tl.int32)
+    if q_norm_ptr is not None:
+        chosen = kind == QUERY
+        low_norm += head_vector(q_norm_ptr, no_heads, low_dims, low_mask, chosen, 0)
+        high_norm += head_vector(q_norm_ptr, no_heads, high_dims, high_mask, chosen, 0)
+    if k_norm_ptr is not None:
+        chosen = kind == KEY
+        low_norm += head_vector(k_norm_ptr, no_heads, low_dims, low_mask, chosen, 0)
+        high_norm += head_vector(k_norm_ptr, no_heads, high_dims, high_mask, chosen, 0)
+    rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)
+    low_cos = 0.0
+    low_sin = 0.0
+    high_cos = 0.0
+    high_sin = 0.0
+    if ROTARY_DIM > 0:
+        low_cos, low_sin, high_cos, high_sin = rope_factors(
+            cos_ptr, sin_ptr, tokens % rope_tokens, token_mask[:, None, None] & rotates,
+            pairs, low_dims, high_dims, ROPE_FULL_WIDTH, COS_STRIDE, SIN_STRIDE,
+        )  # fmt: skip
+    pointer, row_offsets, row_mask, head_stride, dim_stride = store_target(
+        kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+        sequence_tokens, num_pages, NUM_HEADS, HEAD_DIM,
+        PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
+        K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+    )  # fmt: skip
+    return (
+        low_bias, high_bias, low_norm, high_norm,
+        low_cos, low_sin, high_cos, high_sin, rotates,
+        pointer, row_offsets, row_mask, head_stride, dim_stride,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_pairs(
+    low, high, kind, heads, pairs,
+    low_bias, high_bias, low_norm, high_norm,
+    low_cos, low_sin, high_cos, high_sin, rotates,
+    pointer, row_offsets, row_mask, head_stride, dim_stride,
+    HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, NORM_EPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
+):  # fmt: skip
+    """Bias, norm, rotation, rounding and store of fp32 low, high [tokens, heads, pairs].
+
+    With a norm the tile has to hold whole heads; padded dims hold zeros and do not count.
+    """
+    if HAS_BIAS:
+        low += low_bias
+        high += high_bias
+    if NORM_Q or NORM_K:
+        square_sum = tl.sum(low * low, axis=2) + tl.sum(high * high, axis=2)
+        scale = tl.rsqrt(square_sum / HEAD_DIM + NORM_EPS)[:, :, None]
+        normed = ((kind == QUERY) & NORM_Q) | ((kind == KEY) & NORM_K)
+        low = tl.where(normed, low * scale * low_norm, low)
+        high = tl.where(normed, high * scale * high_norm, high)
+    if ROTARY_DIM > 0:
+        new_low = low * low_cos.to(tl.float32) - high * low_sin.to(tl.float32)
+        new_high = high * high_cos.to(tl.float32) + low * high_sin.to(tl.float32)
+        # A select and not a rotation by zero: 0 * inf is NaN.
+        low = tl.where(rotates, new_low, low)
+        high = tl.where(rotates, new_high, high)
+    low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
     store_heads(
         low, high, pointer, row_offsets, row_mask, heads, pairs, low_dims, high_dims,
-        low_mask, high_mask, head_stride, dim_stride, HEAD_DIM, INTERLEAVED,
+        (low_dims < HEAD_DIM)[None, None, :], (high_dims < HEAD_DIM)[None, None, :],
+        head_stride, dim_stride, HEAD_DIM, INTERLEAVED,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_heads(
+    low, high, kind, first_head, first_pair, tokens, token_mask,
+    q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    sequence_tokens, rope_tokens, num_pages,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
+    V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Finishes one tile of heads of one `kind`: fp32 low, high [tokens, heads, pairs]."""
+    heads = first_head + tl.arange(0, low.shape[1])
+    pairs = first_pair + tl.arange(0, low.shape[2])
+    (
+        low_bias, high_bias, low_norm, high_norm,
+        low_cos, low_sin, high_cos, high_sin, rotates,
+        pointer, row_offsets, row_mask, head_stride, dim_stride,
+    ) = load_operands(
+        kind, heads, pairs, tokens, token_mask,
+        q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+        q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+        sequence_tokens, rope_tokens, num_pages,
+        NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
+        COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
+        PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
+        K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+    )  # fmt: skip
+    finish_pairs(
+        low, high, kind, heads, pairs,
+        low_bias, high_bias, low_norm, high_norm,
+        low_cos, low_sin, high_cos, high_sin, rotates,
+        pointer, row_offsets, row_mask, head_stride, dim_stride,
+        HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, NORM_EPS,
+        q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
+        q_norm_ptr is not None, k_norm_ptr is not None,
     )  # fmt: skip
 
 

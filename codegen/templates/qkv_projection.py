@@ -23,7 +23,9 @@ from tilewright.codegen.templates.qkv_epilogue import (
     QUERY,
     VALUE,
     finish_heads,
+    finish_pairs,
     head_of_tile,
+    load_operands,
     pair_dims,
 )
 
@@ -223,6 +225,24 @@ def qkv_projection_swapped(
     columns = part * PART + tl.arange(0, BLOCK_K)
     weight_ptrs = weight_rows[:, None] + columns[None, :]
     x_ptrs = x_ptr + tokens[:, None] * X_STRIDE + columns[None, :]
+    # Before the loop: after it nothing would hide the time these loads take.
+    heads = head + tl.arange(0, 1)
+    pairs = first_pair + tl.arange(0, BLOCK_P)
+    (
+        low_bias, high_bias, low_norm, high_norm,
+        low_cos, low_sin, high_cos, high_sin, rotates,
+        pointer, row_offsets, target_mask, head_stride, dim_stride,
+    ) = load_operands(
+        kind, heads, pairs, tokens, token_mask,
+        q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+        q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+        sequence_tokens, rope_tokens, num_pages,
+        NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
+        COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
+        PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
+        K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+    )  # fmt: skip
     accumulator = tl.zeros((2 * BLOCK_P, BLOCK_T), tl.float32)
     for step in range(0, PART, BLOCK_K):
         if HIDDEN % (BLOCK_K * SPLIT_K) == 0:
@@ -248,14 +268,12 @@ def qkv_projection_swapped(
         low, high = tl.split(tl.permute(groups, (0, 2, 3, 1)))
         low = tl.reshape(tl.trans(tl.reshape(low, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
         high = tl.reshape(tl.trans(tl.reshape(high, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
-        finish_heads(
-            low, high, kind, head, first_pair, tokens, token_mask,
-            q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-            q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-            sequence_tokens, rope_tokens, num_pages,
-            NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
-            COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE, NORM_EPS,
-            PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
-            K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-            V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+        finish_pairs(
+            low, high, kind, heads, pairs,
+            low_bias, high_bias, low_norm, high_norm,
+            low_cos, low_sin, high_cos, high_sin, rotates,
+            pointer, row_offsets, target_mask, head_stride, dim_stride,
+            HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, NORM_EPS,
+            q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
+            q_norm_ptr is not None, k_norm_ptr is not None,
         )  # fmt: skip
