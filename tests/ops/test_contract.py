@@ -57,11 +57,16 @@ def test_both_attention_ops_are_registered():
     assert contract.registered("fused_qkv_paged") is OPS["fused_qkv_paged"]
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_error_against_float64_stays_within_the_declared_tolerance(op, case):
-    arguments = op.sample_inputs(case)
-    exact_arguments = as_double(arguments)
+def test_error_against_float64_stays_within_the_declared_tolerance(op, case, device):
+    exact_arguments = as_double(op.sample_inputs(case))
     exact = outputs(op, exact_arguments, op.reference(exact_arguments))
+    arguments = op.sample_inputs(case, device)
     actual = outputs(op, arguments, op.call(arguments))
     for name, tensor in actual.items():
         problem = op.tolerances[tensor.dtype].problem(tensor, exact[name])

@@ -1,0 +1,263 @@
+"""Where a MODEL on the command line comes from: the user's own function, or the built-in zoo.
+
+The zoo holds published configurations as data. Models are Hugging Face classes on the meta device,
+with a StaticCache on the meta device too, so that a graph of the true dims costs no memory.
+transformers is an optional extra: `pip install 'tilewright[models]'`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+FORMS = "a zoo name, module:function or file.py:function"
+
+
+class ModelError(ValueError):
+    """A MODEL that cannot be loaded; the message says why and what would do."""
+
+
+class LoadedModel(NamedTuple):
+    """Call as `model(*args, **kwargs)`."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ZooModel:
+    """A published configuration: a transformers config class and its fields."""
+
+    config_class: str
+    fields: Mapping[str, Any]
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+#: From each model's published config.json.
+ZOO: Mapping[str, ZooModel] = MappingProxyType(
+    {
+        "llama3-8b": ZooModel(
+            "LlamaConfig",
+            {
+                "vocab_size": 128256,
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": _rope(500000.0),
+                "tie_word_embeddings": False,
+            },
+        ),
+        "llama3-70b": ZooModel(
+            "LlamaConfig",
+            {
+                "vocab_size": 128256,
+                "hidden_size": 8192,
+                "intermediate_size": 28672,
+                "num_hidden_layers": 80,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": _rope(500000.0),
+                "tie_word_embeddings": False,
+            },
+        ),
+        "qwen3-8b": ZooModel(
+            "Qwen3Config",
+            {
+                "vocab_size": 151936,
+                "hidden_size": 4096,
+                "intermediate_size": 12288,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 40960,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": _rope(1000000.0),
+                "tie_word_embeddings": False,
+            },
+        ),
+    }
+)
+
+PREFILL = "-prefill"
+PREFILL_TOKENS = 1024
+
+
+def zoo_names() -> tuple[str, ...]:
+    """Every name `load_model` knows: a decode step and a prefill of each model."""
+    return tuple(name for model in ZOO for name in (model, model + PREFILL))
+
+
+def load_model(spec: str, **options: Any) -> LoadedModel:
+    """The model that `spec` names, with its arguments.
+
+    `spec` is a zoo name ("llama3-8b": one token per sequence, batch 1; "llama3-8b-prefill": 1024
+    tokens), "module:function" or "file.py:function"; the function returns (model, args, kwargs).
+    `options` go to `build_zoo_model` or to the function. Raises ModelError.
+    """
+    if spec in zoo_names():
+        return build_zoo_model(spec, **options)
+    place, colon, function_name = spec.rpartition(":")
+    if not colon or not place or not function_name:
+        close = difflib.get_close_matches(spec, zoo_names(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        known = ", ".join(zoo_names())
+        raise ModelError(f"{spec!r} is not {FORMS}{hint}\nThe zoo: {known}")
+    module = _import_file(place) if place.endswith(".py") else _import_module(place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        what = "is not callable" if hasattr(module, function_name) else "is not there"
+        raise ModelError(f"{spec}: {function_name} {what} in {place}; {_functions(module)}")
+    return _checked(spec, _call(spec, function, options))
+
+
+def build_zoo_model(
+    name: str,
+    *,
+    tokens: int | None = None,
+    batch: int = 1,
+    layers: int | None = None,
+    cache_length: int = 2048,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "meta",
+) -> LoadedModel:
+    """A zoo model with `tokens` new tokens for each of `batch` sequences.
+
+    `layers` takes that many layers only; `cache_length` is what the StaticCache holds per
+    sequence. On a device other than meta the weights are random. Raises ModelError.
+    """
+    if name not in zoo_names():
+        raise ModelError(f"{name!r} is not in the zoo: {', '.join(zoo_names())}")
+    entry = ZOO[name.removesuffix(PREFILL)]
+    if tokens is None:
+        tokens = PREFILL_TOKENS if name.endswith(PREFILL) else 1
+    for option, value in (("tokens", tokens), ("batch", batch), ("layers", layers)):
+        if value is not None and value < 1:
+            raise ModelError(f"{name}: {option}: expected at least 1, got {value}")
+    if tokens > cache_length:
+        most = f"at most cache_length = {cache_length}"
+        raise ModelError(f"{name}: tokens: expected {most}, got {tokens}")
+    transformers = _transformers(name)
+    fields = dict(entry.fields)
+    if layers is not None:
+        fields["num_hidden_layers"] = layers
+    config = getattr(transformers, entry.config_class)(**fields)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model.requires_grad_(False)
+        cache = transformers.StaticCache(config=config, max_cache_len=cache_length)
+        heads, head_dim = config.num_key_value_heads, config.head_dim
+        cache.early_initialization(batch, heads, head_dim, dtype, torch.device(device))
+        input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
+    return LoadedModel(model, (input_ids,), {"past_key_values": cache})
+
+
+def _transformers(name: str) -> ModuleType:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelError(
+            f"{name} is built with transformers, which does not import here ({error}): "
+            "pip install 'tilewright[models]'"
+        ) from error
+
+
+def _import_file(place: str) -> ModuleType:
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise ModelError(f"{place}: no such file (from {Path.cwd()})")
+    # Its own name, so that a user's torch.py or llama.py hides no module.
+    spec = importlib.util.spec_from_file_location(f"tilewright_model_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{place}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    _put_on_path(path.parent)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise _failed(f"importing {place}", error) from error
+    return module
+
+
+def _import_module(place: str) -> ModuleType:
+    _put_on_path(Path.cwd())
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise _failed(f"importing {place}", error) from error
+
+
+def _put_on_path(folder: Path) -> None:
+    """What running the file, or `python -m`, would have done: neighbours import."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _failed(doing: str, error: Exception) -> ModelError:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{last.filename}:{last.lineno}"
+    return ModelError(f"{doing} failed: {type(error).__name__}: {error} ({where})")
+
+
+def _functions(module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    return f"it defines {', '.join(sorted(names))}" if names else "it defines no function"
+
+
+def _call(spec: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
+        raise ModelError(f"{spec}{signature} cannot be called with {given}: {error}") from error
+    try:
+        return function(**options)
+    except Exception as error:
+        raise _failed(f"calling {spec}", error) from error
+
+
+def _checked(spec: str, result: Any) -> LoadedModel:
+    expected = f"{spec}: expected (model, args, kwargs)"
+    if not isinstance(result, tuple) or len(result) != 3:
+        size = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise ModelError(f"{expected}, got {type(result).__name__}{size}")
+    model, args, kwargs = result
+    if not callable(model):
+        raise ModelError(f"{expected}; model: expected a callable, got {type(model).__name__}")
+    if not isinstance(args, (tuple, list)):
+        raise ModelError(f"{expected}; args: expected a tuple or list, got {type(args).__name__}")
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise ModelError(
+            f"{expected}; kwargs: expected a dict with names as keys, got {type(kwargs).__name__}"
+        )
+    return LoadedModel(model, tuple(args), kwargs)
