@@ -1,1 +1,18 @@
 """From a Dynamo graph to a graph with fused ops, and the backend that does it."""
+
+from tilewright.compiler.backend import lower, reports, tilewright
+from tilewright.compiler.fuse import StrictError
+from tilewright.compiler.options import Options
+from tilewright.compiler.report import GraphReport, Kernel, Lowered, Site
+
+__all__ = [
+    "GraphReport",
+    "Kernel",
+    "Lowered",
+    "Options",
+    "Site",
+    "StrictError",
+    "lower",
+    "reports",
+    "tilewright",
+]

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException as DynamoError
+from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
-__all__ = ["GraphTransformObserver", "aten_calls", "compile_fx", "fake_mode_of", "storage_key"]
+__all__ = [
+    "DynamoError",
+    "GraphTransformObserver",
+    "aten_calls",
+    "compile_fx",
+    "counting_graph_breaks",
+    "empty_like_fake",
+    "fake_mode_of",
+    "mode_patches",
+    "run_fake",
+    "storage_key",
+]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -64,3 +78,32 @@ def run_fake(node: fx.Node) -> Any:
         return run()
     with mode, torch.no_grad():
         return run()
+
+
+def mode_patches(mode: str | None) -> dict[str, Any] | None:
+    """Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown one."""
+    return torch._inductor.list_mode_options(mode) if mode else None
+
+
+@contextmanager
+def counting_graph_breaks() -> Iterator[list[str]]:
+    """A list that holds, afterwards, the reasons of the graph breaks met inside."""
+    before = dict(counters["graph_break"])
+    reasons: list[str] = []
+    yield reasons
+    after = counters["graph_break"]
+    reasons += [r for r, n in after.items() if n > before.get(r, 0)]
+
+
+def empty_like_fake(value: Any) -> Any:
+    """A real, uninitialised tensor of a fake one's metadata; numbers for symbolic numbers."""
+    if isinstance(value, torch.Tensor):
+        sizes = [int(_hint(n)) for n in value.shape]
+        strides = [int(_hint(n)) for n in value.stride()]
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    return _hint(value)
+
+
+def _hint(value: Any) -> Any:
+    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return value.node.hint if symbolic else value

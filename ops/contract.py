@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.spec import KernelSpec
+
 OpCallable = Callable[..., Any]
 
 
@@ -44,6 +46,15 @@ class Choice:
 
     lowering: Lowering
     rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class LoweringPlan:
+    """What a call at given shapes will run on a target: its name, why it, its emitted kernels."""
+
+    name: str
+    reason: str
+    specs: tuple[KernelSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,8 @@ class FusedOp:
     sample_inputs: sample_inputs(case, device="cpu", seed=0) gives an instance of `arguments`.
     tolerances: per dtype of the op's result.
     error_model: in words, what `tolerances` follow from.
+    plan: plan(arguments, target name) gives a LoweringPlan, also for fake arguments and without a
+        GPU; may be "module:function". None: the op has no emitted kernel.
     """
 
     name: str
@@ -112,6 +125,14 @@ class FusedOp:
     tolerances: Mapping[torch.dtype, Tolerance]
     error_model: str
     namespace: str = "tilewright"
+    plan: Callable[[Any, str], LoweringPlan] | str | None = None
+
+    def plan_for(self, arguments: Any, target: str) -> LoweringPlan:
+        """The lowering these arguments (metadata suffices) get on `target`, and why."""
+        if self.plan is None:
+            return LoweringPlan("reference", "the op declares no kernel")
+        plan = _load(self.plan) if isinstance(self.plan, str) else self.plan
+        return plan(arguments, target)
 
     @property
     def qualified_name(self) -> str:

@@ -1,0 +1,166 @@
+"""`torch.compile(model, backend="tilewright")`, and `lower`, which compiles nothing and shows all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.fuse import StrictError, fuse, target_name
+from tilewright.compiler.options import Options
+from tilewright.compiler.report import GraphReport, Lowered
+from tilewright.compiler.verify import verified
+
+log = logging.getLogger("tilewright")
+if level := os.environ.get("TILEWRIGHT_LOG"):
+    logging.basicConfig()
+    log.setLevel(level.upper())
+
+_REPORTS: deque[GraphReport] = deque(maxlen=64)
+
+
+def tilewright(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend: fuses what it finds, then hands the graph to Inductor.
+
+    options: see :class:`tilewright.compiler.options.Options`. mode: Inductor's, e.g.
+    `reduce-overhead`. Raises ValueError for a bad option. A graph without a match, or in which
+    anything of ours fails, compiles exactly as under the inner compiler; the report says so.
+    """
+    chosen = Options.of(options)
+    if _needs_grad(example_inputs):
+        log.warning("an input needs grad: compiling without fusion (inference only)")
+        return _inner(gm, example_inputs, chosen, mode)
+    report = _fuse_or_not(gm, chosen)
+    _publish(report, chosen)
+    if not report.matches:
+        return _inner(gm, example_inputs, chosen, mode)
+    compiled = _compile_fused(report, example_inputs, chosen, mode)
+    if chosen.verify:
+        return verified(report, compiled, chosen)
+    return compiled
+
+
+def reports() -> tuple[GraphReport, ...]:
+    """Reports of the latest graphs the backend compiled in this process, oldest first."""
+    return tuple(_REPORTS)
+
+
+def _needs_grad(inputs: Sequence[Any]) -> bool:
+    tensors = (i for i in inputs if isinstance(i, torch.Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _fuse_or_not(gm: fx.GraphModule, options: Options) -> GraphReport:
+    try:
+        return fuse(gm, options)
+    except _compat.DynamoError:
+        raise  # Dynamo restarts its analysis by raising
+    except Exception as error:
+        if options.strict:
+            raise
+        note = f"{type(error).__name__} inside tilewright, compiled unfused: {error}"
+        log.exception("tilewright failed; compiling unfused")
+        return GraphReport(gm, gm, (), (), (note,))
+
+
+def _compile_fused(
+    report: GraphReport, example_inputs: Sequence[Any], options: Options, mode: str | None
+) -> Callable[..., Any]:
+    try:
+        return _inner(report.after, example_inputs, options, mode)
+    except _compat.DynamoError:
+        raise
+    except Exception:
+        if options.strict:
+            raise
+        log.exception("the inner compiler failed on the fused graph; compiling unfused")
+        return _inner(report.before, example_inputs, options, mode)
+
+
+def _inner(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None
+) -> Callable[..., Any]:
+    if options.inner == "eager":
+        return gm.forward
+    patches = _compat.mode_patches(mode)
+    return _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _publish(report: GraphReport, options: Options) -> None:
+    _REPORTS.append(report)
+    lowered = Lowered((report,), target_name(options))
+    if report.misses and not report.matches:
+        tally: dict[str, int] = {}
+        for miss in report.misses:
+            tally[miss.code] = tally.get(miss.code, 0) + miss.count
+        counts = ", ".join(f"{code} x{n}" for code, n in sorted(tally.items()))
+        log.warning("nothing was fused (%s); the first: %s", counts, report.misses[0])
+    for line in str(lowered).splitlines() if report.matches or report.misses else ():
+        log.info("%s", line)
+    if options.report is not None:
+        with open(options.report, "a", encoding="utf-8") as file:
+            file.write(json.dumps(lowered.as_dict()) + "\n")
+
+
+def lower(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    patterns: Sequence[str] | None = None,
+    dynamic: bool | None = None,
+    target: str = "sm100",
+    strict: bool = False,
+) -> Lowered:
+    """What tilewright does to a model, without compiling or running it on data.
+
+    model, args, kwargs: as the model is called; meta tensors will do. patterns: as in Options.
+    dynamic: as in torch.compile. target: the chip kernels are planned for.
+    Returns a :class:`Lowered`. Caches passed as arguments are not written.
+    Raises ValueError for unknown patterns or targets, and what Dynamo raises for the model.
+    """
+    options = Options.of({"inner": "eager", "patterns": patterns, "target": target, "strict": strict})
+    found: list[GraphReport] = []
+
+    def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(fuse(gm, options))
+        return _stand_in(gm)
+
+    with _compat.counting_graph_breaks() as breaks, torch.no_grad():
+        compiled = torch.compile(model, backend=capture, dynamic=dynamic)
+        compiled(*args, **(kwargs or {}))
+    return Lowered(tuple(found), target, tuple(breaks))
+
+
+def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Returns empty outputs of the right shapes, and the inputs a graph returns, unrun."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    output = next(iter(reversed(gm.graph.nodes)))
+
+    def forward(*inputs: Any) -> Any:
+        given = dict(zip(placeholders, inputs, strict=True))
+
+        def made(node: fx.Node) -> Any:
+            return given[node] if node in given else _compat.empty_like_fake(
+                node.meta["example_value"]
+            )
+
+        return fx.node.map_arg(output.args[0], made)
+
+    return forward
+
+
+__all__ = ["StrictError", "lower", "reports", "tilewright"]

@@ -1,0 +1,178 @@
+"""What happened to a model, as data: matches, misses, kernels, and how to print and save them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from tilewright.codegen.spec import KernelSpec
+from tilewright.patterns.language import Miss
+
+if TYPE_CHECKING:
+    from tilewright.codegen.audit import Audit
+    from tilewright.codegen.build import Artifact
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One emitted kernel of a lowering."""
+
+    spec: KernelSpec
+
+    @cached_property
+    def source(self) -> str:
+        """The emitted standalone Triton file."""
+        from tilewright.codegen.emit import emit
+
+        return emit(self.spec)
+
+    def build(self, target: str | None = None) -> Artifact:
+        """Cross-compiles for `target` (default: the spec's own); needs no GPU.
+
+        Returns an Artifact with ptx, cubin and audit. Raises BuildError with the compiler's words.
+        """
+        from tilewright.codegen.build import compile_for
+
+        return compile_for(self.spec, target or self.spec.target)
+
+    @property
+    def audit(self) -> Audit:
+        return self.build().audit
+
+
+@dataclass(frozen=True)
+class Site:
+    """One fused site. shapes: the facts a reader checks. lowering, reason: how, and why so."""
+
+    pattern: str
+    op: str
+    scope: str
+    source: str
+    shapes: dict[str, Any]
+    lowering: str
+    reason: str
+    kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def kernel(self) -> str:
+        """Names of the emitted kernels, comma-separated; empty where a library does the work."""
+        return ", ".join(k.spec.name for k in self.kernels)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One Dynamo graph, before and after."""
+
+    before: fx.GraphModule
+    after: fx.GraphModule
+    matches: tuple[Site, ...]
+    misses: tuple[Miss, ...]
+    notes: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """All graphs of a model. `str()` prints the report, `to_json()` saves it."""
+
+    graphs: tuple[GraphReport, ...]
+    target: str
+    graph_breaks: tuple[str, ...] = ()
+
+    @property
+    def matches(self) -> list[Site]:
+        return [m for g in self.graphs for m in g.matches]
+
+    @property
+    def misses(self) -> list[Miss]:
+        return [m for g in self.graphs for m in g.misses]
+
+    @property
+    def notes(self) -> list[str]:
+        return [n for g in self.graphs for n in g.notes]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Every distinct kernel, in order of first use."""
+        found = {k.spec.name: k for m in self.matches for k in m.kernels}
+        return list(found.values())
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready data."""
+        return {
+            "target": self.target,
+            "graphs": [
+                {"nodes": len(g.before.graph.nodes), "nodes_after": len(g.after.graph.nodes)}
+                | {"seconds": g.seconds}
+                for g in self.graphs
+            ],
+            "matches": [site_dict(m) for m in self.matches],
+            "misses": [miss_dict(m) for m in self.misses],
+            "kernels": [asdict(k.spec) | {"name": k.spec.name} for k in self.kernels],
+            "graph_breaks": list(self.graph_breaks),
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(text_lines(self))
+
+
+def site_dict(site: Site) -> dict[str, Any]:
+    """A site as JSON-ready data."""
+    names = ("pattern", "op", "scope", "source", "shapes", "lowering", "reason")
+    return {n: getattr(site, n) for n in names} | {"kernels": [k.spec.name for k in site.kernels]}
+
+
+def miss_dict(miss: Miss) -> dict[str, Any]:
+    """A miss as JSON-ready data."""
+    names = ("pattern", "code", "scope", "source", "message", "hint", "count")
+    return {n: getattr(miss, n) for n in names} | {"stage": miss.stage.label}
+
+
+def collapse_scope(scope: str) -> str:
+    """`model.layers.13.self_attn` as `model.layers.*.self_attn`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", scope)
+
+
+def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
+    """Equal sites of different layers as one: (a representative, collapsed scope, count)."""
+    groups: dict[Any, list[Site]] = {}
+    for site in sites:
+        facts = tuple(sorted((k, str(v)) for k, v in site.shapes.items()))
+        key = (site.pattern, collapse_scope(site.scope), facts, site.lowering, site.kernel)
+        groups.setdefault(key, []).append(site)
+    return [(g[0], key[1] if len(g) > 1 else g[0].scope, len(g)) for key, g in groups.items()]
+
+
+def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
+    """Equal misses of different layers as one: (a representative, collapsed scope, count)."""
+    groups: dict[Any, list[Miss]] = {}
+    for miss in misses:
+        key = (miss.pattern, miss.code, miss.stage, collapse_scope(miss.scope), miss.source)
+        groups.setdefault(key, []).append(miss)
+    return [
+        (g[0], key[3] if len(g) > 1 else g[0].scope, sum(m.count for m in g))
+        for key, g in groups.items()
+    ]
+
+
+def text_lines(lowered: Lowered) -> list[str]:
+    """The report in plain lines; the command line prints the same facts as tables."""
+    lines = []
+    for site, scope, count in collapse_sites(lowered.matches):
+        times = f" x{count}" if count > 1 else ""
+        facts = " ".join(f"{k}={v}" for k, v in site.shapes.items())
+        lines.append(f"{scope}{times}  {site.pattern}  {facts}  [{site.lowering}]")
+    for miss, _, count in collapse_misses(lowered.misses):
+        times = f" (x{count})" if count > 1 else ""
+        lines.append(f"missed {miss.pattern}: {miss}{times}")
+    return [*lines, *lowered.notes] or ["nothing to fuse was found"]

@@ -1,0 +1,118 @@
+"""Runs the fused graph beside the original once, and falls back where they disagree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.compiler.options import Options
+from tilewright.compiler.report import GraphReport
+
+log = logging.getLogger("tilewright")
+
+# Relative error (2-norm) a fused graph may show against the original: both round to the dtype, in
+# different places, and a whole model amplifies that.
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+
+
+class VerificationError(RuntimeError):
+    """Under `strict`, a fused graph whose results differ from the original's."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One output or mutated input. error: ||fused - original|| / ||original||."""
+
+    what: str
+    error: float
+    allowed: float
+
+    @property
+    def bad(self) -> bool:
+        return not self.error <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.what}: relative error {self.error:.2e}, allowed {self.allowed:.0e}"
+
+
+def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Difference]:
+    """Runs both graphs eagerly on copies of the inputs; outputs and inputs are compared after."""
+    ours, theirs = _clone(inputs), _clone(inputs)
+    fused = report.after(*ours)
+    plain = report.before(*theirs)
+    outputs = _differences("output", _flat(fused), _flat(plain))
+    return outputs + _differences("input", _flat(ours), _flat(theirs))
+
+
+def verified(
+    report: GraphReport, compiled: Callable[..., Any], options: Options
+) -> Callable[..., Any]:
+    """`compiled`, which on its first call is compared with the original graph.
+
+    On a mismatch: VerificationError under `strict`, else a warning, and the original from then on.
+    """
+    chosen: list[Callable[..., Any]] = []
+
+    def run(*inputs: Any) -> Any:
+        if not chosen:
+            bad = [d for d in compare_graphs(report, inputs) if d.bad]
+            if bad:
+                message = "the fused graph differs: " + "; ".join(map(str, bad))
+                if options.strict:
+                    raise VerificationError(message)
+                log.warning("%s; running the original", message)
+            chosen.append(report.before.forward if bad else compiled)
+        return chosen[0](*inputs)
+
+    return run
+
+
+def _clone(inputs: Sequence[Any]) -> list[Any]:
+    """Copies that keep the aliasing among inputs: one clone of each storage."""
+    storages: dict[int, torch.Tensor] = {}
+    copies: list[Any] = []
+    for item in inputs:
+        if not isinstance(item, torch.Tensor):
+            copies.append(item)
+            continue
+        key = item.untyped_storage().data_ptr()
+        if key not in storages:
+            whole = torch.empty(0, dtype=item.dtype, device=item.device)
+            whole.set_(item.untyped_storage())
+            storages[key] = whole.clone()
+        copy = storages[key].view(item.dtype).as_strided(item.size(), item.stride(), item.storage_offset())
+        copies.append(copy)
+    return copies
+
+
+def _flat(items: Any) -> list[torch.Tensor]:
+    if isinstance(items, torch.Tensor):
+        return [items]
+    if isinstance(items, (tuple, list)):
+        return [t for item in items for t in _flat(item)]
+    return []
+
+
+def _differences(
+    what: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
+) -> list[Difference]:
+    found = []
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if not a.dtype.is_floating_point:
+            same = torch.equal(a, b)
+            found.append(Difference(f"{what} {i}", 0.0 if same else float("inf"), 0.0))
+            continue
+        x, y = a.double(), b.double()
+        scale = torch.linalg.vector_norm(y).item()
+        error = torch.linalg.vector_norm(x - y).item() / (scale or 1.0)
+        found.append(Difference(f"{what} {i}", error, TOLERANCE[a.dtype]))
+    return found
