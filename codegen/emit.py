@@ -17,8 +17,9 @@ from tilewright.codegen import template_source
 from tilewright.codegen.layout import unparse
 from tilewright.codegen.liveness import remove_dead
 from tilewright.codegen.partial_eval import PartialEvaluator
-from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.template_source import EmitError, JitFunction, Library
+from tilewright.codegen.spec import KernelSpec, is_integer
+from tilewright.codegen.template_source import EmitError, External, JitFunction, Library
+from tilewright.codegen.values import DTYPES, TL, literal
 
 # Modules whose text decides what is emitted; their hash is part of every cache key.
 _EMITTER_FILES = (
@@ -79,12 +80,27 @@ def emit(spec: KernelSpec) -> str:
 def _function(
     spec: KernelSpec, function: JitFunction, parameters: list[str], body: list[ast.stmt]
 ) -> ast.FunctionDef:
-    arguments = ast.arguments([], [ast.arg(name) for name in parameters], None, [], [], None, [])
+    typed = [ast.arg(name, _annotation(dict(spec.signature)[name])) for name in parameters]
+    arguments = ast.arguments([], typed, None, [], [], None, [])
     docstring = ast.get_docstring(function.node, clean=True)
     first: list[ast.stmt] = [ast.Expr(ast.Constant(_indented(docstring)))] if docstring else []
-    decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
-    node = ast.FunctionDef(spec.name, arguments, [*first, *(body or [ast.Pass()])], [decorator])
+    node = ast.FunctionDef(spec.name, arguments, [*first, *(body or [ast.Pass()])], [_jit(spec)])
     return ast.fix_missing_locations(node)
+
+
+def _annotation(type_name: str) -> ast.expr | None:
+    """Integers keep their declared width; a JIT call would give small values 32 bits."""
+    return literal(External(f"{TL}.{DTYPES[type_name]}")) if is_integer(type_name) else None
+
+
+def _jit(spec: KernelSpec) -> ast.expr:
+    """`@triton.jit`, without a new variant for each kind of integer value met at run time."""
+    decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
+    free = [n for n, type_ in spec.signature if is_integer(type_) and n not in spec.divisible16]
+    if not free:
+        return decorator
+    names = ast.List([ast.Constant(name) for name in free], ast.Load())
+    return ast.Call(decorator, [], [ast.keyword("do_not_specialize", names)])
 
 
 def _indented(docstring: str) -> str:

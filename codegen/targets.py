@@ -35,6 +35,9 @@ class Target:
         bytes_in_flight_per_sm: loads an SM must have outstanding to saturate memory
             (Little's law: rate x ~700 ns of latency / num_sms).
         launch_s: time of an empty kernel inside a CUDA graph.
+        sm_name: the target string in the machine code.
+        mma_opcodes: (operand dtype, SASS opcode of the tensor-core path meant for it).
+        legacy_mma: SASS opcodes of older, slower tensor-core paths.
         features: subset of FEATURES.
     """
 
@@ -52,6 +55,9 @@ class Target:
     bytes_in_flight_per_sm: int
     launch_s: float
     features: frozenset[str]
+    sm_name: str = ""
+    mma_opcodes: tuple[tuple[str, str], ...] = ()
+    legacy_mma: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         unknown = self.features - FEATURES
@@ -74,6 +80,14 @@ class Target:
         if feature not in FEATURES:
             raise ValueError(f"feature: expected one of {sorted(FEATURES)}, got {feature!r}")
         return feature in self.features
+
+    def mma_opcode(self, dtype: str) -> str:
+        """The SASS opcode that a GEMM of `dtype` should use; ValueError where there is none."""
+        for name, opcode in self.mma_opcodes:
+            if name == dtype:
+                return opcode
+        known = [name for name, _ in self.mma_opcodes]
+        raise ValueError(f"dtype: target {self.name} multiplies {known}, got {dtype!r}")
 
     def flops_per_s(self, dtype: str) -> float:
         """Dense tensor-core FLOP/s for operands of `dtype` ("bf16", "fp8e4nv", "nvfp4", ...)."""
@@ -106,6 +120,15 @@ SM100 = Target(
     bytes_in_flight_per_sm=43 * 1000,
     launch_s=2.5e-6,
     features=frozenset({"tma", "tcgen05", "tma_gather", "block_scaled_mma"}),
+    sm_name="sm_100a",
+    mma_opcodes=(
+        ("bf16", "UTCHMMA"),
+        ("fp16", "UTCHMMA"),
+        ("fp8e4nv", "UTCQMMA"),
+        ("fp8e5", "UTCQMMA"),
+        ("nvfp4", "UTCOMMA"),
+    ),
+    legacy_mma=frozenset({"HMMA", "QMMA", "IMMA", "OMMA", "HGMMA", "QGMMA", "IGMMA"}),
 )
 
 SM90 = Target(
@@ -129,6 +152,14 @@ SM90 = Target(
     bytes_in_flight_per_sm=25 * 1000,
     launch_s=2.5e-6,
     features=frozenset({"tma", "wgmma"}),
+    sm_name="sm_90a",
+    mma_opcodes=(
+        ("bf16", "HGMMA"),
+        ("fp16", "HGMMA"),
+        ("fp8e4nv", "QGMMA"),
+        ("fp8e5", "QGMMA"),
+    ),
+    legacy_mma=frozenset({"HMMA", "QMMA", "IMMA", "OMMA"}),
 )
 
 # Runs on the CPU; it has no rates, so the time model refuses it. Few SMs, so that persistent

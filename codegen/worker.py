@@ -83,6 +83,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         "triton": triton.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "arch": request["arch"],
+        "tools": str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin"),
         "options": options,
     }
     (out / "metadata.json").write_text(json.dumps(metadata, indent=1, default=str), "utf-8")

@@ -1,0 +1,200 @@
+"""Triton's interpreter with its bf16 arithmetic corrected. Used by tests and verification only.
+
+The interpreter keeps bf16 as raw 16-bit patterns and computes with those as if they were integers;
+casts to bf16 truncate. Here bf16 operands are widened to fp32, which is exact, and results are
+rounded to nearest, ties to even, as the hardware does. All else is Triton's own code. The
+corrections are in place only while a kernel runs.
+
+It also runs kernels that were imported for compilation: their helpers and the functions of
+`triton.language` that are jit functions themselves (`tl.sum`, `tl.cdiv`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
+
+_WIDE = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bf16 patterns (uint16) to fp32, exactly."""
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """Floats to bf16 patterns (uint16), to nearest with ties to even; NaN stays a quiet NaN."""
+    wide = np.array(values, dtype=np.float32, order="C")
+    bits = wide.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = (bits >> 16) | 0x0040
+    return np.where(np.isnan(wide), quiet, rounded).astype(np.uint16)
+
+
+def _is_bf16(handle: TensorHandle) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    return TensorHandle(widen(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+
+def _rounded(handle: TensorHandle) -> TensorHandle:
+    if handle.data.dtype == np.bool_:  # a comparison
+        return handle
+    return TensorHandle(round_to_bf16(handle.data), tl.bfloat16)
+
+
+def _in_fp32(original: Callable, operands: int) -> Callable:
+    """A builder method whose first `operands` arguments are computed with in fp32 where bf16."""
+
+    @functools.wraps(original)
+    def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
+        if not any(_is_bf16(arg) for arg in args[:operands]):
+            return original(self, *args, **kwargs)
+        wide = [_widened(arg) for arg in args[:operands]]
+        return _rounded(original(self, *wide, *args[operands:], **kwargs))
+
+    return method
+
+
+def _dot(original: Callable) -> Callable:
+    """Operands widened to fp32; the accumulator has its own type already."""
+
+    @functools.wraps(original)
+    def method(self: InterpreterBuilder, a: Any, b: Any, d: Any, *args: Any) -> TensorHandle:
+        return original(self, _widened(a), _widened(b), d, *args)
+
+    return method
+
+
+def _cast(original: Callable) -> Callable:
+    """bf16 to and from every other type by way of fp32."""
+
+    @functools.wraps(original)
+    def method(self: InterpreterBuilder, src: Any, dst_type: Any, *args: Any) -> TensorHandle:
+        target = dst_type.scalar
+        if target == tl.bfloat16 and not _is_bf16(src) and not src.dtype.scalar.is_fp8():
+            return TensorHandle(round_to_bf16(src.data), tl.bfloat16)
+        if not _is_bf16(src):
+            return original(self, src, dst_type, *args)
+        wide = _widened(src)
+        if target in _WIDE:
+            return TensorHandle(wide.data.astype(_WIDE[target]), target)
+        if target == tl.bfloat16:
+            return src
+        return original(self, wide, dst_type, *args)
+
+    return method
+
+
+def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
+    return TensorHandle(round_to_bf16(np.array([value])), tl.bfloat16)
+
+
+def _reduction(original: Callable) -> Callable:
+    """tl.sum and other reductions and scans of bf16, computed in fp32 and rounded once."""
+
+    @functools.wraps(original)
+    def method(self: Any, operands: Any) -> Any:
+        if isinstance(operands, tuple) or operands.dtype != tl.bfloat16:
+            return original(self, operands)
+        wide = tl.core.tensor(_widened(operands.handle), _retyped(operands.type, tl.float32))
+        result = original(self, wide)
+        return tl.core.tensor(_rounded(result.handle), _retyped(result.type, tl.bfloat16))
+
+    return method
+
+
+def _retyped(type_: Any, element: tl.dtype) -> Any:
+    return tl.block_type(element, list(type_.shape)) if type_.is_block() else element
+
+
+def _scalar_index(original: Callable) -> Callable:
+    """`range(tensor)`: a scalar is an array of one element, which numpy 2.4 does not convert."""
+
+    @functools.wraps(original)
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
+
+
+def _call_helper(self: JITFunction | InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+    return InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
+
+
+def _bind_method(self: JITFunction, instance: Any, owner: Any = None) -> Any:
+    return self if instance is None else functools.partial(self, instance)
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    builder, reductions = InterpreterBuilder, interpreter.ReduceScanOpInterface
+    changes = [
+        (builder, "create_dot", _dot(builder.create_dot)),
+        (builder, "cast_impl", _cast(builder.cast_impl)),
+        (builder, "create_fp_to_fp", _cast(builder.create_fp_to_fp)),
+        (builder, "binary_op", _in_fp32(builder.binary_op, 2)),
+        (builder, "unary_op", _in_fp32(builder.unary_op, 1)),
+        (builder, "create_fma", _in_fp32(builder.create_fma, 3)),
+        (builder, "create_rsqrt", _in_fp32(builder.create_rsqrt, 1)),
+        (builder, "create_clampf", _in_fp32(builder.create_clampf, 3)),
+        (builder, "get_bf16", _get_bf16),
+        (reductions, "apply", _reduction(reductions.apply)),
+        (interpreter, "_patch_lang_tensor", _scalar_index(interpreter._patch_lang_tensor)),
+        (JITFunction, "__call__", _call_helper),
+        (JITFunction, "__get__", _bind_method),
+        (InterpretedFunction, "__call__", _call_helper),
+    ]
+    return changes
+
+
+@contextmanager
+def corrected() -> Iterator[None]:
+    """Interpreter corrections and interpreted helpers, for the time of the block."""
+    with ExitStack() as stack:
+        for owner, name, value in _replacements():
+            stack.callback(_restore, owner, name, owner.__dict__.get(name))
+            setattr(owner, name, value)
+        # Once for all helpers: each call would patch the language again, and leave it so.
+        everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+        stack.callback(interpreter._patch_lang(everything).restore)
+        yield
+
+
+def _restore(owner: Any, name: str, value: Any) -> None:
+    if value is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+@dataclass(frozen=True)
+class InterpretedKernel:
+    """A kernel that runs on the CPU: `kernel[grid](*args)`, with CPU tensors."""
+
+    function: Callable
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self.run, grid)
+
+    def run(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Run every program of the grid in turn; options such as num_warps are ignored."""
+        with corrected():
+            InterpretedFunction(self.function)[grid](*args, **kwargs)
+
+
+def interpret(kernel: JITFunction | InterpretedFunction) -> InterpretedKernel:
+    """Any `@triton.jit` function, a template's or an emitted one, made to run on the CPU."""
+    return InterpretedKernel(kernel.fn)
