@@ -1,0 +1,426 @@
+"""Which lowering a QKV problem takes, and why: decided from data, without a GPU.
+
+Three lowerings compute `fused_qkv_paged`:
+
+    swapped    one kernel, weight rows on the M side: few tokens
+    tiled      one kernel, tokens on the M side, TMA: many tokens
+    library    library GEMMs (one where the three weights are rows of one tensor), then
+               `qkv_epilogue` over their results
+
+Times come from the measured table where it has the problem's dims (`measured_qkv.json`, written by
+`benchmarks/qkv_cache.py`), else from the model below, which knows waves of tiles, memory traffic
+and launches. The model ranks; it does not promise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from tilewright.codegen.qkv_kernels import (
+    ELEMENT_BYTES,
+    EpilogueConfig,
+    EpilogueProblem,
+    HeadFinish,
+    InputStrides,
+    QkvProblem,
+    SwappedConfig,
+    TiledConfig,
+    cdiv,
+    epilogue_spec,
+    next_power_of_2,
+    swapped_obstacle,
+    swapped_spec,
+    tiled_obstacle,
+    tiled_spec,
+    tiles_per_head,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+
+# Upper ends of the token counts that share a kernel where the count is known at run time only.
+TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+Config = SwappedConfig | TiledConfig
+
+
+@dataclass(frozen=True)
+class LoweringChoice:
+    """One lowering for up to `max_tokens` tokens (None: any number).
+
+    name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
+    fused kernel; None for the library. epilogue: that of "library". specs: the kernels it builds.
+    seconds: expected time; measured: from the table rather than from the model.
+    """
+
+    name: str
+    reason: str
+    max_tokens: int | None
+    config: Config | None
+    epilogue: EpilogueConfig | None
+    specs: tuple[KernelSpec, ...]
+    seconds: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class LoweringPlan:
+    """Choices in rising order of `max_tokens`; a static problem has one."""
+
+    problem: QkvProblem
+    target: str
+    choices: tuple[LoweringChoice, ...]
+
+    def choice(self, num_tokens: int) -> LoweringChoice:
+        """The choice for a run-time token count."""
+        for choice in self.choices:
+            if choice.max_tokens is None or num_tokens <= choice.max_tokens:
+                return choice
+        raise ValueError(f"num_tokens: no lowering planned for {num_tokens} tokens")
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"<= {c.max_tokens} tokens: {c.reason}" if c.max_tokens else f"more: {c.reason}"
+            for c in self.choices
+        )
+
+
+def plan_fused_qkv(
+    problem: QkvProblem, target: Target, packed: bool = False, library_only: bool = False
+) -> LoweringPlan:
+    """The lowerings of a problem on a target.
+
+    packed: the weights are rows of one tensor. library_only: for a chip that no fused kernel was
+    written for.
+    """
+
+    def pick(num_tokens: int) -> LoweringChoice:
+        if library_only:
+            return _library_choice(problem, num_tokens, target, packed, None)
+        return choose(problem, num_tokens, target, packed)
+
+    if problem.num_tokens is not None:
+        choices = [pick(problem.num_tokens)]
+    else:
+        choices = [replace(pick(tokens), max_tokens=tokens) for tokens in TOKEN_BUCKETS]
+        choices.append(pick(2 * TOKEN_BUCKETS[-1]))
+    return LoweringPlan(problem, target.name, tuple(_merge(choices)))
+
+
+def _merge(choices: list[LoweringChoice]) -> Iterator[LoweringChoice]:
+    """Neighbouring buckets with the same kernel are one bucket."""
+    for here, after in zip(choices, [*choices[1:], None], strict=True):
+        same = after is not None and (here.name, here.specs) == (after.name, after.specs)
+        if not same:
+            yield here
+
+
+def choose(
+    problem: QkvProblem, num_tokens: int, target: Target, packed: bool = False
+) -> LoweringChoice:
+    """The fastest lowering at one token count."""
+    row = measured_row(problem, num_tokens, target)
+    fused = _fused_choice(problem, num_tokens, target, row)
+    library = _library_choice(problem, num_tokens, target, packed, row)
+    if fused is None:
+        return library
+    if library.seconds < fused.seconds and library.measured == fused.measured:
+        slower = f"{library.reason}; the fused kernel would take {_us(fused.seconds)}"
+        return replace(library, reason=slower)
+    return fused
+
+
+def _fused_choice(
+    problem: QkvProblem, num_tokens: int, target: Target, row: dict | None
+) -> LoweringChoice | None:
+    obstacles = {"tiled": tiled_obstacle(problem), "swapped": swapped_obstacle(problem)}
+    if row is not None:
+        config = read_config(row["config"])
+        name = _name(config)
+        if obstacles[name] is None and config in candidates(problem, num_tokens, target, [config]):
+            return _fused(problem, config, target, row["fused_us"] * 1e-6, measured=True)
+    ranked = sorted(
+        (estimate(problem, config, num_tokens, target), str(config), config)
+        for config in candidates(problem, num_tokens, target)
+    )
+    if not ranked:
+        return None
+    return _fused(problem, ranked[0][2], target, ranked[0][0], measured=False)
+
+
+def _name(config: Config) -> str:
+    return "tiled" if isinstance(config, TiledConfig) else "swapped"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _fused(
+    problem: QkvProblem, config: Config, target: Target, seconds: float, measured: bool
+) -> LoweringChoice:
+    if isinstance(config, TiledConfig):
+        spec = tiled_spec(problem, config, target.name)
+    else:
+        spec = swapped_spec(problem, config, target.name)
+    source = "measured" if measured else "modelled"
+    reason = f"one fused kernel, {config}: {_us(seconds)} {source}"
+    return LoweringChoice(_name(config), reason, None, config, None, (spec,), seconds, measured)
+
+
+def _library_choice(
+    problem: QkvProblem, num_tokens: int, target: Target, packed: bool, row: dict | None
+) -> LoweringChoice:
+    config = epilogue_config(problem.finish, num_tokens, target)
+    spec = epilogue_spec(library_epilogue_problem(problem, packed), config, target.name)
+    measured = row is not None
+    if row is not None:
+        seconds = row["packed_library_us" if packed else "library_us"] * 1e-6
+    else:
+        seconds = library_estimate(problem, num_tokens, target, packed)
+    gemms = "one library GEMM" if packed else "three library GEMMs"
+    source = "measured" if measured else "modelled"
+    reason = f"{gemms}, then {config}: {_us(seconds)} {source}"
+    obstacle = swapped_obstacle(problem)
+    if obstacle is not None:
+        reason = f"{reason}; no fused kernel: {obstacle}"
+    return LoweringChoice("library", reason, None, None, config, (spec,), seconds, measured)
+
+
+def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProblem:
+    """The epilogue over what the GEMMs write: three tensors, or columns of one."""
+    finish = problem.finish
+    q_width = finish.num_heads * finish.head_dim
+    kv_width = finish.num_kv_heads * finish.head_dim
+    rows = (q_width + 2 * kv_width,) * 3 if packed else (q_width, kv_width, kv_width)
+    q, k, v = (InputStrides(row, finish.head_dim, 1) for row in rows)
+    # The GEMMs write fresh tensors of the allocator, aligned; k and v begin inside a packed one.
+    odd = [f"{x}_ptr" for x in "kv" if packed and q_width * ELEMENT_BYTES[finish.dtype] % 16]
+    mine = {"x_ptr", "q_weight_ptr", "k_weight_ptr", "v_weight_ptr"}
+    return EpilogueProblem(
+        q,
+        k,
+        v,
+        finish,
+        finish.dtype,
+        problem.num_tokens,
+        problem.rope_tokens,
+        problem.sequence_tokens,
+        tuple(sorted({name for name in problem.unaligned if name not in mine} | set(odd))),
+    )
+
+
+def epilogue_config(finish: HeadFinish, num_tokens: int, target: Target) -> EpilogueConfig:
+    """Programs of about 4096 elements, fewer where that would leave SMs idle."""
+    counts = (
+        [finish.num_kv_heads]
+        if finish.num_heads == 0
+        else [
+            finish.num_heads,
+            finish.num_kv_heads,
+        ]
+    )
+    width = 2 * next_power_of_2(finish.pairs_per_head)
+    heads = math.gcd(*counts) & -math.gcd(*counts)
+    heads = max(min(heads, 2, 4096 // width), 1)
+    block_t = max(4096 // (width * heads), 1)
+    while block_t > 1 and cdiv(num_tokens, block_t) * finish.heads_in_all // heads < (
+        2 * target.num_sms
+    ):
+        block_t //= 2
+    return EpilogueConfig(block_t, heads, num_warps=4 if block_t * heads * width >= 1024 else 1)
+
+
+# --- candidates ---------------------------------------------------------------------------------
+
+
+def candidates(
+    problem: QkvProblem,
+    num_tokens: int,
+    target: Target,
+    configs: list[Config] | None = None,
+) -> list[Config]:
+    """The configs (by default all that are worth a try) that this problem and target can take."""
+    tried = configs if configs is not None else list(_configs(problem, num_tokens, target))
+    return [config for config in tried if fits(problem, config, target)]
+
+
+def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
+    finish = problem.finish
+    warp_specialize = target.has("tcgen05")
+    if num_tokens <= 128:
+        block_t = max(16, next_power_of_2(num_tokens))
+        whole = next_power_of_2(finish.pairs_per_head)
+        for block_p in sorted({16, 32, 64, whole}):
+            for block_k, num_stages in ((128, 6), (128, 4), (64, 8), (64, 6), (64, 5)):
+                for split_k in (1, 2, 4):
+                    yield SwappedConfig(block_p, block_t, block_k, 4, num_stages, split_k)
+    for heads in (1, 2, 4, 8):
+        width = heads * finish.head_dim
+        if num_tokens > 32:
+            yield TiledConfig(64, heads, 128, 4, 4)
+            for num_stages in (3, 4, 6):
+                yield TiledConfig(64, heads, 64, 8 if width > 128 else 4, num_stages)
+        if num_tokens > 64:
+            for num_stages in (4, 5, 6):
+                parts = 2 if width > 128 and heads > 1 else 1
+                base = TiledConfig(128, heads, 64, 8, num_stages, epilogue_parts=parts)
+                yield base
+                yield replace(base, persistent=True, flatten=True, warp_specialize=warp_specialize)
+
+
+def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
+    """Whether a config is legal for the problem and within the target's limits."""
+    finish = problem.finish
+    if shared_bytes(problem, config) > target.max_shared_bytes - 2048:
+        return False
+    if isinstance(config, SwappedConfig):
+        if swapped_obstacle(problem) is not None or not config.block_p >= 8:
+            return False
+        if config.block_p > next_power_of_2(finish.pairs_per_head):
+            return False
+        steps = cdiv(problem.hidden, config.block_k)
+        if config.split_k > 1 and steps < 2 * config.split_k:
+            return False
+        return not finish.has_norm or tiles_per_head(problem, config) == 1
+    if tiled_obstacle(problem) is not None:
+        return False
+    width = config.heads_per_tile * finish.head_dim
+    accumulator = config.block_m * width
+    return (
+        finish.num_heads % config.heads_per_tile == 0
+        and finish.num_kv_heads % config.heads_per_tile == 0
+        and 64 <= width <= 256
+        and accumulator <= 128 * 32 * config.num_warps
+        and config.heads_per_tile % config.epilogue_parts == 0
+    )
+
+
+def shared_bytes(problem: QkvProblem, config: Config) -> int:
+    """Shared memory of the pipelined operands."""
+    size = ELEMENT_BYTES[problem.finish.dtype]
+    if isinstance(config, SwappedConfig):
+        rows = 2 * config.block_p + config.block_t
+        return rows * config.block_k * size * config.num_stages
+    width = config.heads_per_tile * problem.finish.head_dim
+    tiles = (config.block_m + width) * config.block_k * size * config.num_stages
+    # A flattened loop keeps the accumulator's staging area beside the pipeline.
+    staging = config.block_m * width * 4 // config.epilogue_parts // 8 if config.flatten else 0
+    return tiles + staging
+
+
+# --- the time model -----------------------------------------------------------------------------
+
+# Of a GEMM's rate at large sizes, what one SM reaches with one warp group at work on a tile, by
+# tile rows x columns; fitted on an H200 (128x256: 654 TFLOP/s, 128x128: 630, 64x128 alone: 470).
+_ONE_TILE_RATE = {64: 0.62, 128: 0.85, 256: 0.9}
+# Beside the launch: first loads, epilogue, drain (fitted: 15.2 us for 50 MB, 42.0 us for 168 MB).
+_FILL_S = 1.3e-6
+_SPLIT_S = 1.0e-6
+# What a slow start and uneven tiles leave of the memory rate when few tiles stream.
+_L2_BYTES_PER_SM_S = 75e9
+
+
+def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
+    """Expected seconds of one fused kernel."""
+    finish = problem.finish
+    size = ELEMENT_BYTES[finish.dtype]
+    if isinstance(config, SwappedConfig):
+        rows, columns = 2 * config.block_p, config.block_t
+        row_tiles = finish.heads_in_all * tiles_per_head(problem, config)
+        column_tiles = cdiv(num_tokens, columns)
+        split = config.split_k
+        extra = _SPLIT_S + 2 * 4 * rows * columns * split * row_tiles / target.hbm_bytes_per_s
+        overhead = target.launch_s + _FILL_S + (extra if split > 1 else 0.0)
+    else:
+        rows, columns = config.heads_per_tile * finish.head_dim, config.block_m
+        row_tiles = finish.heads_in_all // config.heads_per_tile
+        column_tiles = cdiv(num_tokens, columns)
+        split = 1
+        # Descriptors are made on the device before the first load.
+        overhead = target.launch_s + _FILL_S + 1.0e-6
+    tiles = row_tiles * column_tiles * split
+    resident = max(target.max_shared_bytes // max(shared_bytes(problem, config), 1), 1)
+    per_sm = cdiv(tiles, target.num_sms)
+    together = min(per_sm, resident)
+    tile_flops = 2 * rows * columns * problem.hidden / split
+    small = min(rows, 2 * columns) if columns < 64 else min(rows, 2 * columns, 256)
+    share = _ONE_TILE_RATE.get(small, 0.5 if small < 64 else 0.9)
+    share = min(share * (1 + 0.25 * (together - 1)), 0.92)
+    rate = target.flops_per_s(finish.dtype) / target.num_sms * share
+    compute = per_sm * tile_flops / rate
+    stream = (rows + columns) * problem.hidden * size / split
+    tokens = min(num_tokens, columns * column_tiles)
+    on_chip = per_sm * stream / _L2_BYTES_PER_SM_S
+    in_flight = together * shared_bytes(problem, config) * (1 - 1 / config.num_stages)
+    reach = min(in_flight / target.bytes_in_flight_per_sm, 1.0)
+    busy = min(tiles / target.num_sms / 0.7, 1.0)
+    memory = problem.bytes_moved(tokens) / (target.hbm_bytes_per_s * reach * busy)
+    return overhead + max(compute, memory, on_chip)
+
+
+def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packed: bool) -> float:
+    """Expected seconds of the GEMMs and the epilogue."""
+    finish = problem.finish
+    size = ELEMENT_BYTES[finish.dtype]
+    widths = [finish.num_heads, finish.num_kv_heads, finish.num_kv_heads]
+    if packed:
+        widths = [sum(widths)]
+    seconds = 0.0
+    for heads in widths:
+        rows = heads * finish.head_dim
+        flops = 2 * num_tokens * rows * problem.hidden
+        tiles = cdiv(num_tokens, 128) * cdiv(rows, 128)
+        waves = cdiv(tiles, target.num_sms) * target.num_sms / tiles if num_tokens > 128 else 1.0
+        # A library splits K where tiles are few, so a thin wave costs it at most a third.
+        compute = flops / target.flops_per_s(finish.dtype) * min(waves, 1.4)
+        moved = size * (problem.hidden * rows + num_tokens * (problem.hidden + rows))
+        seconds += target.launch_s + _FILL_S + max(compute, moved / target.hbm_bytes_per_s)
+    outputs = 2 * size * num_tokens * problem.num_rows
+    return seconds + target.launch_s + 0.5e-6 + outputs / target.hbm_bytes_per_s
+
+
+# --- the measured table -------------------------------------------------------------------------
+
+MEASURED_FILE = Path(__file__).with_name("measured_qkv.json")
+
+
+@cache
+def measured_table() -> tuple[dict, ...]:
+    """Rows of the measured table, shipped with the package."""
+    return tuple(json.loads(MEASURED_FILE.read_text("utf-8"))["rows"])
+
+
+def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
+    """The row for the problem's dims at the smallest measured token count that is not below."""
+    finish = problem.finish
+    same = [
+        row
+        for row in measured_table()
+        if row["target"] == target.name
+        and row["dtype"] in ("bf16", "fp16")
+        and finish.dtype in ("bf16", "fp16")
+        and row["hidden"] == problem.hidden
+        and row["num_heads"] == finish.num_heads
+        and row["num_kv_heads"] == finish.num_kv_heads
+        and row["head_dim"] == finish.head_dim
+    ]
+    above = [row for row in same if row["num_tokens"] >= num_tokens]
+    if above:
+        return min(above, key=lambda row: row["num_tokens"])
+    return None
+
+
+def write_config(config: Config) -> dict:
+    """A config as the table holds it."""
+    return {"kind": _name(config), **asdict(config)}
+
+
+def read_config(values: dict) -> Config:
+    """The inverse of `write_config`."""
+    fields = {key: value for key, value in values.items() if key != "kind"}
+    return TiledConfig(**fields) if values["kind"] == "tiled" else SwappedConfig(**fields)

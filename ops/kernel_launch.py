@@ -1,0 +1,94 @@
+"""Launching emitted kernels on CUDA tensors: compiled handles, and scratch memory for split K."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.codegen.build import install_allocator, load_jit
+from tilewright.codegen.spec import KernelSpec
+
+# Counters of captured launches come out of one zeroed slab per device, this many at a time.
+_SLAB_COUNTERS = 1 << 18
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+_slabs: dict[int, torch.Tensor] = {}
+
+
+def launch(
+    spec: KernelSpec, grid: Sequence[int], values: Mapping[str, Any], device: torch.device
+) -> None:
+    """Runs a spec's kernel on the current stream of `device`.
+
+    values: the run-time arguments by parameter name; names that the spec holds as constants are
+    not looked at. grid: one to three extents; nothing is launched where one of them is zero.
+    """
+    if 0 in grid:
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        kernel = compiled_kernel(spec, index)
+        if kernel.metadata.global_scratch_size:
+            # The allocator belongs to the thread (a ContextVar), the kernel to the process.
+            install_allocator()
+        full_grid = (*grid, *(1,) * (3 - len(grid)))
+        kernel[full_grid](*(values[name] for name, _ in spec.signature))
+
+
+@cache
+def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
+    """Triton's compiled kernel, exactly as the spec has it.
+
+    Not through the JIT's own dispatch, which would compile again for a count of one or one
+    divisible by 16, and would look at every argument at every launch.
+    """
+    import triton
+    from triton.compiler import ASTSource
+
+    launchable = load_jit(spec)
+    names = [name for name, _ in spec.signature]
+    source = ASTSource(
+        fn=launchable.function,
+        signature=dict(spec.signature),
+        constexprs={},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible16},
+    )
+    target = triton.runtime.driver.active.get_current_target()
+    return triton.compile(source, target=target, options=dict(launchable.options))
+
+
+def split_k_scratch(
+    num_tiles: int, elements_per_tile: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp32 workspace, zeroed counters) for one launch of a split-K kernel.
+
+    The workspace comes from the caching allocator, which orders its reuse by stream. Counters are
+    left at zero by every launch, so that a stream reuses its own; a captured launch gets counters
+    that no other launch has, since its graph may be replayed on any stream.
+    """
+    workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.cuda.is_current_stream_capturing():
+        return workspace, _captured_counters(num_tiles, index)
+    if index not in _slabs:
+        _slabs[index] = torch.zeros(_SLAB_COUNTERS, dtype=torch.int32, device=device)
+        # Once per device: a captured launch on another stream must find the zeros written.
+        torch.cuda.current_stream(index).synchronize()
+    key = (index, torch.cuda.current_stream(index).cuda_stream)
+    counters = _counters.get(key)
+    if counters is None or counters.numel() < num_tiles:
+        counters = torch.zeros(max(num_tiles, 1024), dtype=torch.int32, device=device)
+        _counters[key] = counters
+    return workspace, counters
+
+
+def _captured_counters(count: int, index: int) -> torch.Tensor:
+    slab = _slabs.get(index)
+    if slab is None or slab.numel() < count:
+        # No launch before the capture: zeroing them becomes part of the graph.
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
+    taken, _slabs[index] = slab[:count], slab[count:]
+    return taken
