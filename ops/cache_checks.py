@@ -89,11 +89,6 @@ def _check_cache(
 
 
 def _check_one_base(op: str, a: CacheArguments, k: CacheWindow, v: CacheWindow) -> None:
-    if a.v_cache is a.k_cache:
-        # Two mutated arguments for one tensor: a functionalised graph would update two copies.
-        raise ArgumentError(
-            op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
-        )
     integers = all(isinstance(value, int) for value in (*a.k_window, *a.v_window))
     if a.v_cache is None and integers and k.overlaps(v):
         expected = "a window that shares no element with k_window"
@@ -119,33 +114,41 @@ def check_values(
 
     Slots on a GPU are read, which waits for it, only under TILEWRIGHT_DEBUG=1.
     """
-    k_window = CacheWindow(*a.k_window)
-    written = [("k_cache", a.k_cache, k_window)]
+    if a.v_cache is a.k_cache:
+        # Two mutated arguments for one tensor: a functionalised graph would update two copies.
+        raise ArgumentError(
+            op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
+        )
+    written = [("k_cache", a.k_cache, a.k_window)]
     if writes_v:
-        base = a.k_cache if a.v_cache is None else a.v_cache
-        written.append(("v_cache", base, CacheWindow(*a.v_window)))
-    for name, source in {**sources, "slot_mapping": a.slot_mapping}.items():
+        v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
+        written.append((*v_base, a.v_window))
+    storages = [_storage(base) for _, base, _ in written]
+    for name, source in (*sources.items(), ("slot_mapping", a.slot_mapping)):
+        if source is None or _storage(source) not in storages:
+            continue
         for cache_name, base, window in written:
-            if source is not None and _shares_memory(source, base, window):
+            if _shares_memory(source, base, CacheWindow(*window)):
                 expected = f"memory apart from what is written in {cache_name}"
                 raise ArgumentError(op, name, expected, f"a tensor that aliases {cache_name}")
-    if writes_v and a.v_cache is not None:
+    if a.v_cache is not None and len(written) == 2 and storages[0] == storages[1]:
         v_view = CacheWindow(*a.v_window).view(a.v_cache)
-        if _shares_memory(v_view, a.k_cache, k_window):
+        if _shares_memory(v_view, a.k_cache, CacheWindow(*a.k_window)):
             expected = "a window that shares no memory with the window on k_cache"
             raise ArgumentError(op, "v_cache", expected, "overlapping windows on one storage")
     if a.slot_mapping.device.type == "cpu" or debug_values():
-        check_slot_values(op, a.slot_mapping, k_window, a.slots, a.indexing)
+        check_slot_values(op, a.slot_mapping, CacheWindow(*a.k_window), a.slots, a.indexing)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow) -> bool:
-    if tensor.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+    if _storage(tensor) != _storage(base) or tensor.numel() == 0 or window.num_pages == 0:
         return False
     itemsize = base.element_size()
-    if tensor.numel() == 0 or window.num_pages == 0:
-        return False
-    start = base.data_ptr() + window.offset * itemsize
-    distance = tensor.data_ptr() - start
+    distance = tensor.data_ptr() - base.data_ptr() - window.offset * itemsize
     # Elements of another size are compared byte by byte along the last axis.
     return not strided_disjoint(
         (*window.shape, itemsize),

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ import torch
 from tilewright.codegen.spec import KernelSpec
 
 OpCallable = Callable[..., Any]
+
+#: Accepted argument metadata remembered per op and device, each with its lowering.
+MAX_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ class FusedOp:
     schema: arguments and result, without the name: "(Tensor x, Tensor(a!) cache) -> Tensor".
     arguments: a dataclass with the schema's arguments as fields, in order and with its defaults;
         the callables below take one instance of it.
-    validate: checks metadata, raises ArgumentError; also runs on fake tensors, adds no guard.
+    validate: checks metadata and nothing else, raises ArgumentError; also runs on fake tensors,
+        adds no guard. Accepted metadata is remembered.
     validate_values: checks what only real memory shows (index values, aliases), before any write.
     fake: returns outputs with the right metadata.
     reference: defines the meaning; fp32 arithmetic (float64 for float64 inputs), rounded once.
@@ -245,13 +250,38 @@ def debug_values() -> bool:
 
 
 def _implementation(op: FusedOp, device_type: str) -> OpCallable:
+    values_of = attrgetter(*(field.name for field in fields(op.arguments)))
+    entries: dict[Any, OpCallable] = {}
+
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = op.arguments(*args, **kwargs)
-        op.validate(arguments)
+        # A decode step calls every layer's op with the metadata of the step before.
+        key = _metadata(values_of(arguments))
+        entry = entries.get(key)
+        if entry is None:
+            op.validate(arguments)
+            entry = op.choose(device_type, arguments).lowering.load()
+            if len(entries) >= MAX_REMEMBERED:
+                entries.clear()
+            entries[key] = entry
         op.validate_values(arguments)
-        return op.choose(device_type, arguments).lowering.load()(*args, **kwargs)
+        return entry(*args, **kwargs)
 
     return run
+
+
+def _metadata(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that `validate` and `choose` look at, as a key."""
+    return tuple(
+        [
+            (value.shape, value.stride(), value.dtype, value.device)
+            if isinstance(value, torch.Tensor)
+            else tuple(value)
+            if isinstance(value, list)
+            else value
+            for value in values
+        ]
+    )
 
 
 def _fake_implementation(op: FusedOp) -> OpCallable:
