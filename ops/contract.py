@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.spec import KernelSpec
+from tilewright.ops.checks import ArgumentError
 
 OpCallable = Callable[..., Any]
 
@@ -264,10 +265,22 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
             if len(entries) >= MAX_REMEMBERED:
                 entries.clear()
             entries[key] = entry
+        if torch.is_grad_enabled():
+            _check_needs_no_grad(op, arguments)
         op.validate_values(arguments)
         return entry(*args, **kwargs)
 
     return run
+
+
+def _check_needs_no_grad(op: FusedOp, arguments: Any) -> None:
+    """A fused op records nothing for a backward pass: say so rather than lose a gradient."""
+    for field in fields(op.arguments):
+        value = getattr(arguments, field.name)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            expected = "no tensor that requires grad while grad mode is on, as the op is for "
+            expected += "inference only (call it under torch.no_grad())"
+            raise ArgumentError(op.name, field.name, expected, "one that does")
 
 
 def _metadata(values: tuple[Any, ...]) -> tuple[Any, ...]:

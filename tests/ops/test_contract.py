@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tilewright.ops import contract
+from tilewright.ops import ArgumentError, contract
 
 OPS = {op.name: op for op in contract.all_ops()}
 CASES = [
@@ -127,6 +127,23 @@ def test_the_kernel_declines_float64(op):
     choice = op.choose("cuda", op.sample_inputs(case))
     assert choice.lowering.name == "reference"
     assert "torch.float64" in choice.rejected[0][1]
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_gradient_is_refused_not_lost(op):
+    arguments = op.sample_inputs(op.cases[0])
+    name = fields(arguments)[0].name
+    learned = replace(arguments, **{name: getattr(arguments, name).clone().requires_grad_()})
+    before = arguments.k_cache.clone()
+    with pytest.raises(
+        ArgumentError, match=rf"{name}: .*inference only \(call it under torch.no_grad"
+    ):
+        op.call(learned)
+    assert torch.equal(arguments.k_cache, before)
+    with torch.no_grad():
+        result = op.call(learned)
+    assert not learned.k_cache.requires_grad
+    assert result is None or not result.requires_grad
 
 
 def test_registering_the_same_op_again_changes_nothing():
