@@ -27,8 +27,9 @@ class Folded:
 
 
 class Context(Protocol):
-    """What a rule may use of the evaluator."""
+    """What a rule may use of the evaluator; facts has the values of expressions printed so far."""
 
+    facts: dict[ast.expr, Value]
     math: IndexMath
     grid: tuple[int, ...] | None
 
@@ -68,20 +69,40 @@ class Call:
         return Folded(self.rebuild(), Value(dtype=dtype, shape=shape, index=index, runtime=True))
 
     def without_true_mask(
-        self, position: int, positions: tuple[int, ...], names: tuple[str, ...]
+        self, position: int, positions: tuple[int, ...], names: tuple[str, ...], context: Context
     ) -> Call:
-        """Drop the mask, and what only a mask needs, where the mask is true everywhere or None."""
+        """Drop the mask, and what only a mask needs, where it is true everywhere or None.
+
+        Of a mask `a & b` the part that is always true goes: what is left still broadcasts to the
+        pointers, as both parts did.
+        """
         mask = self.argument(position, "mask")
-        if len(self.args) > 3:  # positional arguments behind the mask
+        if mask is None or len(self.args) > 3:  # positional arguments behind the mask
             return self
-        if mask is not None and mask.value.known and mask.value.const in (True, None):
+        if mask.value.known and mask.value.const in (True, None):
             args = [arg for i, arg in enumerate(self.args) if i not in positions]
             keywords = {k: v for k, v in self.keywords.items() if k not in names}
             return Call(self.node, self.callee, args, keywords)
-        return self
+        shorter = Folded(_undecided(mask.node, context, self.args[0].value.shape), mask.value)
+        if position < len(self.args):
+            args = [*self.args[:position], shorter, *self.args[position + 1 :]]
+            return Call(self.node, self.callee, args, self.keywords)
+        return Call(self.node, self.callee, self.args, {**self.keywords, "mask": shorter})
 
 
 Rule = Callable[[Call, Context], Folded]
+
+
+def _undecided(mask: ast.expr, context: Context, pointers: Shape | None) -> ast.expr:
+    """`mask` without the operands of `&` that are true everywhere."""
+    if not (isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd)) or not pointers:
+        return mask
+    for drop, keep in ((mask.left, mask.right), (mask.right, mask.left)):
+        shape = context.facts.get(keep, Value()).shape
+        fits = shape is not None and len(shape) in (0, len(pointers))
+        if fits and context.facts.get(drop, Value()).const is True:
+            return _undecided(keep, context, pointers)
+    return mask
 
 
 def as_operand(item: Folded, other: Folded) -> ast.expr:
@@ -200,11 +221,12 @@ def _load(call: Call, context: Context) -> Folded:
     pointer = call.args[0].value
     name = pointer.pointee
     index = context.math.unknown(name) if name in INT_RANGES and name is not None else None
-    return call.without_true_mask(1, (1, 2), ("mask", "other")).gives(name, pointer.shape, index)
+    call = call.without_true_mask(1, (1, 2), ("mask", "other"), context)
+    return call.gives(name, pointer.shape, index)
 
 
 def _store(call: Call, context: Context) -> Folded:
-    return call.without_true_mask(2, (2,), ("mask",)).unknown()
+    return call.without_true_mask(2, (2,), ("mask",), context).unknown()
 
 
 def _where(call: Call, context: Context) -> Folded:

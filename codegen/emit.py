@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.codegen import template_source
+from tilewright.codegen.copies import remove_copies
 from tilewright.codegen.layout import unparse
 from tilewright.codegen.liveness import remove_dead
 from tilewright.codegen.partial_eval import PartialEvaluator
@@ -25,6 +26,7 @@ from tilewright.codegen.values import DTYPES, TL, literal
 _EMITTER_FILES = (
     "call_rules.py",
     "control_flow.py",
+    "copies.py",
     "emit.py",
     "fold.py",
     "index_math.py",
@@ -70,7 +72,8 @@ def emit(spec: KernelSpec) -> str:
     evaluator = PartialEvaluator(spec, library)
     parameters, body = evaluator.kernel(function)
     helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]
-    kernel = _function(spec, function, parameters, remove_dead(body))
+    body = remove_dead(remove_copies(remove_dead(body), parameters))
+    kernel = _function(spec, function, parameters, body)
     imports = _extra_imports(evaluator.externals)
     text = _assemble(spec, function, [*helpers, kernel], imports)
     _check_names(spec, text)

@@ -41,10 +41,10 @@ def _break(line: str) -> list[str]:
     inner = indent + _INDENT
     pieces = _pieces(line, start, stop, commas)
     one_line = inner + ", ".join(pieces)
-    trailing = "," if commas else ""
-    if len(one_line) <= WIDTH and not trailing:
+    if len(one_line) <= WIDTH:
         body = [one_line]
     else:
+        trailing = "," if commas else ""
         body = [part for piece in pieces for part in _break(f"{inner}{piece}{trailing}")]
     return [line[: start + 1], *body, f"{indent}{line[stop:]}"]
 

@@ -44,7 +44,7 @@ def remove_dead(body: list[ast.stmt]) -> list[ast.stmt]:
     """Drop pure statements whose names are never read, until nothing more can go."""
     while True:
         live = _read_names(body)
-        kept = _prune(body, live)
+        kept = _without_overwritten(_prune(body, live))
         if ast.dump(ast.Module(kept, [])) == ast.dump(ast.Module(body, [])):
             return kept
         body = kept
@@ -124,3 +124,34 @@ def _prune_compound(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
         return ast.If(ast.UnaryOp(ast.Not(), statement.test), orelse, [])
     header = ast.Expr(statement.test)
     return header if has_side_effects(header) else None
+
+
+def _without_overwritten(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Drop assignments whose value is overwritten in the same block before anything reads it."""
+    kept = []
+    for index, statement in enumerate(body):
+        if isinstance(statement, (ast.For, ast.While, ast.If)):
+            statement.body = _without_overwritten(statement.body)
+            statement.orelse = _without_overwritten(statement.orelse)
+        name = _plain_target(statement)
+        if name is None or has_side_effects(statement) or not _overwritten(name, body[index + 1 :]):
+            kept.append(statement)
+    return kept
+
+
+def _plain_target(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id
+    return None
+
+
+def _overwritten(name: str, following: Sequence[ast.stmt]) -> bool:
+    for statement in following:
+        names = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
+        if any(isinstance(node.ctx, ast.Load) for node in names):
+            return False
+        if isinstance(statement, ast.AugAssign) and names:
+            return False
+        if isinstance(statement, ast.Assign) and names:
+            return True
+    return False
