@@ -29,7 +29,7 @@ __all__ = [
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Equal for fake tensors that share storage; None for tensors without one (sparse, wrappers)."""
+    """Equal for fake tensors that share storage; None for one without (sparse, wrappers)."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -57,7 +57,9 @@ def aten_calls(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) ->
     else:
         with mode:
             graph = traced(*tensors).graph
-    return [n for n in graph.nodes if n.op == "call_function" and n.target.__module__ != "_operator"]
+    return [
+        n for n in graph.nodes if n.op == "call_function" and n.target.__module__ != "_operator"
+    ]
 
 
 def run_fake(node: fx.Node) -> Any:
@@ -72,7 +74,7 @@ def run_fake(node: fx.Node) -> Any:
     def run() -> Any:
         if isinstance(node.target, str):
             return getattr(args[0], node.target)(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
 
     if mode is None:
         return run()

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="tilewright")`, and `lower`, which compiles nothing and shows all."""
+"""`torch.compile(model, backend="tilewright")`; `lower`, which compiles nothing and shows all."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def _inner(
     if options.inner == "eager":
         return gm.forward
     patches = _compat.mode_patches(mode)
-    return _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
+    compiled: Any = _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
+    return compiled
 
 
 def _publish(report: GraphReport, options: Options) -> None:
@@ -132,7 +133,9 @@ def lower(
     Returns a :class:`Lowered`. Caches passed as arguments are not written.
     Raises ValueError for unknown patterns or targets, and what Dynamo raises for the model.
     """
-    options = Options.of({"inner": "eager", "patterns": patterns, "target": target, "strict": strict})
+    options = Options.of(
+        {"inner": "eager", "patterns": patterns, "target": target, "strict": strict}
+    )
     found: list[GraphReport] = []
 
     def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -154,8 +157,10 @@ def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
         given = dict(zip(placeholders, inputs, strict=True))
 
         def made(node: fx.Node) -> Any:
-            return given[node] if node in given else _compat.empty_like_fake(
-                node.meta["example_value"]
+            return (
+                given[node]
+                if node in given
+                else _compat.empty_like_fake(node.meta["example_value"])
             )
 
         return fx.node.map_arg(output.args[0], made)

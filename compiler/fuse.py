@@ -106,7 +106,7 @@ def plan(found: Findings, flow: Dataflow, options: Options) -> tuple[list[Match]
                 )
             )
             continue
-        claimed.update({v: match for v in (*match.absorbed, *match.stores)})
+        claimed.update(dict.fromkeys((*match.absorbed, *match.stores), match))
         chosen.append(match)
     return (chosen if options.fuel is None else chosen[: options.fuel]), left
 

@@ -88,9 +88,7 @@ def _no_alias(match: Match, flow: Dataflow) -> None:
         for view in views_in(argument):
             memory = flow.memory_of.get(flow.home(view.value))
             if memory is not None and memory.storage in storages:
-                reject(
-                    "CACHE_ALIAS", Stage.HAZARDS, f"{name} lies in the cache's own memory", view
-                )
+                reject("CACHE_ALIAS", Stage.HAZARDS, f"{name} lies in the cache's own memory", view)
 
 
 def _apart(match: Match, flow: Dataflow) -> None:
@@ -112,8 +110,8 @@ def _disjoint(one: Store, other: Store) -> bool:
     spans = [_span(one.memory), _span(other.memory)]
     if None in spans:
         return False
-    (a, b), (c, d) = sorted(s for s in spans if s is not None)
-    return b <= c
+    lower, upper = sorted(s for s in spans if s is not None)
+    return lower[1] <= upper[0]
 
 
 def _span(memory: Memory) -> tuple[int, int] | None:
@@ -121,8 +119,8 @@ def _span(memory: Memory) -> tuple[int, int] | None:
     numbers = (*memory.shape, *memory.strides, memory.offset)
     if not all(isinstance(n, int) for n in numbers):
         return None
-    reach = sum((n - 1) * s for n, s in zip(memory.shape, memory.strides, strict=True))  # type: ignore[operator, misc]
-    return memory.offset, memory.offset + reach + 1  # type: ignore[return-value, operator]
+    reach = sum((n - 1) * s for n, s in zip(memory.shape, memory.strides, strict=True))
+    return memory.offset, memory.offset + reach + 1
 
 
 def _effects_disjoint(one: Effect, other: Effect) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler.spelling import shape_of
+from tilewright.patterns.dataflow import Value
 from tilewright.patterns.language import Match
 
 
@@ -31,7 +32,7 @@ def check_site(match: Match, node: fx.Node, replacements: Sequence[fx.Node]) -> 
         _same_metadata(result.replaced.node, result.replaced, new)
 
 
-def _same_metadata(old: fx.Node, value, new: fx.Node) -> None:
+def _same_metadata(old: fx.Node, value: Value, new: fx.Node) -> None:
     tensor = new.meta["example_value"]
     same = (
         isinstance(tensor, torch.Tensor)

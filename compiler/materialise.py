@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
@@ -52,9 +53,8 @@ class Materialiser:
     def view(self, view: View) -> fx.Node:
         """A node whose tensor is `view`: an existing one where the graph has it already."""
         known = self.flow.nodes_by_view.get(view)
-        if known is not None and known.graph is self.graph and not known._erased:
-            if self._precedes(known):
-                return known
+        if known is not None and not known._erased and self._precedes(known):
+            return known
         return self.select(self.flow.home(view.value), view.value.shape, view.effect)
 
     def _precedes(self, node: fx.Node) -> bool:
@@ -79,7 +79,8 @@ class Materialiser:
         dim = 0
         for axis, size in enumerate(shape):
             taken = sorted(
-                (a for d in effect.dims for a in d if a.axis == axis), key=lambda a: -_magnitude(a.step)
+                (a for d in effect.dims for a in d if a.axis == axis),
+                key=lambda a: -_magnitude(a.step),
             )
             node, dim = self._cut(node, dim, size, effect.start[axis], taken)
             order += taken
@@ -159,13 +160,11 @@ class Materialiser:
                 continue
             held = node.meta.get("example_value")
             if isinstance(held, torch.SymInt):
-                found[size_of(held)] = lambda node=node: node
+                found[size_of(held)] = partial(_itself, node)
             elif isinstance(held, torch.Tensor):
                 for dim, size in enumerate(shape_of(held)):
                     if isinstance(size, sympy.Symbol):
-                        found.setdefault(
-                            size, lambda node=node, dim=dim: self.call("size", node, dim)
-                        )
+                        found.setdefault(size, partial(self.call, "size", node, dim))
         return found
 
     # --- nodes ---
@@ -194,6 +193,10 @@ class Materialiser:
         for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
             if key in self.serving.meta:
                 node.meta[key] = self.serving.meta[key]
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    return node
 
 
 def _magnitude(step: Any) -> float:

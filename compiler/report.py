@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from tilewright.codegen.spec import KernelSpec
-from tilewright.patterns.language import Miss
+from tilewright.patterns.language import Miss, Stage
 
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
@@ -91,7 +91,7 @@ class Lowered:
 
     @property
     def misses(self) -> list[Miss]:
-        return [m for g in self.graphs for m in g.misses]
+        return [m for g in self.graphs for m in g.misses] + [_break(r) for r in self.graph_breaks]
 
     @property
     def notes(self) -> list[str]:
@@ -124,6 +124,17 @@ class Lowered:
 
     def __str__(self) -> str:
         return "\n".join(text_lines(self))
+
+
+def _break(reason: str) -> Miss:
+    first = next(line.strip() for line in reason.splitlines() if line.strip())
+    return Miss(
+        "capture",
+        "GRAPH_BREAK",
+        Stage.ANCHORED,
+        f"the graph breaks here, and what runs between graphs is not fused: {first}",
+        hint="torch.compile(..., fullgraph=True) shows where",
+    )
 
 
 def site_dict(site: Site) -> dict[str, Any]:

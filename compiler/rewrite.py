@@ -61,9 +61,7 @@ def _rewrite(
             replacements = [_restate(r, node, materialiser) for r in match.results]
     except (ArgumentError, InexpressibleError) as error:
         _erase_between(graph, before, last)
-        return Miss(
-            match.pattern, "UNSUPPORTED", Stage.CAPABILITY, f"{op.name}: {error}", (last,)
-        )
+        return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, f"{op.name}: {error}", (last,))
     node.meta["tilewright"] = {
         "pattern": match.pattern,
         "op": op.qualified_name,

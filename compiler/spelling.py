@@ -111,28 +111,35 @@ CASTS = frozenset(
 
 DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"})
 
-# Plain ATen operations: name -> how many leading positional arguments are tensors' own.
-PLAIN = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Plain ATen operations, by name; their arguments stay as they are.
+PLAIN = _names(
     """
     abs add addcmul all amax amin any arange argmax argsort baddbmm bitwise_and bitwise_not
-    bitwise_or bitwise_right_shift bitwise_left_shift bmm ceil clamp cos cumsum div embedding empty
-    empty_like eq erf exp exp2 floor floor_divide full full_like gather ge gelu gt group_norm histc
-    index_put index_select isin le layer_norm log logical_and logical_not logical_or logsumexp lt
-    masked_fill matmul max maximum mean min minimum mm mul native_layer_norm ne neg new_empty
-    new_full new_ones new_zeros nonzero norm one_hot ones ones_like outer pad pow rand reciprocal
-    relu remainder repeat_kv rms_norm round rsqrt rsub scaled_dot_product_attention scatter
-    scatter_add searchsorted sigmoid sign silu sin softmax softplus sort sqrt square std sub sum
-    tanh topk tril triu tril_indices var view_as_complex view_as_real where zeros zeros_like
-    _grouped_mm _scaled_mm polar roll hardtanh index_copy index_add log_softmax tensor
-    scalar_tensor diff
-    """.split()
+    bitwise_or bitwise_right_shift bitwise_left_shift bmm ceil clamp cos cumsum div embedding
+    empty empty_like eq erf exp exp2 floor floor_divide full full_like gather ge gelu gt
+    group_norm histc index_put index_select isin le layer_norm log logical_and logical_not
+    logical_or logsumexp lt masked_fill matmul max maximum mean min minimum mm mul
+    native_layer_norm ne neg new_empty new_full new_ones new_zeros nonzero norm one_hot ones
+    ones_like outer pad pow rand reciprocal relu remainder repeat_kv rms_norm round rsqrt rsub
+    scaled_dot_product_attention scatter scatter_add searchsorted sigmoid sign silu sin softmax
+    softplus sort sqrt square std sub sum tanh topk tril triu tril_indices var view_as_complex
+    view_as_real where zeros zeros_like _grouped_mm _scaled_mm polar roll hardtanh index_copy
+    index_add log_softmax tensor scalar_tensor diff
+    """
 )
 
 # In-place arithmetic, and the operation whose result it stores.
-IN_PLACE_ARITHMETIC = frozenset(
-    f"{name}_"
-    for name in "add sub mul div pow neg clamp relu sigmoid silu exp masked_fill floor_divide "
-    "bitwise_and bitwise_or clamp_min clamp_max remainder rsqrt sqrt tanh addcmul".split()
+IN_PLACE_ARITHMETIC = _names(
+    """
+    add_ sub_ mul_ div_ pow_ neg_ clamp_ relu_ sigmoid_ silu_
+    exp_ masked_fill_ floor_divide_ bitwise_and_ bitwise_or_ clamp_min_ clamp_max_ remainder_
+    rsqrt_ sqrt_ tanh_ addcmul_
+    """
 )
 
 INDEXED_WRITES = frozenset(
@@ -157,7 +164,9 @@ def name_of(node: fx.Node) -> str:
 
 
 def _is_torch_function(target: Any) -> bool:
-    module = getattr(target, "__module__", None) or type(getattr(target, "__self__", None)).__module__
+    module = (
+        getattr(target, "__module__", None) or type(getattr(target, "__self__", None)).__module__
+    )
     return module is None or module.split(".")[0] in ("torch", "builtins", "_operator")
 
 
@@ -221,7 +230,9 @@ def _movedim(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     moved = [moved] if isinstance(moved, int) else list(moved)
     to = [to] if isinstance(to, int) else list(to)
     order = [d for d in range(rank) if d not in {_dim(m, rank) for m in moved}]
-    for target, source in sorted((_dim(t, rank), _dim(m, rank)) for t, m in zip(to, moved, strict=True)):
+    for target, source in sorted(
+        (_dim(t, rank), _dim(m, rank)) for t, m in zip(to, moved, strict=True)
+    ):
         order.insert(target, source)
     return effects.permute(effect, order)
 
@@ -255,7 +266,9 @@ def _slice_tensor(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effec
 
 def _select(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     dim = _dim(argument(node, 1, "dim"), len(effect.dims))
-    return effects.select(effect, dim, _offset(size_of(argument(node, 2, "index")), effect.shape[dim]))
+    return effects.select(
+        effect, dim, _offset(size_of(argument(node, 2, "index")), effect.shape[dim])
+    )
 
 
 def _repeat_interleave(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
@@ -274,7 +287,9 @@ def _repeat(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     times = [size_of(n) for n in sizes_from(node, 1, "repeats")]
     lengths = [1] * (len(times) - len(effect.dims)) + list(effect.shape)
     split = effects.reshape(effect, [n for length in lengths for n in (1, length)])
-    wide = effects.expand(split, [n for t, length in zip(times, lengths, strict=True) for n in (t, length)])
+    wide = effects.expand(
+        split, [n for t, length in zip(times, lengths, strict=True) for n in (t, length)]
+    )
     return effects.reshape(wide, shape)
 
 
@@ -370,7 +385,9 @@ def index_effect(effect: Effect, index: Any) -> tuple[Effect, dict[int, fx.Node]
 
     Raises InexpressibleError for lists of several ints and masks given as Python values.
     """
-    items = list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
+    items = (
+        list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
+    )
     consumed = sum(1 for i in items if i is not None and i is not Ellipsis)
     if Ellipsis in [i for i in items if not isinstance(i, fx.Node)]:
         at = next(k for k, i in enumerate(items) if i is Ellipsis)

@@ -89,7 +89,11 @@ def _clone(inputs: Sequence[Any]) -> list[Any]:
             whole = torch.empty(0, dtype=item.dtype, device=item.device)
             whole.set_(item.untyped_storage())
             storages[key] = whole.clone()
-        copy = storages[key].view(item.dtype).as_strided(item.size(), item.stride(), item.storage_offset())
+        copy = (
+            storages[key]
+            .view(item.dtype)
+            .as_strided(item.size(), item.stride(), item.storage_offset())
+        )
         copies.append(copy)
     return copies
 

@@ -13,7 +13,7 @@ from tilewright.compiler import _compat, spelling
 from tilewright.compiler.memory import MemoryMap, slices_of_fresh_memory
 from tilewright.compiler.spelling import argument, index_effect, name_of, shape_of, size_of
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Store, Value, View
+from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
 
 _ASKED: dict[Any, tuple[str, ...]] = {}
@@ -151,7 +151,7 @@ class _Builder:
         )
 
     def _pick(self, node: fx.Node, parts: tuple[Any, ...]) -> None:
-        part = parts[node.args[1]]
+        part = parts[size_of(node.args[1])]
         if isinstance(part, Value):
             result = node.meta["example_value"]
             if isinstance(result, torch.Tensor):
@@ -194,9 +194,14 @@ class _Builder:
             bias = argument(node, 2, "bias")
             return self._operand(x), self._operand(weight), self._operand(bias)
         first = 1 if name == "addmm" else 0
-        if name == "addmm" and (node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1):
+        if name == "addmm" and (
+            node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1
+        ):
             return None
-        x, weight = self._operand(node.args[first]), self._operand(argument(node, first + 1, "mat2"))
+        x, weight = (
+            self._operand(node.args[first]),
+            self._operand(argument(node, first + 1, "mat2")),
+        )
         if not isinstance(weight, View):
             weight = self._operand(argument(node, first + 1, "other"))
         if not isinstance(weight, View) or not isinstance(x, View):
@@ -290,7 +295,7 @@ class _Builder:
             except InexpressibleError as error:
                 store = (place.effect, {}, None, False, str(error))
         if store is None:
-            store = (effects.identity(place.memory.shape), {}, None, False, "unknown window")
+            store = (effects.identity(place.memory.shape), {}, None, False, REINTERPRETED)
         effect, index, source, accumulate, note = store
         record = Store(place.memory, effect, index, source, name, accumulate, note)
         self._store(node, target, record, result)
@@ -457,7 +462,7 @@ def _aten_names(
         positional, named = fill(tuple(args), given), fill(dict(kwargs), given)
         if isinstance(node.target, str):
             return getattr(positional[0], node.target)(*positional[1:], **named)
-        return node.target(*positional, **named)  # type: ignore[operator]
+        return node.target(*positional, **named)
 
     calls = _compat.aten_calls(call, tensors)
     return tuple(name if ":" in (name := name_of(c)) else f"aten.{name}" for c in calls)
@@ -496,7 +501,7 @@ def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
     return []
 
 
-# --- the in-place writes that are understood -------------------------------------------------------
+# --- the in-place writes that are understood ------------------------------------------------------
 
 _Write = tuple[Effect, dict[int, View], View | None, bool, str]
 

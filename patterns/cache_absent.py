@@ -6,10 +6,12 @@ Never a match: these anchors exist so that the user is told what to change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from torch import fx
 
 from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.language import Match, Miss, Reject, Stage, register
 
 _OUT_OF_PLACE = {"aten.index_put", "aten.index_copy", "aten.scatter"}
 
@@ -22,7 +24,7 @@ class AbsentCache:
     values: tuple[Value, ...]
 
     @property
-    def node(self):
+    def node(self) -> fx.Node:
         return self.values[0].node
 
 
@@ -42,30 +44,25 @@ class CacheAbsent:
             yield AbsentCache("FUNCTIONAL_WRITE", updated)
 
     def match(self, anchor: AbsentCache, flow: Dataflow) -> Match:
-        try:
-            _refuse(anchor)
-        except Reject as rejection:
-            raise Reject(replace(rejection.miss, count=len(anchor.values))) from None
-
-
-def _refuse(anchor: AbsentCache) -> None:
-    nodes = anchor.values
-    if anchor.code == "GROWING_CACHE":
-        reject(
-            "GROWING_CACHE",
-            Stage.ANCHORED,
-            f"{len(nodes)} caches grow by torch.cat, so every step copies them whole and there is "
-            "no memory for a fused op to write into",
-            *nodes,
-            hint="use a static cache (transformers: StaticCache, or cache_implementation='static')",
+        message, hint = _WHY[anchor.code]
+        count = len(anchor.values)
+        nodes = tuple(v.node for v in anchor.values)
+        raise Reject(
+            Miss(self.name, anchor.code, Stage.ANCHORED, f"{count} {message}", nodes, hint, count)
         )
-    reject(
-        "FUNCTIONAL_WRITE",
-        Stage.ANCHORED,
-        f"{nodes[0].op} returns a new cache instead of writing in place",
-        *nodes,
-        hint="use the in-place form: index_put_, index_copy_ or cache[slots] = k",
-    )
+
+
+_WHY = {
+    "GROWING_CACHE": (
+        "caches grow by torch.cat: every step copies them whole, and there is no memory for a "
+        "fused op to write into",
+        "use a static cache (transformers: StaticCache, or cache_implementation='static')",
+    ),
+    "FUNCTIONAL_WRITE": (
+        "cache updates return a new tensor instead of writing in place",
+        "use the in-place form: index_put_, index_copy_ or cache[slots] = k",
+    ),
+}
 
 
 def _grows(value: Value, flow: Dataflow) -> bool:

@@ -32,16 +32,19 @@ class CacheStore:
         k = address(k_write)
         v = address(v_write) if v_write is not None else None
         if v is not None and (k.slots != v.slots or not same_slots(k, v)):
-            reject("SLOT_INDEX", Stage.GUARDS, "the two writes go to different slots", k_write.store)
+            reject(
+                "SLOT_INDEX", Stage.GUARDS, "the two writes go to different slots", k_write.store
+            )
         for write, place in ((k_write, k), (v_write, v)):
             if write is None or place is None:
                 continue
             dtype = place.source.value.dtype
             if dtype != write.memory.dtype or dtype not in SUPPORTED_DTYPES:
                 reject(
-                    "CAST",
+                    "DTYPE",
                     Stage.GUARDS,
-                    f"{dtype} is written into a cache of {write.memory.dtype}",
+                    f"{dtype} is written into a cache of {write.memory.dtype}; expected one of "
+                    f"{', '.join(map(str, SUPPORTED_DTYPES))} for both",
                     write.store,
                 )
         shared = v_write is not None and v_write.memory is k_write.memory

@@ -10,26 +10,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Memory, Value, View
+from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Memory, Value, View
 from tilewright.patterns.effects import Effect, Size
 from tilewright.patterns.language import Stage, reject
 
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """One K or V write. `part` tells the two halves of one stacked write apart."""
+    """One K or V write. joined: the stack that a write of both at once goes through."""
 
     store: Value
     memory: Memory
     target: Effect
     index: Mapping[int, View]
     source: View | None
-    part: int | None = None
+    joined: Value | None = None
 
     @property
-    def node(self):
+    def node(self) -> fx.Node:
         return self.store.node
 
 
@@ -46,7 +47,7 @@ class WritePair:
         return tuple(dict.fromkeys(both))
 
     @property
-    def node(self):
+    def node(self) -> fx.Node:
         return self.first.store.node
 
 
@@ -116,7 +117,7 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
         picked = effects.select(source.effect, at[0], part)
         start = tuple(0 if a == axis else s for a, s in enumerate(picked.start))
         half = piece.through(Effect(picked.dims, start))
-        yield CacheWrite(write.store, write.memory, target, index, half, part)
+        yield CacheWrite(write.store, write.memory, target, index, half, source.value)
 
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
@@ -160,7 +161,7 @@ def address(write: CacheWrite) -> Addressing:
             write.store,
             hint="write through an index tensor: index_copy_, or cache[slots] = k",
         )
-    index = {d: v for d, v in write.index.items()}
+    index = dict(write.index)
     head_axis = _explicit_heads(write, index)
     if len(index) == 1:
         return _one_index(write, index, head_axis)
@@ -179,6 +180,14 @@ def _reject_unknown(write: CacheWrite) -> None:
             "a boolean mask selects the slots, so their number is not known",
             write.store,
             hint="give skipped tokens a spare slot and write all of them",
+        )
+    if store.note == REINTERPRETED:
+        reject(
+            "CACHE_LAYOUT",
+            Stage.ANCHORED,
+            f"{store.kind} writes through {store.note} of the cache",
+            write.store,
+            hint="give the cache tensor the dtype it is written in",
         )
     if store.note:
         reject("CACHE_LAYOUT", Stage.ANCHORED, f"{store.kind}: {store.note}", write.store)
@@ -200,11 +209,17 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
     for dim, view in list(index.items()):
         varying = [i for i, d in enumerate(view.effect.dims) if d]
         last = len(view.effect.dims) - 1
-        if varying == [last] and view.value.op == "aten.arange" and view.shape[last] == write.target.shape[dim]:
+        if (
+            varying == [last]
+            and view.value.op == "aten.arange"
+            and view.shape[last] == write.target.shape[dim]
+        ):
             found = dim
             del index[dim]
     if found is None:
-        reject("SLOT_INDEX", Stage.ANCHORED, "index tensors of more than one dimension", write.store)
+        reject(
+            "SLOT_INDEX", Stage.ANCHORED, "index tensors of more than one dimension", write.store
+        )
     for dim, view in index.items():
         if view.effect.dims[-1] != ():
             reject("SLOT_INDEX", Stage.ANCHORED, "slots vary from head to head", view)
@@ -212,7 +227,9 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
     return found
 
 
-def _roles(write: CacheWrite, index: Mapping[int, View], head_axis: int | None) -> tuple:
+def _roles(
+    write: CacheWrite, index: Mapping[int, View], head_axis: int | None
+) -> tuple[int | None, int, int, dict[int, int]]:
     """(page dimension or None, head dimension, element dimension) of the target, and the source's
     dimensions in that order."""
     source = write.source
@@ -224,7 +241,9 @@ def _roles(write: CacheWrite, index: Mapping[int, View], head_axis: int | None) 
     at = {dim: lead + i for i, dim in enumerate(order)}
     wide = [d for d in order if write.target.dims[d] != () or len(order) <= 3]
     if len(wide) < 2 or len(wide) > 3:
-        reject("CACHE_LAYOUT", Stage.ANCHORED, f"{len(wide)} dimensions beside the slots", write.store)
+        reject(
+            "CACHE_LAYOUT", Stage.ANCHORED, f"{len(wide)} dimensions beside the slots", write.store
+        )
     *others, element = wide
     head = others[-1]
     page = others[0] if len(others) == 2 else None
@@ -251,25 +270,39 @@ def _offset(write: CacheWrite) -> Size:
 def _one_index(write: CacheWrite, index: dict[int, View], head_axis: int | None) -> Addressing:
     (slot_dim, slots), *_ = index.items()
     page, head, element, at = _roles(write, index, head_axis)
+    lead = list(range(len(slots.effect.dims)))
+    if page is None:
+        pages = _flat_slots(write, slot_dim)
+        return _addressing(write, pages, (head, element), at, lead, slots, "flat")
+    num_pages, page_stride = _stride(write, page)
+    page_size, slot_stride = _stride(write, slot_dim)
+    pages = (num_pages, page_size, page_stride, slot_stride)
+    lead = [at[page], *lead]
+    return _addressing(write, pages, (head, element), at, lead, slots, "per_sequence")
+
+
+def _addressing(
+    write: CacheWrite,
+    pages: tuple[Size, Size, Size, Size],
+    head: tuple[int, int],
+    at: Mapping[int, int],
+    lead: list[int],
+    slot_mapping: View | Computed,
+    slots: str,
+) -> Addressing:
+    """Puts the window together; `lead` are the source's token dimensions, outermost first."""
     source = write.source
     assert source is not None
-    heads, elements = _stride(write, head), _stride(write, element)
-    lead = len(slots.effect.dims)
-    if page is None:
-        num_pages, page_size, page_stride, slot_stride = _flat_slots(write, slot_dim)
-        order = [*range(lead), at[head], at[element]]
-        mode, rank = "flat", lead
-    else:
-        page_size, slot_stride = _stride(write, slot_dim)
-        num_pages, page_stride = _stride(write, page)
-        order = [at[page], *range(lead), at[head], at[element]]
-        mode, rank = "per_sequence", lead + 1
+    num_pages, page_size, page_stride, slot_stride = pages
+    (num_heads, head_stride), (head_dim, dim_stride) = (_stride(write, d) for d in head)
+    order = [*lead, *(at[d] for d in head)]
     dropped = [d for d in range(len(source.effect.dims)) if d not in order]
     effect = effects.permute(source.effect, [*order, *dropped])
     effect = effects.squeeze(effect, range(len(order), len(effect.dims)))
-    window = (num_pages, page_size, heads[0], elements[0])
-    window += (page_stride, slot_stride, heads[1], elements[1], _offset(write))
-    return Addressing(window, slots, mode, View(source.value, effect), rank)
+    sizes = (num_pages, page_size, num_heads, head_dim)
+    strides = (page_stride, slot_stride, head_stride, dim_stride)
+    window = (*sizes, *strides, _offset(write))
+    return Addressing(window, slot_mapping, slots, View(source.value, effect), len(lead))
 
 
 def _flat_slots(write: CacheWrite, dim: int) -> tuple[Size, Size, Size, Size]:
@@ -282,14 +315,8 @@ def _flat_slots(write: CacheWrite, dim: int) -> tuple[Size, Size, Size, Size]:
         return atoms[0].length, atoms[1].length, strides[0], strides[1]
     if not atoms:
         return 1, 1, 0, 0
-    return _natural_pages(write, atoms[0].axis, atoms[0].length, strides[0])
-
-
-def _natural_pages(
-    write: CacheWrite, axis: int | None, length: Size, stride: Size
-) -> tuple[Size, Size, Size, Size]:
-    # Pages that follow each other without a gap are one long page.
-    return 1, length, length * stride, stride
+    # Slots that follow each other without a gap are one long page.
+    return 1, atoms[0].length, atoms[0].length * strides[0], strides[0]
 
 
 def _within(offsets: View, page_size: Size) -> View | Computed:
@@ -309,17 +336,8 @@ def _two_indices(write: CacheWrite, index: dict[int, View], head_axis: int | Non
         reject("CACHE_LAYOUT", Stage.ANCHORED, "pages, slots and one dimension more", write.store)
     num_pages, page_stride = _stride(write, page_dim)
     page_size, slot_stride = _stride(write, slot_dim)
-    heads, elements = _stride(write, head), _stride(write, element)
-    source = write.source
-    assert source is not None
     if pages.shape != offsets.shape or len(pages.shape) != 1:
         reject("SLOT_INDEX", Stage.ANCHORED, "page and offset differ in shape", pages, offsets)
     slot = Computed("add", (Computed("mul", (pages, page_size)), _within(offsets, page_size)))
-    lead = 1
-    order = [*range(lead), at[head], at[element]]
-    dropped = [d for d in range(len(source.effect.dims)) if d not in order]
-    effect = effects.permute(source.effect, [*order, *dropped])
-    effect = effects.squeeze(effect, range(len(order), len(effect.dims)))
-    window = (num_pages, page_size, heads[0], elements[0])
-    window += (page_stride, slot_stride, heads[1], elements[1], _offset(write))
-    return Addressing(window, slot, "flat", View(source.value, effect), lead)
+    geometry = (num_pages, page_size, page_stride, slot_stride)
+    return _addressing(write, geometry, (head, element), at, [0], slot, "flat")

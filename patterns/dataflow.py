@@ -20,6 +20,9 @@ from torch import fx
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Effect, Size
 
+# Why a write's window is not known: the memory is read as another dtype or shape.
+REINTERPRETED = "a reinterpreting view"
+
 
 @dataclass(frozen=True, eq=False)
 class Value:
@@ -135,6 +138,16 @@ def scope_of(node: fx.Node) -> str:
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"(?:\._modules)?\[['\"]?([\w.]+)['\"]?\]", r".\1", path)
     return path.replace("._modules", "").removeprefix("_modules.").strip(".")
+
+
+def common_scope(one: str, other: str) -> str:
+    """The innermost module that contains both."""
+    shared = []
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return ".".join(shared)
 
 
 def source_of(node: fx.Node) -> str:

@@ -1,9 +1,9 @@
 """What a chain of views selects, independent of how it was spelled.
 
 An :class:`Effect` maps the indices of a tensor to the indices of a *base*. Every output dimension
-is a mixed-radix number: a tuple of :class:`Atom`, outermost first, each walking one base axis with a
-step. `view`, `transpose`, `split`, slicing and `expand` in any order reduce to one normal form, so
-two chains are the same exactly when their effects are equal. The algebra is on logical indices:
+is a mixed-radix number: a tuple of :class:`Atom`, outermost first, each walking one base axis with
+a step. `view`, `transpose`, `split`, slicing and `expand` in any order reduce to one normal form,
+so two chains are the same exactly when their effects are equal. The algebra is on logical indices:
 strides in memory play no part, and a copy (`contiguous`) has the effect of an identity.
 
 A size is a Python int, or a sympy expression where Dynamo gave a symbol.
@@ -12,12 +12,14 @@ A size is a Python int, or a sympy expression where Dynamo gave a symbol.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
-Size = int | sympy.Expr
+# int or sympy.Expr; both do arithmetic with each other, which a checker cannot see of the union.
+Size = Any
 
 
 class InexpressibleError(ValueError):
@@ -54,7 +56,7 @@ def _length(dim: Dim) -> Size:
     return product(atom.length for atom in dim)
 
 
-def product(sizes) -> Size:
+def product(sizes: Iterable[Size]) -> Size:
     return math.prod(sizes, start=1)
 
 
@@ -69,7 +71,7 @@ def is_identity(effect: Effect, base_shape: Sequence[Size]) -> bool:
     return effect == identity(base_shape)
 
 
-def coalesce(atoms: Sequence[Atom]) -> Dim:
+def coalesce(atoms: Iterable[Atom]) -> Dim:
     """Drops atoms of length one and joins neighbours that continue each other."""
     out: list[Atom] = []
     for atom in atoms:
@@ -135,7 +137,7 @@ def _take_inner(pending: list[Atom], size: Size) -> Dim:
 
 def _as_step(size: Size) -> int:
     # A symbolic step arises only when tokens are split by a symbol, e.g. [B*S] -> [B, S].
-    return size  # type: ignore[return-value]
+    return size
 
 
 def permute(effect: Effect, order: Sequence[int]) -> Effect:

@@ -41,7 +41,7 @@ class Miss:
     """Why an anchor did not become a match.
 
     code: a stable identifier, see :data:`CODES`. message: expected and found, in the user's terms.
-    nodes: the culprits in the graph. hint: what the user can do. count: equal anchors it stands for.
+    nodes: the culprits in the graph. hint: what the user can do. count: anchors it stands for.
     """
 
     pattern: str
@@ -134,8 +134,13 @@ def _node(culprit: Value | View | fx.Node) -> fx.Node:
 class Pattern(Protocol):
     """A family of subgraphs that one op replaces."""
 
-    name: str
-    op: str
+    @property
+    def name(self) -> str:
+        """Used in reports, options and snapshots."""
+
+    @property
+    def op(self) -> str:
+        """The op it rewrites to."""
 
     def anchors(self, flow: Dataflow) -> Iterable[Any]:
         """Cheap, stable places to start from."""
@@ -151,7 +156,9 @@ def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     except Reject as rejection:
         return replace(rejection.miss, pattern=pattern.name)
     except effects.InexpressibleError as error:
-        node = getattr(anchor, "node", None) or getattr(getattr(anchor, "first", None), "node", None)
+        node = getattr(anchor, "node", None) or getattr(
+            getattr(anchor, "first", None), "node", None
+        )
         nodes = (node,) if isinstance(node, fx.Node) else ()
         return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), nodes)
 
@@ -218,6 +225,7 @@ def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None
     """
     found = Findings()
     taken: set[Value] = set()
+    said: set[tuple[str, tuple[fx.Node, ...]]] = set()
     for pattern in patterns:
         for anchor in pattern.anchors(flow):
             if taken.intersection(anchored_stores(anchor)):
@@ -228,7 +236,8 @@ def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None
             if isinstance(answer, Match):
                 found.matches.append(answer)
                 taken.update(answer.stores)
-            else:
+            elif (answer.code, answer.nodes) not in said:
+                said.add((answer.code, answer.nodes))
                 found.misses.append(answer)
     return found
 
@@ -241,7 +250,7 @@ def anchored_stores(anchor: Any) -> Iterator[Value]:
 
 CODES: dict[str, str] = {
     "GROWING_CACHE": "the cache grows by concatenation, so there is no memory to write into",
-    "FUNCTIONAL_WRITE": "the cache is updated out of place: a new tensor is returned, nothing is written",
+    "FUNCTIONAL_WRITE": "the cache is updated out of place: a new tensor is returned",
     "OPAQUE_WRITE": "the cache is written by an operator whose effect is not known",
     "MASKED_WRITE": "a boolean mask selects the slots",
     "SLICE_WRITE": "the cache is written at a slice, not through an index tensor",
@@ -269,6 +278,7 @@ CODES: dict[str, str] = {
     "ESCAPES": "a value inside the match is used outside of it",
     "ORDER": "the query is consumed before the cache is written",
     "COLLECTIVE": "a collective lies inside the match",
+    "GRAPH_BREAK": "Dynamo could not trace part of the model, so no pattern saw it",
     "CLAIMED": "another match already absorbs part of this one",
     "UNSUPPORTED": "the op does not support this combination",
 }

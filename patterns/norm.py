@@ -81,9 +81,10 @@ def _weighted(value: Value) -> tuple[View, View] | None:
     left, right = value.operands
     for weight, other in ((left, right), (right, left)):
         bare, _ = strip_casts(weight)
-        if not bare.value.projected and len([d for d in bare.effect.dims if d]) == 1:
-            if bare.effect.dims[-1] and other.value.projected:
-                return bare, other
+        varying = [i for i, dim in enumerate(bare.effect.dims) if dim]
+        per_channel = varying == [len(bare.effect.dims) - 1] and not bare.value.projected
+        if per_channel and other.value.projected:
+            return bare, other
     return None
 
 
@@ -118,11 +119,15 @@ def _inverse_rms(scale: View) -> tuple[View, float, tuple[Value, ...]] | None:
     if eps is None or mean.op != "aten.mean" or not _over_last(mean):
         return None
     power = mean.operands[0].value
-    if power.op == "aten.square":
-        squared = power.operands[0]
-    elif power.op == "aten.pow" and power.args[1] == 2:
-        squared = power.operands[0]
-    elif power.op == "aten.mul" and len(power.operands) == 2 and power.operands[0] == power.operands[1]:
+    if (
+        power.op == "aten.square"
+        or (power.op == "aten.pow" and power.args[1] == 2)
+        or (
+            power.op == "aten.mul"
+            and len(power.operands) == 2
+            and power.operands[0] == power.operands[1]
+        )
+    ):
         squared = power.operands[0]
     else:
         return None

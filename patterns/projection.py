@@ -85,12 +85,14 @@ def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:
     """
     head, absorbed = strip_casts(view)
     end = view.value
-    rope = match_rope(head.value.whole)
+    whole, effect = _one_head_axis(head)
+    rope = match_rope(whole)
     norm_weight, norm_eps, rope_layout = None, None, None
     if rope is not None:
         absorbed += rope.absorbed
         rope_layout_view = rope.x
-        head, casts = strip_casts(rope.x.through(head.effect))
+        head_dim = rope.x.shape[-1]
+        head, casts = strip_casts(rope.x.through(effect))
         absorbed += casts
     norm = match_rms_norm(head.value.whole)
     if norm is not None:
@@ -103,16 +105,19 @@ def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:
         absorbed += casts
     linear, bias, head, more = _match_linear(head, stage)
     absorbed += more
-    layout, (num_heads, head_step, first_row, dim) = _split_heads(head, linear, head_dim, stage)
+    num_heads, head_step, first_row, dim = _split_heads(head, linear, head_dim, stage)
     if norm is not None and norm.width != dim:
         reject(
-            "NORM_WIDTH", stage, f"the norm runs over {norm.width} elements, head_dim is {dim}", head
+            "NORM_WIDTH",
+            stage,
+            f"the norm runs over {norm.width} elements, head_dim is {dim}",
+            head,
         )
     if rope is not None:
         rope_layout = _layout_of(rope_layout_view, linear)
     return Heads(
         linear=linear,
-        layout=layout,
+        layout=head.effect,
         num_heads=num_heads,
         head_dim=dim,
         head_step=head_step,
@@ -132,9 +137,7 @@ def _check_norm(x: View, rope: Rope | None, stage: Stage) -> None:
         reject("NORM_AFTER_ROPE", stage, "the heads are rotated, then normalised", x)
 
 
-def _match_linear(
-    head: View, stage: Stage
-) -> tuple[Value, View | None, View, tuple[Value, ...]]:
+def _match_linear(head: View, stage: Stage) -> tuple[Value, View | None, View, tuple[Value, ...]]:
     """(linear, bias, the head on the linear's axes, further absorbed values)."""
     value = head.value
     if value.op == "aten.linear":
@@ -175,39 +178,64 @@ def _layout_of(view: View, linear: Value) -> Effect:
     return head.effect
 
 
+def _one_head_axis(view: View) -> tuple[View, Effect]:
+    """A stack of pairs [..., D/2, 2] read as [..., D], and the view's effect on that."""
+    value, effect = view.value, view.effect
+    if value.op != "aten.cat" or value.args[1] != len(value.shape) - 1:
+        return value.whole, effect
+    if any(piece.effect.dims[-1] != () for piece in value.args[0]):
+        return value.whole, effect
+    *lead, pairs, two = value.shape
+    if not isinstance(pairs, int) or not isinstance(two, int):
+        return value.whole, effect
+    axis = len(lead)
+    merged = effects.reshape(effects.identity(value.shape), (*lead, pairs * two))
+    dims = tuple(
+        effects.coalesce(
+            Atom(axis, a.step * two, a.length)
+            if a.axis == axis
+            else Atom(axis, a.step, a.length)
+            if a.axis == axis + 1
+            else a
+            for a in dim
+        )
+        for dim in effect.dims
+    )
+    start = (*effect.start[:axis], effect.start[axis] * two + effect.start[axis + 1])
+    return View(value, merged), Effect(dims, start)
+
+
 def _split_heads(
     head: View, linear: Value, head_dim: int | None, stage: Stage
-) -> tuple[Effect, tuple[int, int, int, int]]:
-    """The layout with heads apart, and (num_heads, head_step, first_row, head_dim)."""
+) -> tuple[int, int, int, int]:
+    """(num_heads, head_step, first_row, head_dim) of heads on the linear's features."""
     feature = len(linear.shape) - 1
-    effect = head.effect
-    if head_dim is not None:
-        effect = _separate(effect, feature, head_dim)
-    dims = [d for d in effect.dims if any(a.axis == feature for a in d)]
-    first = effect.start[feature]
-    single = all(len(d) == 1 for d in dims)
-    if not single or not 1 <= len(dims) <= 2 or not isinstance(first, int):
-        reject("LAYOUT", stage, f"{head.shape} does not separate heads and head_dim", head)
-    inner = min(dims, key=lambda d: d[0].step)
-    outer = max(dims, key=lambda d: d[0].step) if len(dims) == 2 else None
-    dim, step = inner[0].length, inner[0].step
-    heads = outer[0].length if outer else 1
-    if step != 1 or not isinstance(dim, int) or not isinstance(heads, int):
+    first = head.effect.start[feature]
+    by_dim = [[a for a in d if a.axis == feature] for d in head.effect.dims]
+    atoms = sorted((a for d in by_dim for a in d), key=lambda a: a.step)
+    sizes = [first, *(a.length for a in atoms)]
+    if not atoms or atoms[0].step != 1 or not all(isinstance(n, int) for n in sizes):
         reject("LAYOUT", stage, "a head is not a run of consecutive features", head)
-    return effect, (heads, outer[0].step if outer else dim, first, dim)
-
-
-def _separate(effect: Effect, feature: int, head_dim: int) -> Effect:
-    """Splits a merged feature dimension [H*D] into [H, D]."""
-    shape: list[Size] = []
-    for dim in effect.dims:
-        length = effects.product(a.length for a in dim)
-        merged = len(dim) == 1 and dim[0].axis == feature and dim[0].step == 1
-        if merged and isinstance(length, int) and length != head_dim and length % head_dim == 0:
-            shape += [length // head_dim, head_dim]
+    if head_dim is None:
+        inner = next(d for d in by_dim if atoms[0] in d)
+        head_dim = int(effects.product(a.length for a in inner))
+    run, outer = 1, []
+    for atom in atoms:
+        length = int(atom.length)
+        if run == head_dim:
+            outer.append(atom)
+        elif atom.step == run and run * length <= head_dim:
+            run *= length
+        elif atom.step == run and run * length % head_dim == 0:
+            outer.append(Atom(feature, head_dim, run * length // head_dim))
+            run = head_dim
         else:
-            shape.append(length)
-    return effects.reshape(effect, shape)
+            break
+    if run != head_dim or len(outer) > 1:
+        reject("LAYOUT", stage, f"{head.shape} does not separate heads and head_dim", head)
+    if not outer:
+        return 1, head_dim, int(first), head_dim
+    return int(outer[0].length), outer[0].step, int(first), head_dim
 
 
 def on_heads(heads: Heads, effect: Effect) -> Effect:
@@ -224,17 +252,18 @@ def on_heads(heads: Heads, effect: Effect) -> Effect:
                 atoms += _feature_atoms(atom, heads)
             else:
                 inner = effects.product(sizes[atom.axis + 1 :])
-                atoms.append(Atom(0, atom.step * inner, atom.length))  # type: ignore[arg-type]
+                atoms.append(Atom(0, atom.step * inner, atom.length))
         dims.append(effects.coalesce(atoms))
     return Effect(tuple(dims), (0, 0, 0))
 
 
 def _feature_atoms(atom: Atom, heads: Heads) -> list[Atom]:
-    if atom.step == 1 and atom.length == heads.head_dim:
-        return [Atom(2, 1, atom.length)]
-    if atom.step == heads.head_step and atom.length == heads.num_heads:
+    if atom.length == heads.num_heads and atom.step == heads.head_step:
         return [Atom(1, 1, atom.length)]
-    if atom.step == 1 and heads.head_step == heads.head_dim:
+    if atom.step * atom.length <= heads.head_dim:
+        return [Atom(2, atom.step, atom.length)]
+    whole = atom.length == heads.num_heads * heads.head_dim
+    if atom.step == 1 and whole and heads.head_step == heads.head_dim:
         return [Atom(1, 1, heads.num_heads), Atom(2, 1, heads.head_dim)]
     raise effects.InexpressibleError("the heads' features are regrouped")
 

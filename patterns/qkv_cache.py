@@ -18,7 +18,7 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.cache_write import Addressing, Computed, WritePair, address, pairs
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Match, Reject, Result, Site, Stage, register, reject
 from tilewright.patterns.projection import Heads, match_heads, on_heads, rope_table
@@ -64,27 +64,32 @@ class QkvCache:
                 k.linear,
                 v.linear,
             )
-        _check_tokens(k, k_place, "K", Stage.K_PATH)
-        _check_tokens(v, v_place, "V", Stage.V_PATH)
+        for heads, place, who, stage in (
+            (k, k_place, "K", Stage.K_PATH),
+            (v, v_place, "V", Stage.V_PATH),
+        ):
+            _check_tokens(heads, place, who, stage)
+            _check_cast(heads, place, who, stage)
         q = _find_query(flow, k, v)
         _guard(q, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
         arguments = _arguments(q, k, v, k_place, v_place)
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root
-        absorbed = tuple(dict.fromkeys((*q.absorbed, *k.absorbed, *v.absorbed)))
-        store = anchor.first.store.store
-        assert store is not None
+        joined = [w.joined for w in (k_write, v_write) if w.joined is not None]
+        absorbed = tuple(dict.fromkeys((*q.absorbed, *k.absorbed, *v.absorbed, *joined)))
+        record = anchor.first.store.store
+        assert record is not None
         return Match(
             pattern=self.name,
             op=self.op,
             anchor=anchor.first.store,
             arguments=arguments,
-            results=(Result(q.end, on_heads(q, _end_layout(q))),),
+            results=(Result(q.end, on_heads(q, q.layout)),),
             absorbed=absorbed,
             stores=anchor.stores,
-            site=_site(q, k, v, k_place, store.kind),
-            scope=k.linear.scope.rpartition(".")[0] or k.linear.scope,
+            site=_site(q, k, v, k_place, record.kind),
+            scope=common_scope(k.linear.scope, anchor.first.store.scope),
         )
 
 
@@ -144,6 +149,23 @@ def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> No
             f"{heads.num_heads} of {heads.head_dim}",
             heads.linear,
         )
+
+
+def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
+    """The op rounds once, to the activation's dtype: another dtype in the cache is another op."""
+    written, projected = place.source.value.dtype, heads.linear.dtype
+    if written != projected:
+        reject(
+            "CAST",
+            stage,
+            f"{who} is cast from {_short(projected)} to {_short(written)} before the cache write",
+            place.source,
+            hint="keep the cache in the activation's dtype",
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _find_query(flow: Dataflow, k: Heads, v: Heads) -> Heads:
@@ -248,25 +270,19 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
     )
 
 
-def _end_layout(q: Heads) -> Effect:
-    """The replaced value's own dimensions, on the linear's axes."""
-    return q.layout
-
-
 def _guard(
     q: Heads, k: Heads, v: Heads, k_place: Addressing, v_place: Addressing, cache: torch.dtype
 ) -> None:
     dtypes = {p.linear.args[1].value.dtype for p in (q, k, v)} | {cache, k.x.value.dtype}
     dtypes |= {p.linear.dtype for p in (q, k, v)} | {q.end.dtype}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        code = "CAST" if cache != k.x.value.dtype else "DTYPE"
+        names = ", ".join(sorted(_short(d) for d in dtypes))
+        known = ", ".join(_short(d) for d in SUPPORTED_DTYPES)
         reject(
-            code,
+            "DTYPE",
             Stage.GUARDS,
-            f"activation, weights and cache have {names}; expected one of them all",
+            f"activation, weights and cache have {names}; expected one of {known} for all",
             k.linear,
-            hint="keep the cache in the activation's dtype" if code == "CAST" else "",
         )
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads or k.head_dim != v.head_dim:
         reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.linear)
@@ -280,8 +296,10 @@ def same_slots(k: Addressing, v: Addressing) -> bool:
     """Equal index tensors; a page split that differs matters only for computed slots."""
     if k.slot_mapping == v.slot_mapping:
         return True
-    return isinstance(k.slot_mapping, View) and isinstance(v.slot_mapping, View) and _equal_values(
-        k.slot_mapping, v.slot_mapping
+    return (
+        isinstance(k.slot_mapping, View)
+        and isinstance(v.slot_mapping, View)
+        and _equal_values(k.slot_mapping, v.slot_mapping)
     )
 
 
@@ -365,7 +383,7 @@ def _site(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> Site:
             "write": kind,
             "slots": "page+offset" if paged else place.slots,
             "cache": "x".join(str(n) for n in place.window[:4]),
-            "x": f"{str(k.x.value.dtype).removeprefix('torch.')}[{tokens},{k.x.shape[1]}]",
+            "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
         }
     )
 

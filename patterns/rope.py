@@ -60,8 +60,7 @@ def match_rope(head: View) -> Rope | None:
 
     Raises Reject (ROPE_STYLE, ROPE_TABLE) for a rotation of a kind the ops do not have.
     """
-    value = head.value
-    if value.op not in _ARITHMETIC or not head.is_whole:
+    if head.value.op not in _ARITHMETIC:
         return None
     absorbed: list[Value] = []
     try:
@@ -338,7 +337,9 @@ def _style(head: View, partner: _Column, rotary_dim: int, first: int) -> str:
     i = np.arange(rotary_dim)
     half = rotary_dim // 2
     x, sign = partner.x[:rotary_dim] - first, partner.sign[:rotary_dim]
-    if np.array_equal(x, (i + half) % rotary_dim) and np.array_equal(sign, np.where(i < half, -1, 1)):
+    if np.array_equal(x, (i + half) % rotary_dim) and np.array_equal(
+        sign, np.where(i < half, -1, 1)
+    ):
         return "half"
     if np.array_equal(x, i ^ 1) and np.array_equal(sign, np.where(i % 2 == 0, -1, 1)):
         return "interleaved"
