@@ -1,0 +1,83 @@
+"""Compiles the kernels of a report, several at a time, and holds each to the target's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tilewright.codegen.audit import Audit, Expectations, check
+from tilewright.codegen.build import BuildError
+from tilewright.codegen.targets import Target, get_target
+from tilewright.compiler import Kernel
+
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class KernelAudit:
+    """One kernel after the compiler.
+
+    audit: None where it did not compile; error then has the compiler's last words. problems: the
+    rules that the machine code breaks, as `rule: sentence`.
+    """
+
+    kernel: Kernel
+    audit: Audit | None
+    problems: tuple[str, ...]
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.audit is not None and not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """The outcome as JSON-ready data."""
+        facts = None
+        if self.audit is not None:
+            facts = asdict(self.audit) | {"mma": self.audit.mma, "spills": self.audit.spills}
+        return {"audit": facts, "problems": list(self.problems), "error": self.error or None}
+
+
+def audit_kernels(
+    kernels: Sequence[Kernel],
+    target: str,
+    *,
+    workers: int = WORKERS,
+    done: Callable[[], None] = lambda: None,
+) -> list[KernelAudit]:
+    """Cross-compiles every kernel for `target` and audits it; no GPU is needed.
+
+    Each compiles in a process of its own, `workers` at a time; what the cache holds is not
+    compiled again. done: called after each kernel. A kernel that does not compile is an outcome,
+    not an error. Raises ValueError for an unknown target.
+    """
+    chip = get_target(target)
+
+    def one(kernel: Kernel) -> KernelAudit:
+        outcome = _audit(kernel, chip)
+        done()
+        return outcome
+
+    # The threads only wait: the compiler runs in the worker processes.
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(one, kernels))
+
+
+def _audit(kernel: Kernel, target: Target) -> KernelAudit:
+    try:
+        audit = kernel.build(target.name).audit
+    except BuildError as error:
+        return KernelAudit(kernel, None, (), str(error))
+    return KernelAudit(kernel, audit, tuple(check(audit, target, expectations(kernel, target))))
+
+
+def expectations(kernel: Kernel, target: Target) -> Expectations:
+    """A kernel that multiplies tiles must do so on the tensor cores meant for its dtype."""
+    if "tl.dot" not in kernel.source:
+        return Expectations()
+    first = next(kind for _, kind in kernel.spec.signature if kind.startswith("*"))
+    dtype = first.removeprefix("*")
+    known = {name for name, _ in target.mma_opcodes}
+    return Expectations(mma=dtype if dtype in known else None)

@@ -1,0 +1,138 @@
+"""A report as text for a terminal: what was fused, what was missed and why, the kernels."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tilewright.codegen.targets import Target, get_target
+from tilewright.compiler import Lowered, Site
+from tilewright.compiler.report import collapse_misses, collapse_sites
+from tilewright.patterns.language import Miss
+from tilewright.tools.kernel_audit import KernelAudit
+
+# What a pipe gets: a terminal has its own width.
+PIPE_WIDTH = 100
+_LABEL_WIDTH = 10
+
+
+def make_console(stderr: bool = False) -> Console:
+    """The console everything is printed to; wide enough for tables where nobody set a width."""
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: int) -> Group:
+    """The report of model `name`, lines folded at `width` columns; `audits` may be empty."""
+    parts: list[RenderableType] = [_head(name, lowered)]
+    parts += [*_matches(lowered.matches, width), *_misses(lowered.misses, width)]
+    if not lowered.matches and not lowered.misses:
+        parts.append(Text("\nNothing to fuse was found: no pattern has an anchor in this model."))
+    parts += [Text(f"note: {note}", style="yellow") for note in lowered.notes]
+    if audits:
+        parts += [Text(f"\nKernels for {lowered.target}", style="bold")]
+        parts += [kernel_table(audits, get_target(lowered.target)), *_kernel_errors(audits)]
+    return Group(*parts)
+
+
+def _head(name: str, lowered: Lowered) -> Text:
+    before = sum(len(g.before.graph.nodes) for g in lowered.graphs)
+    after = sum(len(g.after.graph.nodes) for g in lowered.graphs)
+    seconds = sum(sum(g.seconds.values()) for g in lowered.graphs)
+    count = _count(len(lowered.graphs), "graph")
+    text = Text(name, style="bold")
+    size = f"{before} nodes, {after} after fusion ({seconds:.2f} s)"
+    return text.append(f"  target {lowered.target}, {count}, {size}", style="not bold")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _matches(sites: Sequence[Site], width: int) -> Iterator[RenderableType]:
+    if not sites:
+        return
+    yield Text(f"\nFused: {_count(len(sites), 'site')}", style="bold green")
+    for site, scope, count in collapse_sites(sites):
+        yield _place(scope, count, f"{site.pattern} -> {site.op}", site.source)
+        facts = " ".join(f"{key}={value}" for key, value in site.shapes.items())
+        lines = {"shapes": facts, "lowering": f"{site.lowering}: {site.reason}"}
+        yield _fields(lines | ({"kernels": site.kernel} if site.kernel else {}), width)
+
+
+def _misses(misses: Sequence[Miss], width: int) -> Iterator[RenderableType]:
+    if not misses:
+        return
+    total = sum(miss.count for miss in misses)
+    yield Text(f"\nMissed: {_count(total, 'site')}", style="bold yellow")
+    for miss, scope, count in collapse_misses(misses):
+        yield _place(scope or "graph", count, f"{miss.pattern}  {miss.code}", miss.source)
+        lines = {miss.stage.label: miss.message}
+        yield _fields(lines | ({"hint": miss.hint} if miss.hint else {}), width)
+
+
+def _place(scope: str, count: int, what: str, source: str) -> Text:
+    text = Text(f"  {scope or 'graph'}", style="bold")
+    if count > 1:
+        text.append(f"  x{count}")
+    text.append(f"  {what}", style="not bold cyan")
+    if source:
+        text.append(f"  {source}", style="not bold dim")
+    return text
+
+
+def _fields(lines: dict[str, str], width: int) -> Text:
+    """Labelled values under a place, folded with a hanging indent."""
+    text = Text()
+    indent = " " * (4 + _LABEL_WIDTH)
+    for key, value in lines.items():
+        # 20: a terminal so narrow that it folds anyway
+        first, *rest = textwrap.wrap(value, max(width - len(indent), 20)) or [""]
+        text.append(f"    {key:<{_LABEL_WIDTH}}", style="dim").append(first)
+        text.append("".join(f"\n{indent}{line}" for line in rest)).append("\n")
+    text.right_crop(1)
+    return text
+
+
+_COLUMNS = ("kernel", "tensor core", "regs", "spills", "stack", "shared", "TMEM", "warps", "rules")
+
+
+def kernel_table(audits: Sequence[KernelAudit], target: Target) -> Table:
+    """One row per compiled kernel; limits of the target stand in the header."""
+    limits = {
+        "regs": f"of {target.max_registers}",
+        "shared": f"of {target.max_shared_bytes}",
+        "TMEM": f"of {target.tmem_columns}",
+    }
+    table = Table(box=None, pad_edge=True, header_style="dim", padding=(0, 1))
+    for name in _COLUMNS:
+        header = f"{name}\n{limits[name]}" if name in limits else name
+        right = name not in ("kernel", "tensor core", "rules")
+        table.add_column(Text(header), justify="right" if right else "left", no_wrap=not right)
+    for outcome in audits:
+        table.add_row(*_row(outcome))
+    return table
+
+
+def _row(outcome: KernelAudit) -> list[Text]:
+    name, audit = Text(outcome.kernel.spec.name), outcome.audit
+    if audit is None:
+        return [name, Text("does not compile", style="red")]
+    mma = " ".join(f"{opcode} x{n}" for opcode, n in audit.mma.items()) or "none"
+    numbers = (audit.registers, audit.spills, audit.stack_bytes, audit.shared_bytes)
+    numbers += (audit.tmem_columns, audit.num_warps)
+    verdict = Text(f"{len(outcome.problems)} broken", style="red") if outcome.problems else None
+    return [name, Text(mma), *(Text(str(n)) for n in numbers), verdict or Text("kept", "green")]
+
+
+def _kernel_errors(audits: Sequence[KernelAudit]) -> Iterator[RenderableType]:
+    for outcome in audits:
+        last = outcome.error.strip().splitlines()[-1:] if outcome.error else []
+        for line in (*outcome.problems, *last):
+            yield Text(f"  {outcome.kernel.spec.name}: {line}", style="red")
