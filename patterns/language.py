@@ -120,7 +120,7 @@ class Reject(Exception):
 def reject(
     code: str, stage: Stage, message: str, *culprits: Value | View | fx.Node, hint: str = ""
 ) -> NoReturn:
-    """Ends the attempt with a Miss. `code` must be one of :data:`CODES`."""
+    """Ends the attempt with a Miss. `code` must be in :data:`CODES`, see :func:`register_code`."""
     assert code in CODES, f"undocumented miss code {code}"
     raise Reject(Miss("", code, stage, message, tuple(_node(c) for c in culprits), hint))
 
@@ -282,3 +282,9 @@ CODES: dict[str, str] = {
     "CLAIMED": "another match already absorbs part of this one",
     "UNSUPPORTED": "the op does not support this combination",
 }
+
+
+def register_code(code: str, meaning: str) -> None:
+    """Adds a miss code of a user's pattern; ValueError where it already means something else."""
+    if CODES.setdefault(code, meaning) != meaning:
+        raise ValueError(f"code: {code!r} already means {CODES[code]!r}, got {meaning!r}")

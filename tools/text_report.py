@@ -125,8 +125,8 @@ def _row(outcome: KernelAudit) -> list[Text]:
     if audit is None:
         return [name, Text("does not compile", style="red")]
     mma = " ".join(f"{opcode} x{n}" for opcode, n in audit.mma.items()) or "none"
-    numbers = (audit.registers, audit.spills, audit.stack_bytes, audit.shared_bytes)
-    numbers += (audit.tmem_columns, audit.num_warps)
+    numbers = [audit.registers, audit.spills, audit.stack_bytes, audit.shared_bytes]
+    numbers += [audit.tmem_columns, audit.num_warps]
     verdict = Text(f"{len(outcome.problems)} broken", style="red") if outcome.problems else None
     return [name, Text(mma), *(Text(str(n)) for n in numbers), verdict or Text("kept", "green")]
 
