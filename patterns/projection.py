@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
@@ -85,7 +87,7 @@ def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:
     """
     head, absorbed = strip_casts(view)
     end = view.value
-    whole, effect = _one_head_axis(head)
+    whole, effect = one_head_axis(head)
     rope = match_rope(whole)
     norm_weight, norm_eps, rope_layout = None, None, None
     if rope is not None:
@@ -163,6 +165,8 @@ _HINTS = {
 def _explain(value: Value, code: str, stage: Stage) -> tuple[str, Stage, str]:
     if "_c10d_functional" in value.op or "c10d" in value.op:
         return "COLLECTIVE", stage, f"{value.op} lies between the projection and the cache"
+    if value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
+        return "MASKED_WRITE", stage, "a boolean mask selects the tokens that are written"
     return code, stage, f"expected a linear, a norm or a rotation, found {value}"
 
 
@@ -178,7 +182,7 @@ def _layout_of(view: View, linear: Value) -> Effect:
     return head.effect
 
 
-def _one_head_axis(view: View) -> tuple[View, Effect]:
+def one_head_axis(view: View) -> tuple[View, Effect]:
     """A stack of pairs [..., D/2, 2] read as [..., D], and the view's effect on that."""
     value, effect = view.value, view.effect
     if value.op != "aten.cat" or value.args[1] != len(value.shape) - 1:

@@ -1,0 +1,44 @@
+"""Whether a compiled model is as good as the eager one, measured against float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+# One rounding of the result may fall the other way; beyond that fused must not be worse.
+ALLOWANCE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
+
+
+def upcast(item):
+    """A float64 copy of a module or tensor; anything else as it is."""
+    if isinstance(item, torch.nn.Module):
+        return copy.deepcopy(item).to(torch.float64)
+    if isinstance(item, torch.Tensor):
+        return item.double() if item.dtype.is_floating_point else item.clone()
+    return item
+
+
+def cloned(args: Sequence) -> list:
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    exact = exact.double()
+    scale = torch.linalg.vector_norm(exact).item() or 1.0
+    return torch.linalg.vector_norm(actual.double() - exact).item() / scale
+
+
+def assert_no_worse(fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str):
+    """The fused result's error against float64 is no larger than eager's, plus a rounding."""
+    ours, theirs = relative_error(fused, exact), relative_error(eager, exact)
+    allowed = theirs + ALLOWANCE[eager.dtype]
+    assert ours <= allowed, f"{what}: fused is off by {ours:.2e}, eager by {theirs:.2e}"
+
+
+def assert_untouched(before, fused, exact, what: str):
+    """Where the float64 run left a cache alone, the fused run left every bit."""
+    alone = exact.double() == before.double()
+    assert alone.any(), f"{what}: every element was written, the test shows nothing"
+    assert torch.equal(fused[alone], before[alone]), f"{what}: an untouched slot changed"

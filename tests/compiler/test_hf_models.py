@@ -1,0 +1,95 @@
+"""Hugging Face models, unmodified: every layer fused, and no worse than eager against float64."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched
+from tilewright.compiler import lower, reports
+
+pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
+
+from tests.models.hf import MODELS, build_hf
+
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_is_fused_and_right(name, phase, dynamic):
+    ours, eager, exact = (build_hf(name, cache="static", phase=phase) for _ in range(3))
+    before = [tuple(t.clone() for t in pair) for pair in ours.caches]
+    expected = eager.model(*eager.args, **eager.kwargs).logits
+    reference = in_float64(exact)
+    compiled = torch.compile(
+        ours.model, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+    )
+    logits = compiled(*ours.args, **ours.kwargs).logits
+    found = reports()[-1]
+    assert [m.pattern for m in found.matches] == ["qkv_cache"] * LAYERS, found.misses
+    assert found.misses == ()
+    assert_no_worse(logits, expected, reference, f"{name} logits")
+    for layer in range(LAYERS):
+        for part in range(2):
+            what = f"{name} layer {layer} cache {part}"
+            a, b = ours.caches[layer][part], eager.caches[layer][part]
+            c = exact.caches[layer][part]
+            assert_no_worse(a, b, c, what)
+            assert_untouched(before[layer][part], a, c, what)
+
+
+def in_float64(case):
+    """Runs a case's model in float64, on caches of float64; the case's caches become those."""
+    model = copy.deepcopy(case.model).to(torch.float64)
+    cache = case.kwargs["past_key_values"]
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.double(), layer.values.double()
+    logits = model(*case.args, **case.kwargs).logits
+    case.caches[:] = [(layer.keys, layer.values) for layer in cache.layers]
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_growing_cache_gets_one_miss_that_says_what_to_do(name, phase):
+    case = build_hf(name, cache="dynamic", phase=phase)
+    lowered = lower(case.model, case.args, case.kwargs)
+    assert lowered.matches == []
+    (miss,) = lowered.misses
+    assert miss.code == "GROWING_CACHE"
+    assert miss.count == 2 * LAYERS
+    assert "static cache" in miss.hint
+
+
+def test_inductor_gives_the_same_as_eager():
+    ours, eager, exact = (build_hf("llama", cache="static", phase="decode") for _ in range(3))
+    expected = eager.model(*eager.args, **eager.kwargs).logits
+    reference = in_float64(exact)
+    compiled = torch.compile(ours.model, backend="tilewright")
+    logits = compiled(*ours.args, **ours.kwargs).logits
+    assert len(reports()[-1].matches) == LAYERS
+    assert_no_worse(logits, expected, reference, "logits")
+    for layer in range(LAYERS):
+        for a, b, c in zip(*(x.caches[layer] for x in (ours, eager, exact)), strict=True):
+            assert_no_worse(a, b, c, f"layer {layer}")
+
+
+def test_several_steps_on_one_cache():
+    """Decoding goes on where the last step wrote: positions advance, one compile serves all."""
+    ours, eager = (build_hf("qwen3", cache="static", phase="decode") for _ in range(2))
+    compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
+    for step in range(4):
+        token = torch.full_like(ours.args[0], 3 + step) if ours.args else None
+        args = (token,) if token is not None else ()
+        a = compiled(*args, **ours.kwargs).logits
+        b = eager.model(*args, **eager.kwargs).logits
+        assert (a.float() - b.float()).abs().max() < 0.05

@@ -1,0 +1,116 @@
+"""Every idiom of "project, write the cache, attend": matched and right, or missed by name.
+
+A matched idiom is run beside eager and beside float64: outputs and caches no worse than eager,
+slots that nothing writes keep every bit.
+"""
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.models.qkv_idioms import IDIOMS, build
+from tilewright.compiler import lower, reports
+
+#: idioms that no op takes: the code, and what the message must name
+MISSED = {
+    "fp8": ("CAST", "K is cast from bfloat16 to float8_e4m3fn"),
+    "fp8_bytes": ("CACHE_LAYOUT", "reinterpreting view"),
+    "custom_op": ("OPAQUE_WRITE", "tilewright_models::store"),
+    "out_of_place": ("FUNCTIONAL_WRITE", "return a new tensor"),
+    "masked": ("GRAPH_BREAK", "what runs between graphs is not fused"),
+    "llama_reference": ("SLICE_WRITE", "setitem writes a slice"),
+    "narrow_copy": ("SLICE_WRITE", "copy_ writes a slice"),
+}
+
+#: idioms where only a write could be taken, and why the projection was not
+STORED = {"vllm_v1": "CACHE_LAYOUT"}
+
+FUSED = [name for name in IDIOMS if name not in MISSED and name not in STORED]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_and_no_worse_than_eager(name):
+    module, args = build(name)
+    layers = 2 if "two_layers" in name else 1
+    run_and_compare(name, module, args, ["qkv_cache"] * layers)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_the_write_alone_is_taken(name):
+    module, args = build(name)
+    run_and_compare(name, module, args, ["cache_store"])
+    assert STORED[name] in {m.code for m in reports()[-1].misses}
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_missed_with_a_reason_and_still_right(name):
+    code, phrase = MISSED[name]
+    module, args = build(name)
+    lowered = lower(module, args)
+    assert lowered.matches == []
+    found = [m for m in lowered.misses if m.code == code]
+    assert found, [str(m) for m in lowered.misses]
+    assert phrase in found[0].message
+    if name == "masked":
+        return  # CPU eager masks with nonzero in both: nothing of ours ran
+    eager, ours = cloned(args), cloned(args)
+    expected = module(*eager)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    assert torch.equal(compiled(*ours), expected)
+    for a, b in zip(ours, eager, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_a_mask_inside_the_graph_is_missed_by_name():
+    module, args = build("masked")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        codes = {m.code for m in lower(module, args).misses}
+    assert "MASKED_WRITE" in codes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["page_offset", "static_cache", "norm_spelled_static"])
+def test_other_dtypes(name, dtype):
+    module, args = build(name, dtype=dtype)
+    run_and_compare(name, module, args, ["qkv_cache"])
+
+
+@pytest.mark.parametrize("name", ["setitem_on_view", "static_cache", "max_blocks"])
+def test_a_token_count_that_changes_does_not_lose_the_match(name):
+    module, args = build(name)
+    run_and_compare(name, module, args, ["qkv_cache"], dynamic=True)
+
+
+def test_a_negative_slot_means_what_pytorch_means():
+    """`cache[slot] = k` wraps a negative slot; a rewrite must not skip it."""
+    module, args = build("setitem_on_view")
+    args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    slots = args[4]
+    slots[0] = -1
+    run_and_compare("setitem_on_view", module, args, ["qkv_cache"])
+
+
+def run_and_compare(name, module, args, patterns, **compile_options):
+    eager, ours, exact = cloned(args), cloned(args), [upcast(a) for a in args]
+    expected = module(*eager)
+    reference = upcast(module)(*exact)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        module, backend="tilewright", options={"inner": "eager"}, **compile_options
+    )
+    actual = compiled(*ours)
+    assert [m.pattern for m in reports()[-1].matches] == patterns, reports()[-1].misses
+    assert_no_worse(actual, expected, reference, f"{name} output")
+    for i, before in enumerate(args):
+        if isinstance(before, torch.Tensor) and before.is_floating_point() and i > 0:
+            assert_no_worse(ours[i], eager[i], exact[i], f"{name} argument {i}")
+            assert_untouched(before, ours[i], exact[i], f"{name} argument {i}")
