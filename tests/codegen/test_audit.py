@@ -1,0 +1,124 @@
+"""Audit rules, each broken alone, and the readers of PTX, SASS and TTGIR."""
+
+import dataclasses
+
+import pytest
+
+from tilewright.codegen.audit import Audit, Expectations, check, count_opcodes, staged_bytes
+from tilewright.codegen.targets import SM100
+
+GOOD = Audit(
+    kernel="k",
+    sm_target="sm_100a",
+    triton="3.9.0",
+    ptxas="13.4",
+    instructions=1500,
+    registers=168,
+    stack_bytes=0,
+    shared_bytes=150_000,
+    tmem_columns=256,
+    num_warps=8,
+    warp_specialized=True,
+    global_scratch_bytes=256,
+    opcodes={"UTCHMMA": 8, "UTMALDG": 4, "UTMASTG": 2, "LDTM": 4, "BRA": 10},
+    main_loop={"UTCHMMA": 8, "UTMALDG": 4, "BRA": 1},
+    mma_kinds=("tcgen05.mma.cta_group::1.kind::f16",),
+    staged_bytes=98_304,
+    is_trap=False,
+)
+CLAIMS = Expectations(
+    mma="bf16", tma_loads=True, tma_stores=True, warp_specialized=True, memory_bound=True
+)
+LEGACY = {"HMMA": 4, "UTCHMMA": 8}
+ROUND_TRIP = {"LDTM": 1, "STTM": 1, "UTCHMMA": 8}
+
+
+def test_a_good_kernel_has_no_problems():
+    assert check(GOOD, SM100, CLAIMS) == []
+    assert Audit.from_json(GOOD.to_json()) == GOOD
+    assert "UTCHMMA=8" in GOOD.summary()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"sm_target": "sm_90a"}, "target: built for sm_90a, not sm_100a"),
+        ({"is_trap": True}, "body: the body is nothing but a trap"),
+        ({"opcodes": {"UTMALDG": 1, "UTMASTG": 1}}, "tensor core: expected UTCHMMA for bf16"),
+        ({"main_loop": LEGACY}, "no legacy tensor core: older tensor-core opcodes"),
+        ({"main_loop": ROUND_TRIP}, "accumulator: the accumulator leaves and re-enters"),
+        ({"stack_bytes": 24}, "stack: stack bytes: 24, at most 0"),
+        ({"main_loop": {"LDL": 2, "STL": 1}}, "spills: spills in the main loop: 3, at most 0"),
+        ({"main_loop": {}, "opcodes": {**GOOD.opcodes, "STL": 1}}, "spills: spills: 1, at most 0"),
+        ({"registers": 256}, "registers: registers: 256, at most 255"),
+        ({"shared_bytes": 232449}, "shared: shared bytes: 232449, at most 232448"),
+        ({"tmem_columns": 576}, "tmem: TMEM columns: 576, at most 512"),
+        ({"opcodes": {"UTCHMMA": 8, "UTMASTG": 1}}, "tma loads: no TMA load"),
+        ({"opcodes": {"UTCHMMA": 8, "UTMALDG": 1}}, "tma stores: no TMA store"),
+        ({"warp_specialized": False}, "warp specialisation: the warps are not specialised"),
+        ({"staged_bytes": 40_000}, "bytes in flight: bytes in flight per SM: 40000"),
+    ],
+)
+def test_each_rule_is_reached(change, problem):
+    found = check(dataclasses.replace(GOOD, **change), SM100, CLAIMS)
+    assert any(line.startswith(problem) for line in found), found
+
+
+def test_claims_not_made_are_not_held_against_a_kernel():
+    bare = dataclasses.replace(GOOD, opcodes={"FADD": 1}, main_loop={}, staged_bytes=0)
+    bare = dataclasses.replace(bare, warp_specialized=False)
+    assert check(bare, SM100) == []
+
+
+def test_occupancy():
+    small = dataclasses.replace(GOOD, registers=64, shared_bytes=70_000, num_warps=4)
+    assert small.blocks_per_sm(SM100) == 2  # by TMEM
+    assert dataclasses.replace(small, tmem_columns=0).blocks_per_sm(SM100) == 3  # shared memory
+    assert dataclasses.replace(small, tmem_columns=512).blocks_per_sm(SM100) == 1
+    full = dataclasses.replace(small, registers=255, tmem_columns=0, shared_bytes=0)
+    assert full.blocks_per_sm(SM100) == 2  # registers
+    assert any("occupancy" in p for p in check(GOOD, SM100, Expectations(blocks_per_sm=2)))
+
+
+def test_nvfp4_needs_scales_on_the_fast_path():
+    kinds = ("tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X",)
+    opcodes = {"UTCOMMA": 8, "UTCCP": 24}
+    claims = Expectations(mma="nvfp4")
+    good = dataclasses.replace(GOOD, opcodes=opcodes, main_loop=opcodes, mma_kinds=kinds)
+    assert check(good, SM100, claims) == []
+    slow = dataclasses.replace(good, opcodes={"UTCOMMA": 8})
+    assert check(slow, SM100, claims) == [
+        "block scales: scales do not reach tensor memory by UTCCP"
+    ]
+    upcast = dataclasses.replace(good, mma_kinds=GOOD.mma_kinds)
+    assert check(upcast, SM100, claims)[0].startswith("block scales: no kind::mxf4nvf4")
+
+
+SASS = """
+.text.k:
+        /*0000*/                   S2R R4, SR_TID.X ;
+.L_x_0:
+        /*0010*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0020*/                   UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR12], tmem[UR14] ;
+        /*0030*/              @P0  BRA `(.L_x_1) ;
+        /*0040*/             @!UP1 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0050*/              @P1  BRA `(.L_x_0) ;
+        /*0060*/                   STG.E.128 desc[UR4][R2.64], R8 ;
+        /*0070*/                   BRA `(.L_x_2) ;
+.L_x_2:
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_the_main_loop_is_the_innermost_around_the_mma():
+    opcodes, main_loop = count_opcodes(SASS)
+    assert main_loop == {"UTCHMMA": 1, "BRA": 1}
+    assert opcodes["BRA"] == 3
+    assert opcodes["UIADD3"] == opcodes["STG"] == opcodes["LDG"] == 1
+
+
+def test_staging_buffers():
+    alloc = "    %x = ttg.local_alloc : () -> !ttg.memdesc<{}, #shared, #smem, mutable> loc(#l)\n"
+    text = "".join(alloc.format(t) for t in ("3x128x64xbf16", "4x16x128xf8E4M3FN", "3x1xi64"))
+    assert staged_bytes(text) == 3 * 128 * 64 * 2 + 4 * 16 * 128

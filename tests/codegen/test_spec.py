@@ -1,0 +1,98 @@
+"""Targets and kernel specs: canonical, hashable, checked on construction."""
+
+import dataclasses
+
+import pytest
+
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import INTERPRET, SM90, SM100, TARGETS, detect_target, get_target
+
+ARGUMENTS = {
+    "template": "qkv",
+    "kernel": "project",
+    "constants": {"B": 1, "A": 2.5, "S": None, "T": "half"},
+    "signature": {"x": "*bf16", "n": "i32", "d": "tensordesc<bf16[128, 64]>"},
+    "divisible16": ["x"],
+    "ranges": {"n": (1, 16)},
+    "grid": (3, 2),
+}
+
+
+def test_json_round_trip_and_names():
+    spec = KernelSpec.make(**ARGUMENTS)
+    assert KernelSpec.from_json(spec.to_json()) == spec
+    assert spec.name == f"project_{spec.hash[:12]}"
+    assert spec.name.isidentifier()
+    assert spec.module == "tilewright.codegen.templates.qkv"
+    assert spec.constant("A") == 2.5
+    with pytest.raises(KeyError, match="no constant 'Z'"):
+        spec.constant("Z")
+
+
+def test_order_of_constants_does_not_matter_but_types_do():
+    spec = KernelSpec.make(**ARGUMENTS)
+    reordered = dict(reversed(ARGUMENTS["constants"].items()))
+    assert KernelSpec.make(**{**ARGUMENTS, "constants": reordered}) == spec
+    assert len({spec, KernelSpec.make(**{**ARGUMENTS, "constants": reordered})}) == 1
+    flag = {**ARGUMENTS["constants"], "B": True}
+    assert KernelSpec.make(**{**ARGUMENTS, "constants": flag}) != spec
+    swapped = dict(reversed(ARGUMENTS["signature"].items()))
+    assert KernelSpec.make(**{**ARGUMENTS, "signature": swapped}) != spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": "no good"}, "kernel: expected a Python identifier"),
+        ({"template": "a b"}, "template: expected a Python identifier"),
+        ({"constants": {"A": [1]}}, r"constants\['A'\]: expected int, float, bool, str or None"),
+        ({"constants": {"A": float("nan")}}, r"constants\['A'\]: expected a finite float"),
+        ({"constants": {"n": 1}}, r"distinct names, got \['n'\] twice"),
+        ({"signature": {"x": "*bf17", "n": "i32"}}, r"signature\['x'\]: expected a Triton type"),
+        ({"divisible16": ["y"]}, "divisible16: 'y' is no pointer or integer"),
+        ({"divisible16": ["d"]}, "divisible16: 'd' is no pointer or integer"),
+        ({"ranges": {"x": (0, 1)}}, "ranges: 'x' is no integer"),
+        ({"ranges": {"n": (2, 1)}}, r"ranges\['n'\]: expected low <= high, got 2 > 1"),
+        ({"num_warps": 3}, "num_warps: expected a power of two, got 3"),
+        ({"num_stages": 0}, "num_stages: expected at least 1, got 0"),
+        ({"target": "sm80"}, "target: expected one of"),
+        ({"grid": (0,)}, "grid: expected one to three positive extents"),
+    ],
+)
+def test_bad_input_is_named(changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        KernelSpec.make(**{**ARGUMENTS, **changes})
+
+
+def test_json_of_another_version_is_refused():
+    with pytest.raises(ValueError, match="expected the fields"):
+        KernelSpec.from_json('{"kernel": "k"}')
+
+
+def test_targets():
+    assert TARGETS == {"sm100": SM100, "sm90": SM90, "interpret": INTERPRET}
+    assert (SM100.arch, SM90.arch) == (100, 90)
+    assert SM100.has("tcgen05")
+    assert not SM90.has("tcgen05")
+    assert (SM100.mma_opcode("bf16"), SM90.mma_opcode("bf16")) == ("UTCHMMA", "HGMMA")
+    assert SM100.flops_per_s("nvfp4") > 3 * SM100.flops_per_s("bf16")
+    with pytest.raises(ValueError, match="has rates for"):
+        SM90.flops_per_s("nvfp4")
+    with pytest.raises(ValueError, match="feature: expected one of"):
+        SM90.has("warp_drive")
+    with pytest.raises(ValueError, match="target: expected one of"):
+        get_target("sm80")
+    with pytest.raises(ValueError, match="features: expected names"):
+        dataclasses.replace(SM90, features=frozenset({"warp_drive"}))
+
+
+def test_detect_target_agrees_with_torch():
+    torch = pytest.importorskip("torch")
+    found = detect_target()
+    if not torch.cuda.is_available():
+        assert found is None
+        return
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    known = {9: "sm90", 10: "sm100"}.get(properties.major)
+    assert (found and found.name) == known
+    assert found is None or found.num_sms == properties.multi_processor_count
