@@ -224,6 +224,7 @@ def load_jit(spec: KernelSpec) -> Launchable:
     if needs_scratch(path.read_text("utf-8")):
         install_allocator()
     options: dict[str, Any] = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    options["enable_fp_fusion"] = True  # as worker.py has it: the defaults of releases differ
     if spec.maxnreg is not None:
         options["maxnreg"] = spec.maxnreg
     return Launchable(spec, function, options)

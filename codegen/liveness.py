@@ -33,11 +33,17 @@ def is_impure_call(node: ast.Call) -> bool:
 
 
 def has_side_effects(statement: ast.AST) -> bool:
-    """Whether a statement does more than assign local names."""
-    return any(
-        isinstance(node, ast.Return) or (isinstance(node, ast.Call) and is_impure_call(node))
-        for node in ast.walk(statement)
+    """Whether a statement does more than assign local names.
+
+    A call that stands alone is there for its effect, whatever it is called.
+    """
+    return _calls_impure(statement) or any(
+        isinstance(node, (ast.Return, ast.Expr)) for node in ast.walk(statement)
     )
+
+
+def _calls_impure(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Call) and is_impure_call(part) for part in ast.walk(node))
 
 
 def remove_dead(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -110,8 +116,7 @@ def _prune_compound(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
     if isinstance(statement, (ast.For, ast.While)):
         body = _prune([s for s in statement.body if not isinstance(s, ast.Pass)], live)
         if not body and not isinstance(statement, ast.While):
-            header = ast.Expr(statement.iter)
-            return None if not has_side_effects(header) else statement
+            return statement if _calls_impure(statement.iter) else None
         if isinstance(statement, ast.While):
             return ast.While(statement.test, body or [ast.Pass()], [])
         return ast.For(statement.target, statement.iter, body, [], None)
@@ -122,8 +127,7 @@ def _prune_compound(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
         return ast.If(statement.test, body, orelse)
     if orelse:
         return ast.If(ast.UnaryOp(ast.Not(), statement.test), orelse, [])
-    header = ast.Expr(statement.test)
-    return header if has_side_effects(header) else None
+    return ast.Expr(statement.test) if _calls_impure(statement.test) else None
 
 
 def _without_overwritten(body: list[ast.stmt]) -> list[ast.stmt]:

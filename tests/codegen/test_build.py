@@ -168,7 +168,7 @@ def test_jit_function_is_ready_for_a_gpu():
     kernel = load_jit(ADD)
     assert kernel.function.__name__ == ADD.name
     assert kernel.function.arg_names == ["x_ptr", "y_ptr", "out_ptr", "n"]
-    assert kernel.options == {"num_warps": 4, "num_stages": 2}
+    assert kernel.options == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
     assert load_jit(ADD) is kernel
     assert not needs_scratch(emit(ADD))
     assert needs_scratch(emit(tma_spec("sm90")))

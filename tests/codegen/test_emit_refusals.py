@@ -11,6 +11,7 @@ REFUSED = "sample_templates.refused"
 REASONS = {
     "return_in_branch": "may only return at its end",
     "effect_inside_expression": "writes memory",
+    "unknown_effect_inside_expression": "writes memory",
     "recursion": "calls itself",
     "chained_comparison": "no chained comparison",
     "assertion": "static assertion failed: BLOCK % 32 == 0: 'whole warps'",

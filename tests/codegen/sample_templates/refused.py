@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 NOT_CONSTANT = [1, 2, 3]
 
@@ -32,6 +33,17 @@ def return_in_branch(x_ptr, n, BLOCK: tl.constexpr):
 @triton.jit
 def effect_inside_expression(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + 1, tl.load(x_ptr) + storing(x_ptr, n))
+
+
+@triton.jit
+def waiting(value):
+    cuda.gdc_wait()
+    return value
+
+
+@triton.jit
+def unknown_effect_inside_expression(x_ptr, n, BLOCK: tl.constexpr):
+    tl.store(x_ptr + 1, tl.load(x_ptr) + waiting(n))
 
 
 @triton.jit
