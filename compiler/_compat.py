@@ -17,6 +17,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 __all__ = [
     "DynamoError",
     "GraphTransformObserver",
+    "as_meta",
     "aten_calls",
     "compile_fx",
     "counting_graph_breaks",
@@ -109,3 +110,27 @@ def empty_like_fake(value: Any) -> Any:
 def _hint(value: Any) -> Any:
     symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return value.node.hint if symbolic else value
+
+
+def as_meta(values: Any) -> Any:
+    """Fake tensors as plain meta tensors, symbolic sizes at their hints; views keep sharing."""
+    bases: dict[int, torch.Tensor] = {}
+
+    def convert(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return _meta_tensor(item, bases)
+        if isinstance(item, (tuple, list)):
+            return type(item)(convert(i) for i in item)
+        return _hint(item)
+
+    return convert(values)
+
+
+def _meta_tensor(fake: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
+    sizes, strides = ([int(_hint(n)) for n in ns] for ns in (fake.shape, fake.stride()))
+    offset = int(_hint(fake.storage_offset()))
+    key = fake.untyped_storage()._cdata
+    if key not in bases:
+        count = int(_hint(fake.untyped_storage().nbytes())) // fake.element_size()
+        bases[key] = torch.empty(count, dtype=fake.dtype, device="meta")
+    return bases[key].view(fake.dtype).as_strided(sizes, strides, offset)

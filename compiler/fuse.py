@@ -135,7 +135,9 @@ def _lowering(node: fx.Node, target: str) -> Any:
     op = registered_op(node.meta["tilewright"]["op"])
     args = fx.node.map_arg(node.args, lambda n: n.meta["example_value"])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["example_value"])
-    return op.plan_for(op.arguments(*args, **kwargs), target)
+    tensors = _compat.as_meta([*args, *kwargs.values()])
+    named = dict(zip(kwargs, tensors[len(args) :], strict=True))
+    return op.plan_for(op.arguments(*tensors[: len(args)], **named), target)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

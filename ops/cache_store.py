@@ -118,6 +118,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
+        plan="tilewright.ops.plans:plan_paged_kv_store",
     )
 )
 

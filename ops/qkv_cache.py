@@ -208,6 +208,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
+        plan="tilewright.ops.plans:plan_fused_qkv_paged",
     )
 )
 
