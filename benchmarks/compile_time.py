@@ -1,0 +1,84 @@
+"""What tilewright adds to Dynamo's own time, from 8 to 80 layers of Llama-3-70B on the meta device.
+
+    python benchmarks/compile_time.py [--layers 8 16 32 80]
+
+Dynamo's time is from the call to the backend being called; ours is view + match + rewrite. Needs no
+GPU. Results go to benchmarks/results/compile_time.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+
+from tilewright.compiler.fuse import fuse
+from tilewright.compiler.options import Options
+from tilewright.tools.zoo import build_zoo_model
+
+RESULTS = Path(__file__).parent / "results" / "compile_time.json"
+OURS = ("view", "match", "rewrite")
+
+
+def measure(layers: int) -> dict[str, float]:
+    """Seconds of Dynamo, of our phases, and the sites fused, for one depth."""
+    torch._dynamo.reset()
+    loaded = build_zoo_model("llama3-70b", layers=layers)
+    row: dict[str, float] = {"layers": layers}
+    start = time.perf_counter()
+
+    def backend(gm, example_inputs):
+        row["dynamo_s"] = time.perf_counter() - start
+        report = fuse(gm, Options(inner="eager", target="sm100"))
+        row["nodes"] = len(gm.graph.nodes)
+        row["sites"] = len(report.matches)
+        row.update({f"{name}_s": s for name, s in report.seconds.items()})
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(loaded.model, backend=backend)(*loaded.args, **loaded.kwargs)
+    row["ours_s"] = sum(row[f"{name}_s"] for name in OURS)
+    row["ours_of_dynamo"] = row["ours_s"] / row["dynamo_s"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 80])
+    wanted = parser.parse_args().layers
+    measure(2)  # imports and first-use costs are not what is measured
+    rows = []
+    for layers in wanted:
+        rows.append(measure(layers))
+        r = rows[-1]
+        print(
+            f"{layers:3} layers {r['nodes']:5} nodes  Dynamo {r['dynamo_s']:6.2f} s  "
+            f"view+match+rewrite {1e3 * r['ours_s']:6.0f} ms = {100 * r['ours_of_dynamo']:.1f} %  "
+            f"{r['sites']} sites fused"
+        )
+    RESULTS.write_text(
+        json.dumps(
+            {
+                "date": date.today().isoformat(),
+                "command": " ".join(["python", *sys.argv]),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "python": platform.python_version(),
+                "model": "llama3-70b, meta device, StaticCache decode",
+                "rows": rows,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
