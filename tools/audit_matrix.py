@@ -1,0 +1,155 @@
+"""`make audit`: the emitted SM100 kernels through several Triton releases, each held to the rules.
+
+Every release lives alone in an environment of its own under `.audit/`, without torch. A kernel is
+compiled there by codegen/worker.py and audited from its machine code. The exit status is 1 where
+any kernel fails to compile or breaks a rule.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tilewright.codegen.audit import Audit, check
+from tilewright.codegen.build import BuildError, compile_for
+from tilewright.codegen.targets import Target, get_target
+from tilewright.tools.audit_cases import AuditCase, audit_cases
+
+RELEASES = ("3.6.0", "3.7.1", "3.9.0")
+ENVIRONMENTS = Path(".audit")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One kernel with one Triton release; error has the compiler's words where it failed."""
+
+    case: AuditCase
+    release: str
+    audit: Audit | None
+    problems: tuple[str, ...]
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.audit is not None and not self.problems
+
+
+def environment(release: str, root: Path = ENVIRONMENTS) -> Path:
+    """The Python of an environment that holds this triton alone; built where it is missing.
+
+    Raises RuntimeError with pip's words where the release cannot be installed.
+    """
+    folder = root / release
+    python = folder / "bin" / "python"
+    if _version(python) != release:
+        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*pip, f"triton=={release}"])
+        if _version(python) != release:
+            raise RuntimeError(f"{folder}: expected triton {release}, got {_version(python)!r}")
+    return python.absolute()
+
+
+def _version(python: Path) -> str:
+    if not python.exists():
+        return ""
+    command = [str(python), "-c", "import triton; print(triton.__version__)"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+
+
+def audit_one(case: AuditCase, release: str, python: Path, target: Target) -> Outcome:
+    """Compile and audit one kernel; what Triton refuses is an outcome, not an error."""
+    try:
+        audit = compile_for(case.spec, target, python=str(python)).audit
+    except BuildError as error:
+        return Outcome(case, release, None, (), str(error))
+    return Outcome(case, release, audit, tuple(check(audit, target, case.expectations)))
+
+
+def run_matrix(
+    cases: Sequence[AuditCase], releases: Sequence[str], target: Target, workers: int
+) -> list[Outcome]:
+    """All cases with all releases, `workers` compilers at a time, in the order of the table."""
+    pythons = {release: environment(release) for release in releases}
+    jobs = [(case, release, pythons[release], target) for case in cases for release in releases]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda job: audit_one(*job), jobs))
+
+
+def as_table(outcomes: Sequence[Outcome], target: Target) -> Table:
+    """One row per kernel and release."""
+    table = Table(title=f"{target.name}: emitted kernels by Triton release")
+    for name in ("kernel", "triton", "ptxas", "tensor core", "TMA", "regs", "stack"):
+        table.add_column(name, justify="left" if name in ("kernel", "tensor core") else "right")
+    for name in ("shared", "tmem", "warps", "in flight", "result"):
+        table.add_column(name, justify="left" if name == "result" else "right")
+    for outcome in outcomes:
+        table.add_row(*_row(outcome, target), style="" if outcome.good else "bold red")
+    return table
+
+
+def _row(outcome: Outcome, target: Target) -> list[str]:
+    audit = outcome.audit
+    if audit is None:
+        return [outcome.case.name, outcome.release, *["-"] * 9, "does not compile"]
+    mma = " ".join(f"{name} {count}" for name, count in audit.mma.items())
+    return [
+        outcome.case.name,
+        outcome.release,
+        audit.ptxas,
+        mma or "-",
+        f"{audit.count('UTMALDG')}/{audit.count('UTMASTG')}",
+        str(audit.registers),
+        str(audit.stack_bytes),
+        str(audit.shared_bytes),
+        str(audit.tmem_columns),
+        f"{audit.num_warps}{' ws' if audit.warp_specialized else ''}",
+        str(audit.bytes_in_flight(target)),
+        "; ".join(outcome.problems) or "ok",
+    ]
+
+
+def main(
+    target: str = typer.Option("sm100", help="Chip to compile for."),
+    release: list[str] = typer.Option(list(RELEASES), help="Triton releases to try."),  # noqa: B008
+    only: str = typer.Option("", help="Only kernels whose name contains this."),
+    workers: int = typer.Option(2, help="Compilers at a time."),
+) -> None:
+    """Compile the emitted kernels with several Triton releases and audit the machine code."""
+    chip = get_target(target)
+    cases = [case for case in audit_cases(chip) if only in case.name]
+    if not cases:
+        raise typer.BadParameter(f"no kernel's name contains {only!r}")
+    started = time.monotonic()
+    outcomes = run_matrix(cases, release, chip, workers)
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    console.print(as_table(outcomes, chip))
+    bad = [outcome for outcome in outcomes if not outcome.good]
+    for outcome in bad:
+        console.print(f"[bold]{outcome.case.name}, triton {outcome.release}[/bold]")
+        console.print(outcome.error or "\n".join(outcome.problems), markup=False)
+    console.print(
+        f"{len(outcomes) - len(bad)} of {len(outcomes)} good "
+        f"({len(cases)} kernels, {len(release)} releases, {time.monotonic() - started:.0f} s)"
+    )
+    if bad:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
