@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 from torch import fx
 
 import tilewright.patterns  # noqa: F401  registers the families
@@ -21,7 +24,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.rewrite import Rewritten, rewrite_sites
 from tilewright.compiler.view import build_view
 from tilewright.ops.contract import registered as registered_op
-from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.dataflow import Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
 
 DEFAULT_TARGET = "sm100"
@@ -42,6 +45,18 @@ class _Clock:
         self.seconds[name] = time.perf_counter() - start
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    # Our short-lived objects would trigger full collections of Dynamo's heap, dearer than the pass.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     """Fuses what the patterns find in a copy of `gm`; `gm` itself is not touched.
 
@@ -59,13 +74,14 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
             flow = build_view(graph)
         with clock.phase("match"):
             found = find(flow, registered(options.patterns), check_legality)
-            wanted, left = plan(found, flow, options)
+            wanted, left = plan(found, options)
         with clock.phase("rewrite"):
             done, refused = rewrite_sites(graph, flow, wanted)
         rewritten.extend(done)
         misses.extend((*found.misses, *left, *refused))
 
-    _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright").apply_graph_pass(run)
+    with _collector_paused():
+        _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright").apply_graph_pass(run)
     if rewritten:
         with clock.phase("lint"):
             check_graph(after.graph)
@@ -85,30 +101,50 @@ def target_name(options: Options) -> str:
     return present.name if present is not None else DEFAULT_TARGET
 
 
-def plan(found: Findings, flow: Dataflow, options: Options) -> tuple[list[Match], list[Miss]]:
-    """Which matches to rewrite: no two share a value, `only` and `fuel` limit them."""
-    chosen: list[Match] = []
-    left: list[Miss] = []
-    claimed: dict[Value, Match] = {}
-    for match in found.matches:
-        if not _wanted(match, options.only):
-            continue
-        rivals = {v for v in (*match.absorbed, *match.stores) if v in claimed}
-        if rivals:
-            other = claimed[next(iter(rivals))]
-            left.append(
-                Miss(
-                    match.pattern,
-                    "CLAIMED",
-                    Stage.HAZARDS,
-                    f"{other.pattern} at {other.scope} already absorbs part of this site",
-                    (match.anchor.node,),
-                )
-            )
-            continue
-        claimed.update(dict.fromkeys((*match.absorbed, *match.stores), match))
-        chosen.append(match)
+def plan(found: Findings, options: Options) -> tuple[list[Match], list[Miss]]:
+    """Which matches to rewrite: `only` and `fuel` limit them, and no two share a value.
+
+    Of matches that overlap, those that together absorb the most are kept (a maximum-weight clique
+    of the graph of compatible matches); the others are reported as CLAIMED.
+    """
+    wanted = [m for m in found.matches if _wanted(m, options.only)]
+    conflicts = nx.Graph()
+    conflicts.add_nodes_from(range(len(wanted)))
+    claims: dict[Value, list[int]] = defaultdict(list)
+    for i, match in enumerate(wanted):
+        for value in {*match.absorbed, *match.stores}:
+            conflicts.add_edges_from((other, i) for other in claims[value])
+            claims[value].append(i)
+    lost: dict[int, int] = {}
+    for rivals in nx.connected_components(conflicts):
+        if len(rivals) > 1:
+            lost |= _losers(conflicts.subgraph(rivals), wanted)
+    chosen = [m for i, m in enumerate(wanted) if i not in lost]
+    left = [_claimed(wanted[i], wanted[winner]) for i, winner in sorted(lost.items())]
     return (chosen if options.fuel is None else chosen[: options.fuel]), left
+
+
+def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
+    """The matches of one knot of conflicts that are given up, each with a rival that is kept."""
+    compatible = nx.complement(conflicts)
+    for i in compatible:
+        compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)
+    kept, _ = nx.max_weight_clique(compatible, weight="weight")
+    return {
+        i: next(k for k in sorted(kept) if conflicts.has_edge(i, k))
+        for i in conflicts
+        if i not in kept
+    }
+
+
+def _claimed(match: Match, other: Match) -> Miss:
+    return Miss(
+        match.pattern,
+        "CLAIMED",
+        Stage.HAZARDS,
+        f"{other.pattern} at {other.scope or 'the top level'} already absorbs part of this site",
+        (match.anchor.node,),
+    )
 
 
 def _wanted(match: Match, only: Sequence[str] | None) -> bool:

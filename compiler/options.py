@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 INNER = ("inductor", "eager")
-TUNE = ("auto", "measure", "model")
 
 
 @dataclass(frozen=True)
@@ -18,10 +17,10 @@ class Options:
 
     inner: the compiler behind the rewrites, `inductor` or `eager`.
     patterns: names to use, or with a leading `-` to leave out; None for all.
-    target: the target kernels are planned for; None for the GPU at hand, else sm100.
+    target: the chip that reports plan kernels for; None for the GPU at hand, else sm100. What runs
+        is always planned for the GPU it runs on.
     verify: on the first call run the rewritten graph beside the original on copies of the inputs;
         on a mismatch report it and run the original from then on.
-    tune: `measure` kernels on the GPU, rank them by `model`, or `auto`: measured where known.
     strict: a near miss, a refused rewrite or an internal error raises instead of being reported.
     fuel: apply only the first n rewrites; bisects a wrong one.
     only: module paths (`*` matches within one) of the sites to rewrite; None for all.
@@ -32,7 +31,6 @@ class Options:
     patterns: tuple[str, ...] | None = None
     target: str | None = None
     verify: bool = False
-    tune: str = "auto"
     strict: bool = False
     fuel: int | None = None
     only: tuple[str, ...] | None = None
@@ -40,7 +38,6 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("inner", self.inner, INNER)
-        _one_of("tune", self.tune, TUNE)
         for name in ("verify", "strict"):
             _expect(name, isinstance(getattr(self, name), bool), "a bool", getattr(self, name))
         for name in ("patterns", "only"):
