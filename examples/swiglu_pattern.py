@@ -230,7 +230,7 @@ def main() -> None:
     lowered = lower(model, args, kwargs, patterns=["swiglu"])
     print(f"matched\n{lowered}\n")
     nodes = (n for n in lowered.graphs[0].after.graph.nodes if n.op.startswith("call"))
-    print("rewritten\n" + "\n".join(n.format_node() for n in nodes) + "\n")
+    print("rewritten\n" + ", ".join(n.name for n in nodes) + "\n")
     model, args, kwargs = gated_mlp_with_bias()
     print(f"missed\n{lower(model, args, kwargs, patterns=['swiglu'])}\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, OverflowMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -48,7 +48,7 @@ def _head(name: str, lowered: Lowered) -> Text:
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
     size = f"{before} nodes, {after} after fusion ({seconds:.2f} s)"
-    return text.append(f"  target {lowered.target}, {count}, {size}", style="not bold")
+    return text.append(f"\ntarget {lowered.target}, {count}, {size}", style="not bold")
 
 
 def _count(number: int, noun: str) -> str:
@@ -62,8 +62,8 @@ def _matches(sites: Sequence[Site], width: int) -> Iterator[RenderableType]:
     for site, scope, count in collapse_sites(sites):
         yield _place(scope, count, f"{site.pattern} -> {site.op}", site.source)
         facts = " ".join(f"{key}={value}" for key, value in site.shapes.items())
-        lines = {"shapes": facts, "lowering": f"{site.lowering}: {site.reason}"}
-        yield _fields(lines | ({"kernels": site.kernel} if site.kernel else {}), width)
+        values = {"shapes": facts, "lowering": site.lowering, "reason": site.reason}
+        yield _fields(values | ({"kernels": site.kernel} if site.kernel else {}), width)
 
 
 def _misses(misses: Sequence[Miss], width: int) -> Iterator[RenderableType]:
@@ -73,8 +73,8 @@ def _misses(misses: Sequence[Miss], width: int) -> Iterator[RenderableType]:
     yield Text(f"\nMissed: {_count(total, 'site')}", style="bold yellow")
     for miss, scope, count in collapse_misses(misses):
         yield _place(scope or "graph", count, f"{miss.pattern}  {miss.code}", miss.source)
-        lines = {miss.stage.label: miss.message}
-        yield _fields(lines | ({"hint": miss.hint} if miss.hint else {}), width)
+        values = {miss.stage.label: miss.message}
+        yield _fields(values | ({"hint": miss.hint} if miss.hint else {}), width)
 
 
 def _place(scope: str, count: int, what: str, source: str) -> Text:
@@ -87,15 +87,16 @@ def _place(scope: str, count: int, what: str, source: str) -> Text:
     return text
 
 
-def _fields(lines: dict[str, str], width: int) -> Text:
+def _fields(values: dict[str, str], width: int) -> Text:
     """Labelled values under a place, folded with a hanging indent."""
     text = Text()
     indent = " " * (4 + _LABEL_WIDTH)
-    for key, value in lines.items():
-        # 20: a terminal so narrow that it folds anyway
-        first, *rest = textwrap.wrap(value, max(width - len(indent), 20)) or [""]
-        text.append(f"    {key:<{_LABEL_WIDTH}}", style="dim").append(first)
-        text.append("".join(f"\n{indent}{line}" for line in rest)).append("\n")
+    # 20: a terminal so narrow that it folds anyway
+    room = max(width - len(indent), 20)
+    for label, value in values.items():
+        lines = [line for part in value.splitlines() for line in textwrap.wrap(part, room)]
+        text.append(f"    {label:<{_LABEL_WIDTH}}", style="dim")
+        text.append(f"\n{indent}".join(lines)).append("\n")
     text.right_crop(1)
     return text
 
@@ -110,11 +111,13 @@ def kernel_table(audits: Sequence[KernelAudit], target: Target) -> Table:
         "shared": f"of {target.max_shared_bytes}",
         "TMEM": f"of {target.tmem_columns}",
     }
-    table = Table(box=None, pad_edge=True, header_style="dim", padding=(0, 1))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         header = f"{name}\n{limits[name]}" if name in limits else name
-        right = name not in ("kernel", "tensor core", "rules")
-        table.add_column(Text(header), justify="right" if right else "left", no_wrap=not right)
+        folds = name in ("kernel", "tensor core")
+        justify: JustifyMethod = "left" if folds or name == "rules" else "right"
+        overflow: OverflowMethod = "fold" if folds else "crop"
+        table.add_column(Text(header), justify=justify, no_wrap=not folds, overflow=overflow)
     for outcome in audits:
         table.add_row(*_row(outcome))
     return table

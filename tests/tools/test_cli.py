@@ -1,0 +1,246 @@
+"""The command line: every kind of MODEL, what is printed where, and the errors."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilewright.tools.cli import app
+
+CACHE_MODEL = """
+    import torch
+
+    class Attention(torch.nn.Module):
+        def __init__(self, write):
+            super().__init__()
+            for name, heads in (("q", 4), ("k", 2), ("v", 2)):
+                setattr(self, name, torch.nn.Linear(128, heads * 32, bias=False))
+            self.write = write
+
+        def forward(self, x, slots):
+            q, k, v = self.q(x), self.k(x).view(-1, 2, 32), self.v(x).view(-1, 2, 32)
+            self.write(self.k_cache, slots, k)
+            self.write(self.v_cache, slots, v)
+            return q.relu()
+
+    class Model(torch.nn.Module):
+        def __init__(self, write):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Attention(write) for _ in range(2)])
+            for layer in self.layers:
+                layer.register_buffer("k_cache", torch.zeros(48, 2, 32))
+                layer.register_buffer("v_cache", torch.zeros(48, 2, 32))
+
+        def forward(self, x, slots):
+            for layer in self.layers:
+                x = layer(x, slots)
+            return x
+
+    def by_index(cache, slots, new):
+        cache[slots] = new
+
+    def by_addition(cache, slots, new):
+        cache.index_add_(0, slots, new)
+
+    def make(write=by_index):
+        print("a line of the model's own")
+        with torch.device("meta"):
+            model = Model(write).to(torch.bfloat16).requires_grad_(False)
+            x, slots = torch.zeros(3, 128, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
+        return model, (x, slots), {}
+
+    def make_missed():
+        return make(by_addition)
+
+    def make_plain():
+        return torch.nn.Linear(3, 2), (torch.ones(1, 3),), {}
+
+    def make_untraceable():
+        def forward(x):
+            raise RuntimeError("boom\\nand more lines")
+        return forward, (torch.ones(2),), {}
+
+    def make_misshapen():
+        return torch.nn.Linear(3, 2), (torch.ones(1, 5),), {}
+
+    def make_number():
+        return 3
+
+    def make_exit():
+        raise SystemExit(7)
+"""
+
+
+@pytest.fixture
+def inspect(tmp_path, monkeypatch):
+    """inspect(*arguments): the command run in a folder that holds mine.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(textwrap.dedent(CACHE_MODEL))
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    torch._dynamo.reset()
+
+    def run(*arguments: str):
+        return CliRunner().invoke(app, ["inspect", *arguments])
+
+    return run
+
+
+def test_the_version_is_the_package_s():
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0
+    assert done.stdout.strip() == f"tilewright {importlib.metadata.version('tilewright')}"
+
+
+@pytest.mark.parametrize("model", ["mine.py:make", "mine:make"])
+def test_a_users_function_as_text(inspect, model):
+    done = inspect(model, "--no-kernels")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith(f"{model}\ntarget sm100, 1 graph")
+    assert "Fused: 2 sites" in done.stdout
+    assert "layers.*  x2  qkv_cache -> fused_qkv_paged  mine.py:" in done.stdout
+    assert "heads=4/2x32 rope=none" in done.stdout
+    assert "Missed" not in done.stdout
+
+
+def test_what_the_model_prints_does_not_mix_with_the_report(inspect):
+    done = inspect("mine.py:make", "--no-kernels", "--json")
+    assert "a line of the model's own" in done.stderr
+    json.loads(done.stdout)
+
+
+def test_json_has_the_facts(inspect):
+    done = inspect("mine.py:make", "--json", "--no-kernels", "--target", "sm90")
+    report = json.loads(done.stdout)
+    assert report["model"] == "mine.py:make"
+    assert report["target"] == "sm90"
+    assert [m["scope"] for m in report["matches"]] == ["layers.0", "layers.1"]
+    match = report["matches"][0]
+    assert (match["pattern"], match["op"]) == ("qkv_cache", "fused_qkv_paged")
+    assert match["shapes"]["heads"] == "4/2x32"
+    assert match["lowering"]
+    assert match["reason"]
+    assert report["misses"] == []
+    (graph,) = report["graphs"]
+    assert graph["nodes_after"] < graph["nodes"]
+
+
+def test_kernels_come_with_their_audit(inspect, tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    report = json.loads(inspect("mine.py:make", "--json", "--target", "sm90").stdout)
+    names = {name for match in report["matches"] for name in match["kernels"]}
+    assert {kernel["name"] for kernel in report["kernels"]} == names
+    for kernel in report["kernels"]:
+        assert kernel["error"] is None
+        audit = kernel["audit"]
+        assert audit["sm_target"] == "sm_90a"
+        assert 16 < audit["registers"] <= 255
+        assert audit["mma"]
+        assert set(audit["mma"]) <= set(audit["opcodes"])
+    text = inspect("mine.py:make", "--target", "sm90").stdout
+    assert "Kernels for sm90" in text
+    for kernel in report["kernels"]:
+        opcode, count = next(iter(kernel["audit"]["mma"].items()))
+        (row,) = (line for line in text.splitlines() if line.startswith(f"{kernel['name']} "))
+        assert f"{opcode} x{count}" in row
+        assert str(kernel["audit"]["shared_bytes"]) in row.split()
+        for problem in kernel["problems"]:
+            assert f"{kernel['name']}: {problem.split(':')[0]}" in text
+
+
+def test_misses_come_with_code_place_reason_and_count(inspect):
+    text = inspect("mine.py:make_missed", "--no-kernels")
+    assert text.exit_code == 0
+    assert "Fused" not in text.stdout
+    assert "x2  qkv_cache  ACCUMULATED_WRITE  mine.py:" in text.stdout
+    assert "anchored" in text.stdout
+    report = json.loads(inspect("mine.py:make_missed", "--no-kernels", "--json").stdout)
+    assert {m["code"] for m in report["misses"]} == {"ACCUMULATED_WRITE"}
+    for miss in report["misses"]:
+        assert miss["message"]
+        assert miss["source"].startswith("mine.py:")
+
+
+def test_nothing_to_fuse_is_a_report_too(inspect):
+    done = inspect("mine.py:make_plain")
+    assert done.exit_code == 0
+    assert "Nothing to fuse was found" in done.stdout
+
+
+def test_patterns_can_be_chosen_and_left_out(inspect):
+    chosen = inspect("mine.py:make", "--no-kernels", "--patterns", "cache_store")
+    assert "cache_store -> paged_kv_store" in chosen.stdout
+    left_out = inspect("mine.py:make", "--no-kernels", "--patterns=-qkv_cache,-cache_store")
+    assert "Nothing to fuse was found" in left_out.stdout
+
+
+@pytest.mark.parametrize(("option", "tokens"), [("--dynamic", "T"), ("--no-dynamic", "3")])
+def test_dynamic_makes_the_token_count_a_symbol(inspect, option, tokens):
+    report = json.loads(inspect("mine.py:make", "--json", "--no-kernels", option).stdout)
+    assert [m["shapes"]["x"] for m in report["matches"]] == [f"bfloat16[{tokens},128]"] * 2
+
+
+def test_a_zoo_model_in_full_size():
+    pytest.importorskip("transformers", reason="the zoo needs transformers")
+    torch._dynamo.reset()
+    done = CliRunner().invoke(app, ["inspect", "llama3-8b", "--no-kernels"])
+    assert done.exit_code == 0, done.stderr
+    assert "model.layers.*.self_attn  x32  qkv_cache -> fused_qkv_paged" in done.stdout
+    assert "heads=32/8x128 rope=half" in done.stdout
+
+
+ERRORS = [
+    (("llama3_8b",), "'llama3_8b' is not a zoo name"),
+    (("mine.py:absent",), "absent is not there in mine.py"),
+    (("missing.py:make",), "missing.py: no such file"),
+    (("broken.py:make",), "importing broken.py failed: ModuleNotFoundError"),
+    (("no_such_module:make",), "importing no_such_module failed"),
+    (("mine.py:make_number",), "expected (model, args, kwargs), got int"),
+    (("mine.py:make_exit",), "its code ended the process (exit 7)"),
+    (("mine.py:make_untraceable",), "cannot be traced: RuntimeError: boom"),
+    (("mine.py:make_misshapen",), "same reduction dim, but got [1, 5] X [3, 2]"),
+    (("mine.py:make", "--target", "sm80"), "--target: expected one of sm100, sm90, got 'sm80'"),
+    (("mine.py:make", "--target", "interpret"), "--target: expected one of sm100, sm90"),
+    (("mine.py:make", "--patterns", "nonsense"), "--patterns: unknown ['nonsense']"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[row[1] for row in ERRORS])
+def test_an_error_is_one_line_on_stderr_and_exit_code_two(inspect, arguments, message):
+    done = inspect(*arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    said = [line for line in done.stderr.splitlines() if line != "a line of the model's own"]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith("tilewright: ")
+    assert message in said[0]
+
+
+def test_debug_shows_the_trace_before_the_line(inspect):
+    done = inspect("mine.py:make_untraceable", "--debug")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "and more lines" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("tilewright: mine.py:make_untraceable: ")
+
+
+def test_logging_is_as_before_after_an_error(inspect):
+    inspect("mine.py:make_untraceable")
+    assert logging.root.manager.disable == logging.NOTSET
+
+
+def test_the_installed_script_is_this_program():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="tilewright")
+    assert script.value == "tilewright.tools.cli:main"
+    assert callable(script.load())
+    assert Path(sys.modules["tilewright.tools.cli"].__file__).name == "cli.py"
