@@ -7,6 +7,7 @@ a launch grid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -123,6 +124,14 @@ class HeadFinish:
             "WRAP_NEGATIVE": self.wrap_negative,
             **_cache_constants("K", self.k_cache),
             **_cache_constants("V", v_cache),
+            "ROW_UNIT": math.gcd(
+                self.num_heads * self.head_dim,
+                *(
+                    stride
+                    for c in (self.k_cache, v_cache)
+                    for stride in (c.page_stride, c.slot_stride)
+                ),
+            ),
         }
 
     def pointer_types(self) -> dict[str, str | None]:
@@ -161,6 +170,8 @@ class QkvProblem:
     sequence_tokens (tokens per page for per-sequence slots); else None, and the counts come at
     run time. weight_strides: (head stride, row stride) of q, k, v in elements.
     unaligned: names of pointer parameters that are not aligned to 16 bytes.
+    one_descriptor: the three weights are near enough for one TMA descriptor (strides below 2**40
+    bytes).
     """
 
     hidden: int
@@ -171,6 +182,7 @@ class QkvProblem:
     rope_tokens: int | None = None
     sequence_tokens: int | None = None
     unaligned: tuple[str, ...] = ()
+    one_descriptor: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -213,7 +225,12 @@ class EpilogueProblem:
 
 @dataclass(frozen=True)
 class TiledConfig:
-    """`qkv_projection`: tokens on the M side. persistent: one program per SM walks the tiles."""
+    """`qkv_projection`: tokens on the M side.
+
+    epilogue_parts: 2 finishes a tile in two goes, which halves the registers it takes.
+    persistent: programs_per_sm programs per SM walk all tiles, else there is one per tile.
+    flatten: the loads of the next tile start before the epilogue of the last.
+    """
 
     block_m: int
     heads_per_tile: int
@@ -223,14 +240,20 @@ class TiledConfig:
     group_m: int = 8
     epilogue_parts: int = 1
     persistent: bool = False
+    programs_per_sm: int = 1
     flatten: bool = False
     warp_specialize: bool = False
 
     def __str__(self) -> str:
-        marks = ("p" * self.persistent) + ("f" * self.flatten) + ("w" * self.warp_specialize)
+        marks = (
+            (f"p{self.programs_per_sm}" if self.persistent else "")
+            + ("f" * self.flatten)
+            + ("w" * self.warp_specialize)
+        )
         return (
             f"tiled {self.block_m}x{self.heads_per_tile}h x{self.block_k} "
-            f"w{self.num_warps} s{self.num_stages} g{self.group_m}{' ' + marks if marks else ''}"
+            f"w{self.num_warps} s{self.num_stages} g{self.group_m} e{self.epilogue_parts}"
+            f"{' ' + marks if marks else ''}"
         )
 
 
@@ -282,8 +305,11 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
         return "the three weights differ in strides"
     head_stride, row_stride = problem.weight_strides[0]
     strides = (problem.x_stride, head_stride, row_stride)
-    if problem.unaligned or any(stride * size % 16 for stride in strides):
+    odd = {"x_ptr", "q_weight_ptr", "k_weight_ptr", "v_weight_ptr"} & set(problem.unaligned)
+    if odd or any(stride * size % 16 for stride in strides):
         return "TMA wants addresses and strides in multiples of 16 bytes"
+    if not problem.one_descriptor:
+        return "the weights lie too far apart for one TMA descriptor"
     if finish.head_dim != next_power_of_2(finish.head_dim):
         return f"head_dim {finish.head_dim} is no power of two"
     pair_half = finish.pair_half
@@ -336,7 +362,7 @@ def tiled_grid(problem: QkvProblem, config: TiledConfig, num_tokens: int, num_sm
     tiles = cdiv(num_tokens, config.block_m) * (
         problem.finish.heads_in_all // config.heads_per_tile
     )
-    return min(tiles, num_sms) if config.persistent else tiles
+    return min(tiles, num_sms * config.programs_per_sm) if config.persistent else tiles
 
 
 def tiles_per_head(problem: QkvProblem, config: SwappedConfig) -> int:

@@ -250,27 +250,38 @@ def candidates(
 
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
-    finish = problem.finish
-    warp_specialize = target.has("tcgen05")
+    """What was worth its while on an H200, in any problem measured."""
+    whole = next_power_of_2(problem.finish.pairs_per_head)
     if num_tokens <= 128:
         block_t = max(16, next_power_of_2(num_tokens))
-        whole = next_power_of_2(finish.pairs_per_head)
-        for block_p in sorted({16, 32, 64, whole}):
-            for block_k, num_stages in ((128, 6), (128, 4), (64, 8), (64, 6), (64, 5)):
-                for split_k in (1, 2, 4):
-                    yield SwappedConfig(block_p, block_t, block_k, 4, num_stages, split_k)
+        for block_p in sorted({32, whole}):
+            for block_k, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (64, 8), (64, 5)):
+                for split_k in (1,) if block_p <= 32 else (1, 2, 4):
+                    yield SwappedConfig(block_p, block_t, block_k, 4, stages, split_k)
     for heads in (1, 2, 4, 8):
-        width = heads * finish.head_dim
-        if num_tokens > 32:
-            yield TiledConfig(64, heads, 128, 4, 4)
-            for num_stages in (3, 4, 6):
-                yield TiledConfig(64, heads, 64, 8 if width > 128 else 4, num_stages)
-        if num_tokens > 64:
-            for num_stages in (4, 5, 6):
-                parts = 2 if width > 128 and heads > 1 else 1
-                base = TiledConfig(128, heads, 64, 8, num_stages, epilogue_parts=parts)
-                yield base
-                yield replace(base, persistent=True, flatten=True, warp_specialize=warp_specialize)
+        yield from _tiled_configs(heads, heads * problem.finish.head_dim, num_tokens, target)
+
+
+def _tiled_configs(
+    heads: int, width: int, num_tokens: int, target: Target
+) -> Iterator[TiledConfig]:
+    """Tiles of `heads` heads, `width` columns; persistent loops on every chip, and the warps
+    specialised where the accumulator is in tensor memory."""
+    walk = {"persistent": True, "flatten": True, "warp_specialize": target.has("tcgen05")}
+    if 32 < num_tokens <= 1024 and width <= 128:
+        yield TiledConfig(64, heads, 128, 4, 4)
+        for stages in (3, 4, 6):
+            yield TiledConfig(64, heads, 64, 4, stages)
+    if num_tokens > 64 and width <= 128:
+        yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2)
+        yield TiledConfig(128, heads, 64, 8, 5, **walk)
+    if num_tokens > 64 and width == 128 and not target.has("tcgen05"):
+        yield TiledConfig(
+            128, heads, 64, 4, 3, epilogue_parts=2, persistent=True, flatten=True, programs_per_sm=2
+        )
+    if num_tokens > 64 and width == 256:
+        yield TiledConfig(64, heads, 64, 8, 5)
+        yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, **walk)
 
 
 def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
@@ -296,7 +307,7 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
         and finish.num_kv_heads % config.heads_per_tile == 0
         and 64 <= width <= 256
         and accumulator <= 128 * 32 * config.num_warps
-        and config.heads_per_tile % config.epilogue_parts == 0
+        and (config.heads_per_tile == 1 or config.heads_per_tile % config.epilogue_parts == 0)
     )
 
 
@@ -309,58 +320,72 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
     width = config.heads_per_tile * problem.finish.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
     # A flattened loop keeps the accumulator's staging area beside the pipeline.
-    staging = config.block_m * width * 4 // config.epilogue_parts // 8 if config.flatten else 0
+    staging = config.block_m * width * 4 // config.epilogue_parts // 4 if config.flatten else 0
     return tiles + staging
 
 
 # --- the time model -----------------------------------------------------------------------------
 
-# Of a GEMM's rate at large sizes, what one SM reaches with one warp group at work on a tile, by
-# tile rows x columns; fitted on an H200 (128x256: 654 TFLOP/s, 128x128: 630, 64x128 alone: 470).
-_ONE_TILE_RATE = {64: 0.62, 128: 0.85, 256: 0.9}
-# Beside the launch: first loads, epilogue, drain (fitted: 15.2 us for 50 MB, 42.0 us for 168 MB).
-_FILL_S = 1.3e-6
-_SPLIT_S = 1.0e-6
-# What a slow start and uneven tiles leave of the memory rate when few tiles stream.
-_L2_BYTES_PER_SM_S = 75e9
+# Share of the chip's GEMM rate by warp groups at work on an SM. Fitted, like all constants below,
+# on an H200 over Llama-3 8B and 70B with 1 to 8192 tokens.
+_WARP_GROUP_SHARE = {1: 0.62, 2: 0.88, 3: 0.92}
+# An epilogue nothing overlaps with, for a tile of 128 x 256.
+_EPILOGUE_S = 2.0e-6
+# Beside the launch: first loads, last stores (15 us for 50 MB of weights, 41 us for 168 MB).
+_FILL_S = 1.0e-6
+_DESCRIPTOR_S = 1.0e-6
+_SPLIT_S = 1.2e-6
+_LIBRARY_FILL_S = 2.5e-6
+_L2_BYTES_PER_SM_S = 80e9
 
 
 def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
     """Expected seconds of one fused kernel."""
     finish = problem.finish
     size = ELEMENT_BYTES[finish.dtype]
+    split = 1
+    overhead = target.launch_s + _FILL_S
     if isinstance(config, SwappedConfig):
         rows, columns = 2 * config.block_p, config.block_t
         row_tiles = finish.heads_in_all * tiles_per_head(problem, config)
-        column_tiles = cdiv(num_tokens, columns)
         split = config.split_k
-        extra = _SPLIT_S + 2 * 4 * rows * columns * split * row_tiles / target.hbm_bytes_per_s
-        overhead = target.launch_s + _FILL_S + (extra if split > 1 else 0.0)
+        if split > 1:
+            exchanged = 24 * rows * columns * split * row_tiles
+            overhead += _SPLIT_S + exchanged / target.hbm_bytes_per_s
     else:
         rows, columns = config.heads_per_tile * finish.head_dim, config.block_m
         row_tiles = finish.heads_in_all // config.heads_per_tile
-        column_tiles = cdiv(num_tokens, columns)
-        split = 1
-        # Descriptors are made on the device before the first load.
-        overhead = target.launch_s + _FILL_S + 1.0e-6
-    tiles = row_tiles * column_tiles * split
-    resident = max(target.max_shared_bytes // max(shared_bytes(problem, config), 1), 1)
+        overhead += _DESCRIPTOR_S
+    tiles = row_tiles * cdiv(num_tokens, columns) * split
     per_sm = cdiv(tiles, target.num_sms)
-    together = min(per_sm, resident)
-    tile_flops = 2 * rows * columns * problem.hidden / split
-    small = min(rows, 2 * columns) if columns < 64 else min(rows, 2 * columns, 256)
-    share = _ONE_TILE_RATE.get(small, 0.5 if small < 64 else 0.9)
-    share = min(share * (1 + 0.25 * (together - 1)), 0.92)
+    together = min(per_sm, _resident(problem, config, target))
+    groups = config.num_warps // 4 * together
+    share = _WARP_GROUP_SHARE.get(groups, 0.94) + (0.04 if rows * columns >= 128 * 256 else 0.0)
     rate = target.flops_per_s(finish.dtype) / target.num_sms * share
-    compute = per_sm * tile_flops / rate
+    epilogue = _EPILOGUE_S * rows * columns / (128 * 256) / together
+    compute = per_sm * (2 * rows * columns * problem.hidden / split / rate + epilogue)
     stream = (rows + columns) * problem.hidden * size / split
-    tokens = min(num_tokens, columns * column_tiles)
     on_chip = per_sm * stream / _L2_BYTES_PER_SM_S
-    in_flight = together * shared_bytes(problem, config) * (1 - 1 / config.num_stages)
+    staged = shared_bytes(problem, config)
+    in_flight = together * staged * (1 - 1 / config.num_stages)
     reach = min(in_flight / target.bytes_in_flight_per_sm, 1.0)
     busy = min(tiles / target.num_sms / 0.7, 1.0)
-    memory = problem.bytes_moved(tokens) / (target.hbm_bytes_per_s * reach * busy)
+    memory = problem.bytes_moved(num_tokens) / (target.hbm_bytes_per_s * reach * busy)
     return overhead + max(compute, memory, on_chip)
+
+
+def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
+    """Programs of a config that one SM holds, by shared memory and by registers."""
+    by_shared = target.max_shared_bytes // (shared_bytes(problem, config) + 1024)
+    if isinstance(config, TiledConfig):
+        rows, columns = config.block_m, config.heads_per_tile * problem.finish.head_dim
+        limit = config.programs_per_sm if config.persistent else 4
+    else:
+        rows, columns, limit = 2 * config.block_p, config.block_t, 4
+    # The accumulator, and half as much again for the epilogue and addresses.
+    registers = min(40 + rows * columns // (32 * config.num_warps) * 3 // 2, target.max_registers)
+    by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)
+    return max(min(by_shared, by_registers, limit), 1)
 
 
 def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packed: bool) -> float:
@@ -376,10 +401,10 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
         flops = 2 * num_tokens * rows * problem.hidden
         tiles = cdiv(num_tokens, 128) * cdiv(rows, 128)
         waves = cdiv(tiles, target.num_sms) * target.num_sms / tiles if num_tokens > 128 else 1.0
-        # A library splits K where tiles are few, so a thin wave costs it at most a third.
-        compute = flops / target.flops_per_s(finish.dtype) * min(waves, 1.4)
+        # A library splits K where tiles are few, so a thin wave costs it little.
+        compute = flops / target.flops_per_s(finish.dtype) * min(waves, 1.15)
         moved = size * (problem.hidden * rows + num_tokens * (problem.hidden + rows))
-        seconds += target.launch_s + _FILL_S + max(compute, moved / target.hbm_bytes_per_s)
+        seconds += target.launch_s + _LIBRARY_FILL_S + max(compute, moved / target.hbm_bytes_per_s)
     outputs = 2 * size * num_tokens * problem.num_rows
     return seconds + target.launch_s + 0.5e-6 + outputs / target.hbm_bytes_per_s
 

@@ -111,13 +111,19 @@ def qkv_problem(a: Any, values: dict[str, Any], finish: HeadFinish) -> QkvProble
     return QkvProblem(
         hidden=a.x.shape[1],
         x_stride=a.x.stride(0),
-        weight_strides=tuple(  # type: ignore[arg-type]
+        weight_strides=tuple(
             weight.stride()[:2] for weight in (a.q_weight, a.k_weight, a.v_weight)
         ),
         finish=finish,
         unaligned=unaligned(tensors),
+        one_descriptor=_in_reach(a.q_weight, a.k_weight, a.v_weight),
         **static_counts(values, a.static_tokens),
     )
+
+
+def _in_reach(*weights: torch.Tensor) -> bool:
+    addresses = [weight.data_ptr() for weight in weights]
+    return max(addresses) - min(addresses) < 2**40
 
 
 def epilogue_problem(

@@ -131,7 +131,7 @@ def store_target(
     K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
     V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
     """(pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
 
@@ -143,19 +143,22 @@ def store_target(
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
     )  # fmt: skip
     pointer = k_cache_ptr
-    row_offsets = page * K_PAGE_STRIDE + slot * K_SLOT_STRIDE
+    # Counted in ROW_UNIT, which divides every stride of a row: a select alone would lose that the
+    # offsets are multiples of anything, and stores would shrink to single elements.
+    units = page * (K_PAGE_STRIDE // ROW_UNIT) + slot * (K_SLOT_STRIDE // ROW_UNIT)
     head_stride = tl.where(kind == VALUE, V_HEAD_STRIDE, K_HEAD_STRIDE)
     if v_cache_ptr is not None:
         pointer = tl.where(kind == VALUE, v_cache_ptr, pointer)
         if K_PAGE_STRIDE != V_PAGE_STRIDE or K_SLOT_STRIDE != V_SLOT_STRIDE:
-            v_offsets = page * V_PAGE_STRIDE + slot * V_SLOT_STRIDE
-            row_offsets = tl.where(kind == VALUE, v_offsets, row_offsets)
+            v_units = page * (V_PAGE_STRIDE // ROW_UNIT) + slot * (V_SLOT_STRIDE // ROW_UNIT)
+            units = tl.where(kind == VALUE, v_units, units)
     if q_out_ptr is not None:
         pointer = tl.where(kind == QUERY, q_out_ptr, pointer)
-        q_offsets = tokens.to(tl.int64) * (NUM_HEADS * HEAD_DIM)
-        row_offsets = tl.where(kind == QUERY, q_offsets, row_offsets)
+        q_units = tokens.to(tl.int64) * (NUM_HEADS * HEAD_DIM // ROW_UNIT)
+        units = tl.where(kind == QUERY, q_units, units)
         row_mask = row_mask | (token_mask & (kind == QUERY))
         head_stride = tl.where(kind == QUERY, HEAD_DIM, head_stride)
+    row_offsets = units * ROW_UNIT
     if K_DIM_STRIDE == 1 and V_DIM_STRIDE == 1:
         dim_stride = 1
     else:
@@ -179,7 +182,7 @@ def load_operands(
     K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
     V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
     """All that a tile of heads of one `kind` needs beside its values.
 
@@ -229,7 +232,7 @@ def load_operands(
         sequence_tokens, num_pages, NUM_HEADS, HEAD_DIM,
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
         K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
     )  # fmt: skip
     return (
         low_bias, high_bias, low_norm, high_norm,
@@ -291,7 +294,7 @@ def finish_heads(
     K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
     V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Finishes one tile of heads of one `kind`: fp32 low, high [tokens, heads, pairs]."""
     heads = first_head + tl.arange(0, low.shape[1])
@@ -309,7 +312,7 @@ def finish_heads(
         COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
         K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
     )  # fmt: skip
     finish_pairs(
         low, high, kind, heads, pairs,
@@ -358,7 +361,7 @@ def qkv_epilogue(
     K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
     V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
     BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Finishes projected q [T, Hq, D], k and v [T, Hkv, D], of any strides, in one launch.
@@ -401,5 +404,5 @@ def qkv_epilogue(
         COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE, NORM_EPS,
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
         K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
     )  # fmt: skip

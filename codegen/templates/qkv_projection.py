@@ -65,7 +65,7 @@ def qkv_projection(
     K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
     V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
@@ -107,16 +107,27 @@ def qkv_projection(
             weight = weight_desc.load([third, second, head, 0, column])
             weight = tl.reshape(weight, (HEADS_PER_TILE * HEAD_DIM, BLOCK_K))
             accumulator = tl.dot(x, weight.T, accumulator)
-        tokens = first_token + tl.arange(0, BLOCK_M)
-        token_mask = tokens < num_tokens
-        # The heads of a tile are finished in two goes where one would not fit the registers.
-        PART: tl.constexpr = HEADS_PER_TILE // EPILOGUE_PARTS
-        if EPILOGUE_PARTS == 2:
-            parts = tl.reshape(accumulator, (BLOCK_M, 2, PART * HEAD_DIM))
+        # A tile is finished in two goes where one would not fit the registers: by heads, or by
+        # rows where it has one head.
+        SPLIT_HEADS: tl.constexpr = EPILOGUE_PARTS == 2 and HEADS_PER_TILE > 1
+        SPLIT_ROWS: tl.constexpr = EPILOGUE_PARTS == 2 and HEADS_PER_TILE == 1
+        HEADS: tl.constexpr = HEADS_PER_TILE // 2 if SPLIT_HEADS else HEADS_PER_TILE
+        ROWS: tl.constexpr = BLOCK_M // 2 if SPLIT_ROWS else BLOCK_M
+        rest = accumulator
+        if SPLIT_HEADS:
+            parts = tl.reshape(accumulator, (BLOCK_M, 2, HEADS * HEAD_DIM))
             accumulator, rest = tl.split(tl.permute(parts, (0, 2, 1)))
-            low, high = split_pairs(rest, BLOCK_M, PART, HEAD_DIM, PAIR_HALF, INTERLEAVED)
+        if SPLIT_ROWS:
+            parts = tl.reshape(accumulator, (2, ROWS, HEADS * HEAD_DIM))
+            accumulator, rest = tl.split(tl.permute(parts, (1, 2, 0)))
+        for part in tl.static_range(EPILOGUE_PARTS):
+            values = accumulator if part == 0 else rest
+            low, high = split_pairs(values, ROWS, HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED)
+            first_row = first_token + part * (BLOCK_M - ROWS)
+            tokens = first_row + tl.arange(0, ROWS)
             finish_heads(
-                low, high, kind, head + PART, 0, tokens, token_mask,
+                low, high, kind, head + part * (HEADS_PER_TILE - HEADS), 0,
+                tokens, tokens < num_tokens,
                 q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
                 q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
                 sequence_tokens, rope_tokens, num_pages,
@@ -124,20 +135,8 @@ def qkv_projection(
                 COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE, NORM_EPS,
                 PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
                 K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-                V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+                V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
             )  # fmt: skip
-        low, high = split_pairs(accumulator, BLOCK_M, PART, HEAD_DIM, PAIR_HALF, INTERLEAVED)
-        finish_heads(
-            low, high, kind, head, 0, tokens, token_mask,
-            q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-            q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-            sequence_tokens, rope_tokens, num_pages,
-            NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
-            COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE, NORM_EPS,
-            PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
-            K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-            V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -185,7 +184,7 @@ def qkv_projection_swapped(
     K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
     V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
     BLOCK_P: tl.constexpr, TILES_PER_HEAD: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +240,7 @@ def qkv_projection_swapped(
         COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
         K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE,
+        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
     )  # fmt: skip
     accumulator = tl.zeros((2 * BLOCK_P, BLOCK_T), tl.float32)
     for step in range(0, PART, BLOCK_K):
