@@ -36,17 +36,22 @@ class _Copy:
 
 def remove_copies(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
     """The same statements without needless copies; the nodes are changed in place."""
-    while any(_try_remove(body, copy, set(parameters)) for copy in list(_copies(body))):
-        pass
-    return body
+    fixed = set(parameters)
+    while True:
+        uses = list(_uses(body))
+        needless = next((copy for copy in _copies(body) if _is_needless(uses, copy, fixed)), None)
+        if needless is None:
+            return body
+        _remove(body, needless, fixed)
 
 
-def _try_remove(body: list[ast.stmt], copy: _Copy, parameters: set[str]) -> bool:
-    uses = list(_uses(body))
+def _is_needless(uses: list[_Use], copy: _Copy, parameters: set[str]) -> bool:
     if copy.target in parameters:
         return False
-    if not (_is_alias(uses, copy, parameters) or _is_merge(uses, copy, parameters)):
-        return False
+    return _is_alias(uses, copy, parameters) or _is_merge(uses, copy, parameters)
+
+
+def _remove(body: list[ast.stmt], copy: _Copy, parameters: set[str]) -> None:
     keep, drop = sorted((copy.target, copy.source), key=_plainness)
     if copy.source in parameters:
         keep, drop = copy.source, copy.target
@@ -55,7 +60,6 @@ def _try_remove(body: list[ast.stmt], copy: _Copy, parameters: set[str]) -> bool
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and node.id == drop:
                 node.id = keep
-    return True
 
 
 def _plainness(name: str) -> tuple[bool, int, str]:

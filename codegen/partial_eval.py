@@ -89,8 +89,12 @@ class PartialEvaluator(ControlFlow):
         first = len(self.body)
         scope = Scope(function, runtime_depth=0)
         outer = self.scope
+        assigned = assigned_names(function.node.body)
         for name, folded, annotation in self._arguments(function, call):
-            self._bind_parameter(scope, name, folded, is_constexpr(annotation))
+            if folded.value.literal or (_is_simple(folded.node) and name not in assigned):
+                scope.bindings[name] = folded
+            else:
+                self._bind_parameter(scope, name, folded, is_constexpr(annotation))
         self.scope = scope
         self.stack.append(function)
         saved, self.returned = self.returned, None
@@ -145,10 +149,7 @@ class PartialEvaluator(ControlFlow):
         return folded
 
     def _bind_parameter(self, scope: Scope, name: str, folded: Folded, constexpr: bool) -> None:
-        assigned = name in assigned_names(scope.function.node.body)
-        if folded.value.literal or (_is_simple(folded.node) and not assigned):
-            scope.bindings[name] = folded
-            return
+        """Evaluate an argument once, before the helper's body."""
         printed = self._fresh(name)
         scope.renamed[name] = printed
         target = ast.Name(printed, ast.Store())

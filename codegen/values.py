@@ -123,6 +123,8 @@ def tensor_of(value: Value) -> Value:
     """What an assignment makes of a value: Python numbers become tensors."""
     if value.items is not None:
         return Value(items=tuple(map(tensor_of, value.items)))
+    if value.weak and isinstance(value.const, tuple):
+        return Value(items=tuple(tensor_of(constant(item)) for item in value.const))
     if not value.weak or not isinstance(value.const, (bool, int, float)):
         return value
     if isinstance(value.const, bool):

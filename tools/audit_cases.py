@@ -27,6 +27,9 @@ PAGE_SIZE = 64
 TOKEN_COUNTS = (1, 64, 512, 4096)
 # Warp specialisation keeps up to this many bytes of its own on the stack.
 SPECIALISED_STACK_BYTES = 8
+# tcgen05 wants this many rows; a shorter tile goes to the older tensor core.
+MMA_ROWS = 64
+SHORT_TILE_REASON = "a few tokens: each weight is read once and hardly computed with"
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,11 @@ def fused_case(
         )
         spec = tiled_spec(problem, config, target.name)
     else:
-        claims = Expectations(mma=problem.finish.dtype, memory_bound=True)
+        claims = Expectations(
+            mma=problem.finish.dtype,
+            legacy_mma_reason="" if 2 * config.block_p >= MMA_ROWS else SHORT_TILE_REASON,
+            memory_bound=True,
+        )
         spec = swapped_spec(problem, config, target.name)
     return AuditCase(f"{name}: {config}", spec, claims)
 
