@@ -11,6 +11,7 @@ from tilewright.codegen.audit import Audit, Expectations, check
 from tilewright.codegen.build import BuildError
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import Kernel
+from tilewright.tools.audit_cases import MMA_ROWS, SHORT_TILE_REASON, SPECIALISED_STACK_BYTES
 
 WORKERS = 2
 
@@ -74,10 +75,19 @@ def _audit(kernel: Kernel, target: Target) -> KernelAudit:
 
 
 def expectations(kernel: Kernel, target: Target) -> Expectations:
-    """A kernel that multiplies tiles must do so on the tensor cores meant for its dtype."""
+    """What a kernel's own spec commits it to.
+
+    One that multiplies tiles does so on the tensor cores meant for its dtype, unless its tiles are
+    too short for them; a warp-specialised one may keep a little on the stack.
+    """
     if "tl.dot" not in kernel.source:
         return Expectations()
     first = next(kind for _, kind in kernel.spec.signature if kind.startswith("*"))
     dtype = first.removeprefix("*")
-    known = {name for name, _ in target.mma_opcodes}
-    return Expectations(mma=dtype if dtype in known else None)
+    constants = dict(kernel.spec.constants)
+    short = 2 * int(constants.get("BLOCK_P") or MMA_ROWS) < MMA_ROWS
+    return Expectations(
+        mma=dtype if dtype in dict(target.mma_opcodes) else None,
+        legacy_mma_reason=SHORT_TILE_REASON if short else "",
+        stack_bytes=SPECIALISED_STACK_BYTES if constants.get("WARP_SPECIALIZE") else 0,
+    )

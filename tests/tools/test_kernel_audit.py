@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,11 +45,14 @@ class FakeKernel:
     error: str = ""
     source: str = "acc = tl.dot(a, b, acc)"
     dtype: str = "bf16"
+    constants: tuple = ()
 
     @property
     def spec(self):
         return SimpleNamespace(
-            name=self.name, signature=(("n", "i32"), ("x_ptr", f"*{self.dtype}"))
+            constants=self.constants,
+            name=self.name,
+            signature=(("n", "i32"), ("x_ptr", f"*{self.dtype}")),
         )
 
     def build(self, target):
@@ -107,6 +110,20 @@ def test_an_unknown_target_is_refused():
 def test_only_a_kernel_that_multiplies_must_use_the_tensor_cores(kernel, mma):
     assert expectations(kernel, SM100).mma == mma
     assert expectations(kernel, SM90).mma == mma
+
+
+def test_a_short_tile_may_use_the_older_tensor_core():
+    kernels = [replace(SLOW, constants=(("BLOCK_P", rows),)) for rows in (16, 32)]
+    short, tall = audit_kernels(kernels, "sm100")
+    assert short.problems == ()
+    assert len(tall.problems) == 2
+
+
+def test_warp_specialisation_keeps_a_little_on_the_stack():
+    small = FakeKernel("small", (("stack_bytes", 8),))
+    specialised = replace(small, constants=(("WARP_SPECIALIZE", True),))
+    outcomes = audit_kernels([small, specialised], "sm100")
+    assert [o.good for o in outcomes] == [False, True]
 
 
 def printed(renderable) -> str:
