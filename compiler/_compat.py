@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._dynamo.exc import TorchDynamoException as DynamoError
@@ -25,6 +26,8 @@ __all__ = [
     "fake_mode_of",
     "mode_patches",
     "run_fake",
+    "size_comparison",
+    "size_symbols",
     "storage_key",
 ]
 
@@ -35,6 +38,35 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
+    """Equality of sizes (ints or sympy expressions) that guards where it depends on symbols."""
+    environment = next((e for e in map(_shape_env, inputs) if e is not None), None)
+
+    def same(a: Any, b: Any) -> bool:
+        if a == b or (isinstance(a, int) and isinstance(b, int)) or environment is None:
+            return bool(a == b)
+        return bool(environment.evaluate_expr(sympy.Eq(a, b)))
+
+    return same
+
+
+def size_symbols(size: Any) -> tuple[sympy.Symbol, ...]:
+    """The symbols a SymInt stands for: its own, and the one that guards have replaced it by."""
+    if not isinstance(size, torch.SymInt):
+        return ()
+    found = (size.node._expr, size.node.expr)
+    return tuple(dict.fromkeys(e for e in found if isinstance(e, sympy.Symbol)))
+
+
+def _shape_env(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return value.node.shape_env
+    if isinstance(value, torch.Tensor):
+        sizes: Iterable[Any] = value.shape
+        return next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None)
+    return None
 
 
 def fake_mode_of(tensors: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.spelling import shape_of, size_of
+from tilewright.compiler.spelling import shape_of
 from tilewright.patterns import effects
 from tilewright.patterns.cache_write import Computed
 from tilewright.patterns.dataflow import Dataflow, View
@@ -37,6 +37,8 @@ class Materialiser:
         self.serving: fx.Node | None = None
         self._symbols: dict[sympy.Expr, Callable[[], fx.Node]] | None = None
         self._made: dict[Any, fx.Node] = {}
+        # What an earlier rewrite put in the place of a node.
+        self.replaced: dict[fx.Node, fx.Node] = {}
 
     def argument(self, item: Any) -> Any:
         """An argument of a match as something a node's `args` can hold."""
@@ -55,7 +57,8 @@ class Materialiser:
         known = self.flow.nodes_by_view.get(view)
         if known is not None and not known._erased and self._precedes(known):
             return known
-        return self.select(self.flow.home(view.value), view.value.shape, view.effect)
+        home = self.flow.home(view.value)
+        return self.select(self.replaced.get(home, home), view.value.shape, view.effect)
 
     def _precedes(self, node: fx.Node) -> bool:
         assert self.serving is not None
@@ -159,12 +162,11 @@ class Materialiser:
             if node.op != "placeholder":
                 continue
             held = node.meta.get("example_value")
-            if isinstance(held, torch.SymInt):
-                found[size_of(held)] = partial(_itself, node)
-            elif isinstance(held, torch.Tensor):
-                for dim, size in enumerate(shape_of(held)):
-                    if isinstance(size, sympy.Symbol):
-                        found.setdefault(size, partial(self.call, "size", node, dim))
+            for symbol in _compat.size_symbols(held):
+                found[symbol] = partial(_itself, node)
+            for dim, size in enumerate(held.shape if isinstance(held, torch.Tensor) else ()):
+                for symbol in _compat.size_symbols(size):
+                    found.setdefault(symbol, partial(self.call, "size", node, dim))
         return found
 
     # --- nodes ---

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,7 +73,7 @@ class _Builder:
                 return
         if name == "getattr":
             name = str(node.args[1])
-            if name not in spelling.LAYOUT:
+            if name not in spelling.LAYOUT and not isinstance(result, torch.Tensor):
                 return
         if name in spelling.INDEXED_WRITES and self._first_tensor(node) is not None:
             self._write(node, name, result)
@@ -131,6 +133,7 @@ class _Builder:
             view = value.whole
         place = self.memory.shared_with(result, of)
         if place is None:
+            self._note_read(of)
             self.memory.allocate(node, result, view, is_input=False)
             return
         local: Effect | None = None
@@ -193,13 +196,13 @@ class _Builder:
             x, weight = argument(node, 0, "input"), argument(node, 1, "weight")
             bias = argument(node, 2, "bias")
             return self._operand(x), self._operand(weight), self._operand(bias)
-        first = 1 if name == "addmm" else 0
+        first, keyword = (1, "mat1") if name == "addmm" else (0, "input")
         if name == "addmm" and (
             node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1
         ):
             return None
         x, weight = (
-            self._operand(node.args[first]),
+            self._operand(argument(node, first, keyword)),
             self._operand(argument(node, first + 1, "mat2")),
         )
         if not isinstance(weight, View):
@@ -208,7 +211,7 @@ class _Builder:
             return None
         if len(weight.effect.dims) != 2 or weight.value.projected:
             return None
-        bias = self._operand(node.args[0]) if name == "addmm" else None
+        bias = self._operand(argument(node, 0, "input")) if name == "addmm" else None
         return x, View(weight.value, effects.permute(weight.effect, (1, 0))), bias
 
     def _stack(self, node: fx.Node) -> tuple[Any, ...]:
@@ -253,9 +256,7 @@ class _Builder:
         return f"opaque:{name}"
 
     def _define(self, node: fx.Node, op: str, args: tuple[Any, ...], result: torch.Tensor) -> Value:
-        kwargs = {k: self._operand(v) for k, v in node.kwargs.items()} if op != "aten.cat" else {}
-        if op == "aten.linear":
-            kwargs = {}
+        kwargs = {} if op in ("aten.cat", "aten.linear") else self._keywords(node)
         value = self._value(op, args, result, node, kwargs)
         place = next(
             (p for a in node.all_input_nodes if (p := self.memory.shared_with(result, a))), None
@@ -271,12 +272,13 @@ class _Builder:
         if not any(spelling.is_tensor_node(a) for a in node.all_input_nodes):
             return
         op = f"aten.{name}" if name in spelling.PLAIN else f"opaque:{name}"
+        args, kwargs = self._arguments(node), self._keywords(node)
         if not isinstance(result, (tuple, list)):
             like = next(a for a in node.all_input_nodes if spelling.is_tensor_node(a))
-            self._value(op, self._arguments(node), like.meta["example_value"], node)
+            self._value(op, args, like.meta["example_value"], node, kwargs)
             return
         self.others[node] = tuple(
-            self._value(op, self._arguments(node), part, node, {"output": i})
+            self._value(op, args, part, node, kwargs | {"output": i})
             if isinstance(part, torch.Tensor)
             else None
             for i, part in enumerate(result)
@@ -285,8 +287,8 @@ class _Builder:
     # --- in-place writes ---
 
     def _write(self, node: fx.Node, name: str, result: Any) -> None:
-        target = node.args[0]
-        assert isinstance(target, fx.Node)
+        target = self._first_tensor(node)
+        assert target is not None
         place = self.memory.places[target]
         store = None
         if place.effect is not None:
@@ -300,9 +302,12 @@ class _Builder:
         record = Store(place.memory, effect, index, source, name, accumulate, note)
         self._store(node, target, record, result)
 
-    def _store(self, node: fx.Node, target: fx.Node, store: Store, result: Any) -> None:
+    def _store(
+        self, node: fx.Node, target: fx.Node, store: Store, result: Any, others: tuple = ()
+    ) -> None:
+        """One write. others: what a write of unknown effect may depend on."""
         before = self._read(target)
-        args = (before, store.source, tuple(store.index.values()))
+        args = (before, store.source, tuple(store.index.values()), others)
         value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)
         self.memory.write(store, value)
         memory = store.memory
@@ -329,7 +334,8 @@ class _Builder:
             return
         if not isinstance(result, torch.Tensor):
             result = target.meta["example_value"]
-        computed = self._value(f"aten.{name}", self._arguments(node), result, node)
+        args, kwargs = self._arguments(node), self._keywords(node)
+        computed = self._value(f"aten.{name}", args, result, node, kwargs)
         place = self.memory.places[target]
         effect = place.effect if place.effect is not None else effects.identity(place.memory.shape)
         known = computed.whole if place.effect is not None else None
@@ -339,11 +345,12 @@ class _Builder:
     def _opaque_write(self, node: fx.Node, name: str, result: Any) -> None:
         """An in-place or custom operation whose effect is not known: what it mutates is unknown."""
         mutated = _mutated_arguments(node)
+        others = (self._arguments(node), tuple(self._keywords(node).values()))
         for target in mutated:
             place = self.memory.places.get(target)
             if place is not None:
                 whole = effects.identity(place.memory.shape)
-                self._store(node, target, Store(place.memory, whole, {}, None, name), None)
+                self._store(node, target, Store(place.memory, whole, {}, None, name), None, others)
         if isinstance(result, torch.Tensor) and node not in self.memory.places:
             self._define(node, f"opaque:{name}", self._arguments(node), result)
         elif not mutated or result is not None:
@@ -391,7 +398,8 @@ class _Builder:
         if isinstance(item, fx.Node):
             held = item.meta.get("example_value")
             if isinstance(held, torch.Tensor) and item in self.memory.places:
-                return self._noted_read(item)
+                self._note_read(item)
+                return self._read(item)
             if isinstance(held, (torch.SymInt, int)) and not isinstance(held, bool):
                 return size_of(held)
             return item if isinstance(held, (torch.SymFloat, float)) else None
@@ -399,14 +407,17 @@ class _Builder:
             return tuple(self._operand(i) for i in item)
         return item
 
-    def _noted_read(self, node: fx.Node) -> View:
-        place = self.memory.places[node]
+    def _note_read(self, node: fx.Node) -> None:
+        """The node being visited reads what another node's tensor holds."""
         reader = next(reversed(self.positions))
-        self.memory.reads[place.memory].append((self.positions[reader], reader))
-        return self._read(node)
+        memory = self.memory.places[node].memory
+        self.memory.reads[memory].append((self.positions[reader], reader))
 
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
         return tuple(self._operand(a) for a in node.args)
+
+    def _keywords(self, node: fx.Node) -> dict[str, Any]:
+        return {k: self._operand(a) for k, a in node.kwargs.items()}
 
     def _views(self, args: Any) -> list[View]:
         if isinstance(args, (tuple, list)):
@@ -432,6 +443,9 @@ class _Builder:
             outputs=self.outputs,
             positions=self.positions,
             homes=self.homes,
+            same_size=_compat.size_comparison(
+                n.meta.get("example_value") for n in self.graph.nodes if n.op == "placeholder"
+            ),
             unknown=tuple(self.unknown),
         )
 
@@ -496,9 +510,26 @@ def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
         return out
     if "out" in node.kwargs and isinstance(node.kwargs["out"], fx.Node):
         return [node.kwargs["out"]]
-    if spelling.is_in_place(name_of(node)) and node.args and isinstance(node.args[0], fx.Node):
-        return [node.args[0]]
-    return []
+    written = argument(node, 0, "input")
+    by_name = spelling.is_in_place(name_of(node)) or _asked_in_place(node)
+    return [written] if by_name and isinstance(written, fx.Node) else []
+
+
+def _asked_in_place(node: fx.Node) -> bool:
+    """`F.relu(x, inplace=True)` and its like; dropout that drops nothing writes nothing either."""
+    idle = name_of(node) in spelling.DROPOUT and not argument(node, 2, "training", True)
+    position = None if isinstance(node.target, str) or idle else _inplace_position(node.target)
+    return position is not None and bool(argument(node, position, "inplace", False))
+
+
+@cache
+def _inplace_position(function: Callable[..., Any]) -> int | None:
+    """Where a function takes `inplace`, or None."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # many built-in functions have no signature
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 # --- the in-place writes that are understood ------------------------------------------------------

@@ -31,7 +31,7 @@ class CacheStore:
         k_write, v_write = anchor.first, anchor.second
         k = address(k_write)
         v = address(v_write) if v_write is not None else None
-        if v is not None and (k.slots != v.slots or not same_slots(k, v)):
+        if v is not None and not same_slots(k, v, flow):
             reject(
                 "SLOT_INDEX", Stage.GUARDS, "the two writes go to different slots", k_write.store
             )

@@ -294,7 +294,9 @@ def _addressing(
     source = write.source
     assert source is not None
     num_pages, page_size, page_stride, slot_stride = pages
-    (num_heads, head_stride), (head_dim, dim_stride) = (_stride(write, d) for d in head)
+    (_, head_stride), (_, dim_stride) = (_stride(write, d) for d in head)
+    # The written heads' sizes: the cache's own may be symbols, which have to equal them.
+    num_heads, head_dim = (source.effect.shape[at[d]] for d in head)
     order = [*lead, *(at[d] for d in head)]
     dropped = [d for d in range(len(source.effect.dims)) if d not in order]
     effect = effects.permute(source.effect, [*order, *dropped])

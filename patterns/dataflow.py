@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -170,7 +170,8 @@ class Dataflow:
     """A graph, seen by what its values are made of. Read-only; nothing in the graph was changed.
 
     values: in program order. users: who reads a value. views: what each node's tensor is, as it
-    was when the node ran. outputs: what the graph returns.
+    was when the node ran. outputs: what the graph returns. homes: see :meth:`home`.
+    same_size: whether two sizes are equal; for symbols this guards the compiled code on it.
     """
 
     graph: fx.Graph
@@ -183,6 +184,7 @@ class Dataflow:
     outputs: Sequence[View]
     positions: Mapping[fx.Node, int]
     homes: Mapping[Value, fx.Node]
+    same_size: Callable[[Size, Size], bool]
     unknown: Sequence[fx.Node]
 
     def home(self, value: Value) -> fx.Node:

@@ -170,6 +170,8 @@ def expand(effect: Effect, sizes: Sequence[Size]) -> Effect:
 
 
 def _repeat(dim: Dim, size: Size) -> Dim:
+    if dim != () and not isinstance(size, int):
+        return dim  # broadcasting lets only one repeat: a symbol has to equal the length
     if dim != ():
         raise InexpressibleError(f"cannot expand a dimension of {_length(dim)} to {size}")
     return (Atom(None, 0, size),)

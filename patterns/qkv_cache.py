@@ -71,7 +71,7 @@ class QkvCache:
             _check_tokens(heads, place, who, stage)
             _check_cast(heads, place, who, stage)
         q = _find_query(flow, k, v)
-        _guard(q, k, v, k_place, v_place, k_write.memory.dtype)
+        _guard(flow, q, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
         arguments = _arguments(q, k, v, k_place, v_place)
         arguments["k_cache"] = k_write.memory.root
@@ -271,7 +271,13 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
 
 
 def _guard(
-    q: Heads, k: Heads, v: Heads, k_place: Addressing, v_place: Addressing, cache: torch.dtype
+    flow: Dataflow,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    k_place: Addressing,
+    v_place: Addressing,
+    cache: torch.dtype,
 ) -> None:
     dtypes = {p.linear.args[1].value.dtype for p in (q, k, v)} | {cache, k.x.value.dtype}
     dtypes |= {p.linear.dtype for p in (q, k, v)} | {q.end.dtype}
@@ -288,19 +294,28 @@ def _guard(
         reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.linear)
     if (q.norm_eps or k.norm_eps) != (k.norm_eps or q.norm_eps):
         reject("UNSUPPORTED", Stage.GUARDS, "q and k norms have different eps", q.linear)
-    if k_place.slots != v_place.slots or not same_slots(k_place, v_place):
+    if not same_slots(k_place, v_place, flow):
         reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", k.linear)
 
 
-def same_slots(k: Addressing, v: Addressing) -> bool:
-    """Equal index tensors; a page split that differs matters only for computed slots."""
-    if k.slot_mapping == v.slot_mapping:
-        return True
+def same_slots(k: Addressing, v: Addressing, flow: Dataflow) -> bool:
+    """Whether two writes go to the same slots of pages of one size."""
+    sizes = zip(k.window[:2], v.window[:2], strict=True)
     return (
-        isinstance(k.slot_mapping, View)
-        and isinstance(v.slot_mapping, View)
-        and _equal_values(k.slot_mapping, v.slot_mapping)
+        k.slots == v.slots
+        and _equal_slots(k.slot_mapping, v.slot_mapping)
+        and all(flow.same_size(a, b) for a, b in sizes)
     )
+
+
+def _equal_slots(a: Any, b: Any) -> bool:
+    """Equal index tensors; page sizes within an expression are compared by the windows."""
+    if isinstance(a, Computed) and isinstance(b, Computed):
+        pairs = zip(a.operands, b.operands, strict=True)
+        return a.function == b.function and all(_equal_slots(x, y) for x, y in pairs)
+    if isinstance(a, View) and isinstance(b, View):
+        return _equal_values(a, b)
+    return not isinstance(a, (View, Computed)) and not isinstance(b, (View, Computed))
 
 
 def _equal_values(a: View, b: View) -> bool:
@@ -315,9 +330,19 @@ def _equal_values(a: View, b: View) -> bool:
         return False
     if left.op in ("input", "constant", "store") or len(left.args) != len(right.args):
         return False
+    if not _repeatable(left.op):
+        return False
     return left.kwargs.keys() == right.kwargs.keys() and _equal_args(
         (*left.args, *left.kwargs.values()), (*right.args, *right.kwargs.values())
     )
+
+
+def _repeatable(op: str) -> bool:
+    """Whether the same operands give the same result again: not so for random numbers."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
+    random = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
+    return not random and not op.startswith("aten.empty")
 
 
 def _equal_args(a: Sequence[Any], b: Sequence[Any]) -> bool:
