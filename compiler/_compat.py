@@ -140,8 +140,10 @@ def empty_like_fake(value: Any) -> Any:
 
 
 def _hint(value: Any) -> Any:
-    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return value.node.hint if symbolic else value
+    """A symbolic number's value in the traced run; 1 where only the data decides it."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    return value.node.hint if value.node.has_hint() else 1
 
 
 def as_meta(values: Any) -> Any:
