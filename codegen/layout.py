@@ -19,7 +19,7 @@ def unparse(node: ast.AST) -> str:
     """`ast.unparse` with long lines broken; the text parses to the same ast."""
     lines = []
     inside_docstring = False
-    for line in ast.unparse(node).split("\n"):
+    for line in ast.unparse(ast.fix_missing_locations(node)).split("\n"):
         quotes = line.count('"""')
         if inside_docstring or quotes:
             inside_docstring ^= quotes % 2 == 1

@@ -152,10 +152,16 @@ def _plain_target(statement: ast.stmt) -> str | None:
 def _overwritten(name: str, following: Sequence[ast.stmt]) -> bool:
     for statement in following:
         names = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
-        if any(isinstance(node.ctx, ast.Load) for node in names):
-            return False
-        if isinstance(statement, ast.AugAssign) and names:
+        if any(isinstance(node.ctx, ast.Load) for node in names) or _updates(name, statement):
             return False
         if isinstance(statement, ast.Assign) and names:
             return True
     return False
+
+
+def _updates(name: str, statement: ast.stmt) -> bool:
+    """Whether `name += ...` stands in the statement: a read that ast marks as a store only."""
+    return any(
+        isinstance(node, ast.AugAssign) and ast.unparse(node.target) == name
+        for node in ast.walk(statement)
+    )

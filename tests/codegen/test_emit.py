@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 
@@ -235,6 +236,6 @@ def test_hash_randomisation_does_not_show():
             [sys.executable, "-c", script, parent, spec.to_json()],
             capture_output=True,
             text=True,
-            env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"},
+            env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert done.stdout == emit(spec), done.stderr
