@@ -24,6 +24,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "remainder": torch.remainder,
 }
 
+_SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    sympy.Pow: operator.pow,
+}
+
 
 class Materialiser:
     """Emits nodes at the graph's insertion point; equal requests at one graph share nodes.
@@ -141,7 +147,7 @@ class Materialiser:
             return int(size)
         if size.is_Symbol:
             return self._symbol(size)
-        function = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(type(size))
+        function = _SIZE_FUNCTIONS.get(type(size))
         if function is None:
             raise effects.InexpressibleError(f"no node computes the size {size}")
         total, *rest = [self.size(part) for part in size.args]
