@@ -149,6 +149,14 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
     for name, argument in match.arguments.items():
         for view in views_in(argument):
             home = flow.home(view.value)
+            if view.value.position >= last:
+                reject(
+                    "ORDER",
+                    Stage.HAZARDS,
+                    f"{name} is computed after the cache is written",
+                    view,
+                    hint="write the cache after the query's own operands are there",
+                )
             memory = flow.memory_of.get(home)
             if memory is None:
                 continue

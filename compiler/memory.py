@@ -85,7 +85,7 @@ class MemoryMap:
         memory = store.memory
         self.version[memory] += 1
         self.stores[memory].append(value)
-        self.state[memory] = None if store.source is None else self._state_after(store, value)
+        self.state[memory] = self._state_after(store, value)
         for other in self.by_storage.get(memory.storage, ()):
             if other is not memory:
                 self.version[other] += 1
@@ -93,9 +93,9 @@ class MemoryMap:
 
     def _state_after(self, store: Store, value: Value) -> View:
         memory, source = store.memory, store.source
-        assert source is not None
         overwritten = effects.is_identity(store.target, memory.shape) and not store.index
-        if overwritten and not store.accumulate and source.value.dtype == memory.dtype:
+        kept = store.accumulate or source is None or source.value.dtype != memory.dtype
+        if overwritten and source is not None and not kept:
             return source
         return value.whole
 
@@ -115,6 +115,8 @@ def slices_of_fresh_memory(stores: list[Value]) -> tuple[int, list[View]] | None
         axis = cut[0]
         start, length = store.target.start[axis], window[axis]
         if not isinstance(start, int) or not isinstance(length, int):
+            return None
+        if store.source.value.dtype != store.memory.dtype:
             return None
         pieces.append((start, length, store.source))
     if axis is None:

@@ -11,7 +11,7 @@ from torch import fx
 
 from tilewright.compiler.lint import check_site
 from tilewright.compiler.materialise import Materialiser
-from tilewright.compiler.spelling import shape_of
+from tilewright.compiler.spelling import argument, shape_of
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, registered
 from tilewright.patterns.dataflow import Dataflow
@@ -70,6 +70,7 @@ def _rewrite(
     }
     for result, new in zip(match.results, replacements, strict=True):
         _redirect(result.replaced.node, new)
+        materialiser.replaced[result.replaced.node] = new
     _erase(graph, flow, match)
     check_site(match, node, replacements)
     return Rewritten(match, node, node.meta["tilewright"]["absorbed"])
@@ -115,7 +116,7 @@ def _erase(graph: fx.Graph, flow: Dataflow, match: Match) -> None:
     for store in dict.fromkeys(s.node for s in match.stores):
         candidates += store.all_input_nodes
         if store.users:
-            target = store.args[0]
+            target = argument(store, 0, "input")
             assert isinstance(target, fx.Node)
             store.replace_all_uses_with(target)
         graph.erase_node(store)

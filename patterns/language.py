@@ -276,7 +276,7 @@ CODES: dict[str, str] = {
     "CACHE_OVERLAP": "K and V are on one storage and not provably apart",
     "INPUT_MUTATED": "an operand is changed in place before the fused op could read it",
     "ESCAPES": "a value inside the match is used outside of it",
-    "ORDER": "the query is consumed before the cache is written",
+    "ORDER": "the query is used before the cache is written, or an operand computed after",
     "COLLECTIVE": "a collective lies inside the match",
     "GRAPH_BREAK": "Dynamo could not trace part of the model, so no pattern saw it",
     "CLAIMED": "another match already absorbs part of this one",

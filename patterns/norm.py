@@ -24,13 +24,20 @@ class RmsNorm:
     absorbed: tuple[Value, ...]
 
 
+def is_float_cast(value: Value) -> bool:
+    """Whether a value is a cast between floating types that fp32 arithmetic may leave out.
+
+    A detour through eight bits is a quantisation the user asked for, and stays.
+    """
+    types = (value.dtype, *(v.value.dtype for v in value.operands))
+    return value.op == "cast" and all(t.is_floating_point and t.itemsize > 1 for t in types)
+
+
 def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
     """The view before any casts between floating types, and the casts."""
     stripped: list[Value] = []
-    while view.value.op == "cast" and view.value.dtype.is_floating_point:
+    while is_float_cast(view.value):
         inner = view.value.args[0]
-        if not inner.value.dtype.is_floating_point:
-            break
         stripped.append(view.value)
         view = inner.through(view.effect)
     return view, tuple(stripped)
@@ -109,16 +116,19 @@ def _scaled(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
 def _inverse_rms(scale: View) -> tuple[View, float, tuple[Value, ...]] | None:
     """(x, eps, values) of rsqrt(mean(x^2, -1, keepdim) + eps)."""
     rsqrt = scale.value
-    if rsqrt.op != "aten.rsqrt":
+    if rsqrt.op != "aten.rsqrt" or not scale.is_whole:
         return None
     add = rsqrt.operands[0].value
-    if add.op != "aten.add" or len(add.operands) != 1:
+    if add.op != "aten.add" or len(add.operands) != 1 or add.kwargs.get("alpha", 1) != 1:
         return None
     eps = next((a for a in add.args if isinstance(a, (int, float, fx.Node))), None)
     mean = add.operands[0].value
     if eps is None or mean.op != "aten.mean" or not _over_last(mean):
         return None
     power = mean.operands[0].value
+    steps = (rsqrt.operands[0], add.operands[0], mean.operands[0])
+    if not all(step.is_whole for step in steps) or mean.shape != (*power.shape[:-1], 1):
+        return None
     if (
         power.op == "aten.square"
         or (power.op == "aten.pow" and power.args[1] == 2)

@@ -171,10 +171,6 @@ def _explain(value: Value, code: str, stage: Stage) -> tuple[str, Stage, str]:
         return "CAST", stage, f"cast from {names} between the projection and the cache"
     if value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
         return "MASKED_WRITE", stage, "a boolean mask selects the tokens that are written"
-    if value.op == "cast":
-        types = (value.operands[0].value.dtype, value.dtype)
-        a, b = (str(t).removeprefix("torch.") for t in types)
-        return "CAST", stage, f"{code[0]} is cast from {a} to {b}, which the op does not do"
     return code, stage, f"expected a linear, a norm or a rotation, found {value}"
 
 

@@ -16,6 +16,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.norm import is_float_cast
 
 _ARITHMETIC = {"aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "cast"}
 _MAX_TERMS = 4
@@ -106,14 +107,21 @@ def _is_boundary(value: Value) -> bool:
         projected = [v for v in value.operands if v.value.projected]
         return len(projected) != 1 or len(value.operands) != 2 or _per_channel(value)
     if value.op == "cast":
-        return not value.dtype.is_floating_point or value.operands[0].value.op not in _ARITHMETIC
+        return not is_float_cast(value) or value.operands[0].value.op not in _ARITHMETIC
     return False
 
 
 def _per_channel(value: Value) -> bool:
     """Whether a product's coefficient varies along the head only: a norm's weight, not cos."""
     other = next(v for v in value.operands if not v.value.projected)
-    return all(dim == () for dim in other.effect.dims[:-1]) and other.value.op == "constant"
+    return all(dim == () for dim in other.effect.dims[:-1]) and _of_weights(other.value)
+
+
+def _of_weights(value: Value) -> bool:
+    """Whether parameters alone determine a value, e.g. 1 + weight."""
+    if value.op == "constant":
+        return True
+    return bool(value.operands) and all(_of_weights(v.value) for v in value.operands)
 
 
 def _leaf_term(view: View) -> _Term:
