@@ -1,0 +1,152 @@
+"""The examples run, and show what they are there to show."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewright.compiler import lower
+from tilewright.patterns import language
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def swiglu():
+    """The example's module; its pattern is taken out again afterwards."""
+    codes = dict(language.CODES)
+    yield load("swiglu_pattern")
+    language.unregister("swiglu")
+    for code in set(language.CODES) - set(codes):
+        del language.CODES[code]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def test_the_document_shows_what_the_pattern_example_prints():
+    script = EXAMPLES / "swiglu_pattern.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = (ROOT / "docs" / "adding-a-pattern.md").read_text("utf-8")
+    *shown, last = done.stdout.strip().splitlines()
+    assert last.startswith("eager ")
+    assert "\n".join(shown) in document
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_op_keeps_its_tolerance(swiglu, dtype):
+    op = swiglu.contract.registered("examples::swiglu")
+    (case,) = (case for case in op.cases if case.dtype is dtype)
+    arguments = op.sample_inputs(case)
+    wide = swiglu.SwigluArguments(*(t.double() for t in vars(arguments).values()))
+    problem = op.tolerances[dtype].problem(op.call(arguments), op.reference(wide))
+    assert problem is None
+
+
+def test_the_op_says_what_is_wrong_with_an_argument(swiglu):
+    a = swiglu.sample_inputs(swiglu.SwigluCase("bf16"))
+    with pytest.raises(ValueError, match=r"swiglu: up_weight: expected shape \[N, K\]"):
+        torch.ops.examples.swiglu(a.x, a.gate_weight, a.up_weight[:3])
+
+
+class Variant(torch.nn.Module):
+    """A gated MLP with one thing changed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.gate, self.up = (torch.nn.Linear(16, 24, bias=how == "bias") for _ in range(2))
+
+    def forward(self, x):
+        gate, up = self.gate(x), self.up(x + 1 if self.how == "another x" else x)
+        if self.how == "clamped":
+            gate = gate.clamp(max=7.0)
+        product = torch.nn.functional.silu(gate) * up
+        return (product, up) if self.how == "escapes" else product
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("as it should be", None),
+        ("bias", "SWIGLU_BIAS"),
+        ("another x", "ACTIVATION"),
+        ("clamped", "SWIGLU_PATH"),
+        ("escapes", "ESCAPES"),
+    ],
+)
+def test_a_match_or_the_reason_why_not(swiglu, how, code):
+    with torch.device("meta"):
+        model, x = Variant(how).requires_grad_(False), torch.randn(3, 16)
+    lowered = lower(model, (x,), patterns=["swiglu"])
+    assert [m.code for m in lowered.misses] == ([] if code is None else [code])
+    assert [m.op for m in lowered.matches] == (["examples::swiglu"] if code is None else [])
+
+
+def test_the_fused_model_is_as_good_through_inductor(swiglu):
+    model, (x,), _ = swiglu.gated_mlp(device="cpu")
+    compiled = torch.compile(model, backend="tilewright")
+    with torch.no_grad():
+        fused, eager, exact = compiled(x), model(x), model.double()(x.double())
+    assert len(swiglu.reports()[-1].matches) == 3
+    errors = [swiglu.error_against(exact, result) for result in (fused, eager)]
+    assert errors[0] <= errors[1] + 2.0**-8
+
+
+@pytest.fixture(scope="module")
+def demo():
+    pytest.importorskip("transformers", reason="the demo needs transformers")
+    return load("demo")
+
+
+def test_the_demo_fails_where_a_layer_is_not_fused(demo, monkeypatch, capsys):
+    monkeypatch.setattr(
+        demo, "lower", lambda *args, **kwargs: lower(*args, **kwargs, patterns=["cache_store"])
+    )
+    monkeypatch.setattr(demo, "load_model", lambda name: load_small(name))
+    checks = demo.Checks()
+    demo.fuse_llama("llama3-8b", checks)
+    assert "FAIL 0 of 2 layers fused (llama3-8b)" in capsys.readouterr().out
+    assert checks.failed
+
+
+def load_small(name: str):
+    from tilewright.tools.zoo import build_zoo_model
+
+    return build_zoo_model(name, layers=2)
+
+
+@pytest.mark.parametrize(("factor", "good"), [(1.0, True), (1.02, False)])
+def test_the_demo_compares_errors_against_float64(demo, factor, good, capsys):
+    exact = torch.randn(64, dtype=torch.float64)
+    checks = demo.Checks()
+    demo.compare("x", (exact * factor).bfloat16(), exact.bfloat16(), exact, checks)
+    assert (checks.failed == []) is good
+
+
+@pytest.mark.parametrize(("good", "status"), [(True, 0), (False, 1)])
+def test_the_demo_s_exit_status_is_that_of_its_checks(demo, monkeypatch, good, status, capsys):
+    monkeypatch.setattr(demo, "fuse_llama", lambda name, checks: [])
+    monkeypatch.setattr(demo, "audit", lambda kernels, checks: None)
+    monkeypatch.setattr(demo, "run_small", lambda checks: checks.expect(good, "it works"))
+    assert demo.main() == status
+    said = capsys.readouterr()
+    assert ("DEMO PASSED: all 1 checks" in said.out) is good
+    assert ("DEMO FAILED: 1 of 1 checks" in said.err) is not good
