@@ -256,8 +256,9 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
         block_t = max(16, next_power_of_2(num_tokens))
         for block_p in sorted({32, whole}):
             for block_k, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (64, 8), (64, 5)):
+                warps = 8 if block_p * block_t >= 64 * 64 else 4
                 for split_k in (1,) if block_p <= 32 else (1, 2, 4):
-                    yield SwappedConfig(block_p, block_t, block_k, 4, stages, split_k)
+                    yield SwappedConfig(block_p, block_t, block_k, warps, stages, split_k)
     for heads in (1, 2, 4, 8):
         yield from _tiled_configs(heads, heads * problem.finish.head_dim, num_tokens, target)
 
@@ -275,13 +276,15 @@ def _tiled_configs(
     if num_tokens > 64 and width <= 128:
         yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2)
         yield TiledConfig(128, heads, 64, 8, 5, **walk)
+        yield TiledConfig(128, heads, 64, 8, 4, **walk)
     if num_tokens > 64 and width == 128 and not target.has("tcgen05"):
         yield TiledConfig(
             128, heads, 64, 4, 3, epilogue_parts=2, persistent=True, flatten=True, programs_per_sm=2
         )
     if num_tokens > 64 and width == 256:
         yield TiledConfig(64, heads, 64, 8, 5)
-        yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, **walk)
+        parts = 4 if target.has("tcgen05") else 2
+        yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=parts, **walk)
 
 
 def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
@@ -302,12 +305,15 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
         return False
     width = config.heads_per_tile * finish.head_dim
     accumulator = config.block_m * width
+    # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
+    crowded = config.warp_specialize and width == 256 and (finish.has_norm or finish.interleaved)
     return (
         finish.num_heads % config.heads_per_tile == 0
         and finish.num_kv_heads % config.heads_per_tile == 0
         and 64 <= width <= 256
         and accumulator <= 128 * 32 * config.num_warps
-        and (config.heads_per_tile == 1 or config.heads_per_tile % config.epilogue_parts == 0)
+        and config.epilogue_parts <= width // 32
+        and not crowded
     )
 
 
@@ -319,8 +325,11 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
         return rows * config.block_k * size * config.num_stages
     width = config.heads_per_tile * problem.finish.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
-    # A flattened loop keeps the accumulator's staging area beside the pipeline.
-    staging = config.block_m * width * 4 // config.epilogue_parts // 4 if config.flatten else 0
+    # A flattened loop keeps what the epilogue stages beside the pipeline: a norm all of the
+    # accumulator, else a part of it.
+    staging = config.block_m * width * 4 if config.flatten else 0
+    if not problem.finish.has_norm:
+        staging //= 4 * config.epilogue_parts
     return tiles + staging
 
 
@@ -358,7 +367,11 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
         overhead += _DESCRIPTOR_S
     tiles = row_tiles * cdiv(num_tokens, columns) * split
     per_sm = cdiv(tiles, target.num_sms)
-    together = min(per_sm, _resident(problem, config, target))
+    resident = _resident(problem, config, target)
+    together = min(per_sm, resident)
+    if per_sm > resident:
+        # A last round with fewer tiles than fit takes as long as a full one.
+        per_sm = cdiv(tiles, target.num_sms * resident) * resident
     groups = config.num_warps // 4 * together
     share = _WARP_GROUP_SHARE.get(groups, 0.94) + (0.04 if rows * columns >= 128 * 256 else 0.0)
     rate = target.flops_per_s(finish.dtype) / target.num_sms * share

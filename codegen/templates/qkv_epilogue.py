@@ -1,6 +1,6 @@
 """What follows a query/key/value projection: bias, QK-norm, rotary embedding, paged cache write.
 
-`finish_heads` is the epilogue of the projection kernels; `qkv_epilogue` runs it over tensors that
+The helpers are the epilogue of the projection kernels; `qkv_epilogue` runs them over tensors that
 a library GEMM (or anything else) has already computed, in one launch for q, k and v.
 
 Values travel as two tiles, `low` and `high`, of shape [tokens, heads, pairs]: the two partners of
@@ -43,35 +43,160 @@ def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def head_vector(pointer, heads, dims, dim_mask, chosen, HEAD_STRIDE: tl.constexpr):
-    """pointer[heads, dims] as fp32 [1, heads, dims]; zeros unless `chosen`."""
-    offsets = heads[None, :, None] * HEAD_STRIDE + dims[None, None, :]
-    return tl.load(pointer + offsets, mask=dim_mask & chosen, other=0.0).to(tl.float32)
+def load_partners(
+    rows, first_pair, low_dims, high_dims, mask, dim_stride,
+    BOUND: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Both partners of pairs at `rows` [tokens, heads, 1] of pointers: two [tokens, heads, pairs].
+
+    mask broadcasts over rows; dims from BOUND on give zeros.
+    """
+    if INTERLEAVED:
+        # Partners are neighbours in memory: one dense load in place of two strided ones.
+        PAIRS: tl.constexpr = low_dims.shape[0]
+        dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
+        values = tl.load(rows + dims * dim_stride, mask=mask & (dims < BOUND), other=0.0)
+        low, high = tl.split(tl.reshape(values, (values.shape[0], values.shape[1], PAIRS, 2)))
+    else:
+        low_dims = low_dims[None, None, :]
+        high_dims = high_dims[None, None, :]
+        low = tl.load(rows + low_dims * dim_stride, mask=mask & (low_dims < BOUND), other=0.0)
+        high = tl.load(rows + high_dims * dim_stride, mask=mask & (high_dims < BOUND), other=0.0)
+    return low, high
 
 
 @triton.jit
-def rope_factors(
-    cos_ptr, sin_ptr, rows, mask, pairs, low_dims, high_dims,
-    FULL_WIDTH: tl.constexpr, COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+def load_vectors(
+    pointer, kind_mask, heads, first_pair, low_dims, high_dims,
+    HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of the low partners, then of the high ones: [tokens, 1, pairs].
+    """pointer[heads, dims] of both partners as fp32 [1, heads, pairs]; zeros unless kind_mask."""
+    rows = pointer + heads[None, :, None] * HEAD_STRIDE
+    low, high = load_partners(
+        rows, first_pair, low_dims, high_dims, kind_mask, 1, HEAD_DIM, INTERLEAVED
+    )
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def load_bias(
+    kind, heads, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """The bias of heads of one `kind`, both partners: fp32 [1, heads, pairs]."""
+    low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+    low_bias = tl.zeros((1, 1, PAIRS), tl.float32)
+    high_bias = tl.zeros((1, 1, PAIRS), tl.float32)
+    if q_bias_ptr is not None:
+        low, high = load_vectors(
+            q_bias_ptr, kind == QUERY, heads, first_pair, low_dims, high_dims,
+            Q_BIAS_STRIDE, HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+        low_bias += low
+        high_bias += high
+    if k_bias_ptr is not None:
+        low, high = load_vectors(
+            k_bias_ptr, kind == KEY, heads, first_pair, low_dims, high_dims,
+            K_BIAS_STRIDE, HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+        low_bias += low
+        high_bias += high
+    if v_bias_ptr is not None:
+        low, high = load_vectors(
+            v_bias_ptr, kind == VALUE, heads, first_pair, low_dims, high_dims,
+            V_BIAS_STRIDE, HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+        low_bias += low
+        high_bias += high
+    return low_bias, high_bias
+
+
+@triton.jit
+def load_norm(
+    kind, first_pair, q_norm_ptr, k_norm_ptr,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The norm weight of one `kind`, both partners: fp32 [1, 1, pairs]."""
+    low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+    low_norm = tl.zeros((1, 1, PAIRS), tl.float32)
+    high_norm = tl.zeros((1, 1, PAIRS), tl.float32)
+    no_heads = tl.zeros((1,), tl.int32)
+    if q_norm_ptr is not None:
+        low, high = load_vectors(
+            q_norm_ptr, kind == QUERY, no_heads, first_pair, low_dims, high_dims,
+            0, HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+        low_norm += low
+        high_norm += high
+    if k_norm_ptr is not None:
+        low, high = load_vectors(
+            k_norm_ptr, kind == KEY, no_heads, first_pair, low_dims, high_dims,
+            0, HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+        low_norm += low
+        high_norm += high
+    return low_norm, high_norm
+
+
+@triton.jit
+def add_bias_and_norm(
+    low, high, kind, low_bias, high_bias, low_norm, high_norm,
+    HEAD_DIM: tl.constexpr, NORM_EPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
+):  # fmt: skip
+    """Bias, then RMSNorm of each whole head; padded dims hold zeros and do not count."""
+    if HAS_BIAS:
+        low += low_bias
+        high += high_bias
+    if NORM_Q or NORM_K:
+        square_sum = tl.sum(low * low, axis=2) + tl.sum(high * high, axis=2)
+        scale = tl.rsqrt(square_sum / HEAD_DIM + NORM_EPS)[:, :, None]
+        normed = ((kind == QUERY) & NORM_Q) | ((kind == KEY) & NORM_K)
+        low = tl.where(normed, low * scale * low_norm, low)
+        high = tl.where(normed, high * scale * high_norm, high)
+    return low, high
+
+
+@triton.jit
+def load_rope(
+    kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """(cos and sin of the low partners, of the high ones, which pairs rotate): [tokens, 1, pairs].
 
     The tables have a column per dim (FULL_WIDTH) or a column per pair. They keep their dtype here:
     Triton moves a change of layout up to the widening, and so would wait for the loads there.
     """
-    low_columns = low_dims[None, None, :] if FULL_WIDTH else pairs[None, None, :]
-    cos_rows = cos_ptr + rows[:, None, None] * COS_STRIDE
-    sin_rows = sin_ptr + rows[:, None, None] * SIN_STRIDE
-    low_cos = tl.load(cos_rows + low_columns, mask=mask, other=0.0)
-    low_sin = tl.load(sin_rows + low_columns, mask=mask, other=0.0)
-    if FULL_WIDTH:
-        high_columns = high_dims[None, None, :]
-        high_cos = tl.load(cos_rows + high_columns, mask=mask, other=0.0)
-        high_sin = tl.load(sin_rows + high_columns, mask=mask, other=0.0)
-    else:
-        high_cos = low_cos
-        high_sin = low_sin
-    return low_cos, low_sin, high_cos, high_sin
+    pairs = first_pair + tl.arange(0, PAIRS)
+    rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)
+    low_cos = 0.0
+    low_sin = 0.0
+    high_cos = 0.0
+    high_sin = 0.0
+    if ROTARY_DIM > 0:
+        rows = (tokens % rope_tokens)[:, None, None]
+        cos_rows = cos_ptr + rows * COS_STRIDE
+        sin_rows = sin_ptr + rows * SIN_STRIDE
+        mask = token_mask[:, None, None] & (kind != VALUE)
+        if FULL_WIDTH:
+            low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
+            low_cos, high_cos = load_partners(
+                cos_rows, first_pair, low_dims, high_dims, mask, 1, ROTARY_DIM, INTERLEAVED
+            )
+            low_sin, high_sin = load_partners(
+                sin_rows, first_pair, low_dims, high_dims, mask, 1, ROTARY_DIM, INTERLEAVED
+            )
+        else:
+            low_cos = tl.load(cos_rows + pairs[None, None, :], mask=mask & rotates, other=0.0)
+            low_sin = tl.load(sin_rows + pairs[None, None, :], mask=mask & rotates, other=0.0)
+            high_cos = low_cos
+            high_sin = low_sin
+    return low_cos, low_sin, high_cos, high_sin, rotates
 
 
 @triton.jit
@@ -96,29 +221,6 @@ def cache_places(
         page = slot // PAGE_SIZE
         slot = slot % PAGE_SIZE
     return page, slot, valid
-
-
-@triton.jit
-def store_heads(
-    low, high, pointer, row_offsets, row_mask, heads, pairs, low_dims, high_dims,
-    low_mask, high_mask, head_stride, dim_stride,
-    HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Rounds to the pointer's dtype and writes rows of heads: [tokens, heads, dims]."""
-    row_pointers = pointer + row_offsets[:, None, None]
-    row_pointers += heads[None, :, None].to(tl.int64) * head_stride
-    mask = row_mask[:, None, None]
-    low = low.to(pointer.dtype.element_ty)
-    high = high.to(pointer.dtype.element_ty)
-    if INTERLEAVED:
-        # Partners are neighbours in memory: one dense store in place of two strided ones.
-        values = tl.reshape(tl.join(low, high), (low.shape[0], low.shape[1], 2 * low.shape[2]))
-        dims = 2 * tl.min(pairs, axis=0) + tl.arange(0, 2 * low.shape[2])
-        dim_mask = (dims < HEAD_DIM)[None, None, :]
-        tl.store(row_pointers + dims[None, None, :] * dim_stride, values, mask=mask & dim_mask)
-    else:
-        tl.store(row_pointers + low_dims[None, None, :] * dim_stride, low, mask=mask & low_mask)
-        tl.store(row_pointers + high_dims[None, None, :] * dim_stride, high, mask=mask & high_mask)
 
 
 @triton.jit
@@ -168,177 +270,52 @@ def store_target(
 
 
 @triton.jit
-def load_operands(
-    kind, heads, pairs, tokens, token_mask,
-    q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-    sequence_tokens, rope_tokens, num_pages,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
-    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
-    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
-    PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
-    K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
-    K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
-    V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
-):  # fmt: skip
-    """All that a tile of heads of one `kind` needs beside its values.
-
-    Apart from `finish_pairs`, so that a kernel whose time is a few microseconds can have these
-    loads behind it before its values are ready.
-    """
-    low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
-    low_mask = (low_dims < HEAD_DIM)[None, None, :]
-    high_mask = (high_dims < HEAD_DIM)[None, None, :]
-    low_bias = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
-    high_bias = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
-    if q_bias_ptr is not None:
-        chosen = kind == QUERY
-        low_bias += head_vector(q_bias_ptr, heads, low_dims, low_mask, chosen, Q_BIAS_STRIDE)
-        high_bias += head_vector(q_bias_ptr, heads, high_dims, high_mask, chosen, Q_BIAS_STRIDE)
-    if k_bias_ptr is not None:
-        chosen = kind == KEY
-        low_bias += head_vector(k_bias_ptr, heads, low_dims, low_mask, chosen, K_BIAS_STRIDE)
-        high_bias += head_vector(k_bias_ptr, heads, high_dims, high_mask, chosen, K_BIAS_STRIDE)
-    if v_bias_ptr is not None:
-        chosen = kind == VALUE
-        low_bias += head_vector(v_bias_ptr, heads, low_dims, low_mask, chosen, V_BIAS_STRIDE)
-        high_bias += head_vector(v_bias_ptr, heads, high_dims, high_mask, chosen, V_BIAS_STRIDE)
-    low_norm = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
-    high_norm = tl.zeros((1, 1, pairs.shape[0]), tl.float32)
-    no_heads = tl.zeros((1,), tl.int32)
-    if q_norm_ptr is not None:
-        chosen = kind == QUERY
-        low_norm += head_vector(q_norm_ptr, no_heads, low_dims, low_mask, chosen, 0)
-        high_norm += head_vector(q_norm_ptr, no_heads, high_dims, high_mask, chosen, 0)
-    if k_norm_ptr is not None:
-        chosen = kind == KEY
-        low_norm += head_vector(k_norm_ptr, no_heads, low_dims, low_mask, chosen, 0)
-        high_norm += head_vector(k_norm_ptr, no_heads, high_dims, high_mask, chosen, 0)
-    rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)
-    low_cos = 0.0
-    low_sin = 0.0
-    high_cos = 0.0
-    high_sin = 0.0
-    if ROTARY_DIM > 0:
-        low_cos, low_sin, high_cos, high_sin = rope_factors(
-            cos_ptr, sin_ptr, tokens % rope_tokens, token_mask[:, None, None] & rotates,
-            pairs, low_dims, high_dims, ROPE_FULL_WIDTH, COS_STRIDE, SIN_STRIDE,
-        )  # fmt: skip
-    pointer, row_offsets, row_mask, head_stride, dim_stride = store_target(
-        kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-        sequence_tokens, num_pages, NUM_HEADS, HEAD_DIM,
-        PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
-        K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
-    )  # fmt: skip
-    return (
-        low_bias, high_bias, low_norm, high_norm,
-        low_cos, low_sin, high_cos, high_sin, rotates,
-        pointer, row_offsets, row_mask, head_stride, dim_stride,
-    )  # fmt: skip
-
-
-@triton.jit
-def finish_pairs(
-    low, high, kind, heads, pairs,
-    low_bias, high_bias, low_norm, high_norm,
+def rotate_and_store(
+    low, high, heads, first_pair,
     low_cos, low_sin, high_cos, high_sin, rotates,
     pointer, row_offsets, row_mask, head_stride, dim_stride,
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, NORM_EPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Bias, norm, rotation, rounding and store of fp32 low, high [tokens, heads, pairs].
-
-    With a norm the tile has to hold whole heads; padded dims hold zeros and do not count.
-    """
-    if HAS_BIAS:
-        low += low_bias
-        high += high_bias
-    if NORM_Q or NORM_K:
-        square_sum = tl.sum(low * low, axis=2) + tl.sum(high * high, axis=2)
-        scale = tl.rsqrt(square_sum / HEAD_DIM + NORM_EPS)[:, :, None]
-        normed = ((kind == QUERY) & NORM_Q) | ((kind == KEY) & NORM_K)
-        low = tl.where(normed, low * scale * low_norm, low)
-        high = tl.where(normed, high * scale * high_norm, high)
+    """Rotates fp32 low, high [tokens, heads, pairs], rounds to the pointer's dtype, writes."""
     if ROTARY_DIM > 0:
         new_low = low * low_cos.to(tl.float32) - high * low_sin.to(tl.float32)
         new_high = high * high_cos.to(tl.float32) + low * high_sin.to(tl.float32)
         # A select and not a rotation by zero: 0 * inf is NaN.
         low = tl.where(rotates, new_low, low)
         high = tl.where(rotates, new_high, high)
-    low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
-    store_heads(
-        low, high, pointer, row_offsets, row_mask, heads, pairs, low_dims, high_dims,
-        (low_dims < HEAD_DIM)[None, None, :], (high_dims < HEAD_DIM)[None, None, :],
-        head_stride, dim_stride, HEAD_DIM, INTERLEAVED,
-    )  # fmt: skip
+    low = low.to(pointer.dtype.element_ty)
+    high = high.to(pointer.dtype.element_ty)
+    PAIRS: tl.constexpr = low.shape[2]
+    rows = pointer + row_offsets[:, None, None]
+    rows += heads[None, :, None].to(tl.int64) * head_stride
+    mask = row_mask[:, None, None]
+    if INTERLEAVED:
+        values = tl.reshape(tl.join(low, high), (low.shape[0], low.shape[1], 2 * PAIRS))
+        dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
+        tl.store(rows + dims * dim_stride, values, mask=mask & (dims < HEAD_DIM))
+    else:
+        low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+        low_dims = low_dims[None, None, :]
+        high_dims = high_dims[None, None, :]
+        tl.store(rows + low_dims * dim_stride, low, mask=mask & (low_dims < HEAD_DIM))
+        tl.store(rows + high_dims * dim_stride, high, mask=mask & (high_dims < HEAD_DIM))
 
 
 @triton.jit
-def finish_heads(
-    low, high, kind, first_head, first_pair, tokens, token_mask,
-    q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-    sequence_tokens, rope_tokens, num_pages,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
-    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
-    Q_BIAS_STRIDE: tl.constexpr, K_BIAS_STRIDE: tl.constexpr, V_BIAS_STRIDE: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SLOTS_STRIDE: tl.constexpr,
-    PER_SEQUENCE: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
-    K_PAGE_STRIDE: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
-    K_HEAD_STRIDE: tl.constexpr, K_DIM_STRIDE: tl.constexpr,
-    V_PAGE_STRIDE: tl.constexpr, V_SLOT_STRIDE: tl.constexpr,
-    V_HEAD_STRIDE: tl.constexpr, V_DIM_STRIDE: tl.constexpr, ROW_UNIT: tl.constexpr,
-):  # fmt: skip
-    """Finishes one tile of heads of one `kind`: fp32 low, high [tokens, heads, pairs]."""
-    heads = first_head + tl.arange(0, low.shape[1])
-    pairs = first_pair + tl.arange(0, low.shape[2])
-    (
-        low_bias, high_bias, low_norm, high_norm,
-        low_cos, low_sin, high_cos, high_sin, rotates,
-        pointer, row_offsets, row_mask, head_stride, dim_stride,
-    ) = load_operands(
-        kind, heads, pairs, tokens, token_mask,
-        q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-        q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-        sequence_tokens, rope_tokens, num_pages,
-        NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
-        COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
-        PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
-        K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-        V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
-    )  # fmt: skip
-    finish_pairs(
-        low, high, kind, heads, pairs,
-        low_bias, high_bias, low_norm, high_norm,
-        low_cos, low_sin, high_cos, high_sin, rotates,
-        pointer, row_offsets, row_mask, head_stride, dim_stride,
-        HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, NORM_EPS,
-        q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
-        q_norm_ptr is not None, k_norm_ptr is not None,
-    )  # fmt: skip
-
-
-@triton.jit
-def load_pairs(
-    pointer, tokens, token_mask, heads, low_dims, high_dims,
+def load_heads(
+    pointer, tokens, token_mask, heads,
     TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DIM_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """pointer[tokens, heads, (low_dims, high_dims)] as fp32; zeros where there is none."""
+    """Both partners of pointer[tokens, heads] as fp32; zeros where there is none."""
     rows = pointer + tokens.to(tl.int64)[:, None, None] * TOKEN_STRIDE
     rows += heads[None, :, None] * HEAD_STRIDE
-    mask = token_mask[:, None, None]
-    low_mask = mask & (low_dims < HEAD_DIM)[None, None, :]
-    high_mask = mask & (high_dims < HEAD_DIM)[None, None, :]
-    low = tl.load(rows + low_dims[None, None, :] * DIM_STRIDE, mask=low_mask, other=0.0)
-    high = tl.load(rows + high_dims[None, None, :] * DIM_STRIDE, mask=high_mask, other=0.0)
+    low_dims, high_dims = pair_dims(tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+    low, high = load_partners(
+        rows, 0, low_dims, high_dims, token_mask[:, None, None], DIM_STRIDE, HEAD_DIM, INTERLEAVED
+    )
     return low.to(tl.float32), high.to(tl.float32)
 
 
@@ -376,33 +353,53 @@ def qkv_epilogue(
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = tokens < num_tokens
     heads = head + tl.arange(0, HEADS_PER_TILE)
-    low_dims, high_dims = pair_dims(tl.arange(0, BLOCK_P), PAIR_HALF, INTERLEAVED)
-    low, high = load_pairs(
-        k_ptr, tokens, token_mask & (kind == KEY), heads, low_dims, high_dims,
-        K_TOKEN_STRIDE, K_IN_HEAD_STRIDE, K_IN_DIM_STRIDE, HEAD_DIM,
+    low, high = load_heads(
+        k_ptr, tokens, token_mask & (kind == KEY), heads,
+        K_TOKEN_STRIDE, K_IN_HEAD_STRIDE, K_IN_DIM_STRIDE,
+        BLOCK_P, HEAD_DIM, PAIR_HALF, INTERLEAVED,
     )  # fmt: skip
     if q_ptr is not None:
-        q_low, q_high = load_pairs(
-            q_ptr, tokens, token_mask & (kind == QUERY), heads, low_dims, high_dims,
-            Q_TOKEN_STRIDE, Q_IN_HEAD_STRIDE, Q_IN_DIM_STRIDE, HEAD_DIM,
+        q_low, q_high = load_heads(
+            q_ptr, tokens, token_mask & (kind == QUERY), heads,
+            Q_TOKEN_STRIDE, Q_IN_HEAD_STRIDE, Q_IN_DIM_STRIDE,
+            BLOCK_P, HEAD_DIM, PAIR_HALF, INTERLEAVED,
         )  # fmt: skip
         low = tl.where(kind == QUERY, q_low, low)
         high = tl.where(kind == QUERY, q_high, high)
     if v_ptr is not None:
-        v_low, v_high = load_pairs(
-            v_ptr, tokens, token_mask & (kind == VALUE), heads, low_dims, high_dims,
-            V_TOKEN_STRIDE, V_IN_HEAD_STRIDE, V_IN_DIM_STRIDE, HEAD_DIM,
+        v_low, v_high = load_heads(
+            v_ptr, tokens, token_mask & (kind == VALUE), heads,
+            V_TOKEN_STRIDE, V_IN_HEAD_STRIDE, V_IN_DIM_STRIDE,
+            BLOCK_P, HEAD_DIM, PAIR_HALF, INTERLEAVED,
         )  # fmt: skip
         low = tl.where(kind == VALUE, v_low, low)
         high = tl.where(kind == VALUE, v_high, high)
-    finish_heads(
-        low, high, kind, head, 0, tokens, token_mask,
-        q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-        q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-        sequence_tokens, rope_tokens, num_pages,
-        NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
-        COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE, NORM_EPS,
+    low_bias, high_bias = load_bias(
+        kind, heads, 0, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
+    )  # fmt: skip
+    low_norm, high_norm = load_norm(
+        kind, 0, q_norm_ptr, k_norm_ptr, BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED
+    )
+    low, high = add_bias_and_norm(
+        low, high, kind, low_bias, high_bias, low_norm, high_norm, HEAD_DIM, NORM_EPS,
+        q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
+        q_norm_ptr is not None, k_norm_ptr is not None,
+    )  # fmt: skip
+    low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
+        kind, tokens, token_mask, 0, cos_ptr, sin_ptr, rope_tokens,
+        BLOCK_P, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH, COS_STRIDE, SIN_STRIDE,
+    )  # fmt: skip
+    pointer, row_offsets, row_mask, head_stride, dim_stride = store_target(
+        kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+        sequence_tokens, num_pages, NUM_HEADS, HEAD_DIM,
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
         K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
         V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
+    )  # fmt: skip
+    rotate_and_store(
+        low, high, heads, 0,
+        low_cos, low_sin, high_cos, high_sin, rotates,
+        pointer, row_offsets, row_mask, head_stride, dim_stride,
+        HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM,
     )  # fmt: skip

@@ -22,11 +22,14 @@ from tilewright.codegen.templates.qkv_epilogue import (
     KEY,
     QUERY,
     VALUE,
-    finish_heads,
-    finish_pairs,
+    add_bias_and_norm,
     head_of_tile,
-    load_operands,
+    load_bias,
+    load_norm,
+    load_rope,
     pair_dims,
+    rotate_and_store,
+    store_target,
 )
 
 
@@ -44,6 +47,33 @@ def split_pairs(
         low = tl.reshape(low, (ROWS, HEADS, HEAD_DIM // 2))
         high = tl.reshape(high, (ROWS, HEADS, HEAD_DIM // 2))
     return low, high
+
+
+@triton.jit
+def part_of(values, part: tl.constexpr, PARTS: tl.constexpr):
+    """Columns of the part-th of PARTS (1, 2 or 4) equal parts of [rows, columns]."""
+    if PARTS > 1:
+        ROWS: tl.constexpr = values.shape[0]
+        WIDTH: tl.constexpr = values.shape[1] // 2
+        first, second = tl.split(tl.permute(tl.reshape(values, (ROWS, 2, WIDTH)), (0, 2, 1)))
+        values = first if part < PARTS // 2 else second
+        if PARTS == 4:
+            halves = tl.permute(tl.reshape(values, (ROWS, 2, WIDTH // 2)), (0, 2, 1))
+            first, second = tl.split(halves)
+            values = first if part % 2 == 0 else second
+    return values
+
+
+@triton.jit
+def pairs_part(values, part: tl.constexpr, PARTS: tl.constexpr):
+    """The part-th of PARTS (1, 2 or 4) slices of the pairs of [tokens, heads, pairs]."""
+    if PARTS > 1:
+        TOKENS: tl.constexpr = values.shape[0]
+        HEADS: tl.constexpr = values.shape[1]
+        PAIRS: tl.constexpr = values.shape[2] // PARTS
+        flat = tl.reshape(values, (TOKENS * HEADS, PAIRS * PARTS))
+        values = tl.reshape(part_of(flat, part, PARTS), (TOKENS, HEADS, PAIRS))
+    return values
 
 
 @triton.jit
@@ -107,36 +137,52 @@ def qkv_projection(
             weight = weight_desc.load([third, second, head, 0, column])
             weight = tl.reshape(weight, (HEADS_PER_TILE * HEAD_DIM, BLOCK_K))
             accumulator = tl.dot(x, weight.T, accumulator)
-        # A tile is finished in two goes where one would not fit the registers: by heads, or by
-        # rows where it has one head.
-        SPLIT_HEADS: tl.constexpr = EPILOGUE_PARTS == 2 and HEADS_PER_TILE > 1
-        SPLIT_ROWS: tl.constexpr = EPILOGUE_PARTS == 2 and HEADS_PER_TILE == 1
-        HEADS: tl.constexpr = HEADS_PER_TILE // 2 if SPLIT_HEADS else HEADS_PER_TILE
-        ROWS: tl.constexpr = BLOCK_M // 2 if SPLIT_ROWS else BLOCK_M
-        rest = accumulator
-        if SPLIT_HEADS:
-            parts = tl.reshape(accumulator, (BLOCK_M, 2, HEADS * HEAD_DIM))
-            accumulator, rest = tl.split(tl.permute(parts, (0, 2, 1)))
-        if SPLIT_ROWS:
-            parts = tl.reshape(accumulator, (2, ROWS, HEADS * HEAD_DIM))
-            accumulator, rest = tl.split(tl.permute(parts, (1, 2, 0)))
-        for part in tl.static_range(EPILOGUE_PARTS):
-            values = accumulator if part == 0 else rest
-            low, high = split_pairs(values, ROWS, HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED)
-            first_row = first_token + part * (BLOCK_M - ROWS)
-            tokens = first_row + tl.arange(0, ROWS)
-            finish_heads(
-                low, high, kind, head + part * (HEADS_PER_TILE - HEADS), 0,
-                tokens, tokens < num_tokens,
-                q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-                q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-                sequence_tokens, rope_tokens, num_pages,
-                NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
-                COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE, NORM_EPS,
-                PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
-                K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
-                V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
+        tokens = first_token + tl.arange(0, BLOCK_M)
+        token_mask = tokens < num_tokens
+        pointer, row_offsets, row_mask, head_stride, dim_stride = store_target(
+            kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+            sequence_tokens, num_pages, NUM_HEADS, HEAD_DIM,
+            PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
+            K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
+            V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
+        )  # fmt: skip
+        # A tile is finished in parts where the whole would not fit the registers: head by head,
+        # then by slices of the pairs.
+        HEAD_PARTS: tl.constexpr = min(EPILOGUE_PARTS, HEADS_PER_TILE)
+        PAIR_PARTS: tl.constexpr = EPILOGUE_PARTS // HEAD_PARTS
+        HEADS: tl.constexpr = HEADS_PER_TILE // HEAD_PARTS
+        PAIRS: tl.constexpr = HEAD_DIM // 2 // PAIR_PARTS
+        for head_part in tl.static_range(HEAD_PARTS):
+            values = part_of(accumulator, head_part, HEAD_PARTS)
+            low, high = split_pairs(values, BLOCK_M, HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED)
+            heads = head + head_part * HEADS + tl.arange(0, HEADS)
+            low_bias, high_bias = load_bias(
+                kind, heads, 0, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+                HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED,
+                Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
             )  # fmt: skip
+            low_norm, high_norm = load_norm(
+                kind, 0, q_norm_ptr, k_norm_ptr, HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED
+            )
+            low, high = add_bias_and_norm(
+                low, high, kind, low_bias, high_bias, low_norm, high_norm, HEAD_DIM, NORM_EPS,
+                q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
+                q_norm_ptr is not None, k_norm_ptr is not None,
+            )  # fmt: skip
+            for pair_part in tl.static_range(PAIR_PARTS):
+                low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
+                    kind, tokens, token_mask, pair_part * PAIRS, cos_ptr, sin_ptr, rope_tokens,
+                    PAIRS, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
+                    COS_STRIDE, SIN_STRIDE,
+                )  # fmt: skip
+                rotate_and_store(
+                    pairs_part(low, pair_part, PAIR_PARTS),
+                    pairs_part(high, pair_part, PAIR_PARTS),
+                    heads, pair_part * PAIRS,
+                    low_cos, low_sin, high_cos, high_sin, rotates,
+                    pointer, row_offsets, row_mask, head_stride, dim_stride,
+                    HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -226,18 +272,20 @@ def qkv_projection_swapped(
     x_ptrs = x_ptr + tokens[:, None] * X_STRIDE + columns[None, :]
     # Before the loop: after it nothing would hide the time these loads take.
     heads = head + tl.arange(0, 1)
-    pairs = first_pair + tl.arange(0, BLOCK_P)
-    (
-        low_bias, high_bias, low_norm, high_norm,
-        low_cos, low_sin, high_cos, high_sin, rotates,
-        pointer, row_offsets, target_mask, head_stride, dim_stride,
-    ) = load_operands(
-        kind, heads, pairs, tokens, token_mask,
-        q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-        q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-        sequence_tokens, rope_tokens, num_pages,
-        NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH,
-        COS_STRIDE, SIN_STRIDE, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
+    low_bias, high_bias = load_bias(
+        kind, heads, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, Q_BIAS_STRIDE, K_BIAS_STRIDE, V_BIAS_STRIDE,
+    )  # fmt: skip
+    low_norm, high_norm = load_norm(
+        kind, first_pair, q_norm_ptr, k_norm_ptr, BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED
+    )
+    low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
+        kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+        BLOCK_P, PAIR_HALF, INTERLEAVED, ROTARY_DIM, ROPE_FULL_WIDTH, COS_STRIDE, SIN_STRIDE,
+    )  # fmt: skip
+    pointer, row_offsets, target_mask, head_stride, dim_stride = store_target(
+        kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+        sequence_tokens, num_pages, NUM_HEADS, HEAD_DIM,
         PAGE_SIZE, SLOTS_STRIDE, PER_SEQUENCE, WRAP_NEGATIVE,
         K_PAGE_STRIDE, K_SLOT_STRIDE, K_HEAD_STRIDE, K_DIM_STRIDE,
         V_PAGE_STRIDE, V_SLOT_STRIDE, V_HEAD_STRIDE, V_DIM_STRIDE, ROW_UNIT,
@@ -267,12 +315,14 @@ def qkv_projection_swapped(
         low, high = tl.split(tl.permute(groups, (0, 2, 3, 1)))
         low = tl.reshape(tl.trans(tl.reshape(low, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
         high = tl.reshape(tl.trans(tl.reshape(high, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
-        finish_pairs(
-            low, high, kind, heads, pairs,
-            low_bias, high_bias, low_norm, high_norm,
-            low_cos, low_sin, high_cos, high_sin, rotates,
-            pointer, row_offsets, target_mask, head_stride, dim_stride,
-            HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM, NORM_EPS,
+        low, high = add_bias_and_norm(
+            low, high, kind, low_bias, high_bias, low_norm, high_norm, HEAD_DIM, NORM_EPS,
             q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
             q_norm_ptr is not None, k_norm_ptr is not None,
+        )  # fmt: skip
+        rotate_and_store(
+            low, high, heads, first_pair,
+            low_cos, low_sin, high_cos, high_sin, rotates,
+            pointer, row_offsets, target_mask, head_stride, dim_stride,
+            HEAD_DIM, PAIR_HALF, INTERLEAVED, ROTARY_DIM,
         )  # fmt: skip
