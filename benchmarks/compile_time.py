@@ -9,21 +9,16 @@ GPU. Results go to benchmarks/results/compile_time.json.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import torch
-import triton
+from timing import keep
 
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.tools.zoo import build_zoo_model
 
-RESULTS = Path(__file__).parent / "results" / "compile_time.json"
 OURS = ("view", "match", "rewrite")
 
 
@@ -52,10 +47,11 @@ def measure(layers: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 80])
-    wanted = parser.parse_args().layers
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    given = parser.parse_args()
     measure(2)  # imports and first-use costs are not what is measured
     rows = []
-    for layers in wanted:
+    for layers in given.layers:
         rows.append(measure(layers))
         r = rows[-1]
         print(
@@ -63,21 +59,7 @@ def main() -> None:
             f"view+match+rewrite {1e3 * r['ours_s']:6.0f} ms = {100 * r['ours_of_dynamo']:.1f} %  "
             f"{r['sites']} sites fused"
         )
-    RESULTS.write_text(
-        json.dumps(
-            {
-                "date": date.today().isoformat(),
-                "command": " ".join(["python", *sys.argv]),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "python": platform.python_version(),
-                "model": "llama3-70b, meta device, StaticCache decode",
-                "rows": rows,
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    keep("compile_time", rows, given.out)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/llama_end_to_end.py [--layers 8] [--out DIR]
 
-Whole forward passes in CUDA graphs, in microseconds. The weights of one pass exceed the L2 cache many
-times, so every pass is cold.
+Whole forward passes in CUDA graphs, in microseconds. The weights of one pass exceed the L2 cache
+many times, so every pass is cold.
 """
 
 from __future__ import annotations

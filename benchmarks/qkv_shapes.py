@@ -1,0 +1,131 @@
+"""Attention dims and inputs that the QKV benchmarks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.qkv_cache import FusedQkvArguments
+
+PAGE_SIZE = 16
+STATIC_LENGTH = 2048
+# All argument sets of a graph together must not fit the L2 cache (60 MB).
+COLD_BYTES = 250e6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dims of one model's projections. norm: QK-norm."""
+
+    name: str
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    norm: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * self.hidden * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def argument_sets(self, num_tokens: int) -> int:
+        """How many sets of weights and activations keep the L2 cache cold."""
+        per_set = self.weight_bytes + 2 * num_tokens * self.hidden
+        return max(2, -(-int(COLD_BYTES) // per_set))
+
+
+def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").mul_(scale).to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights [H * D, hidden], norm weights and rope table of one layer, and its input."""
+
+    x: torch.Tensor
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
+    """Random weights of a layer: three tensors, or rows of one."""
+    dim, scale = shape.head_dim, shape.hidden**-0.5
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    if packed:
+        rows = [h * dim for h in heads]
+        weights = normal(sum(rows), shape.hidden, scale=scale).split(rows)
+    else:
+        weights = [normal(h * dim, shape.hidden, scale=scale) for h in heads]
+    norms = (normal(dim), normal(dim)) if shape.norm else None
+    angles = torch.randn(num_tokens, dim // 2, device="cuda").repeat(1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    return Layer(normal(num_tokens, shape.hidden), tuple(weights), norms, cos, sin)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """K and V caches, and where this step's tokens go.
+
+    paged: [pages, PAGE_SIZE, Hkv, D], flat slots. static: [batch, Hkv, STATIC_LENGTH, D] and the
+    positions that all sequences write.
+    """
+
+    layout: str
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def window(self) -> CacheWindow:
+        if self.layout == "paged":
+            return CacheWindow.page_major(self.keys)
+        return CacheWindow.static_cache(self.keys)
+
+
+def paged_cache(shape: Shape, gib_each: float = 1.0) -> Cache:
+    row = PAGE_SIZE * shape.num_kv_heads * shape.head_dim
+    pages = int(gib_each * 2**30) // (2 * row)
+    keys, values = (normal(pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    return Cache("paged", keys, values, torch.randperm(pages * PAGE_SIZE, device="cuda"))
+
+
+def static_cache(shape: Shape, num_tokens: int) -> Cache:
+    """Decode of as many sequences as tokens up to 256 tokens, else prefill of 1024 each."""
+    batch = num_tokens if num_tokens <= 256 else max(num_tokens // 1024, 1)
+    size = (batch, shape.num_kv_heads, STATIC_LENGTH, shape.head_dim)
+    positions = torch.arange(num_tokens // batch, device="cuda") + 100
+    return Cache("static", normal(*size), normal(*size), positions)
+
+
+def fused_arguments(
+    shape: Shape, layer: Layer, cache: Cache, static_tokens: bool = False
+) -> FusedQkvArguments:
+    """The op's arguments for one layer's step."""
+    window = cache.window.to_ints()
+    by_head = [weight.unflatten(0, (-1, shape.head_dim)) for weight in layer.weights]
+    q_norm, k_norm = layer.norms or (None, None)
+    static = cache.layout == "static"
+    slots = cache.slots if static else cache.slots[: layer.x.shape[0]]
+    rows = slots.shape[0] if static else layer.x.shape[0]
+    return FusedQkvArguments(
+        layer.x,
+        *by_head,
+        cache.keys,
+        cache.values,
+        slots,
+        window,
+        window,
+        q_norm_weight=q_norm,
+        k_norm_weight=k_norm,
+        cos=layer.cos[:rows],
+        sin=layer.sin[:rows],
+        rotary_dim=shape.head_dim,
+        rope_style="half",
+        slots="per_sequence" if static else "flat",
+        indexing="torch" if static else "paged",
+        static_tokens=static_tokens,
+    )

@@ -1,0 +1,178 @@
+"""Measures the lowerings of `fused_qkv_paged` and writes the table that plans are made from.
+
+    python benchmarks/tune_qkv.py [--out codegen/measured_qkv.json]
+
+For each set of dims and token count: every config that `qkv_plan.candidates` names, and the library
+lowering over three weights and over one packed weight. CUDA graphs, L2 cold; microseconds. Rows of
+the table for other chips are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from qkv_shapes import Layer, Shape, fused_arguments, make_layer, paged_cache
+from timing import capture, environment, interleaved_us
+
+from tilewright.codegen import qkv_plan
+from tilewright.codegen.qkv_plan import LoweringChoice
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.kernel_launch import compiled_kernel
+from tilewright.ops.lowerings import device_target, prepare, run
+
+SHAPES = (
+    Shape("llama3-8b", 4096, 32, 8),
+    Shape("llama3-70b", 8192, 64, 8),
+    Shape("llama3-70b over 8 GPUs", 8192, 8, 1),
+    Shape("llama3.2-1b", 2048, 32, 8, 64),
+    Shape("qwen3-8b", 4096, 32, 8, norm=True),
+    Shape("qwen3-30b-a3b", 2048, 32, 4, norm=True),
+)
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CALLS = 10
+FINALISTS = 6
+
+
+def compile_quietly(spec: KernelSpec) -> str:
+    """In a process of its own: fills Triton's cache; a failure is a sentence."""
+    try:
+        compiled_kernel(spec, 0)
+    except Exception as error:  # what Triton refuses is a result here, whatever its type
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def choices(
+    problem: Any, num_tokens: int, target: Target, packed: bool
+) -> dict[str, LoweringChoice]:
+    """All lowerings to try, by what they are called in the output."""
+    if packed:
+        return {"library": qkv_plan.library_choice(problem, num_tokens, target, True, None)}
+    fused = {
+        str(config): qkv_plan.fused_choice(problem, config, target, 0.0, measured=False)
+        for config in qkv_plan.candidates(problem, num_tokens, target)
+    }
+    library = qkv_plan.library_choice(problem, num_tokens, target, False, None)
+    return {**fused, "library": library}
+
+
+def calls_of(
+    shape: Shape, layers: list[Layer], cache: Any, choice: LoweringChoice
+) -> list[Callable[[], None]]:
+    arguments = [fused_arguments(shape, layer, cache) for layer in layers]
+    return [
+        lambda a=arguments[i % len(layers)]: run(prepare(a), choice)
+        for i in range(max(CALLS, len(layers)))
+    ]
+
+
+def wrong(shape: Shape, layer: Layer, cache: Any, choice: LoweringChoice) -> bool:
+    """Whether a lowering differs from a plain fp32 computation by more than rounding."""
+    call = prepare(fused_arguments(shape, layer, cache))
+    call.q.fill_(torch.nan)
+    run(call, choice)
+    q = (layer.x.float() @ layer.weights[0].float().t()).view(call.q.shape)
+    if layer.norms is not None:
+        scale = torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)
+        q = q * scale * layer.norms[0].float()
+    low, high = q.chunk(2, dim=-1)
+    turned = torch.cat((-high, low), dim=-1)
+    q = q * layer.cos.float().unsqueeze(1) + turned * layer.sin.float().unsqueeze(1)
+    difference = float((call.q.float() - q).norm() / q.norm())
+    return not difference < 4e-3
+
+
+def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) -> dict[str, Any]:
+    """One row of the table."""
+    cache = paged_cache(shape, 0.25)
+    times: dict[str, float] = {}
+    configs: dict[str, Any] = {}
+    for packed in (False, True):
+        layers = [
+            make_layer(shape, num_tokens, packed) for _ in range(shape.argument_sets(num_tokens))
+        ]
+        problem = prepare(fused_arguments(shape, layers[0], cache)).problem
+        tried = choices(problem, num_tokens, target, packed)
+        graphs = {}
+        for name, choice in tried.items():
+            if any(spec.name in bad for spec in choice.specs):
+                continue
+            if wrong(shape, layers[0], cache, choice):
+                raise AssertionError(f"{shape.name}, {num_tokens} tokens: {name} is wrong")
+            graphs[name] = capture(calls_of(shape, layers, cache, choice), warmup=1)
+        count = max(CALLS, len(layers))
+        first = interleaved_us(graphs, count, rounds=2, replays=2)
+        finalists = sorted(first, key=lambda name: first[name])[:FINALISTS] + ["library"]
+        final = interleaved_us({name: graphs[name] for name in finalists}, count, rounds=7)
+        times |= {f"{'packed_' if packed else ''}{name}": us for name, us in final.items()}
+        configs |= {name: choice.config for name, choice in tried.items() if choice.config}
+    fused = {name: times[name] for name in configs if name in times}
+    best = min(fused, key=lambda name: fused[name])
+    return {
+        "target": target.name,
+        "dtype": "bf16",
+        **{key: value for key, value in asdict(shape).items() if key != "name"},
+        "num_tokens": num_tokens,
+        "fused_us": round(fused[best], 2),
+        "library_us": round(times["library"], 2),
+        "packed_library_us": round(times["packed_library"], 2),
+        "config": qkv_plan.write_config(configs[best]),
+    }
+
+
+def compile_all(target: Target, tokens: list[int]) -> dict[str, str]:
+    """Compiles every kernel that will be timed, in parallel; failures by kernel name."""
+    specs: dict[KernelSpec, None] = {}
+    for shape in SHAPES:
+        cache = paged_cache(shape, 0.25)
+        for num_tokens in tokens:
+            for packed in (False, True):
+                layer = make_layer(shape, num_tokens, packed)
+                problem = prepare(fused_arguments(shape, layer, cache)).problem
+                for choice in choices(problem, num_tokens, target, packed).values():
+                    specs |= dict.fromkeys(choice.specs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        outcomes = list(pool.map(compile_quietly, specs, chunksize=4))
+    return {spec.name: outcome for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=qkv_plan.MEASURED_FILE)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    target = device_target(torch.device("cuda", 0))
+    if target is None:
+        raise SystemExit("the present GPU has no record in codegen/targets.py")
+    bad = compile_all(target, options.tokens)
+    for name, why in bad.items():
+        print(f"left out: {name}: {why}")
+    rows = []
+    for shape in SHAPES:
+        for num_tokens in options.tokens:
+            rows.append(measure(shape, num_tokens, target, bad))
+            row = rows[-1]
+            print(
+                f"{shape.name} T={num_tokens}: fused {row['fused_us']} library "
+                f"{row['library_us']} packed {row['packed_library_us']} {row['config']}",
+                flush=True,
+            )
+    others = [row for row in qkv_plan.measured_table() if row["target"] != target.name]
+    text = json.dumps(environment() | {"rows": [*others, *rows]}, indent=1)
+    options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
