@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "GraphTransformObserver",
     "as_meta",
     "aten_calls",
+    "compile_apart",
     "compile_fx",
     "counting_graph_breaks",
     "empty_like_fake",
@@ -29,6 +31,7 @@ __all__ = [
     "size_comparison",
     "size_symbols",
     "storage_key",
+    "unlimited_compiles",
 ]
 
 
@@ -118,6 +121,20 @@ def run_fake(node: fx.Node) -> Any:
 def mode_patches(mode: str | None) -> dict[str, Any] | None:
     """Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown one."""
     return torch._inductor.list_mode_options(mode) if mode else None
+
+
+def compile_apart(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile, which counts towards no other compilation's limit where torch can do that."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(model, **options)
+    return compiled
+
+
+def unlimited_compiles() -> Any:
+    """A context in which Dynamo never gives up compiling, and so never runs the model instead."""
+    many = 1 << 30
+    return torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many)
 
 
 @contextmanager

@@ -40,17 +40,13 @@ def tilewright(
     anything of ours fails, compiles exactly as under the inner compiler; the report says so.
     """
     chosen = Options.of(options)
-    if _needs_grad(example_inputs):
-        log.warning("an input needs grad: compiling without fusion (inference only)")
-        return _inner(gm, example_inputs, chosen, mode)
-    report = _fuse_or_not(gm, chosen)
+    report, compiled = _compile(
+        _fuse_or_not(gm, example_inputs, chosen), example_inputs, chosen, mode
+    )
     _publish(report, chosen)
-    if not report.matches:
-        return _inner(gm, example_inputs, chosen, mode)
-    compiled = _compile_fused(report, example_inputs, chosen, mode)
-    if chosen.verify:
-        return verified(report, compiled, chosen)
-    return compiled
+    if not (chosen.verify and report.matches):
+        return compiled
+    return verified(report, compiled, chosen, lambda why: _publish(_unfused(gm, why), chosen))
 
 
 def reports() -> tuple[GraphReport, ...]:
@@ -63,7 +59,15 @@ def _needs_grad(inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _fuse_or_not(gm: fx.GraphModule, options: Options) -> GraphReport:
+def _unfused(gm: fx.GraphModule, note: str) -> GraphReport:
+    return GraphReport(gm, gm, (), (), (note,))
+
+
+def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> GraphReport:
+    if _needs_grad(inputs):
+        note = "an input needs grad: compiled without fusion (inference only)"
+        log.warning(note)
+        return _unfused(gm, note)
     try:
         return fuse(gm, options)
     except _compat.DynamoError:
@@ -71,23 +75,27 @@ def _fuse_or_not(gm: fx.GraphModule, options: Options) -> GraphReport:
     except Exception as error:
         if options.strict:
             raise
-        note = f"{type(error).__name__} inside tilewright, compiled unfused: {error}"
         log.exception("tilewright failed; compiling unfused")
-        return GraphReport(gm, gm, (), (), (note,))
+        note = f"{type(error).__name__} inside tilewright, compiled unfused: {error}"
+        return _unfused(gm, note)
 
 
-def _compile_fused(
-    report: GraphReport, example_inputs: Sequence[Any], options: Options, mode: str | None
-) -> Callable[..., Any]:
+def _compile(
+    report: GraphReport, inputs: Sequence[Any], options: Options, mode: str | None
+) -> tuple[GraphReport, Callable[..., Any]]:
+    """The graph compiled, fused if that works, and the report of what was compiled."""
+    if not report.matches:
+        return report, _inner(report.before, inputs, options, mode)
     try:
-        return _inner(report.after, example_inputs, options, mode)
+        return report, _inner(report.after, inputs, options, mode)
     except _compat.DynamoError:
         raise
-    except Exception:
+    except Exception as error:
         if options.strict:
             raise
         log.exception("the inner compiler failed on the fused graph; compiling unfused")
-        return _inner(report.before, example_inputs, options, mode)
+        note = f"{type(error).__name__} in the inner compiler, compiled unfused: {error}"
+        return _unfused(report.before, note), _inner(report.before, inputs, options, mode)
 
 
 def _inner(
@@ -142,8 +150,8 @@ def lower(
         found.append(fuse(gm, options))
         return _stand_in(gm)
 
-    with _compat.counting_graph_breaks() as breaks, torch.no_grad():
-        compiled = torch.compile(model, backend=capture, dynamic=dynamic)
+    with _compat.counting_graph_breaks() as breaks, torch.no_grad(), _compat.unlimited_compiles():
+        compiled = _compat.compile_apart(model, backend=capture, dynamic=dynamic)
         compiled(*args, **(kwargs or {}))
     return Lowered(tuple(found), target, tuple(breaks))
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import tilewright.patterns  # noqa: F401  registers the families
+from tilewright.codegen.targets import TARGETS
+from tilewright.patterns.language import registered
 
 INNER = ("inductor", "eager")
 
@@ -43,11 +47,16 @@ class Options:
         for name in ("patterns", "only"):
             given = getattr(self, name)
             listed = given is None or (
-                not isinstance(given, str) and all(isinstance(item, str) for item in given)
+                isinstance(given, Collection)
+                and not isinstance(given, str)
+                and all(isinstance(item, str) for item in given)
             )
             _expect(name, listed, "a list of strings or None", given)
             if given is not None:
                 object.__setattr__(self, name, tuple(given))
+        registered(self.patterns)  # raises for a name it does not know
+        if self.target is not None:
+            _one_of("target", self.target, tuple(TARGETS))
         fuel = self.fuel
         good = fuel is None or (isinstance(fuel, int) and not isinstance(fuel, bool) and fuel >= 0)
         _expect("fuel", good, "a number of rewrites, 0 or more, or None", fuel)

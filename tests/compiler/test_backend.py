@@ -1,0 +1,567 @@
+"""The backend as a whole: options, fallbacks, reports, verification, and when it stays out."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import qkv_idioms
+from tilewright.compiler import StrictError, backend, fuse, lower, reports
+from tilewright.compiler.options import Options
+from tilewright.compiler.verify import VerificationError
+from tilewright.ops import contract
+from tilewright.patterns import language
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    backend._REPORTS.clear()
+    with torch.no_grad():
+        yield
+
+
+def build(name, **axes):
+    return qkv_idioms.build(name, dtype=torch.float32, **axes)
+
+
+def copies(args):
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="tilewright", options={"inner": "eager", **options})
+
+
+def same_bits(a, b):
+    return all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
+        if isinstance(x, torch.Tensor)
+    )
+
+
+def run_both(model, args, **options):
+    """((eager result, args after), (compiled result, args after))."""
+    eager, ours = copies(args), copies(args)
+    return (model(*eager), eager), (compiled(model, **options)(*ours), ours)
+
+
+def assert_close(model, args, **options):
+    """args and weights in float32, so that a wrong number shows."""
+    (expected, eager), (actual, ours) = run_both(model, args, **options)
+    for a, b in zip((actual, *ours), (expected, *eager), strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def patterns_used():
+    return [site.pattern for report in reports() for site in report.matches]
+
+
+# --- options ------------------------------------------------------------------------------------
+
+BAD_OPTIONS = {
+    "inner": ("gcc", "one of ['inductor', 'eager']"),
+    "verify": (1, "a bool"),
+    "strict": ("yes", "a bool"),
+    "fuel": (-1, "a number of rewrites, 0 or more, or None"),
+    "only": ("layers.0", "a list of strings or None"),
+    "target": ("sm999", "one of ['sm100', 'sm90', 'interpret']"),
+    "report": ("/no/such/folder/report.jsonl", "a path in an existing folder"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_a_bad_option_is_named_with_expected_and_actual(name):
+    given, expected = BAD_OPTIONS[name]
+    with pytest.raises(ValueError, match=name) as raised:
+        Options.of({name: given})
+    assert expected in str(raised.value)
+    assert repr(given) in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [True, 1.0, "2"])
+def test_fuel_is_a_whole_number(given):
+    with pytest.raises(ValueError, match="fuel"):
+        Options.of({"fuel": given})
+
+
+@pytest.mark.parametrize("given", [5, "qkv_cache", ["qkv_cache", 3]])
+def test_patterns_is_a_list_of_strings(given):
+    with pytest.raises(ValueError, match="patterns"):
+        Options.of({"patterns": given})
+
+
+def test_an_unknown_pattern_and_an_unknown_option_are_named_with_what_there_is():
+    with pytest.raises(ValueError, match=r"qkv_cahce.*cache_store"):
+        Options.of({"patterns": ["qkv_cahce"]})
+    with pytest.raises(ValueError, match=r"unknown \['fule'\].*'fuel'"):
+        Options.of({"fule": 3})
+
+
+@pytest.mark.parametrize(
+    "options", [{"patterns": ["qkv_cahce"]}, {"target": "sm999"}, {"fuel": -1}]
+)
+def test_a_bad_option_stops_the_compilation(options):
+    model, args = build("page_offset")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        compiled(model, **options)(*args)
+    assert isinstance(raised.value.inner_exception, ValueError)
+    assert next(iter(options)) in str(raised.value)
+
+
+def test_lower_refuses_a_bad_pattern_or_target():
+    model, args = build("page_offset")
+    with pytest.raises(ValueError, match="qkv_cahce"):
+        lower(model, args, patterns=["qkv_cahce"])
+    with pytest.raises(ValueError, match="sm999"):
+        lower(model, args, target="sm999")
+
+
+@pytest.mark.parametrize("fuel", [0, 1, 2, 9, None])
+def test_fuel_limits_the_rewrites_in_program_order(fuel):
+    model, args = build("page_offset", num_layers=3)
+    assert_close(model, args, fuel=fuel)
+    scopes = [site.scope for site in reports()[-1].matches]
+    everything = [f"layers.{i}.self_attn" for i in range(3)]
+    assert scopes == everything[:fuel]
+
+
+def test_only_rewrites_the_sites_named():
+    model, args = build("page_offset", num_layers=3)
+    assert_close(model, args, only=["layers.[02].*"])
+    assert [s.scope for s in reports()[-1].matches] == ["layers.0.self_attn", "layers.2.self_attn"]
+
+
+def test_a_pattern_left_out_leaves_its_sites_to_the_next():
+    model, args = build("page_offset", num_layers=2)
+    assert_close(model, args, patterns=["-qkv_cache"])
+    assert patterns_used() == ["cache_store"] * 2
+
+
+def test_only_the_patterns_named_are_tried():
+    model, args = build("page_offset")
+    assert_close(model, args, patterns=["cache_absent"])
+    assert patterns_used() == []
+
+
+# --- a model without a match --------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.softmax(self.linear(x), -1).cumsum(0)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_model_without_a_match_is_the_inner_compilers(inner):
+    model, x = Plain(), torch.randn(4, 8)
+    ours = compiled(model, inner=inner)(x)
+    assert reports()[-1].matches == () == reports()[-1].misses
+    assert reports()[-1].after.graph is not None
+    torch._dynamo.reset()
+    assert torch.equal(ours, torch.compile(model, backend=inner)(x))
+
+
+def test_a_missed_model_is_untouched_and_warned_about(caplog):
+    model, args = build("out_of_place", num_layers=2)
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        (expected, eager), (actual, ours) = run_both(model, args)
+    assert same_bits((actual, *ours), (expected, *eager))
+    (record,) = caplog.records
+    assert "nothing was fused (FUNCTIONAL_WRITE x4)" in record.getMessage()
+
+
+# --- what fails inside never takes the model down -----------------------------------------------
+
+
+def broken(*args, **kwargs):
+    raise ArithmeticError("injected")
+
+
+def break_view(monkeypatch):
+    monkeypatch.setattr(fuse, "build_view", broken)
+
+
+def break_rewrite(monkeypatch):
+    monkeypatch.setattr(fuse, "rewrite_sites", broken)
+
+
+def break_match(monkeypatch):
+    monkeypatch.setattr(type(language.registered(["qkv_cache"])[0]), "match", broken)
+
+
+def break_lint(monkeypatch):
+    monkeypatch.setattr(fuse, "check_graph", broken)
+
+
+def break_fake(monkeypatch):
+    monkeypatch.setattr("tilewright.compiler.materialise._compat.run_fake", broken)
+
+
+BREAKS = [break_view, break_match, break_rewrite, break_lint, break_fake]
+
+
+@pytest.mark.parametrize("injure", BREAKS)
+def test_an_error_inside_compiles_unfused_and_is_reported(injure, monkeypatch, caplog):
+    model, args = build("page_offset")
+    injure(monkeypatch)
+    with caplog.at_level(logging.ERROR, "tilewright"):
+        (expected, eager), (actual, ours) = run_both(model, args)
+    assert same_bits((actual, *ours), (expected, *eager))
+    assert any("tilewright failed" in r.getMessage() for r in caplog.records)
+    (report,) = reports()
+    assert report.matches == ()
+    assert "ArithmeticError" in report.notes[0]
+    assert "injected" in report.notes[0]
+
+
+@pytest.mark.parametrize("injure", BREAKS)
+def test_an_error_inside_raises_under_strict(injure, monkeypatch):
+    model, args = build("page_offset")
+    injure(monkeypatch)
+    before = copies(args)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        compiled(model, strict=True)(*args)
+    assert isinstance(raised.value.inner_exception, ArithmeticError)
+    assert same_bits(args, before)
+
+
+def refuse_fused(monkeypatch):
+    """An inner compiler that fails on graphs with a fused op."""
+
+    def compile_fx(gm, inputs, **kwargs):
+        if any("tilewright" in str(n.target) for n in gm.graph.nodes):
+            raise ArithmeticError("injected")
+        return gm.forward
+
+    monkeypatch.setattr(backend._compat, "compile_fx", compile_fx)
+
+
+def test_an_inner_compiler_that_fails_on_the_fused_graph_gets_the_original(monkeypatch, caplog):
+    model, args = build("page_offset")
+    refuse_fused(monkeypatch)
+    with caplog.at_level(logging.ERROR, "tilewright"):
+        (expected, eager), (actual, ours) = run_both(model, args, inner="inductor")
+    assert same_bits((actual, *ours), (expected, *eager))
+    assert any("inner compiler failed" in r.getMessage() for r in caplog.records)
+    (report,) = reports()
+    assert report.matches == ()
+    assert "injected" in report.notes[0]
+
+
+def test_an_inner_compiler_that_fails_raises_under_strict(monkeypatch):
+    model, args = build("page_offset")
+    refuse_fused(monkeypatch)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="injected"):
+        compiled(model, inner="inductor", strict=True)(*args)
+
+
+def test_an_op_that_refuses_its_arguments_is_a_miss_and_leaves_the_graph(monkeypatch):
+    model, args = build("page_offset")
+    op = contract.registered("fused_qkv_paged")
+
+    def refuse(*args, **kwargs):
+        raise contract.ArgumentError(op.name, "x", "something else", "this")
+
+    monkeypatch.setattr("tilewright.compiler.materialise._compat.run_fake", refuse_op(refuse))
+    (expected, eager), (actual, ours) = run_both(model, args, patterns=["qkv_cache"])
+    assert same_bits((actual, *ours), (expected, *eager))
+    (report,) = reports()
+    assert [m.code for m in report.misses] == ["UNSUPPORTED"]
+    assert "x: expected something else, got this" in report.misses[0].message
+    count = len(report.before.graph.nodes)
+    assert len(report.after.graph.nodes) == count
+
+
+def refuse_op(refuse):
+    from tilewright.compiler._compat import run_fake
+
+    return lambda node: refuse() if "fused_qkv" in str(node.target) else run_fake(node)
+
+
+def test_strict_raises_for_a_near_miss_with_its_reason():
+    model, args = build("out_of_place")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        compiled(model, strict=True)(*args)
+    assert isinstance(raised.value.inner_exception, StrictError)
+    assert "FUNCTIONAL_WRITE" in str(raised.value)
+
+
+def test_strict_is_content_with_a_model_that_matches():
+    model, args = build("page_offset")
+    compiled(model, strict=True)(*args)
+    assert patterns_used() == ["qkv_cache"]
+
+
+# --- reports ------------------------------------------------------------------------------------
+
+
+def without_times(line):
+    data = json.loads(line)
+    for graph in data["graphs"]:
+        graph.pop("seconds")
+    return data
+
+
+def test_the_report_file_has_one_line_for_each_graph(tmp_path):
+    path = tmp_path / "report.jsonl"
+    models = [
+        build("page_offset", num_layers=2),
+        build("out_of_place"),
+        (Plain(), (torch.ones(1, 8),)),
+    ]
+    for model, args in models:
+        compiled(model, report=str(path))(*copies(args))
+    fused, missed, plain = (without_times(line) for line in path.read_text().splitlines())
+    assert [m["scope"] for m in fused["matches"]] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert fused["matches"][0]["op"] == "fused_qkv_paged"
+    assert fused["graphs"][0]["nodes_after"] < fused["graphs"][0]["nodes"]
+    assert [m["code"] for m in missed["misses"]] == ["FUNCTIONAL_WRITE"]
+    assert plain["matches"] == plain["misses"] == []
+
+
+def test_reports_are_the_same_every_time(tmp_path):
+    model, args = build("page_offset", num_layers=2, norm="rms_spelled")
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path in paths:
+        torch._dynamo.reset()
+        compiled(model, report=path)(*copies(args))
+    one, two = (without_times(path.read_text()) for path in paths)
+    assert one == two
+    assert one["matches"]
+
+
+def test_every_graph_of_a_broken_model_is_fused_and_reported():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.halves = nn.ModuleList(build("page_offset")[0] for _ in range(2))
+
+        def forward(self, x, *rest):
+            x = self.halves[0](x, *rest)
+            torch._dynamo.graph_break()
+            return self.halves[1](x, *rest)
+
+    model, args = Broken().requires_grad_(False), build("page_offset")[1]
+    assert_close(model, args)
+    assert [len(r.matches) for r in reports()] == [1, 1]
+    torch._dynamo.reset()
+    lowered = lower(model, args)
+    assert len(lowered.graphs) == 2
+    assert [m.pattern for m in lowered.matches] == ["qkv_cache"] * 2
+    assert "GRAPH_BREAK" in {m.code for m in lowered.misses}
+
+
+# --- when and how often -------------------------------------------------------------------------
+
+
+def test_an_input_that_needs_grad_compiles_unfused_and_says_so(caplog, tmp_path):
+    model, args = build("out_of_place")
+    model.requires_grad_(True)
+    path = tmp_path / "report.jsonl"
+    with torch.enable_grad(), caplog.at_level(logging.WARNING, "tilewright"):
+        compiled(model, report=path)(*copies(args)).sum().backward()
+    assert model.layers[0]["self_attn"].projection.q_proj.weight.grad is not None
+    assert any("needs grad" in r.getMessage() for r in caplog.records)
+    assert "needs grad" in reports()[-1].notes[0]
+    assert "needs grad" in json.loads(path.read_text())["notes"][0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_that_could_be_trained_are_fused_where_no_grad_is_taken(mode):
+    model, args = build("page_offset")
+    model.requires_grad_(True)
+    with torch.enable_grad(), mode():
+        assert_close(model, args)
+    assert patterns_used() == ["qkv_cache"]
+
+
+def test_regional_compilation_fuses_each_layer():
+    model, args = build("page_offset", num_layers=2)
+    eager = copies(args)
+    expected = model(*eager)
+    for layer in model.layers:
+        layer["self_attn"].compile(backend="tilewright", options={"inner": "eager"})
+    ours = copies(args)
+    actual = model(*ours)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert patterns_used() == ["qkv_cache"] * 2
+
+
+def test_a_new_length_recompiles_once_and_stays_fused():
+    model, args = build("setitem_on_view")
+    run = compiled(model)
+    for length in (10, 7, 5, 3):
+        eager, ours = (
+            (*(a[:length] for a in b[:3]), b[3], b[4][:length], *b[5:])
+            for b in (copies(args), copies(args))
+        )
+        torch.testing.assert_close(run(*ours), model(*eager), rtol=1e-4, atol=1e-5)
+    assert [len(r.matches) for r in reports()] == [1, 1]
+
+
+def test_dynamic_shapes_give_one_report_though_dynamo_may_call_twice():
+    model, args = build("setitem_on_view")
+    run = torch.compile(model, backend="tilewright", options={"inner": "eager"}, dynamic=True)
+    eager, ours = copies(args), copies(args)
+    torch.testing.assert_close(run(*ours), model(*eager), rtol=1e-4, atol=1e-5)
+    assert patterns_used() == ["qkv_cache"]
+
+
+def test_the_given_graph_is_never_changed():
+    model, args = build("page_offset")
+    seen = []
+
+    def spy(gm, inputs):
+        before = str(gm.graph)
+        first = backend.tilewright(gm, inputs, options={"inner": "eager"})
+        second = backend.tilewright(gm, inputs, options={"inner": "eager"})
+        seen.append((before, str(gm.graph)))
+        assert first is not second
+        return second
+
+    eager, ours = copies(args), copies(args)
+    actual = torch.compile(model, backend=spy)(*ours)
+    torch.testing.assert_close(actual, model(*eager), rtol=1e-4, atol=1e-5)
+    assert seen[0][0] == seen[0][1]
+    one, two = reports()
+    assert str(one.after.graph) == str(two.after.graph)
+    assert one.matches == two.matches != ()
+
+
+def test_a_mode_is_handed_to_inductor(monkeypatch):
+    model, args = build("page_offset")
+    patches = []
+
+    def compile_fx(gm, inputs, config_patches=None):
+        patches.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(backend._compat, "compile_fx", compile_fx)
+    torch.compile(model, backend="tilewright", mode="reduce-overhead")(*copies(args))
+    assert patches[-1]["triton.cudagraphs"] is True
+    assert patterns_used() == ["qkv_cache"]
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="no-such-mode"):
+        torch.compile(model, backend="tilewright", mode="no-such-mode")(*copies(args))
+
+
+# --- verify -------------------------------------------------------------------------------------
+
+
+def wrong(monkeypatch, change):
+    """The op's reference, with `change(arguments, q)` applied after it. Every lowering uses it."""
+    op = contract.registered("fused_qkv_paged")
+    right = op.reference
+
+    def reference(arguments):
+        return change(arguments, right(arguments))
+
+    monkeypatch.setattr(
+        type(op), "choose", lambda self, device, a: contract.Choice(self._reference_lowering(), ())
+    )
+    monkeypatch.setattr(type(op), "reference", property(lambda self: reference), raising=False)
+
+
+def wrong_q(arguments, q):
+    return q + 1
+
+
+def wrong_slot(arguments, q):
+    """One of the ten tokens' V is off, in a cache with room for many more."""
+    slot = int(arguments.slot_mapping[-1])
+    arguments.v_cache.view(-1, *arguments.v_cache.shape[2:])[slot] += 1
+    return q
+
+
+def test_a_right_rewrite_passes_verification(caplog):
+    model, args = build("setitem_on_view", norm="rms_spelled")
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        assert_close(model, args, verify=True)
+    assert caplog.records == []
+    assert patterns_used() == ["qkv_cache"]
+
+
+def test_verification_forgives_garbage_in_a_fresh_cache(caplog):
+    model, args = build("setitem_on_view")
+    for cache in args[5:]:
+        cache[-1] = float("nan")
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        compiled(model, verify=True)(*args)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("change", [wrong_q, wrong_slot])
+def test_a_wrong_rewrite_falls_back_to_the_original_and_is_reported(change, monkeypatch, caplog):
+    model, args = build("setitem_on_view", num_pages=600)
+    eager, ours = copies(args), copies(args)
+    expected = model(*eager)
+    wrong(monkeypatch, change)
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        run = compiled(model, verify=True)
+        assert same_bits((run(*ours), *ours), (expected, *eager))
+    assert "the fused graph differs" in caplog.records[-1].getMessage()
+    assert reports()[-1].matches == ()
+    assert "the fused graph differs" in reports()[-1].notes[0]
+    again = copies(args)
+    assert same_bits((run(*again), *again), (expected, *eager))
+
+
+def test_a_wrong_rewrite_raises_under_strict_before_anything_is_written(monkeypatch):
+    model, args = build("setitem_on_view")
+    wrong(monkeypatch, wrong_q)
+    before = copies(args)
+    with pytest.raises(VerificationError, match="output 0: relative error"):
+        compiled(model, verify=True, strict=True)(*args)
+    assert same_bits(args, before)
+
+
+# --- lower --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["page_offset", "max_blocks", "static_cache"])
+def test_lower_writes_nothing_and_changes_nothing(name):
+    model, args = build(name)
+    before = copies(args)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    lowered = lower(model, args)
+    assert [m.pattern for m in lowered.matches] == ["qkv_cache"]
+    assert same_bits(args, before)
+    assert same_bits(model.state_dict().values(), state.values())
+    assert not torch.is_grad_enabled()  # the fixture's, as it was
+    with torch.enable_grad():
+        lower(model, args)
+        assert torch.is_grad_enabled()
+
+
+def test_lower_works_on_meta_tensors():
+    model, args = build("page_offset", num_layers=2)
+    model = model.to("meta")
+    lowered = lower(model, [a.to("meta") for a in args])
+    assert [m.scope for m in lowered.matches] == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+def test_lower_again_and_again_never_runs_the_model():
+    model, args = build("page_offset")
+    before = copies(args)
+    for _ in range(2 * torch._dynamo.config.recompile_limit):
+        assert len(lower(model, args).matches) == 1
+    assert same_bits(args, before)
+
+
+def test_lower_leaves_later_compilation_alone():
+    model, args = build("page_offset")
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        lower(model, args)
+    assert_close(model, args)
+    assert patterns_used() == ["qkv_cache"]
