@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+
+import pytest
+import torch
 
 from tilewright.patterns.language import CODES
 
@@ -44,3 +48,25 @@ def test_functions_that_architecture_names_exist():
         source = (ROOT / path).read_text("utf-8")
         last = name.rpartition(".")[2]
         assert re.search(rf"\b{last}\b", source), f"{path} does not name {name}"
+
+
+def test_the_readme_s_tables_are_those_of_the_results():
+    path = ROOT / "docs" / "measured_tables.py"
+    spec = importlib.util.spec_from_file_location("measured_tables", path)
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert tables.with_tables(readme) == readme, "run python docs/measured_tables.py"
+
+
+def test_the_readme_s_examples_run(capsys):
+    pytest.importorskip("transformers", reason="the zoo needs transformers")
+    torch._dynamo.reset()
+    readme = (ROOT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"<!-- tested -->\n```python\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "model.layers.0.self_attn" in said
+    assert "import triton" in said

@@ -1,0 +1,116 @@
+"""Writes the measured tables of README.md from benchmarks/results/*.json.
+
+    python docs/measured_tables.py
+
+Every number between the two marks comes from those files; a test says when they have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+START, END = "<!-- measured -->", "<!-- /measured -->"
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table, numbers to the right."""
+    rule = ("---", *("---:",) * (len(header) - 1))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def microseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def end_to_end(data: dict[str, Any]) -> str:
+    rows = []
+    for row in data["rows"]:
+        times = [row[name] for name in ("eager", "stock", "tilewright")]
+        speed = f"{row['stock'] / row['tilewright']:.2f}"
+        rows.append((f"{row['batch']} x {row['tokens']}", *map(microseconds, times), speed))
+    layers = data["rows"][0]["layers_fused"]
+    head = f"**Llama-3-8B, {layers} layers of true dims**, static cache of 2048, bfloat16, "
+    head += "µs per forward pass:"
+    header = (
+        "batch x tokens",
+        "eager",
+        "torch.compile",
+        "tilewright",
+        "torch.compile / tilewright",
+    )
+    return f"{head}\n\n{table(header, rows)}"
+
+
+def cache_size(data: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['cache_mib']} MiB",
+            *(microseconds(row[n]) for n in ("eager", "stock", "tilewright")),
+        )
+        for row in data["rows"]
+    ]
+    head = "**One attention layer's projections, rotation and cache write**, 64 tokens, "
+    head += "`cache.view(-1, H, D)[slots] = k`, µs by the size of each cache:"
+    return (
+        f"{head}\n\n{table(('K and V cache, each', 'eager', 'torch.compile', 'tilewright'), rows)}"
+    )
+
+
+def compile_time(data: dict[str, Any]) -> str:
+    rows = [
+        (
+            str(row["layers"]),
+            str(row["nodes"]),
+            f"{row['dynamo_s']:.2f}",
+            f"{row['ours_s']:.2f}",
+            f"{100 * row['ours_of_dynamo']:.1f} %",
+        )
+        for row in data["rows"]
+    ]
+    header = ("layers", "nodes", "Dynamo, s", "view + match + rewrite, s", "of Dynamo's")
+    head = "**What tilewright adds to compile time**, Llama-3-70B on the meta device:"
+    return f"{head}\n\n{table(header, rows)}"
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "llama3_8b_end_to_end.json": end_to_end,
+    "cache_size.json": cache_size,
+    "compile_time.json": compile_time,
+}
+
+
+def source(name: str, data: dict[str, Any]) -> str:
+    where = data.get("gpu", "CPU")
+    versions = f"torch {data['torch']}, triton {data['triton']}"
+    return f"{where}, {versions}, {data['date']}: `{data['command'].partition(' --out')[0]}`"
+
+
+def measured() -> str:
+    """The tables of all results that are there, each with where it was measured."""
+    parts = []
+    for name, render in SECTIONS.items():
+        if (RESULTS / name).exists():
+            data = json.loads((RESULTS / name).read_text("utf-8"))
+            parts.append(f"{render(data)}\n\n{source(name, data)}")
+    return "\n\n".join(parts)
+
+
+def with_tables(readme: str) -> str:
+    """The README's text with the tables between the marks."""
+    before, rest = readme.split(START)
+    _, after = rest.split(END)
+    return f"{before}{START}\n{measured()}\n{END}{after}"
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
