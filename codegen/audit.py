@@ -32,7 +32,10 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")
-_POOLED = re.compile(r"ttg\.local_alloc[^\n]*memdesc<(\d+)x((?:\d+x)+)([a-zA-Z][a-zA-Z0-9]*)")
+# Allocated empty, to be filled by loads; an operand would be a tensor on its way elsewhere.
+_POOLED = re.compile(
+    r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x((?:\d+x)+)([a-zA-Z][a-zA-Z0-9]*)"
+)
 _BITS = re.compile(r"\d+")
 
 

@@ -85,7 +85,8 @@ class KernelSpec:
             bytes). The caller promises it; the emitter and Triton build on it.
         num_warps, num_stages: Triton's compile options.
         target: name in TARGETS.
-        grid: launch grid where it is static, else None (the caller computes it).
+        grid: launch grid where it is static, else None (the caller computes it). A promise too:
+            masks that this grid never needs are left out.
         ranges: sorted (integer run-time parameter, smallest, largest) that the caller promises.
         maxnreg: register limit per thread, or None.
     """

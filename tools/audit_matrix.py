@@ -103,6 +103,15 @@ def as_table(outcomes: Sequence[Outcome], target: Target) -> Table:
     return table
 
 
+def as_snapshot(outcomes: Sequence[Outcome]) -> str:
+    """A line per kernel and release with the facts that a compiler upgrade would change."""
+    lines = []
+    for outcome in outcomes:
+        facts = outcome.audit.summary() if outcome.audit else "does not compile"
+        lines.append(f"{outcome.case.name} | triton {outcome.release} | {facts}\n")
+    return "".join(lines)
+
+
 def _row(outcome: Outcome, target: Target) -> list[str]:
     audit = outcome.audit
     if audit is None:
@@ -129,6 +138,7 @@ def main(
     release: list[str] = typer.Option(list(RELEASES), help="Triton releases to try."),  # noqa: B008
     only: str = typer.Option("", help="Only kernels whose name contains this."),
     workers: int = typer.Option(2, help="Compilers at a time."),
+    snapshot: str = typer.Option("", help="File for one line per kernel and release, to diff."),
 ) -> None:
     """Compile the emitted kernels with several Triton releases and audit the machine code."""
     chip = get_target(target)
@@ -139,6 +149,8 @@ def main(
     outcomes = run_matrix(cases, release, chip, workers)
     console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(as_table(outcomes, chip))
+    if snapshot:
+        Path(snapshot).write_text(as_snapshot(outcomes), "utf-8")
     bad = [outcome for outcome in outcomes if not outcome.good]
     for outcome in bad:
         console.print(f"[bold]{outcome.case.name}, triton {outcome.release}[/bold]")

@@ -121,4 +121,5 @@ def test_the_main_loop_is_the_innermost_around_the_mma():
 def test_staging_buffers():
     alloc = "    %x = ttg.local_alloc : () -> !ttg.memdesc<{}, #shared, #smem, mutable> loc(#l)\n"
     text = "".join(alloc.format(t) for t in ("3x128x64xbf16", "4x16x128xf8E4M3FN", "3x1xi64"))
+    text += "    %y = ttg.local_alloc %z : (tensor<8x8x8xf32, #b>) -> !ttg.memdesc<8x8x8xf32, #s>\n"
     assert staged_bytes(text) == 3 * 128 * 64 * 2 + 4 * 16 * 128

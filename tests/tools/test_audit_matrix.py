@@ -12,7 +12,7 @@ from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import SM100
 from tilewright.tools import audit_matrix
 from tilewright.tools.audit_cases import MODELS, audit_cases
-from tilewright.tools.audit_matrix import as_table, audit_one, environment
+from tilewright.tools.audit_matrix import as_snapshot, as_table, audit_one, environment
 
 RUNNER = CliRunner()
 
@@ -57,6 +57,9 @@ def test_outcomes(cases):
     assert broken.audit is None
     assert "power of 2" in broken.error
     assert as_table([good, bad, broken], SM100).row_count == 3
+    lines = as_snapshot([good, broken]).splitlines()
+    assert lines[0].startswith(f"{case.name} | triton here | no mma UTMALDG=0")
+    assert lines[1].endswith("| does not compile")
 
 
 def command():
