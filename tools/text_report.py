@@ -32,7 +32,9 @@ def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: in
     """The report of model `name`, lines folded at `width` columns; `audits` may be empty."""
     parts: list[RenderableType] = [_head(name, lowered)]
     parts += [*_matches(lowered.matches, width), *_misses(lowered.misses, width)]
-    if not lowered.matches and not lowered.misses:
+    if not lowered.graphs:
+        parts.append(Text("\nNothing was captured: Dynamo met no tensor operation."))
+    elif not lowered.matches and not lowered.misses:
         parts.append(Text("\nNothing to fuse was found: no pattern has an anchor in this model."))
     parts += [Text(f"note: {note}", style="yellow") for note in lowered.notes]
     if audits:

@@ -63,6 +63,9 @@ CACHE_MODEL = """
     def make_plain():
         return torch.nn.Linear(3, 2), (torch.ones(1, 3),), {}
 
+    def make_empty():
+        return len, ([1],), {}
+
     def make_untraceable():
         def forward(x):
             raise RuntimeError("boom\\nand more lines")
@@ -174,6 +177,12 @@ def test_nothing_to_fuse_is_a_report_too(inspect):
     done = inspect("mine.py:make_plain")
     assert done.exit_code == 0
     assert "Nothing to fuse was found" in done.stdout
+
+
+def test_a_call_without_tensors_is_said_to_be_one(inspect):
+    done = inspect("mine.py:make_empty")
+    assert done.exit_code == 0
+    assert "Nothing was captured" in done.stdout
 
 
 def test_patterns_can_be_chosen_and_left_out(inspect):
