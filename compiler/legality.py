@@ -1,6 +1,7 @@
 """Whether a match may be rewritten: every hazard of moving a cache write, each with its own code.
 
-The fused op stands where the last absorbed write stood. Between the first absorbed write and that
+The fused op stands where the last absorbed write stood (or, without one, the last value that it
+replaces). Between the first absorbed write and that
 place nothing else may read or write the cache; what the op reads must still hold what it held; and
 nothing absorbed may be needed elsewhere.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+
+from torch import fx
 
 from tilewright.patterns.cache_write import Computed
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View
@@ -27,9 +30,15 @@ def check_legality(match: Match, flow: Dataflow) -> Miss | None:
     return None
 
 
+def insertion_node(match: Match, flow: Dataflow) -> fx.Node:
+    """The op goes right before this: the last absorbed write, or the last replaced value."""
+    values = match.stores or tuple(r.replaced for r in match.results)
+    return max((v.node for v in values), key=lambda node: flow.positions[node])
+
+
 def insertion_position(match: Match, flow: Dataflow) -> int:
-    """Program position of the last absorbed write: the op goes there."""
-    return max(flow.positions[s.node] for s in match.stores)
+    """Program position of :func:`insertion_node`."""
+    return flow.positions[insertion_node(match, flow)]
 
 
 def views_in(item: Any) -> Iterator[View]:
@@ -48,7 +57,8 @@ def _memories(match: Match) -> dict[Memory, Store]:
 
 
 def _between(match: Match, flow: Dataflow) -> tuple[int, int]:
-    return min(flow.positions[s.node] for s in match.stores), insertion_position(match, flow)
+    last = insertion_position(match, flow)
+    return min((flow.positions[s.node] for s in match.stores), default=last), last
 
 
 def _no_read(match: Match, flow: Dataflow) -> None:

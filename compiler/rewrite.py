@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.compiler.legality import insertion_node
 from tilewright.compiler.lint import check_site
 from tilewright.compiler.materialise import Materialiser
 from tilewright.compiler.spelling import argument, shape_of
@@ -52,7 +53,7 @@ def _rewrite(
     graph: fx.Graph, flow: Dataflow, match: Match, materialiser: Materialiser
 ) -> Rewritten | Miss:
     op = registered(match.op if "::" in match.op else f"tilewright::{match.op}")
-    last = max((s.node for s in match.stores), key=lambda n: flow.positions[n])
+    last = insertion_node(match, flow)
     materialiser.serving = last
     before = last.prev
     try:

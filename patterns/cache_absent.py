@@ -42,6 +42,9 @@ class CacheAbsent:
         updated = tuple(v for v in flow.values if _updates(v, flow))
         if updated:
             yield AbsentCache("FUNCTIONAL_WRITE", updated)
+        fresh = tuple(v for v in flow.stores if _fresh(v))
+        if fresh:
+            yield AbsentCache("FRESH_CACHE", fresh)
 
     def match(self, anchor: AbsentCache, flow: Dataflow) -> Match:
         message, hint = _WHY[anchor.code]
@@ -58,6 +61,11 @@ _WHY = {
         "fused op to write into",
         "use a static cache (transformers: StaticCache, or cache_implementation='static')",
     ),
+    "FRESH_CACHE": (
+        "cache writes go into memory that the graph itself allocates, so it is no cache yet",
+        "make the cache before the compiled call (StaticCache.early_initialization, or run the "
+        "prompt uncompiled)",
+    ),
     "FUNCTIONAL_WRITE": (
         "cache updates return a new tensor instead of writing in place",
         "use the in-place form: index_put_, index_copy_ or cache[slots] = k",
@@ -72,6 +80,14 @@ def _grows(value: Value, flow: Dataflow) -> bool:
     past, *new = value.args[0]
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
+
+
+def _fresh(value: Value) -> bool:
+    """An indexed write of projected data into memory allocated in the graph, that is returned."""
+    store = value.store
+    if store is None or store.memory.is_input or len(store.memory.shape) < 3 or not store.index:
+        return False
+    return store.source is not None and store.source.value.projected
 
 
 def _updates(value: Value, flow: Dataflow) -> bool:

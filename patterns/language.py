@@ -251,6 +251,7 @@ def anchored_stores(anchor: Any) -> Iterator[Value]:
 CODES: dict[str, str] = {
     "GROWING_CACHE": "the cache grows by concatenation, so there is no memory to write into",
     "FUNCTIONAL_WRITE": "the cache is updated out of place: a new tensor is returned",
+    "FRESH_CACHE": "the cache is made inside the graph: there is nothing to write into yet",
     "OPAQUE_WRITE": "the cache is written by an operator whose effect is not known",
     "MASKED_WRITE": "a boolean mask selects the slots",
     "SLICE_WRITE": "the cache is written at a slice, not through an index tensor",

@@ -93,3 +93,14 @@ def test_several_steps_on_one_cache():
         a = compiled(*args, **ours.kwargs).logits
         b = eager.model(*args, **eager.kwargs).logits
         assert (a.float() - b.float()).abs().max() < 0.05
+
+
+def test_a_cache_made_inside_the_call_is_missed_by_name():
+    from transformers import StaticCache
+
+    case = build_hf("llama", cache="static", phase="prefill")
+    fresh = StaticCache(config=case.model.config, max_cache_len=32)
+    lowered = lower(case.model, case.args, case.kwargs | {"past_key_values": fresh})
+    (miss,) = lowered.misses
+    assert (miss.code, miss.count) == ("FRESH_CACHE", 2 * LAYERS)
+    assert "early_initialization" in miss.hint
