@@ -58,8 +58,9 @@ class ControlFlow(StatementEvaluator):
         with self.math.scope(), self._runtime() as body:
             self._learn(test.node, truth)
             ended = self._block(statements)
+            names = assigned_names(statements)
             bindings = {
-                name: self._frozen(bound) if name in assigned_names(statements) else bound
+                name: self._frozen(bound) if name in names else bound
                 for name, bound in self.scope.bindings.items()
             }
         return ended, body, bindings

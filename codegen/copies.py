@@ -19,9 +19,13 @@ from dataclasses import dataclass
 class _Use:
     """One read or write of a name by a simple statement or a compound one's header."""
 
-    name: str
+    node: ast.Name
     is_store: bool
     statement: ast.stmt
+
+    @property
+    def name(self) -> str:
+        return self.node.id
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,12 @@ class _Copy:
 def remove_copies(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
     """The same statements without needless copies; the nodes are changed in place."""
     fixed = set(parameters)
+    uses = list(_uses(body))
     while True:
-        uses = list(_uses(body))
         needless = next((copy for copy in _copies(body) if _is_needless(uses, copy, fixed)), None)
         if needless is None:
             return body
-        _remove(body, needless, fixed)
+        uses = _remove(uses, needless, fixed)
 
 
 def _is_needless(uses: list[_Use], copy: _Copy, parameters: set[str]) -> bool:
@@ -51,15 +55,17 @@ def _is_needless(uses: list[_Use], copy: _Copy, parameters: set[str]) -> bool:
     return _is_alias(uses, copy, parameters) or _is_merge(uses, copy, parameters)
 
 
-def _remove(body: list[ast.stmt], copy: _Copy, parameters: set[str]) -> None:
+def _remove(uses: list[_Use], copy: _Copy, parameters: set[str]) -> list[_Use]:
+    """Take the copy out of its block, one name for both; gives the uses that are left."""
     keep, drop = sorted((copy.target, copy.source), key=_plainness)
     if copy.source in parameters:
         keep, drop = copy.source, copy.target
-    del copy.block[copy.index]
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and node.id == drop:
-                node.id = keep
+    removed = copy.block.pop(copy.index)
+    left = [use for use in uses if use.statement is not removed]
+    for use in left:
+        if use.name == drop:
+            use.node.id = keep
+    return left
 
 
 def _plainness(name: str) -> tuple[bool, int, str]:
@@ -161,10 +167,10 @@ def _uses(body: list[ast.stmt]) -> Iterator[_Use]:
 def _reads(node: ast.AST, statement: ast.stmt) -> Iterator[_Use]:
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
-            yield _Use(part.id, False, statement)
+            yield _Use(part, False, statement)
 
 
 def _writes(node: ast.AST, statement: ast.stmt) -> Iterator[_Use]:
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
-            yield _Use(part.id, True, statement)
+            yield _Use(part, True, statement)

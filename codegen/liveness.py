@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # Calls that must stay even where nothing uses their result.
 _EFFECTS = frozenset(
@@ -51,9 +51,19 @@ def remove_dead(body: list[ast.stmt]) -> list[ast.stmt]:
     while True:
         live = _read_names(body)
         kept = _without_overwritten(_prune(body, live))
-        if ast.dump(ast.Module(kept, [])) == ast.dump(ast.Module(body, [])):
+        if _count(kept) == _count(body):
             return kept
         body = kept
+
+
+def _count(body: Sequence[ast.stmt]) -> int:
+    return sum(1 + sum(map(_count, _bodies(statement))) for statement in body)
+
+
+def _bodies(statement: ast.stmt) -> list[list[ast.stmt]]:
+    if isinstance(statement, (ast.For, ast.While, ast.If)):
+        return [statement.body, statement.orelse]
+    return []
 
 
 def _read_names(body: Sequence[ast.stmt]) -> set[str]:
@@ -133,12 +143,14 @@ def _prune_compound(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
 def _without_overwritten(body: list[ast.stmt]) -> list[ast.stmt]:
     """Drop assignments whose value is overwritten in the same block before anything reads it."""
     kept = []
+    uses = [_name_uses(statement) for statement in body]
     for index, statement in enumerate(body):
         if isinstance(statement, (ast.For, ast.While, ast.If)):
             statement.body = _without_overwritten(statement.body)
             statement.orelse = _without_overwritten(statement.orelse)
         name = _plain_target(statement)
-        if name is None or has_side_effects(statement) or not _overwritten(name, body[index + 1 :]):
+        following = zip(body[index + 1 :], uses[index + 1 :], strict=True)
+        if name is None or has_side_effects(statement) or not _overwritten(name, following):
             kept.append(statement)
     return kept
 
@@ -149,19 +161,24 @@ def _plain_target(statement: ast.stmt) -> str | None:
     return None
 
 
-def _overwritten(name: str, following: Sequence[ast.stmt]) -> bool:
-    for statement in following:
-        names = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
-        if any(isinstance(node.ctx, ast.Load) for node in names) or _updates(name, statement):
+def _name_uses(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """(names read, names written) anywhere in a statement; `x += 1` does both."""
+    reads: set[str] = set()
+    writes: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            (reads if isinstance(node.ctx, ast.Load) else writes).add(node.id)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            reads.add(node.target.id)
+    return reads, writes
+
+
+def _overwritten(
+    name: str, following: Iterable[tuple[ast.stmt, tuple[set[str], set[str]]]]
+) -> bool:
+    for statement, (reads, writes) in following:
+        if name in reads:
             return False
-        if isinstance(statement, ast.Assign) and names:
+        if isinstance(statement, ast.Assign) and name in writes:
             return True
     return False
-
-
-def _updates(name: str, statement: ast.stmt) -> bool:
-    """Whether `name += ...` stands in the statement: a read that ast marks as a store only."""
-    return any(
-        isinstance(node, ast.AugAssign) and ast.unparse(node.target) == name
-        for node in ast.walk(statement)
-    )

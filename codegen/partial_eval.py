@@ -28,6 +28,7 @@ class PartialEvaluator(ControlFlow):
     def __init__(self, spec: KernelSpec, library: Library) -> None:
         super().__init__(library, spec.grid)
         self.spec = spec
+        self._assigned: dict[JitFunction, set[str]] = {}
 
     def kernel(self, function: JitFunction) -> tuple[list[str], list[ast.stmt]]:
         """(run-time parameters, body) of the kernel with the spec's constants filled in."""
@@ -89,7 +90,9 @@ class PartialEvaluator(ControlFlow):
         first = len(self.body)
         scope = Scope(function, runtime_depth=0)
         outer = self.scope
-        assigned = assigned_names(function.node.body)
+        if function not in self._assigned:
+            self._assigned[function] = assigned_names(function.node.body)
+        assigned = self._assigned[function]
         for name, folded, annotation in self._arguments(function, call):
             if folded.value.literal or (_is_simple(folded.node) and name not in assigned):
                 scope.bindings[name] = folded
