@@ -20,12 +20,13 @@ from qkv_shapes import (
     Cache,
     Layer,
     Shape,
+    fair_us,
     fused_arguments,
     make_layer,
     paged_cache,
     static_cache,
 )
-from timing import capture, interleaved_us, keep
+from timing import capture, keep
 from torch.nn.functional import linear
 
 from tilewright.codegen.qkv_plan import plan_fused_qkv
@@ -132,12 +133,12 @@ def measure(shape: Shape, num_tokens: int, layout: str) -> dict[str, Any]:
         errors[f"{name}_error"] = error(got, want)
     if not errors["tilewright_error"] <= errors["eager_error"]:
         raise AssertionError(f"less accurate than eager: {errors}")
-    calls = max(len(layers), 10 // len(layers) * len(layers))
+    calls = shape.calls_per_graph(num_tokens)
     graphs = {
         name: capture([lambda i=i, v=variant: v(i % len(layers)) for i in range(calls)])
         for name, variant in variants.items()
     }
-    times = interleaved_us(graphs, calls)
+    times = fair_us(graphs, calls)
     call = prepare(fused_arguments(shape, layers[0], cache))
     target = device_target(layers[0].x.device)
     plan = plan_fused_qkv(call.problem, target, call.rows is not None)

@@ -1,10 +1,15 @@
-"""Attention dims and inputs that the QKV benchmarks share."""
+"""Attention dims and inputs that the QKV benchmarks share, and how they time long calls."""
 
 from __future__ import annotations
 
+import random
+import statistics
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from timing import interleaved_us
 
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv_cache import FusedQkvArguments
@@ -13,6 +18,7 @@ PAGE_SIZE = 16
 STATIC_LENGTH = 2048
 # All argument sets of a graph together must not fit the L2 cache (60 MB).
 COLD_BYTES = 250e6
+REST_S = 0.03
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,10 @@ class Shape:
         """How many sets of weights and activations keep the L2 cache cold."""
         per_set = self.weight_bytes + 2 * num_tokens * self.hidden
         return max(2, -(-int(COLD_BYTES) // per_set))
+
+    def calls_per_graph(self, num_tokens: int) -> int:
+        """Calls that one captured graph makes, over all argument sets."""
+        return max(self.argument_sets(num_tokens), 10 if num_tokens < 2048 else 2)
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -129,3 +139,21 @@ def fused_arguments(
         indexing="torch" if static else "paged",
         static_tokens=static_tokens,
     )
+
+
+def fair_us(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], calls_per_graph: int, rounds: int = 7
+) -> dict[str, float]:
+    """Median microseconds per call, each variant from rest and in an order that changes.
+
+    A GEMM of many tokens takes the chip to its power limit, so whoever runs after it, without a
+    pause, runs at lower clocks.
+    """
+    order = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name in order.sample(sorted(graphs), len(graphs)):
+            time.sleep(REST_S)
+            one = interleaved_us({name: graphs[name]}, calls_per_graph, rounds=1)
+            times[name].append(one[name])
+    return {name: statistics.median(values) for name, values in times.items()}

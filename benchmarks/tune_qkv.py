@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qkv_shapes import Layer, Shape, fused_arguments, make_layer, paged_cache
+from qkv_shapes import Layer, Shape, fair_us, fused_arguments, make_layer, paged_cache
 from timing import capture, environment, interleaved_us
 
 from tilewright.codegen import qkv_plan
@@ -39,7 +39,6 @@ SHAPES = (
     Shape("qwen3-30b-a3b", 2048, 32, 4, norm=True),
 )
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-CALLS = 10
 FINALISTS = 6
 
 
@@ -70,10 +69,9 @@ def calls_of(
     shape: Shape, layers: list[Layer], cache: Any, choice: LoweringChoice
 ) -> list[Callable[[], None]]:
     arguments = [fused_arguments(shape, layer, cache) for layer in layers]
-    return [
-        lambda a=arguments[i % len(layers)]: run(prepare(a), choice)
-        for i in range(max(CALLS, len(layers)))
-    ]
+    calls = shape.calls_per_graph(layers[0].x.shape[0])
+    turns = [arguments[i % len(layers)] for i in range(calls)]
+    return [lambda a=a: run(prepare(a), choice) for a in turns]
 
 
 def wrong(shape: Shape, layer: Layer, cache: Any, choice: LoweringChoice) -> bool:
@@ -110,10 +108,10 @@ def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) 
             if wrong(shape, layers[0], cache, choice):
                 raise AssertionError(f"{shape.name}, {num_tokens} tokens: {name} is wrong")
             graphs[name] = capture(calls_of(shape, layers, cache, choice), warmup=1)
-        count = max(CALLS, len(layers))
+        count = shape.calls_per_graph(num_tokens)
         first = interleaved_us(graphs, count, rounds=2, replays=2)
-        finalists = sorted(first, key=lambda name: first[name])[:FINALISTS] + ["library"]
-        final = interleaved_us({name: graphs[name] for name in finalists}, count, rounds=7)
+        finalists = [*sorted(first, key=lambda name: first[name])[:FINALISTS], "library"]
+        final = fair_us({name: graphs[name] for name in finalists}, count)
         times |= {f"{'packed_' if packed else ''}{name}": us for name, us in final.items()}
         configs |= {name: choice.config for name, choice in tried.items() if choice.config}
     fused = {name: times[name] for name in configs if name in times}

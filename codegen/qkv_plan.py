@@ -100,7 +100,7 @@ def plan_fused_qkv(
 
     def pick(num_tokens: int) -> LoweringChoice:
         if library_only:
-            return _library_choice(problem, num_tokens, target, packed, None)
+            return library_choice(problem, num_tokens, target, packed, None)
         return choose(problem, num_tokens, target, packed)
 
     if problem.num_tokens is not None:
@@ -108,15 +108,7 @@ def plan_fused_qkv(
     else:
         choices = [replace(pick(tokens), max_tokens=tokens) for tokens in TOKEN_BUCKETS]
         choices.append(pick(2 * TOKEN_BUCKETS[-1]))
-    return LoweringPlan(problem, target.name, tuple(_merge(choices)))
-
-
-def _merge(choices: list[LoweringChoice]) -> Iterator[LoweringChoice]:
-    """Neighbouring buckets with the same kernel are one bucket."""
-    for here, after in zip(choices, [*choices[1:], None], strict=True):
-        same = after is not None and (here.name, here.specs) == (after.name, after.specs)
-        if not same:
-            yield here
+    return LoweringPlan(problem, target.name, tuple(choices))
 
 
 def choose(
@@ -125,7 +117,7 @@ def choose(
     """The fastest lowering at one token count."""
     row = measured_row(problem, num_tokens, target)
     fused = _fused_choice(problem, num_tokens, target, row)
-    library = _library_choice(problem, num_tokens, target, packed, row)
+    library = library_choice(problem, num_tokens, target, packed, row)
     if fused is None:
         return library
     if library.seconds < fused.seconds and library.measured == fused.measured:
@@ -142,14 +134,14 @@ def _fused_choice(
         config = read_config(row["config"])
         name = _name(config)
         if obstacles[name] is None and config in candidates(problem, num_tokens, target, [config]):
-            return _fused(problem, config, target, row["fused_us"] * 1e-6, measured=True)
+            return fused_choice(problem, config, target, row["fused_us"] * 1e-6, measured=True)
     ranked = sorted(
         (estimate(problem, config, num_tokens, target), str(config), config)
         for config in candidates(problem, num_tokens, target)
     )
     if not ranked:
         return None
-    return _fused(problem, ranked[0][2], target, ranked[0][0], measured=False)
+    return fused_choice(problem, ranked[0][2], target, ranked[0][0], measured=False)
 
 
 def _name(config: Config) -> str:
@@ -160,7 +152,7 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def _fused(
+def fused_choice(
     problem: QkvProblem, config: Config, target: Target, seconds: float, measured: bool
 ) -> LoweringChoice:
     if isinstance(config, TiledConfig):
@@ -172,7 +164,7 @@ def _fused(
     return LoweringChoice(_name(config), reason, None, config, None, (spec,), seconds, measured)
 
 
-def _library_choice(
+def library_choice(
     problem: QkvProblem, num_tokens: int, target: Target, packed: bool, row: dict | None
 ) -> LoweringChoice:
     config = epilogue_config(problem.finish, num_tokens, target)
@@ -277,14 +269,18 @@ def _tiled_configs(
         yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2)
         yield TiledConfig(128, heads, 64, 8, 5, **walk)
         yield TiledConfig(128, heads, 64, 8, 4, **walk)
-    if num_tokens > 64 and width == 128 and not target.has("tcgen05"):
-        yield TiledConfig(
-            128, heads, 64, 4, 3, epilogue_parts=2, persistent=True, flatten=True, programs_per_sm=2
-        )
     if num_tokens > 64 and width == 256:
         yield TiledConfig(64, heads, 64, 8, 5)
         parts = 4 if target.has("tcgen05") else 2
         yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=parts, **walk)
+    if num_tokens > 64 and not target.has("tcgen05"):
+        # Two programs per SM: the epilogue of one runs beside the other's tensor cores.
+        pair = {"epilogue_parts": 4, "programs_per_sm": 2, **walk}
+        if width == 128:
+            yield TiledConfig(128, heads, 64, 4, 3, **pair)
+            yield TiledConfig(256, heads, 64, 8, 4, epilogue_parts=4, **walk)
+        if width == 256:
+            yield TiledConfig(64, heads, 32, 4, 5, **pair)
 
 
 def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
@@ -446,6 +442,7 @@ def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict |
         and row["num_heads"] == finish.num_heads
         and row["num_kv_heads"] == finish.num_kv_heads
         and row["head_dim"] == finish.head_dim
+        and row["norm"] == finish.has_norm
     ]
     above = [row for row in same if row["num_tokens"] >= num_tokens]
     if above:

@@ -58,13 +58,36 @@ class WeightRows:
     head_steps: tuple[int, int, int]
 
 
+@dataclass(frozen=True)
+class FusedCall:
+    """One checked call: its arguments, its result to be filled, and what a lowering needs.
+
+    rows: set where the three weights are rows of one tensor.
+    """
+
+    a: FusedQkvArguments
+    q: torch.Tensor
+    values: dict[str, Any]
+    problem: QkvProblem
+    rows: WeightRows | None
+
+
 def launch_fused_qkv_paged(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`fused_qkv_paged` on CUDA tensors; see FusedQkvArguments."""
     a = FusedQkvArguments(*args, **kwargs)
+    num_tokens = a.x.shape[0]
+    if num_tokens == 0:
+        return a.x.new_empty((0, *a.q_weight.shape[:2]))
+    call = prepare(a)
+    target = device_target(a.x.device)
+    run(call, cached_plan(call.problem, target, call.rows is not None).choice(num_tokens))
+    return call.q
+
+
+def prepare(a: FusedQkvArguments) -> FusedCall:
+    """The problem of a call, and its tensors by the kernels' parameter names."""
     num_heads, head_dim, _ = a.q_weight.shape
     q = a.x.new_empty((a.x.shape[0], num_heads, head_dim))
-    if a.x.shape[0] == 0:
-        return q
     k_window, v_window = window_views(a, writes_v=True)
     values = finish_values(a, k_window, v_window, q)
     values |= {
@@ -74,10 +97,12 @@ def launch_fused_qkv_paged(*args: Any, **kwargs: Any) -> torch.Tensor:
         "v_weight_ptr": a.v_weight,
     }
     problem = qkv_problem(a, values, head_finish(a, num_heads, k_window, v_window))
-    rows = weight_rows(a.q_weight, a.k_weight, a.v_weight)
-    choice = cached_plan(problem, device_target(a.x.device), rows is not None).choice(a.x.shape[0])
-    _RUN[choice.name](a, problem, choice, values, rows)
-    return q
+    return FusedCall(a, q, values, problem, weight_rows(a.q_weight, a.k_weight, a.v_weight))
+
+
+def run(call: FusedCall, choice: LoweringChoice) -> None:
+    """Computes a call by one lowering; each call is run once."""
+    _RUN[choice.name](call, choice)
 
 
 @cache
@@ -92,13 +117,8 @@ def cached_plan(problem: QkvProblem, target: Target | None, packed: bool) -> Low
     return plan_fused_qkv(problem, target or SM90, packed, library_only=target is None)
 
 
-def _run_swapped(
-    a: FusedQkvArguments,
-    problem: QkvProblem,
-    choice: LoweringChoice,
-    values: dict[str, Any],
-    rows: WeightRows | None,
-) -> None:
+def _run_swapped(call: FusedCall, choice: LoweringChoice) -> None:
+    a, problem, values = call.a, call.problem, call.values
     config = choice.config
     assert isinstance(config, SwappedConfig)
     grid = swapped_grid(problem, config, a.x.shape[0])
@@ -110,13 +130,8 @@ def _run_swapped(
     launch(choice.specs[0], grid, values, a.x.device)
 
 
-def _run_tiled(
-    a: FusedQkvArguments,
-    problem: QkvProblem,
-    choice: LoweringChoice,
-    values: dict[str, Any],
-    rows: WeightRows | None,
-) -> None:
+def _run_tiled(call: FusedCall, choice: LoweringChoice) -> None:
+    a, problem, values = call.a, call.problem, call.values
     config = choice.config
     assert isinstance(config, TiledConfig)
     sms = torch.cuda.get_device_properties(a.x.device).multi_processor_count
@@ -141,16 +156,11 @@ def weight_places(
     }
 
 
-def _run_library(
-    a: FusedQkvArguments,
-    problem: QkvProblem,
-    choice: LoweringChoice,
-    values: dict[str, Any],
-    rows: WeightRows | None,
-) -> None:
+def _run_library(call: FusedCall, choice: LoweringChoice) -> None:
+    a, problem, values = call.a, call.problem, call.values
     weights = (a.q_weight, a.k_weight, a.v_weight)
-    if rows is not None:
-        q, k, v = project_packed(a.x, weights, rows)
+    if call.rows is not None:
+        q, k, v = project_packed(a.x, weights, call.rows)
     else:
         q, k, v = (project(a.x, weight) for weight in weights)
     done = epilogue_problem(q, k, v, values, problem.finish, a.static_tokens)
