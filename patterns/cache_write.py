@@ -5,7 +5,7 @@ Dimension letters: P pages, S slots per page, H key-value heads, D head_dim, T t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +141,61 @@ def _belong(a: CacheWrite, b: CacheWrite) -> bool:
     if a.source.shape != b.source.shape or a.memory.dtype != b.memory.dtype:
         return False
     same_place = a.memory is b.memory and a.target == b.target
-    return not same_place and set(a.index) == set(b.index)
+    return not same_place and _same_index(a.index, b.index)
+
+
+def _same_index(a: Mapping[int, View], b: Mapping[int, View]) -> bool:
+    return set(a) == set(b) and all(equal_values(a[dim], b[dim]) for dim in a)
+
+
+# Two of these hold the same numbers only where they are one value: memory, and fresh randomness.
+_NEVER_EQUAL = {
+    "input", "constant", "store", "aten.rand", "aten.randn", "aten.randint", "aten.randperm",
+    "aten.rand_like", "aten.randn_like", "aten.bernoulli", "aten.multinomial", "aten.empty",
+    "aten.empty_like", "aten.new_empty",
+}  # fmt: skip
+
+
+def equal_values(a: View, b: View) -> bool:
+    """Whether two index views hold the same numbers: the same operation on the same operands.
+
+    Dynamo does not merge common subexpressions: K's and V's slots may be computed twice.
+    """
+    if a == b:
+        return True
+    left, right = a.value, b.value
+    if a.effect != b.effect or left.op != right.op or left.op.startswith("opaque"):
+        return False
+    if left.op in _NEVER_EQUAL or len(left.args) != len(right.args):
+        return False
+    if not _repeatable(left.op):
+        return False
+    return left.kwargs.keys() == right.kwargs.keys() and _equal_args(
+        (*left.args, *left.kwargs.values()), (*right.args, *right.kwargs.values())
+    )
+
+
+def _repeatable(op: str) -> bool:
+    """Whether the same operands give the same result again: not so for random numbers."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
+    random = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
+    return not random and not op.startswith("aten.empty")
+
+
+def _equal_args(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, View) and isinstance(y, View):
+            if not equal_values(x, y):
+                return False
+        elif isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+            if not _equal_args(x, y):
+                return False
+        elif x != y:
+            return False
+    return True
 
 
 def address(write: CacheWrite) -> Addressing:
@@ -207,13 +261,7 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
         return None
     found = None
     for dim, view in list(index.items()):
-        varying = [i for i, d in enumerate(view.effect.dims) if d]
-        last = len(view.effect.dims) - 1
-        if (
-            varying == [last]
-            and view.value.op == "aten.arange"
-            and view.shape[last] == write.target.shape[dim]
-        ):
+        if _counts_up(view, write.target.shape[dim]):
             found = dim
             del index[dim]
     if found is None:
@@ -225,6 +273,18 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
             reject("SLOT_INDEX", Stage.ANCHORED, "slots vary from head to head", view)
         index[dim] = View(view.value, effects.squeeze(view.effect, [len(view.effect.dims) - 1]))
     return found
+
+
+def _counts_up(view: View, length: Size) -> bool:
+    """Whether an index is 0, 1, ..., length - 1 along its last dimension alone."""
+    last = len(view.effect.dims) - 1
+    whole = Effect(((),) * last + effects.identity((length,)).dims, (0,))
+    value = view.value
+    if value.op != "aten.arange" or view.effect != whole or value.shape != (length,):
+        return False
+    numbers = [a for a in value.args if isinstance(a, int)]
+    named = (value.kwargs.get("start", 0), value.kwargs.get("step", 1))
+    return named == (0, 1) and numbers in ([length], [0, length], [0, length, 1], [])
 
 
 def _roles(

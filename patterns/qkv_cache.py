@@ -10,7 +10,7 @@ Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,65 +299,9 @@ def _guard(
 
 
 def same_slots(k: Addressing, v: Addressing, flow: Dataflow) -> bool:
-    """Whether two writes go to the same slots of pages of one size."""
+    """Whether a pair of writes (equal index tensors) addresses pages of one number and size."""
     sizes = zip(k.window[:2], v.window[:2], strict=True)
-    return (
-        k.slots == v.slots
-        and _equal_slots(k.slot_mapping, v.slot_mapping)
-        and all(flow.same_size(a, b) for a, b in sizes)
-    )
-
-
-def _equal_slots(a: Any, b: Any) -> bool:
-    """Equal index tensors; page sizes within an expression are compared by the windows."""
-    if isinstance(a, Computed) and isinstance(b, Computed):
-        pairs = zip(a.operands, b.operands, strict=True)
-        return a.function == b.function and all(_equal_slots(x, y) for x, y in pairs)
-    if isinstance(a, View) and isinstance(b, View):
-        return _equal_values(a, b)
-    return not isinstance(a, (View, Computed)) and not isinstance(b, (View, Computed))
-
-
-def _equal_values(a: View, b: View) -> bool:
-    """Whether two index views hold the same numbers: the same operation on the same operands.
-
-    Dynamo does not merge common subexpressions: K's and V's slots may be computed twice.
-    """
-    if a == b:
-        return True
-    left, right = a.value, b.value
-    if a.effect != b.effect or left.op != right.op or left.op.startswith("opaque"):
-        return False
-    if left.op in ("input", "constant", "store") or len(left.args) != len(right.args):
-        return False
-    if not _repeatable(left.op):
-        return False
-    return left.kwargs.keys() == right.kwargs.keys() and _equal_args(
-        (*left.args, *left.kwargs.values()), (*right.args, *right.kwargs.values())
-    )
-
-
-def _repeatable(op: str) -> bool:
-    """Whether the same operands give the same result again: not so for random numbers."""
-    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
-    overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
-    random = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
-    return not random and not op.startswith("aten.empty")
-
-
-def _equal_args(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    if len(a) != len(b):
-        return False
-    for x, y in zip(a, b, strict=True):
-        if isinstance(x, View) and isinstance(y, View):
-            if not _equal_values(x, y):
-                return False
-        elif isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
-            if not _equal_args(x, y):
-                return False
-        elif x != y:
-            return False
-    return True
+    return k.slots == v.slots and all(flow.same_size(a, b) for a, b in sizes)
 
 
 def _arguments(

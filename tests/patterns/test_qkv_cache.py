@@ -127,3 +127,65 @@ def test_caches_of_symbolic_size(name):
             for dim in range(tensor.dim()):
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
     run_and_compare(name, module, args, ["qkv_cache"], dynamic=True)
+
+
+class ExplicitHeads(torch.nn.Module):
+    """Heads indexed by a tensor: `cache[page, heads, offset] = k` on [P, H, S, D]."""
+
+    def __init__(self, heads):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(n, 64, generator=generator) for n in (128, 64, 64)]
+        self.q, self.k, self.v = (torch.nn.Parameter(w, requires_grad=False) for w in weights)
+        self.heads = heads
+
+    def forward(self, x, page, offset, k_cache, v_cache):
+        linear = torch.nn.functional.linear
+        k, v = linear(x, self.k).view(-1, 2, 32), linear(x, self.v).view(-1, 2, 32)
+        index = (page[:, None], self.heads()[None, :], offset[:, None])
+        k_cache[index] = k
+        v_cache[index] = v
+        return linear(x, self.q).view(-1, 4, 32) * 2
+
+
+def explicit_heads_args():
+    page, offset = torch.tensor([0, 0, 1, 2]), torch.tensor([3, 4, 0, 7])
+    return torch.randn(4, 64), page, offset, torch.randn(3, 2, 8, 32), torch.randn(3, 2, 8, 32)
+
+
+def test_heads_in_order_are_matched():
+    run_and_compare(
+        "heads", ExplicitHeads(lambda: torch.arange(2)), explicit_heads_args(), ["qkv_cache"]
+    )
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        lambda: torch.arange(1, -1, -1),
+        lambda: torch.arange(-1, 1),
+        lambda: torch.arange(0, 4, 2) // 2,
+        lambda: torch.arange(4)[2:] - 2,
+        lambda: torch.arange(2).flip(0),
+    ],
+)
+def test_heads_in_another_order_are_left_alone(heads):
+    module, args = ExplicitHeads(heads), explicit_heads_args()
+    run_and_compare("heads", module, args, [])
+    assert {m.code for m in reports()[-1].misses} == {"SLOT_INDEX"}
+
+
+def test_writes_to_different_slots_are_taken_one_by_one():
+    """K and V at slots of their own are no pair; each write is still taken alone."""
+
+    class Apart(ExplicitHeads):
+        def forward(self, x, page, offset, k_cache, v_cache):
+            linear = torch.nn.functional.linear
+            k, v = linear(x, self.k).view(-1, 2, 32), linear(x, self.v).view(-1, 2, 32)
+            k_cache[page, :, offset] = k
+            v_cache[page, :, 7 - offset] = v
+            return linear(x, self.q)
+
+    args = explicit_heads_args()
+    run_and_compare("apart", Apart(None), args, ["cache_store", "cache_store"])
+    assert {m.code for m in reports()[-1].misses} == {"LONE_WRITE"}
