@@ -395,6 +395,9 @@ def index_effect(effect: Effect, index: Any) -> tuple[Effect, dict[int, fx.Node]
     else:
         items += [slice(None)] * (len(effect.dims) - consumed)
     tensors: dict[int, fx.Node] = {}
+    lists = sum(isinstance(i, list) for i in items)
+    if lists > 1 or (lists and any(is_tensor_node(i) for i in items)):
+        raise InexpressibleError("an index list beside another index")
     dim = 0
     for item in items:
         effect, dim = _apply_item(effect, dim, item, tensors)
@@ -416,7 +419,7 @@ def _apply_item(
         tensors[dim] = item
         return effect, dim + 1
     if isinstance(item, list):
-        if len(item) != 1 or not isinstance(item[0], int):
+        if len(item) != 1 or not isinstance(item[0], int) or isinstance(item[0], bool):
             raise InexpressibleError("an index list of several positions")
         return effects.narrow(effect, dim, _offset(item[0], effect.shape[dim]), 1), dim + 1
     if isinstance(item, bool):

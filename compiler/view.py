@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class _Builder:
         shape = shape_of(result)
 
         def rule(effect: Effect) -> Effect:
-            if same:
+            if same or (not effect.dims and effects.product(shape) == 1):
                 return effects.reshape(effect, shape)
             if name == "getitem":
                 picked, tensors = index_effect(effect, node.args[1])
@@ -414,10 +415,12 @@ class _Builder:
         self.memory.reads[memory].append((self.positions[reader], reader))
 
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
-        return tuple(self._operand(a) for a in node.args)
+        named = [node.kwargs[name] for name in _leading(node)]
+        return tuple(self._operand(a) for a in (*node.args, *named))
 
     def _keywords(self, node: fx.Node) -> dict[str, Any]:
-        return {k: self._operand(a) for k, a in node.kwargs.items()}
+        moved = _leading(node)
+        return {k: self._operand(a) for k, a in node.kwargs.items() if k not in moved}
 
     def _views(self, args: Any) -> list[View]:
         if isinstance(args, (tuple, list)):
@@ -480,6 +483,14 @@ def _aten_names(
 
     calls = _compat.aten_calls(call, tensors)
     return tuple(name if ":" in (name := name_of(c)) else f"aten.{name}" for c in calls)
+
+
+def _leading(node: fx.Node) -> list[str]:
+    """Which of `input` and `other` are keywords in the place of the first positional arguments."""
+    if len(node.args) > 1 or (node.args and "input" in node.kwargs):
+        return []
+    names = ("other",) if node.args else ("input", "other")
+    return list(takewhile(node.kwargs.__contains__, names))
 
 
 def _same_kind(source: torch.Tensor, result: torch.Tensor) -> bool:
