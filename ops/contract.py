@@ -10,6 +10,7 @@ op registers as ours do, from one file anywhere:
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -21,6 +22,8 @@ import torch
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.checks import ArgumentError
+
+log = logging.getLogger("tilewright")
 
 OpCallable = Callable[..., Any]
 
@@ -180,9 +183,11 @@ class FusedOp:
             if reason is None:
                 return Choice(lowering, tuple(rejected))
             rejected.append((lowering.name, reason))
-        return Choice(self._reference_lowering(), tuple(rejected))
+        return Choice(self.reference_lowering(), tuple(rejected))
 
-    def _reference_lowering(self) -> Lowering:
+    def reference_lowering(self) -> Lowering:
+        """The op's meaning as its last resort."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             return self.reference(self.arguments(*args, **kwargs))
 
@@ -261,7 +266,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
         entry = entries.get(key)
         if entry is None:
             op.validate(arguments)
-            entry = op.choose(device_type, arguments).lowering.load()
+            entry = _guarded(op, op.choose(device_type, arguments).lowering)
             if len(entries) >= MAX_REMEMBERED:
                 entries.clear()
             entries[key] = entry
@@ -269,6 +274,31 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
             _check_needs_no_grad(op, arguments)
         op.validate_values(arguments)
         return entry(*args, **kwargs)
+
+    return run
+
+
+def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
+    """The lowering; where it cannot be built or launched, the reference from then on, with a log.
+
+    The writes are pure stores, so what a failed attempt may have written is written again.
+    `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory and bad values.
+    """
+    reference = op.reference_lowering().load()
+    failed: list[Exception] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            try:
+                return lowering.load()(*args, **kwargs)
+            except (ArgumentError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if debug_values() or lowering.name == "reference":
+                    raise
+                failed.append(error)
+                log.exception("%s: %s failed; using the reference", op.name, lowering.name)
+        return reference(*args, **kwargs)
 
     return run
 

@@ -468,7 +468,7 @@ def wrong(monkeypatch, change):
         return change(arguments, right(arguments))
 
     monkeypatch.setattr(
-        type(op), "choose", lambda self, device, a: contract.Choice(self._reference_lowering(), ())
+        type(op), "choose", lambda self, device, a: contract.Choice(self.reference_lowering(), ())
     )
     monkeypatch.setattr(type(op), "reference", property(lambda self: reference), raising=False)
 

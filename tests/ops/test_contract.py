@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -217,3 +217,39 @@ def test_tolerance_names_the_worst_element():
     actual[1, 0] = float("nan")
     assert "worst at [1, 0]" in tolerance.problem(actual, exact)
     assert "shape [2]" in tolerance.problem(torch.ones(2), exact)
+
+
+def test_a_lowering_that_fails_gives_way_to_the_reference(monkeypatch, caplog):
+    """Neither a kernel that cannot be built nor one that cannot be launched takes a model down."""
+    calls = []
+
+    def broken(*args, **kwargs):
+        calls.append("broken")
+        raise RuntimeError("no such instruction")
+
+    @dataclass
+    class Arguments:
+        x: torch.Tensor
+
+    op = contract.register(
+        replace(
+            contract.registered("paged_kv_store"),
+            name="doubled",
+            namespace="tilewright_tests",
+            schema="(Tensor x) -> Tensor",
+            arguments=Arguments,
+            validate=lambda a: None,
+            validate_values=lambda a: None,
+            fake=lambda a: torch.empty_like(a.x),
+            reference=lambda a: a.x * 2,
+            lowerings=(contract.Lowering("broken", broken, frozenset({"cpu"}), lambda a: None),),
+        )
+    )
+    x = torch.arange(3.0)
+    assert torch.equal(op.torch_op(x), 2 * x)
+    assert torch.equal(op.torch_op(x), 2 * x)
+    assert calls == ["broken"]
+    assert "doubled: broken failed; using the reference" in caplog.text
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        op.torch_op(torch.arange(4.0))
