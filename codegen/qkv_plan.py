@@ -275,12 +275,13 @@ def _tiled_configs(
         yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=parts, **walk)
     if num_tokens > 64 and not target.has("tcgen05"):
         # Two programs per SM: the epilogue of one runs beside the other's tensor cores.
-        pair = {"epilogue_parts": 4, "programs_per_sm": 2, **walk}
         if width == 128:
-            yield TiledConfig(128, heads, 64, 4, 3, **pair)
+            pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=4, **walk)
+            yield replace(pair, programs_per_sm=2)
             yield TiledConfig(256, heads, 64, 8, 4, epilogue_parts=4, **walk)
         if width == 256:
-            yield TiledConfig(64, heads, 32, 4, 5, **pair)
+            pair = TiledConfig(64, heads, 32, 4, 5, epilogue_parts=4, **walk)
+            yield replace(pair, programs_per_sm=2)
 
 
 def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
@@ -321,10 +322,10 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
         return rows * config.block_k * size * config.num_stages
     width = config.heads_per_tile * problem.finish.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
-    # A flattened loop keeps what the epilogue stages beside the pipeline: a norm all of the
-    # accumulator, else a part of it.
+    # A flattened loop keeps what the epilogue stages beside the pipeline: a part of the
+    # accumulator, or all of it where a norm follows out of tensor memory.
     staging = config.block_m * width * 4 if config.flatten else 0
-    if not problem.finish.has_norm:
+    if not (problem.finish.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
     return tiles + staging
 
