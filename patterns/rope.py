@@ -16,7 +16,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.norm import is_float_cast
+from tilewright.patterns.norm import is_float_cast, match_rms_norm
 
 _ARITHMETIC = {"aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "cast"}
 _MAX_TERMS = 4
@@ -68,7 +68,7 @@ def match_rope(head: View) -> Rope | None:
         terms = _terms(head, absorbed)
     except _NotRotation:
         return None
-    if not any(len(t.leaves) == 2 for t in terms):
+    if len(terms) == 1 or not any(len(t.leaves) == 2 for t in terms):
         return None
     return _classify(head, terms, tuple(absorbed))
 
@@ -105,23 +105,12 @@ def _is_boundary(value: Value) -> bool:
         return len(value.operands) < 2 or not all(v.value.projected for v in value.operands)
     if value.op == "aten.mul":
         projected = [v for v in value.operands if v.value.projected]
-        return len(projected) != 1 or len(value.operands) != 2 or _per_channel(value)
+        if len(projected) != 1 or len(value.operands) != 2:
+            return True
+        return match_rms_norm(value.whole) is not None
     if value.op == "cast":
         return not is_float_cast(value) or value.operands[0].value.op not in _ARITHMETIC
     return False
-
-
-def _per_channel(value: Value) -> bool:
-    """Whether a product's coefficient varies along the head only: a norm's weight, not cos."""
-    other = next(v for v in value.operands if not v.value.projected)
-    return all(dim == () for dim in other.effect.dims[:-1]) and _of_weights(other.value)
-
-
-def _of_weights(value: Value) -> bool:
-    """Whether parameters alone determine a value, e.g. 1 + weight."""
-    if value.op == "constant":
-        return True
-    return bool(value.operands) and all(_of_weights(v.value) for v in value.operands)
 
 
 def _leaf_term(view: View) -> _Term:
