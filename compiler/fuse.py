@@ -23,7 +23,7 @@ from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.rewrite import Rewritten, rewrite_sites
 from tilewright.compiler.view import build_view
-from tilewright.ops.contract import registered as registered_op
+from tilewright.ops.contract import get_op
 from tilewright.patterns.dataflow import Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
 
@@ -159,7 +159,7 @@ def _site(done: Rewritten, target: str) -> Site:
         op=match.op,
         scope=match.scope,
         source=match.source,
-        shapes=dict(match.site.facts),
+        shapes=dict(match.facts),
         lowering=chosen.name,
         reason=chosen.reason,
         kernels=tuple(Kernel(spec) for spec in chosen.specs),
@@ -168,7 +168,7 @@ def _site(done: Rewritten, target: str) -> Site:
 
 def _lowering(node: fx.Node, target: str) -> Any:
     """The op's own plan at the shapes of one node."""
-    op = registered_op(node.meta["tilewright"]["op"])
+    op = get_op(node.meta["tilewright"]["op"])
     args = fx.node.map_arg(node.args, lambda n: n.meta["example_value"])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["example_value"])
     tensors = _compat.as_meta([*args, *kwargs.values()])

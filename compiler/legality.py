@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from tilewright.patterns.cache_write import Computed
-from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View
+from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, source_of
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Match, Miss, Reject, Stage, reject
 
@@ -163,9 +163,9 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
                 reject(
                     "ORDER",
                     Stage.HAZARDS,
-                    f"{name} is computed after the cache is written",
+                    f"{name} is computed only after {_place(match, flow)}",
                     view,
-                    hint="write the cache after the query's own operands are there",
+                    hint="compute every operand before that",
                 )
             memory = flow.memory_of.get(home)
             if memory is None:
@@ -176,7 +176,7 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
                         reject(
                             "INPUT_MUTATED",
                             Stage.HAZARDS,
-                            f"{name} is changed in place before the cache is written",
+                            f"{name} is changed in place before {_place(match, flow)}",
                             write,
                         )
 
@@ -184,10 +184,9 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 def _nothing_escapes(match: Match, flow: Dataflow) -> None:
     inside = {*match.absorbed, *match.stores}
     replaced = {r.replaced for r in match.results}
-    last = insertion_position(match, flow)
     for value in match.absorbed:
         if value in replaced:
-            _consumed_late(value, inside, flow, last)
+            _consumed_late(value, inside, match, flow)
             continue
         users = [u for u in flow.users.get(value, ()) if u not in inside]
         if users or value in flow.output_values:
@@ -198,19 +197,40 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
                 f"{value} is also used by {who}, so it cannot be absorbed",
                 value,
                 *users,
-                hint="read keys and values back from the cache",
+                hint="read keys and values back from the cache" if match.stores else "",
             )
 
 
-def _consumed_late(value: Value, inside: set[Value], flow: Dataflow, last: int) -> None:
+def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflow) -> None:
+    last = insertion_position(match, flow)
     for user in flow.users.get(value, ()):
         if user not in inside and flow.positions[user.node] < last:
             reject(
                 "ORDER",
                 Stage.HAZARDS,
-                f"the query is consumed by {user.op} before the cache is written",
+                f"{value} is used by {user.op} before {_place(match, flow)}",
                 user,
-                hint="write the cache before the query is used",
+                hint="write the cache before the query is used" if match.stores else "",
+            )
+
+
+def _place(match: Match, flow: Dataflow) -> str:
+    """Where the fused op would stand, in words."""
+    node = insertion_node(match, flow)
+    what = "the cache is written" if match.stores else "the fused op's place"
+    source = source_of(node)
+    return f"{what} ({source})" if source else what
+
+
+def _no_hidden_write(match: Match, flow: Dataflow) -> None:
+    """`y *= z` is a value and a store of one node: absorbing the value must not lose the store."""
+    for value in match.absorbed:
+        if value.node in flow.store_nodes and not any(s.node is value.node for s in match.stores):
+            reject(
+                "INPUT_MUTATED",
+                Stage.HAZARDS,
+                f"{value} is computed in place; absorbing it would lose that write",
+                value,
             )
 
 
@@ -221,4 +241,5 @@ _RULES = (
     _apart,
     _inputs_unchanged,
     _nothing_escapes,
+    _no_hidden_write,
 )

@@ -17,13 +17,14 @@ from tilewright.patterns.effects import Effect, InexpressibleError
 
 @dataclass
 class Place:
-    """Where a node's tensor lies: what it selects of its memory (None: not expressible), and how
-    often that memory had been written when the node ran."""
+    """Where a node's tensor lies: what it selects of its memory (None: not expressible, `why` says
+    what stood in the way), and how often that memory had been written when the node ran."""
 
     memory: Memory
     effect: Effect | None
     version: int
     view: View
+    why: str = ""
 
 
 @dataclass
@@ -62,9 +63,11 @@ class MemoryMap:
         place = self.places.get(node) if node is not None else None
         return place if place is not None and place.memory.storage == key else None
 
-    def alias(self, node: fx.Node, of: Place, effect: Effect | None, view: View) -> None:
+    def alias(
+        self, node: fx.Node, of: Place, effect: Effect | None, view: View, why: str = ""
+    ) -> None:
         """A node that shares `of`'s memory and selects `effect` of it."""
-        self.places[node] = Place(of.memory, effect, self.version[of.memory], view)
+        self.places[node] = Place(of.memory, effect, self.version[of.memory], view, why)
 
     def read(self, node: fx.Node) -> View | None:
         """What a node's tensor holds now; None where a write made that unknowable."""

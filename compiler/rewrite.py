@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,10 @@ from tilewright.compiler.lint import check_site
 from tilewright.compiler.materialise import Materialiser
 from tilewright.compiler.spelling import argument, shape_of
 from tilewright.ops.checks import ArgumentError
-from tilewright.ops.contract import FusedOp, registered
+from tilewright.ops.contract import FusedOp, get_op
 from tilewright.patterns.dataflow import Dataflow
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Match, Miss, Result, Stage
+from tilewright.patterns.language import Match, Miss, PatternError, Result, Stage
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def rewrite_sites(
 def _rewrite(
     graph: fx.Graph, flow: Dataflow, match: Match, materialiser: Materialiser
 ) -> Rewritten | Miss:
-    op = registered(match.op if "::" in match.op else f"tilewright::{match.op}")
+    op = get_op(match.op if "::" in match.op else f"tilewright::{match.op}")
     last = insertion_node(match, flow)
     materialiser.serving = last
     before = last.prev
@@ -62,7 +63,7 @@ def _rewrite(
             replacements = [_restate(r, node, materialiser) for r in match.results]
     except (ArgumentError, InexpressibleError) as error:
         _erase_between(graph, before, last)
-        return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, f"{op.name}: {error}", (last,))
+        return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), (last,))
     node.meta["tilewright"] = {
         "pattern": match.pattern,
         "op": op.qualified_name,
@@ -78,22 +79,40 @@ def _rewrite(
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
+    """The op's node: arguments by position up to the first that is left to its default."""
     schema = op.torch_op._schema
+    _check_names(op, match, [spec.name for spec in schema.arguments])
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
     positional: list[Any] = []
     keyword: dict[str, Any] = {}
     for spec in schema.arguments:
         if spec.name not in given:
             continue
-        if spec.kwarg_only:
+        at = schema.arguments.index(spec)
+        if spec.kwarg_only or at != len(positional):
             keyword[spec.name] = given[spec.name]
         else:
             positional.append(given[spec.name])
     return materialiser.call(op.torch_op, *positional, **keyword)
 
 
+def _refusal(op: FusedOp, error: Exception) -> str:
+    return str(error) if isinstance(error, ArgumentError) else f"{op.name}: {error}"
+
+
+def _check_names(op: FusedOp, match: Match, names: list[str]) -> None:
+    unknown = sorted(set(match.arguments) - set(names))
+    if unknown:
+        raise PatternError(
+            f"pattern {match.pattern!r}: {op.qualified_name} has no argument {unknown}; it takes "
+            f"{names}"
+        )
+
+
 def _restate(result: Result, node: fx.Node, materialiser: Materialiser) -> fx.Node:
     """The replaced value, as a selection of the op's output."""
+    if isinstance(node.meta["example_value"], (tuple, list)):
+        node = materialiser.call(operator.getitem, node, result.output)
     shape = shape_of(node.meta["example_value"])
     return materialiser.select(node, shape, result.effect)
 

@@ -137,13 +137,13 @@ class _Builder:
             self._note_read(of)
             self.memory.allocate(node, result, view, is_input=False)
             return
-        local: Effect | None = None
+        local, why = None, place.why
         if place.effect is not None:
             try:
                 local = rule(place.effect)
-            except InexpressibleError:
-                local = None
-        self.memory.alias(node, place, local, view)
+            except InexpressibleError as error:
+                why = str(error)
+        self.memory.alias(node, place, local, view, why)
 
     def _split(self, node: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
         of = self._first_tensor(node)
@@ -265,7 +265,7 @@ class _Builder:
         if place is None:
             self.memory.allocate(node, result, value.whole, is_input=False)
         else:
-            self.memory.alias(node, place, None, value.whole)
+            self.memory.alias(node, place, None, value.whole, REINTERPRETED)
         return value
 
     def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
@@ -298,7 +298,7 @@ class _Builder:
             except InexpressibleError as error:
                 store = (place.effect, {}, None, False, str(error))
         if store is None:
-            store = (effects.identity(place.memory.shape), {}, None, False, REINTERPRETED)
+            store = (effects.identity(place.memory.shape), {}, None, False, place.why)
         effect, index, source, accumulate, note = store
         record = Store(place.memory, effect, index, source, name, accumulate, note)
         self._store(node, target, record, result)

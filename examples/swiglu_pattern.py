@@ -26,7 +26,7 @@ from tilewright.ops.checks import check_device, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, Tolerance
 from tilewright.patterns import effects, language
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.language import Match, Result, Site, Stage, reject
+from tilewright.patterns.language import Match, Result, Stage, reject
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -144,9 +144,8 @@ class Swiglu:
             # The op gives [T, N]; the product may be [B, S, N].
             results=(Result(anchor, effects.reshape(whole, anchor.shape)),),
             absorbed=(gate, up, silu, anchor),
-            # Nothing is written in place: the product itself says where the op goes.
-            stores=(anchor,),
-            site=Site(facts),
+            stores=(),
+            facts=facts,
             scope=gate.scope.rpartition(".")[0],
         )
 

@@ -57,7 +57,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class LoweringPlan:
+class LoweringReport:
     """What a call at given shapes will run on a target: its name, why it, its emitted kernels."""
 
     name: str
@@ -117,7 +117,7 @@ class FusedOp:
     sample_inputs: sample_inputs(case, device="cpu", seed=0) gives an instance of `arguments`.
     tolerances: per dtype of the op's result.
     error_model: in words, what `tolerances` follow from.
-    plan: plan(arguments, target name) gives a LoweringPlan, also for fake arguments and without a
+    plan: plan(arguments, target name) gives a LoweringReport, also for fake arguments and without a
         GPU; may be "module:function". None: the op has no emitted kernel.
     """
 
@@ -134,12 +134,12 @@ class FusedOp:
     tolerances: Mapping[torch.dtype, Tolerance]
     error_model: str
     namespace: str = "tilewright"
-    plan: Callable[[Any, str], LoweringPlan] | str | None = None
+    plan: Callable[[Any, str], LoweringReport] | str | None = None
 
-    def plan_for(self, arguments: Any, target: str) -> LoweringPlan:
+    def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""
         if self.plan is None:
-            return LoweringPlan("reference", "the op declares no kernel")
+            return LoweringReport("reference", "the op declares no kernel")
         plan = _load(self.plan) if isinstance(self.plan, str) else self.plan
         return plan(arguments, target)
 
@@ -234,7 +234,7 @@ def register(op: FusedOp) -> FusedOp:
     return op
 
 
-def registered(name: str) -> FusedOp:
+def get_op(name: str) -> FusedOp:
     """The op called `name` or `namespace::name`. Raises KeyError listing the registered ones."""
     qualified = name if "::" in name else f"tilewright::{name}"
     if qualified not in _registry:

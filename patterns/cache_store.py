@@ -13,7 +13,7 @@ from typing import Any
 from tilewright.patterns import effects
 from tilewright.patterns.cache_write import Addressing, WritePair, address, pairs
 from tilewright.patterns.dataflow import Dataflow, View
-from tilewright.patterns.language import Match, Site, Stage, register, reject
+from tilewright.patterns.language import Match, Stage, register, reject
 from tilewright.patterns.qkv_cache import SUPPORTED_DTYPES, same_slots
 
 
@@ -77,7 +77,7 @@ class CacheStore:
             results=(),
             absorbed=(),
             stores=anchor.stores,
-            site=Site(facts),
+            facts=facts,
             scope=k_write.store.scope,
         )
 

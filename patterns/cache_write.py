@@ -148,11 +148,9 @@ def _same_index(a: Mapping[int, View], b: Mapping[int, View]) -> bool:
     return set(a) == set(b) and all(equal_values(a[dim], b[dim]) for dim in a)
 
 
-# Two of these hold the same numbers only where they are one value: memory, and fresh randomness.
+# Memory: two of these hold the same numbers only where they are one value.
 _NEVER_EQUAL = {
-    "input", "constant", "store", "aten.rand", "aten.randn", "aten.randint", "aten.randperm",
-    "aten.rand_like", "aten.randn_like", "aten.bernoulli", "aten.multinomial", "aten.empty",
-    "aten.empty_like", "aten.new_empty",
+    "input", "constant", "store", "aten.empty", "aten.empty_like", "aten.new_empty"
 }  # fmt: skip
 
 
@@ -179,8 +177,7 @@ def _repeatable(op: str) -> bool:
     """Whether the same operands give the same result again: not so for random numbers."""
     packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
-    random = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
-    return not random and not op.startswith("aten.empty")
+    return not any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
 
 
 def _equal_args(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -72,7 +72,7 @@ class Value:
 
 @dataclass(frozen=True)
 class View:
-    """What `effect` selects of `value`."""
+    """What `effect` selects of `value`; `value.whole` is the view of all of it."""
 
     value: Value
     effect: Effect
@@ -151,8 +151,9 @@ def common_scope(one: str, other: str) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """`file.py:line` of the innermost frame of the user's code."""
+    """`file.py:line` of the innermost frame outside of torch."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0]] or frames
     return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
 
 

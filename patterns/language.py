@@ -68,20 +68,15 @@ class Miss:
 
 @dataclass(frozen=True)
 class Result:
-    """`replaced`, a value of the user's graph, is what `effect` selects of the op's output."""
+    """`replaced`, a value of the user's graph, is what `effect` selects of the op's output.
+
+    output: which output, of an op that returns several. One op may replace several values: a match
+    has one Result for each value that others read.
+    """
 
     replaced: Value
     effect: Effect
-
-
-@dataclass(frozen=True)
-class Site:
-    """What a match found, in numbers: the reviewable facts a report and a snapshot print."""
-
-    facts: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        return " ".join(f"{k}={v}" for k, v in self.facts.items())
+    output: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,9 @@ class Match:
     op: name of the op in `torch.ops.tilewright`, or `namespace::name`.
     arguments: by the schema's names: views (the rewriter builds them), numbers, strings, None.
     results: values of the graph that the op's output replaces. absorbed: values that disappear.
-    stores: the in-place writes that the op performs in their stead.
+    stores: the in-place writes that the op performs in their stead; the op goes where the last of
+        them stood. Without any, it goes where the last replaced value stood.
+    facts: what reports and snapshots print of the site: heads, rotation, kind of write, ...
     """
 
     pattern: str
@@ -101,7 +98,7 @@ class Match:
     results: tuple[Result, ...]
     absorbed: tuple[Value, ...]
     stores: tuple[Value, ...]
-    site: Site
+    facts: Mapping[str, Any]
     scope: str = ""
 
     @property
@@ -121,7 +118,10 @@ def reject(
     code: str, stage: Stage, message: str, *culprits: Value | View | fx.Node, hint: str = ""
 ) -> NoReturn:
     """Ends the attempt with a Miss. `code` must be in :data:`CODES`, see :func:`register_code`."""
-    assert code in CODES, f"undocumented miss code {code}"
+    if code not in CODES:
+        raise ValueError(
+            f"miss code {code!r} is not known; give it a meaning: register_code({code!r}, ...)"
+        )
     raise Reject(Miss("", code, stage, message, tuple(_node(c) for c in culprits), hint))
 
 
@@ -152,7 +152,7 @@ class Pattern(Protocol):
 def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     """One pattern at one anchor."""
     try:
-        return pattern.match(anchor, flow)
+        return _checked(pattern, pattern.match(anchor, flow))
     except Reject as rejection:
         return replace(rejection.miss, pattern=pattern.name)
     except effects.InexpressibleError as error:
@@ -161,6 +161,30 @@ def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
         )
         nodes = (node,) if isinstance(node, fx.Node) else ()
         return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), nodes)
+
+
+class PatternError(RuntimeError):
+    """A pattern broke its contract, or raised something that is no answer; names the pattern."""
+
+
+def _checked(pattern: Pattern, answer: Any) -> Match:
+    """What every match has to keep; raises PatternError where it does not."""
+    if not isinstance(answer, Match):
+        raise PatternError(
+            f"pattern {pattern.name!r}: match returned {answer!r}; return a Match or reject(...)"
+        )
+    for name, argument in answer.arguments.items():
+        if isinstance(argument, Value):
+            raise PatternError(
+                f"pattern {pattern.name!r}: argument {name!r} is a Value; give a View of it, "
+                "e.g. value.whole"
+            )
+    if any(value.store is None for value in answer.stores):
+        raise PatternError(
+            f"pattern {pattern.name!r}: stores are the in-place writes (op 'store') that the op "
+            f"performs, got {answer.stores}; leave them empty where it writes nothing"
+        )
+    return answer
 
 
 _REGISTRY: dict[str, Pattern] = {}
@@ -227,10 +251,10 @@ def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None
     taken: set[Value] = set()
     said: set[tuple[str, tuple[fx.Node, ...]]] = set()
     for pattern in patterns:
-        for anchor in pattern.anchors(flow):
+        for anchor in _anchors(pattern, flow):
             if taken.intersection(anchored_stores(anchor)):
                 continue
-            answer = attempt(pattern, anchor, flow)
+            answer = _answer(pattern, anchor, flow)
             if isinstance(answer, Match) and check is not None:
                 answer = check(answer, flow) or answer
             if isinstance(answer, Match):
@@ -240,6 +264,26 @@ def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None
                 said.add((answer.code, answer.nodes))
                 found.misses.append(answer)
     return found
+
+
+def _anchors(pattern: Pattern, flow: Dataflow) -> list[Any]:
+    try:
+        return list(pattern.anchors(flow))
+    except Exception as error:
+        raise _failure(pattern, "at its anchors", error) from error
+
+
+def _answer(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
+    try:
+        return attempt(pattern, anchor, flow)
+    except PatternError:
+        raise
+    except Exception as error:
+        raise _failure(pattern, "to match", error) from error
+
+
+def _failure(pattern: Pattern, where: str, error: Exception) -> PatternError:
+    return PatternError(f"pattern {pattern.name!r} failed {where}: {type(error).__name__}: {error}")
 
 
 def anchored_stores(anchor: Any) -> Iterator[Value]:
@@ -277,7 +321,7 @@ CODES: dict[str, str] = {
     "CACHE_OVERLAP": "K and V are on one storage and not provably apart",
     "INPUT_MUTATED": "an operand is changed in place before the fused op could read it",
     "ESCAPES": "a value inside the match is used outside of it",
-    "ORDER": "the query is used before the cache is written, or an operand computed after",
+    "ORDER": "a result is used before the op's place, or an operand is computed after it",
     "COLLECTIVE": "a collective lies inside the match",
     "GRAPH_BREAK": "Dynamo could not trace part of the model, so no pattern saw it",
     "CLAIMED": "another match already absorbs part of this one",

@@ -78,7 +78,7 @@ def _fused(value: Value) -> RmsNorm | None:
     if normalized is None or len(normalized) != 1 or not isinstance(width, int):
         return None
     eps = torch.finfo(x.value.dtype).eps if eps is None else eps
-    return RmsNorm(x, weight, float(eps), width, (value,))
+    return RmsNorm(x, weight, _number(eps), width, (value,))
 
 
 def _weighted(value: Value) -> tuple[View, View] | None:

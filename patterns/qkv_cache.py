@@ -20,7 +20,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.cache_write import Addressing, Computed, WritePair, address, pairs
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import Effect
-from tilewright.patterns.language import Match, Reject, Result, Site, Stage, register, reject
+from tilewright.patterns.language import Match, Reject, Result, Stage, register, reject
 from tilewright.patterns.projection import Heads, match_heads, on_heads, rope_table
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -88,7 +88,7 @@ class QkvCache:
             results=(Result(q.end, on_heads(q, q.layout)),),
             absorbed=absorbed,
             stores=anchor.stores,
-            site=_site(q, k, v, k_place, record.kind),
+            facts=_facts(q, k, v, k_place, record.kind),
             scope=common_scope(k.linear.scope, anchor.first.store.scope),
         )
 
@@ -333,7 +333,7 @@ def _arguments(
     }
 
 
-def _site(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> Site:
+def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[str, Any]:
     rope = k.rope
     packed = len({q.linear, k.linear, v.linear}) == 1
     style = "none" if rope is None else rope.style
@@ -341,20 +341,18 @@ def _site(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> Site:
         style += f"({rope.rotary_dim})"
     tokens = q.num_tokens if isinstance(q.num_tokens, int) else "T"
     paged = isinstance(place.slot_mapping, Computed)
-    return Site(
-        {
-            "projection": "packed" if packed else "separate",
-            "gqa": q.num_heads // k.num_heads,
-            "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
-            "rope": style,
-            "bias": "yes" if any(p.bias is not None for p in (q, k, v)) else "no",
-            "norm": "rms" if k.norm_weight is not None else "none",
-            "write": kind,
-            "slots": "page+offset" if paged else place.slots,
-            "cache": "x".join(str(n) for n in place.window[:4]),
-            "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
-        }
-    )
+    return {
+        "projection": "packed" if packed else "separate",
+        "gqa": q.num_heads // k.num_heads,
+        "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
+        "rope": style,
+        "bias": "yes" if any(p.bias is not None for p in (q, k, v)) else "no",
+        "norm": "rms" if k.norm_weight is not None else "none",
+        "write": kind,
+        "slots": "page+offset" if paged else place.slots,
+        "cache": "x".join(str(n) for n in place.window[:4]),
+        "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
+    }
 
 
 register(QkvCache())

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tilewright.ops import ArgumentError, CacheWindow, fused_qkv_paged, paged_kv_store
-from tilewright.ops.contract import registered
+from tilewright.ops.contract import get_op
 from tilewright.ops.samples import AttentionCase
 
-QKV = registered("fused_qkv_paged")
-STORE = registered("paged_kv_store")
+QKV = get_op("fused_qkv_paged")
+STORE = get_op("paged_kv_store")
 FLAT = AttentionCase("flat", rope_style="half", rotary_dim=32, bias=True, qk_norm=True)
 PER_SEQUENCE = AttentionCase(
     "per_sequence", num_tokens=6, num_pages=3, slots="per_sequence", layout="static_cache"

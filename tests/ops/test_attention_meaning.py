@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewright.ops.contract import registered
+from tilewright.ops.contract import get_op
 from tilewright.ops.rope import apply_rope
 from tilewright.ops.samples import ATTENTION_CASES, AttentionCase
 
-QKV = registered("fused_qkv_paged")
-STORE = registered("paged_kv_store")
+QKV = get_op("fused_qkv_paged")
+STORE = get_op("paged_kv_store")
 
 
 def rotate_half(x):

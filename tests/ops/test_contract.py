@@ -54,7 +54,7 @@ def meta_text(tensor):
 
 def test_both_attention_ops_are_registered():
     assert {"fused_qkv_paged", "paged_kv_store"} <= OPS.keys()
-    assert contract.registered("fused_qkv_paged") is OPS["fused_qkv_paged"]
+    assert contract.get_op("fused_qkv_paged") is OPS["fused_qkv_paged"]
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
@@ -157,7 +157,7 @@ def test_another_op_under_the_same_name_is_refused():
     other = replace(op, reference=OPS["fused_qkv_paged"].reference)
     with pytest.raises(contract.OpConflictError, match="tilewright::paged_kv_store is already"):
         contract.register(other)
-    assert contract.registered("paged_kv_store") is op
+    assert contract.get_op("paged_kv_store") is op
 
 
 def test_a_name_of_torch_is_refused():
@@ -174,7 +174,7 @@ def test_arguments_that_do_not_follow_the_schema_are_refused():
 
 def test_an_unknown_op_is_answered_with_the_known_ones():
     with pytest.raises(KeyError, match=r"registered: .*tilewright::paged_kv_store"):
-        contract.registered("no_such_op")
+        contract.get_op("no_such_op")
 
 
 USER_FILE = """
@@ -233,7 +233,7 @@ def test_a_lowering_that_fails_gives_way_to_the_reference(monkeypatch, caplog):
 
     op = contract.register(
         replace(
-            contract.registered("paged_kv_store"),
+            contract.get_op("paged_kv_store"),
             name="doubled",
             namespace="tilewright_tests",
             schema="(Tensor x) -> Tensor",

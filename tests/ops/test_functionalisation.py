@@ -10,11 +10,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
-from tilewright.ops.contract import registered
+from tilewright.ops.contract import get_op
 from tilewright.ops.samples import AttentionCase
 
-QKV = registered("fused_qkv_paged")
-STORE = registered("paged_kv_store")
+QKV = get_op("fused_qkv_paged")
+STORE = get_op("paged_kv_store")
 # A cache larger than everything else in the step, so that a copy of it stands out.
 BIG = {
     "num_pages": 64,

@@ -52,7 +52,7 @@ def test_the_document_shows_what_the_pattern_example_prints():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_op_keeps_its_tolerance(swiglu, dtype):
-    op = swiglu.contract.registered("examples::swiglu")
+    op = swiglu.contract.get_op("examples::swiglu")
     (case,) = (case for case in op.cases if case.dtype is dtype)
     arguments = op.sample_inputs(case)
     wide = swiglu.SwigluArguments(*(t.double() for t in vars(arguments).values()))
