@@ -1,0 +1,221 @@
+"""A step touches only the slots it writes: through Inductor nothing of a cache's size is made.
+
+Two layers share one compilation, the first with caches of 1 MiB, the second of 64 MiB. Held
+against the generated code (what it allocates, who gets the caches) and against the allocator.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+
+from tilewright.compiler import backend, reports
+
+T, K, HQ, HKV, D, S = 8, 64, 4, 2, 16, 16  # tokens, hidden, heads, head_dim, slots per page
+MIB = 2**20
+SIZES = (MIB, 64 * MIB)
+SLOT_BYTES = HKV * D * 2  # bfloat16
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "int32": 4, "bool": 1}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    backend._REPORTS.clear()
+    with torch.no_grad():
+        yield
+
+
+def rotate(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+class Model(nn.Module):
+    """Two layers: projection, rotation, `layout.write`, and a read of what was written."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.layout = layout
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(K, h * D, bias=False) for n, h in HEADS.items()})
+            for _ in SIZES
+        )
+        self.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x, slots, cos, sin, *caches):
+        for i, layer in enumerate(self.layers):
+            q, k, v = (layer[n](x).view(T, -1, D) for n in "qkv")
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            seen = self.layout.step(caches, i, k, v, slots)
+            x = x + layer["o"]((q + seen.repeat(1, HQ // HKV, 1)).flatten(1))[:, :K]
+        return x
+
+
+HEADS = {"q": HQ, "k": HKV, "v": HKV, "o": HQ}
+
+
+class Layout:
+    """caches(): the tensors of all layers. step(): writes k and v [T, Hkv, D], returns what is
+    read back, of the same shape."""
+
+    #: cache tensors that hold both K and V
+    shared = False
+
+
+class SetitemOnView(Layout):
+    def caches(self):
+        return [zeros(size, S, HKV, D) for size in SIZES for _ in range(2)]
+
+    def step(self, caches, layer, k, v, slots):
+        k_cache, v_cache = (c.view(-1, HKV, D) for c in caches[2 * layer : 2 * layer + 2])
+        k_cache[slots] = k
+        v_cache[slots] = v
+        return k_cache[slots] + v_cache[slots]
+
+
+class PageAndOffset(SetitemOnView):
+    def step(self, caches, layer, k, v, slots):
+        k_cache, v_cache = caches[2 * layer : 2 * layer + 2]
+        page, offset = slots // S, slots % S
+        k_cache[page, offset] = k
+        v_cache[page, offset] = v
+        return k_cache[page, offset] + v_cache[page, offset]
+
+
+class StaticCache(Layout):
+    """[B, H, L, D] with B = 2, as transformers has it."""
+
+    def caches(self):
+        return [
+            torch.zeros(2, HKV, size // (2 * SLOT_BYTES), D, dtype=torch.bfloat16)
+            for size in SIZES
+            for _ in range(2)
+        ]
+
+    def step(self, caches, layer, k, v, slots):
+        k_cache, v_cache = caches[2 * layer : 2 * layer + 2]
+        at = slots[: T // 2]
+        k_cache.index_copy_(2, at, k.view(2, T // 2, HKV, D).transpose(1, 2))
+        v_cache.index_copy_(2, at, v.view(2, T // 2, HKV, D).transpose(1, 2))
+        seen = k_cache[:, :, at] + v_cache[:, :, at]
+        return seen.transpose(1, 2).reshape(T, HKV, D)
+
+
+class OneTensor(Layout):
+    """[2, P, S, H, D]."""
+
+    def caches(self):
+        return [torch.stack((zeros(size, S, HKV, D),) * 2) for size in SIZES]
+
+    def step(self, caches, layer, k, v, slots):
+        k_cache, v_cache = (c.view(-1, HKV, D) for c in caches[layer].unbind(0))
+        k_cache[slots] = k
+        v_cache[slots] = v
+        return k_cache[slots] + v_cache[slots]
+
+
+class OnePool(Layout):
+    """[P, 2, L, S, H, D]: all layers in one tensor of `size`."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def caches(self):
+        return [zeros(self.size, 2, len(SIZES), S, HKV, D)]
+
+    def step(self, caches, layer, k, v, slots):
+        (pool,) = caches
+        page, offset = slots // S, slots % S
+        pool[page, 0, layer, offset] = k
+        pool[page, 1, layer, offset] = v
+        return pool[page, 0, layer, offset] + pool[page, 1, layer, offset]
+
+
+def zeros(size, *page):
+    """A cache of `size` bytes, [pages, *page]."""
+    return torch.zeros(size // (2 * math.prod(page)), *page, dtype=torch.bfloat16)
+
+
+LAYOUTS = {
+    "setitem_on_view": SetitemOnView(),
+    "page_and_offset": PageAndOffset(),
+    "static_cache": StaticCache(),
+    "one_tensor": OneTensor(),
+    "one_pool_1MiB": OnePool(MIB),
+    "one_pool_64MiB": OnePool(64 * MIB),
+}
+
+
+def make(layout):
+    torch.manual_seed(0)
+    model = Model(layout)
+    slots = torch.tensor([3, 40, 17, 0, 90, 91, 5, 64])
+    angles = torch.arange(T)[:, None, None] * 0.1 ** torch.linspace(0, 1, D)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    return model, torch.randn(T, K).bfloat16(), slots, cos, sin
+
+
+def allocations(code):
+    """Bytes of every buffer that generated code allocates."""
+    found = re.findall(r"empty_strided\w*\(\s*\(([^()]*)\),\s*\([^()]*\),\s*torch\.(\w+)", code)
+    return [
+        math.prod(int(n) for n in shape.split(",") if n.strip()) * ITEM_BYTES[dtype]
+        for shape, dtype in found
+    ]
+
+
+def loops(code):
+    """How often the loops of generated kernels go round, each on its own."""
+    return [
+        int(n) for n in re.findall(r"for\s*\([^;]*;[^;<]*<\s*static_cast<int64_t>\((\d+)L", code)
+    ]
+
+
+def largest_allocation(function, *args):
+    """Bytes of the largest piece of memory that a call asks the CPU allocator for."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function(*args)
+    events = profiled.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_of_a_caches_size_is_made(name):
+    layout = LAYOUTS[name]
+    model, *args = make(layout)
+    eager, ours = layout.caches(), layout.caches()
+    expected = model(*args, *eager)
+    run = torch.compile(model, backend="tilewright")
+    actual, codes = run_and_get_code(run, *args, *ours)
+    assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"] * 2
+    torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
+    for a, b in zip(ours, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+        assert int((a != 0).any(-1).sum()) == int((b != 0).any(-1).sum())
+    code = "\n".join(codes)
+    assert code.count("torch.ops.tilewright.fused_qkv_paged.default(") == 2
+    assert allocations(code)  # the expression still reads what this torch generates
+    assert max(allocations(code)) < MIB // 8
+    assert max(loops(code)) < MIB // SLOT_BYTES
+    assert "copy_(" not in code
+    assert largest_allocation(run, *args, *ours) < MIB // 8
+
+
+def test_the_checks_see_stock_inductor_copy_the_cache():
+    """Two halves of one tensor, written through views of it, are put together anew."""
+    layout = LAYOUTS["one_tensor"]
+    model, *args = make(layout)
+    caches = layout.caches()
+    run = torch.compile(model, backend="inductor")
+    _, codes = run_and_get_code(run, *args, *caches)
+    code = "\n".join(codes)
+    assert max(allocations(code)) >= 64 * MIB
+    assert max(loops(code)) >= 64 * MIB // SLOT_BYTES
+    assert largest_allocation(run, *args, *caches) >= 64 * MIB
