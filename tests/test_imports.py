@@ -1,0 +1,81 @@
+"""The shape of the house: modules import each other without cycles, and know torch by its face.
+
+That imports run downwards between floors is held in tests/tools/test_floors.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
+FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("tilewright", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every name imported anywhere in a file, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def graph_of(sources: dict[str, str]) -> nx.DiGraph:
+    """An edge from each module to every one of ours that it imports."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(sources)
+    for module, source in sources.items():
+        for name in imports(ast.parse(source)):
+            target = name if name in sources else name.rpartition(".")[0]
+            if target in sources and target != module:
+                graph.add_edge(module, target)
+    return graph
+
+
+def read(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+def test_no_module_imports_itself_round_a_corner():
+    graph = graph_of({module_of(path): read(path) for path in FILES})
+    assert graph.number_of_edges() > len(FILES)
+    assert list(nx.simple_cycles(graph)) == []
+
+
+def test_a_cycle_would_be_seen():
+    sources = {
+        "tilewright.a": "from tilewright.b import one",
+        "tilewright.b": "def f():\n    from tilewright import c",
+        "tilewright.c": "import tilewright.a",
+        "tilewright.d": "import tilewright.a",
+    }
+    (cycle,) = nx.simple_cycles(graph_of(sources))
+    assert sorted(cycle) == ["tilewright.a", "tilewright.b", "tilewright.c"]
+
+
+def private_imports(source: str) -> list[str]:
+    """Names from torch's private modules that a file imports."""
+    names = [n for n in imports(ast.parse(source)) if n.split(".")[0] == "torch"]
+    return [n for n in names if any(part.startswith("_") for part in n.split(".")[1:])]
+
+
+@pytest.mark.parametrize("floor", ["patterns", "compiler"])
+def test_private_parts_of_torch_are_imported_in_one_place(floor):
+    found = {
+        module_of(path): names
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] == floor and (names := private_imports(read(path)))
+    }
+    assert set(found) <= {"tilewright.compiler._compat"}
+    assert bool(found) == (floor == "compiler")
