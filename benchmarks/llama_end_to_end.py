@@ -79,7 +79,7 @@ def measure(model: Any, batch: int, tokens: int) -> dict[str, Any]:
         graphs[name] = capture([call], warmup=2)
     fused = len(reports()[-1].matches)
     row = {"batch": batch, "tokens": tokens, "layers_fused": fused}
-    row |= interleaved_us(graphs, 1, rounds=9, replays=10)
+    row |= interleaved_us(graphs, 1, rounds=12, replays=10)
     row["speedup_over_best"] = min(row["eager"], row["stock"]) / row["tilewright"]
     exact = outputs["eager"]
     for name in ("stock", "tilewright"):
