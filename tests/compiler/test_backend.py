@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 
@@ -560,6 +561,10 @@ def test_lower_again_and_again_never_runs_the_model():
     assert same_bits(args, before)
 
 
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="this torch counts every compilation of a function towards one limit",
+)
 def test_lower_leaves_later_compilation_alone():
     model, args = build("page_offset")
     for _ in range(torch._dynamo.config.recompile_limit + 1):

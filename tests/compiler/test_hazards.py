@@ -275,9 +275,9 @@ def relu_k_in_place(m, x, k_cache, v_cache, slots):
     return q * 2
 
 
-def bias_scaled_in_place(m, x, k_cache, v_cache, slots):
+def bias_scaled(m, x, k_cache, v_cache, slots):
     q, v = m.q_proj(x).view(T, HQ, D), m.v_proj(x).view(T, HKV, D)
-    store(k_cache, slots, m.k_proj(x).add_(m.full_norm, alpha=2).view(T, HKV, D))
+    store(k_cache, slots, torch.add(m.k_proj(x), m.full_norm, alpha=2).view(T, HKV, D))
     store(v_cache, slots, v)
     return q * 2
 
@@ -652,7 +652,7 @@ HAZARDS = {
     ),
     "gelu_k": Hazard("K_PATH", KP, "aten.gelu", gelu_k),
     "relu_k_in_place": Hazard("K_PATH", KP, "store", relu_k_in_place),
-    "bias_scaled_in_place": Hazard("K_PATH", KP, "aten.add", bias_scaled_in_place),
+    "bias_scaled": Hazard("K_PATH", KP, "aten.add", bias_scaled),
     "norm_of_the_first_token": Hazard("K_PATH", KP, "aten.mul", norm_of_the_first_token, one_eps),
     "norm_with_scaled_eps": Hazard("K_PATH", KP, "aten.mul", norm_with_scaled_eps, one_eps),
     "bias_in_place": Hazard("ESCAPES", H, "also used by store", bias_in_place, bias),
