@@ -124,15 +124,15 @@ class HeadFinish:
             "WRAP_NEGATIVE": self.wrap_negative,
             **_cache_constants("K", self.k_cache),
             **_cache_constants("V", v_cache),
-            "ROW_UNIT": math.gcd(
-                self.num_heads * self.head_dim,
-                *(
-                    stride
-                    for c in (self.k_cache, v_cache)
-                    for stride in (c.page_stride, c.slot_stride)
-                ),
-            ),
+            "ROW_UNIT": self.row_unit,
         }
+
+    @property
+    def row_unit(self) -> int:
+        """Elements that divide every row's offset; 1 where a cache of one slot has no strides."""
+        caches = (self.k_cache, self.v_cache or self.k_cache)
+        strides = [stride for c in caches for stride in (c.page_stride, c.slot_stride)]
+        return math.gcd(self.num_heads * self.head_dim, *strides) or 1
 
     def pointer_types(self) -> dict[str, str | None]:
         """Triton types of the pointers in POINTER_NAMES; None where there is no such tensor."""

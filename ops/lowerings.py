@@ -32,6 +32,7 @@ from tilewright.codegen.qkv_plan import (
     epilogue_config,
     plan_fused_qkv,
 )
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, Target, detect_target
 from tilewright.ops.cache_store import KvStoreArguments
 from tilewright.ops.kernel_launch import launch, split_k_scratch
@@ -157,6 +158,14 @@ def weight_places(
 
 
 def _run_library(call: FusedCall, choice: LoweringChoice) -> None:
+    spec, problem = project_and_plan(call, choice)
+    assert choice.epilogue is not None
+    grid = epilogue_grid(problem, choice.epilogue, call.a.x.shape[0])
+    launch(spec, grid, call.values, call.a.x.device)
+
+
+def project_and_plan(call: FusedCall, choice: LoweringChoice) -> tuple[KernelSpec, EpilogueProblem]:
+    """Runs the library's GEMMs (nothing, on meta tensors); what the epilogue over them is."""
     a, problem, values = call.a, call.problem, call.values
     weights = (a.q_weight, a.k_weight, a.v_weight)
     if call.rows is not None:
@@ -164,10 +173,8 @@ def _run_library(call: FusedCall, choice: LoweringChoice) -> None:
     else:
         q, k, v = (project(a.x, weight) for weight in weights)
     done = epilogue_problem(q, k, v, values, problem.finish, a.static_tokens)
-    assert choice.epilogue is not None
-    spec = cached_epilogue_spec(done, choice.epilogue, choice.specs[0].target)
     values |= {"q_ptr": q, "k_ptr": k, "v_ptr": v}
-    launch(spec, epilogue_grid(done, choice.epilogue, a.x.shape[0]), values, a.x.device)
+    return cached_epilogue_spec(done, choice.epilogue, choice.specs[0].target), done
 
 
 _RUN: dict[str, Callable[..., None]] = {
@@ -178,7 +185,10 @@ _RUN: dict[str, Callable[..., None]] = {
 
 
 @cache
-def cached_epilogue_spec(problem: EpilogueProblem, config: EpilogueConfig, target: str) -> Any:
+def cached_epilogue_spec(
+    problem: EpilogueProblem, config: EpilogueConfig | None, target: str
+) -> KernelSpec:
+    assert config is not None
     return epilogue_spec(problem, config, target)
 
 
@@ -243,15 +253,24 @@ def launch_paged_kv_store(*args: Any, **kwargs: Any) -> None:
     num_tokens = a.k.shape[0]
     if num_tokens == 0:
         return
-    k_window, v_window = window_views(a, writes_v=a.v is not None)
-    values = finish_values(a, k_window, v_window, None)
-    values |= {"k_ptr": a.k, "v_ptr": a.v}
-    finish = head_finish(a, 0, k_window, v_window)
-    problem = epilogue_problem(None, a.k, a.v, values, finish, a.static_tokens)
+    problem, values = prepare_store(a)
     target = device_target(a.k.device) or SM90
-    config = _store_config(finish, _bucket(num_tokens), target)
+    config = store_config(problem.finish, num_tokens, target)
     spec = cached_epilogue_spec(problem, config, target.name)
     launch(spec, epilogue_grid(problem, config, num_tokens), values, a.k.device)
+
+
+def prepare_store(a: KvStoreArguments) -> tuple[EpilogueProblem, dict[str, Any]]:
+    """The problem of a store, and its tensors by the kernel's parameter names."""
+    k_window, v_window = window_views(a, writes_v=a.v is not None)
+    values = finish_values(a, k_window, v_window, None) | {"k_ptr": a.k, "v_ptr": a.v}
+    finish = head_finish(a, 0, k_window, v_window)
+    return epilogue_problem(None, a.k, a.v, values, finish, a.static_tokens), values
+
+
+def store_config(finish: HeadFinish, num_tokens: int, target: Target) -> EpilogueConfig:
+    """The tiles of a store: one kernel serves all token counts up to the next power of two."""
+    return _store_config(finish, _bucket(num_tokens), target)
 
 
 @cache

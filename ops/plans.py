@@ -1,32 +1,42 @@
-"""What an attention op will run at given shapes: decided from metadata, without a GPU."""
+"""What an attention op will run at given shapes: decided from metadata, without a GPU.
+
+The same preparation as a launch, on meta tensors: a report names the kernels that a launch takes. A
+tensor whose first element is not on a 16-byte boundary is known at the launch only, and gets a
+kernel of its own.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tilewright.codegen.qkv_plan import LoweringPlan, epilogue_config
+from tilewright.codegen.qkv_plan import LoweringChoice, LoweringPlan
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.contract import LoweringReport
-from tilewright.ops.lowerings import cached_epilogue_spec, cached_plan, weight_rows
-from tilewright.ops.qkv_problems import (
-    epilogue_problem,
-    finish_values,
-    head_finish,
-    qkv_problem,
-    window_views,
+from tilewright.ops.lowerings import (
+    cached_epilogue_spec,
+    cached_plan,
+    prepare,
+    prepare_store,
+    project_and_plan,
+    store_config,
 )
 
 
 def plan_fused_qkv_paged(a: Any, target: str) -> LoweringReport:
     """The lowering of a `fused_qkv_paged` call; `a` is a FusedQkvArguments of meta tensors."""
-    k_window, v_window = window_views(a, writes_v=True)
-    values = finish_values(a, k_window, v_window, None)
-    problem = qkv_problem(a, values, head_finish(a, a.q_weight.shape[0], k_window, v_window))
-    rows = weight_rows(a.q_weight, a.k_weight, a.v_weight)
-    plan = cached_plan(problem, TARGETS[target], rows is not None)
-    if problem.num_tokens is not None:
-        choice = plan.choice(problem.num_tokens)
+    call = prepare(a)
+    plan = cached_plan(call.problem, TARGETS[target], call.rows is not None)
+
+    def exact(choice: LoweringChoice) -> LoweringChoice:
+        if choice.name != "library":
+            return choice
+        return replace(choice, specs=(project_and_plan(prepare(a), choice)[0],))
+
+    plan = replace(plan, choices=tuple(exact(choice) for choice in plan.choices))
+    if call.problem.num_tokens is not None:
+        choice = plan.choice(call.problem.num_tokens)
         return LoweringReport(choice.name, choice.reason, choice.specs)
     return _by_token_count(plan)
 
@@ -40,10 +50,7 @@ def _by_token_count(plan: LoweringPlan) -> LoweringReport:
 
 def plan_paged_kv_store(a: Any, target: str) -> LoweringReport:
     """The lowering of a `paged_kv_store` call; `a` is a KvStoreArguments of meta tensors."""
-    k_window, v_window = window_views(a, writes_v=a.v is not None)
-    values = finish_values(a, k_window, v_window, None)
-    finish = head_finish(a, 0, k_window, v_window)
-    problem = epilogue_problem(None, a.k, a.v, values, finish, a.static_tokens)
-    config = epilogue_config(finish, a.k.shape[0], TARGETS[target])
+    problem, _ = prepare_store(a)
+    config = store_config(problem.finish, a.k.shape[0], TARGETS[target])
     spec = cached_epilogue_spec(problem, config, target)
     return LoweringReport("store", f"one kernel writes the named slots, {config}", (spec,))
