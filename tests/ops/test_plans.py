@@ -1,0 +1,53 @@
+"""A report names the kernels that a launch at the same shapes would take."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewright.codegen.emit import emit
+from tilewright.codegen.targets import TARGETS
+from tilewright.ops.cache_store import KvStoreArguments
+from tilewright.ops.contract import all_ops, get_op
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.lowerings import cached_epilogue_spec, prepare_store, store_config
+
+
+def store_arguments(tokens, pages=4, page_size=16, heads=2, head_dim=32, device="meta"):
+    k = torch.empty(tokens, heads, head_dim, device=device, dtype=torch.bfloat16)
+    shape = (pages, page_size, heads, head_dim)
+    caches = [torch.empty(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    window = list(CacheWindow.page_major(caches[0]).to_ints())
+    slots = torch.empty(tokens, device=device, dtype=torch.int64)
+    return KvStoreArguments(k, k, *caches, slots, window, window)
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+@pytest.mark.parametrize("tokens", [1, 17, 257, 1000])
+def test_a_store_is_planned_as_it_is_launched(tokens, target):
+    a = store_arguments(tokens, heads=1)
+    (planned,) = get_op("paged_kv_store").plan_for(a, target).specs
+    problem, _ = prepare_store(a)
+    config = store_config(problem.finish, tokens, TARGETS[target])
+    assert planned == cached_epilogue_spec(problem, config, target)
+
+
+def test_a_cache_of_one_slot_has_a_kernel():
+    window = [1, 1, 2, 32, 0, 0, 32, 1, 0]
+    a = replace(store_arguments(1, pages=1, page_size=1), k_window=window, v_window=window)
+    (spec,) = get_op("paged_kv_store").plan_for(a, "sm100").specs
+    assert "tl.store(" in emit(spec)
+
+
+@pytest.mark.parametrize("name", ["fused_qkv_paged", "paged_kv_store"])
+def test_every_case_has_a_plan_with_a_reason(name):
+    op = get_op(name)
+    assert op in all_ops()
+    for case in op.cases:
+        a = op.sample_inputs(case)
+        if a.k_cache.dtype == torch.float64:
+            continue  # the reference's own precision: no kernel
+        report = op.plan_for(a, "sm100")
+        assert report.name
+        assert report.reason
+        assert all(spec.target == "sm100" for spec in report.specs)
