@@ -19,6 +19,12 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
 
+# Besides `aten.linear`: with a parameter among the operands these project too.
+_PRODUCTS = frozenset(
+    f"aten.{name}"
+    for name in ("einsum", "bmm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
+)
+
 _ASKED: dict[Any, tuple[str, ...]] = {}
 
 
@@ -379,7 +385,12 @@ class _Builder:
             kwargs=kwargs or {},
             store=store,
         )
-        projected = op == "aten.linear" or any(v.value.projected for v in value.operands)
+        # An operation that nobody knows may be a product too.
+        product = op in _PRODUCTS or not op.startswith(("aten.", "store", "cast", "bitcast"))
+        weighted = product and any(v.value.op == "constant" for v in value.operands)
+        projected = (
+            weighted or op == "aten.linear" or any(v.value.projected for v in value.operands)
+        )
         if projected:
             object.__setattr__(value, "projected", True)
         self.values.append(value)

@@ -267,6 +267,35 @@ def rotated_v(m, x, k_cache, v_cache, slots):
     return rotate(q, *table) * 2
 
 
+def einsum(m, x, k_cache, v_cache, slots):
+    """Heads straight from an einsum: a projection, though not one that is read as a linear."""
+    q, k, v = (
+        torch.einsum("tk,hdk->thd", x, p.weight.view(-1, D, K))
+        for p in (m.q_proj, m.k_proj, m.v_proj)
+    )
+    store(k_cache, slots, k)
+    store(v_cache, slots, v)
+    return q * 2
+
+
+@torch.library.custom_op("tilewright_tests::quantised_linear", mutates_args=())
+def quantised_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight)
+
+
+@quantised_linear.register_fake
+def _(x, weight):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def projected_by_a_custom_op(m, x, k_cache, v_cache, slots):
+    projections = (m.q_proj, m.k_proj, m.v_proj)
+    q, k, v = (quantised_linear(x, p.weight).view(T, -1, D) for p in projections)
+    store(k_cache, slots, k)
+    store(v_cache, slots, v)
+    return q * 2
+
+
 def relu_k_in_place(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
     F.relu(k, inplace=True)
@@ -651,6 +680,10 @@ HAZARDS = {
         "CAST", KP, "float32 to bfloat16", narrower_cache, broken_args=caches_of(torch.bfloat16)
     ),
     "gelu_k": Hazard("K_PATH", KP, "aten.gelu", gelu_k),
+    "einsum": Hazard("K_PATH", KP, "aten.einsum", einsum),
+    "projected_by_a_custom_op": Hazard(
+        "K_PATH", KP, "tilewright_tests::quantised_linear", projected_by_a_custom_op
+    ),
     "relu_k_in_place": Hazard("K_PATH", KP, "store", relu_k_in_place),
     "bias_scaled": Hazard("K_PATH", KP, "aten.add", bias_scaled),
     "norm_of_the_first_token": Hazard("K_PATH", KP, "aten.mul", norm_of_the_first_token, one_eps),
