@@ -30,7 +30,7 @@ class AbsentCache:
 
 @dataclass(frozen=True)
 class CacheAbsent:
-    """The pattern; see the module. It reports under the name of the one that would have matched."""
+    """The pattern; see the module. `op` is what would have taken the writes."""
 
     name: str = "cache_absent"
     op: str = "fused_qkv_paged"
