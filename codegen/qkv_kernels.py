@@ -189,9 +189,6 @@ class QkvProblem:
         """Weight rows of q, k and v together."""
         return self.finish.heads_in_all * self.finish.head_dim
 
-    def floating_point_operations(self, num_tokens: int) -> int:
-        return 2 * num_tokens * self.hidden * self.num_rows
-
     def bytes_moved(self, num_tokens: int) -> int:
         """Least bytes of global memory: weights and x read once, q and the slots written once."""
         size = ELEMENT_BYTES[self.finish.dtype]

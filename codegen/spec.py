@@ -29,11 +29,6 @@ def is_pointer(type_name: str) -> bool:
     return type_name.startswith("*")
 
 
-def is_tensordesc(type_name: str) -> bool:
-    """Whether a signature type is a host-made TMA descriptor ("tensordesc<bf16[128, 64]>")."""
-    return _TENSORDESC.match(type_name) is not None
-
-
 def is_integer(type_name: str) -> bool:
     """Whether a signature type is an integer scalar."""
     return type_name in SCALAR_TYPES and type_name[0] in "iu"

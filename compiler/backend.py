@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,9 +112,9 @@ def _publish(report: GraphReport, options: Options) -> None:
     _REPORTS.append(report)
     lowered = Lowered((report,), target_name(options))
     if report.misses and not report.matches:
-        tally: dict[str, int] = {}
+        tally: Counter[str] = Counter()
         for miss in report.misses:
-            tally[miss.code] = tally.get(miss.code, 0) + miss.count
+            tally[miss.code] += miss.count
         counts = ", ".join(f"{code} x{n}" for code, n in sorted(tally.items()))
         log.warning("nothing was fused (%s); the first: %s", counts, report.misses[0])
     for line in str(lowered).splitlines() if report.matches or report.misses else ():

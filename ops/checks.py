@@ -85,18 +85,3 @@ def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:
     if not (holds(tensor.stride(-1) == 1) or proven(tensor.shape[-1] <= 1)):
         expected = "a contiguous last dimension (stride 1)"
         raise ArgumentError(op, argument, expected, f"strides {shape_text(tensor.stride())}")
-
-
-def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of the tensor's elements and the byte after the last, as addresses."""
-    if tensor.numel() == 0:
-        return (0, 0)
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return (start, start + (last + 1) * tensor.element_size())
-
-
-def may_share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors with values meet."""
-    (a_start, a_end), (b_start, b_end) = byte_range(a), byte_range(b)
-    return a_start < b_end and b_start < a_end

@@ -6,7 +6,6 @@ and `match`, and call :func:`register`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -233,9 +232,6 @@ class Findings:
 
     matches: list[Match] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
-
-    def tally(self) -> Counter[str]:
-        return Counter(m.code for m in self.misses)
 
 
 Check = Callable[[Match, Dataflow], Miss | None]
