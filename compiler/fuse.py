@@ -24,7 +24,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.rewrite import Rewritten, rewrite_sites
 from tilewright.compiler.view import build_view
 from tilewright.ops.contract import get_op
-from tilewright.patterns.dataflow import Value
+from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
 
 DEFAULT_TARGET = "sm100"
@@ -42,7 +42,7 @@ class _Clock:
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @contextmanager
@@ -70,15 +70,25 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     misses: list[Miss] = []
 
     def run(graph: fx.Graph) -> None:
-        with clock.phase("view"):
-            flow = build_view(graph)
-        with clock.phase("match"):
-            found = find(flow, registered(options.patterns), check_legality)
-            wanted, left = plan(found, options)
-        with clock.phase("rewrite"):
-            done, refused = rewrite_sites(graph, flow, wanted)
-        rewritten.extend(done)
-        misses.extend((*found.misses, *left, *refused))
+        # A site whose op refuses it goes to the next pattern, in another round.
+        refused: dict[tuple[str, fx.Node], Miss] = {}
+
+        def check(match: Match, flow: Dataflow) -> Miss | None:
+            return refused.get((match.pattern, match.anchor.node)) or check_legality(match, flow)
+
+        while True:
+            with clock.phase("view"):
+                flow = build_view(graph)
+            with clock.phase("match"):
+                found = find(flow, registered(options.patterns), check)
+                wanted, left = plan(found, options, len(rewritten))
+            with clock.phase("rewrite"):
+                done, no = rewrite_sites(graph, flow, wanted)
+            rewritten.extend(done)
+            refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
+            if not no:
+                misses.extend((*found.misses, *left))
+                return
 
     with _collector_paused():
         _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright").apply_graph_pass(run)
@@ -101,8 +111,10 @@ def target_name(options: Options) -> str:
     return present.name if present is not None else DEFAULT_TARGET
 
 
-def plan(found: Findings, options: Options) -> tuple[list[Match], list[Miss]]:
+def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match], list[Miss]]:
     """Which matches to rewrite: `only` and `fuel` limit them, and no two share a value.
+
+    done: how many rewrites there have been in earlier rounds; they count towards `fuel`.
 
     Of matches that overlap, those that together absorb the most are kept (a maximum-weight clique
     of the graph of compatible matches); the others are reported as CLAIMED.
@@ -121,7 +133,7 @@ def plan(found: Findings, options: Options) -> tuple[list[Match], list[Miss]]:
             lost |= _losers(conflicts.subgraph(rivals), wanted)
     chosen = [m for i, m in enumerate(wanted) if i not in lost]
     left = [_claimed(wanted[i], wanted[winner]) for i, winner in sorted(lost.items())]
-    return (chosen if options.fuel is None else chosen[: options.fuel]), left
+    return (chosen if options.fuel is None else chosen[: options.fuel - done]), left
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:

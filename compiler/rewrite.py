@@ -32,7 +32,7 @@ class Rewritten:
 
 def rewrite_sites(
     graph: fx.Graph, flow: Dataflow, matches: Sequence[Match]
-) -> tuple[list[Rewritten], list[Miss]]:
+) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
     """Rewrites every match of `flow` in `graph`; the matches must not overlap.
 
     A match whose op refuses its arguments (they are checked under fake tensors first) leaves the
@@ -40,13 +40,13 @@ def rewrite_sites(
     """
     materialiser = Materialiser(graph, flow)
     done: list[Rewritten] = []
-    refused: list[Miss] = []
+    refused: list[tuple[Match, Miss]] = []
     for match in matches:
         answer = _rewrite(graph, flow, match, materialiser)
         if isinstance(answer, Rewritten):
             done.append(answer)
         else:
-            refused.append(answer)
+            refused.append((match, answer))
     return done, refused
 
 

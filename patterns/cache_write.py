@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.ops.contract import all_ops
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Memory, Value, View
 from tilewright.patterns.effects import Effect, Size
@@ -77,6 +78,7 @@ class Addressing:
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
     """In-place writes of projected data into inputs of rank three or more, in program order."""
+    fused = {op.qualified_name for op in all_ops()}
     for value in flow.stores:
         store = value.store
         assert store is not None
@@ -85,6 +87,8 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
             continue
         if store.source is not None and not store.source.value.projected:
             continue
+        if store.source is None and store.kind in fused:
+            continue  # called by hand, or the work of an earlier round
         if store.source is None and not any(v.value.projected for v in _inputs_of(flow, value)):
             continue
         yield from _parts(CacheWrite(value, memory, store.target, store.index, store.source))

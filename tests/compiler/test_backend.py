@@ -279,10 +279,40 @@ def test_an_op_that_refuses_its_arguments_is_a_miss_and_leaves_the_graph(monkeyp
     (expected, eager), (actual, ours) = run_both(model, args, patterns=["qkv_cache"])
     assert same_bits((actual, *ours), (expected, *eager))
     (report,) = reports()
-    assert [m.code for m in report.misses] == ["UNSUPPORTED"]
+    assert [(m.pattern, m.code) for m in report.misses] == [("qkv_cache", "UNSUPPORTED")]
     assert "x: expected something else, got this" in report.misses[0].message
     count = len(report.before.graph.nodes)
     assert len(report.after.graph.nodes) == count
+
+
+def test_a_site_that_an_op_refuses_goes_to_the_next_pattern(monkeypatch):
+    model, args = build("page_offset", num_layers=2)
+
+    def refuse(*args, **kwargs):
+        raise contract.ArgumentError("fused_qkv_paged", "x", "something else", "this")
+
+    monkeypatch.setattr("tilewright.compiler.materialise._compat.run_fake", refuse_op(refuse))
+    assert_close(model, args)
+    (report,) = reports()
+    assert [m.pattern for m in report.matches] == ["cache_store"] * 2
+    assert [(m.pattern, m.code) for m in report.misses] == [("qkv_cache", "UNSUPPORTED")] * 2
+    torch._dynamo.reset()
+    assert_close(model, args, fuel=1)
+    assert len(reports()[-1].matches) == 1
+
+
+def test_fused_ops_called_by_hand_are_left_alone():
+    model, args = build("page_offset", num_layers=2)
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(fuse.fuse(gm, Options()))
+        return gm.forward
+
+    torch.compile(model, backend=keep)(*copies(args))
+    again = fuse.fuse(graphs[0].after, Options())
+    assert again.matches == again.misses == ()
+    assert str(again.after.graph) == str(graphs[0].after.graph)
 
 
 def refuse_op(refuse):

@@ -597,6 +597,11 @@ def caches_on_one_storage(v_from):
     return make
 
 
+def column_major_activation():
+    x, *rest = make_args()
+    return x.t().contiguous().t(), *rest
+
+
 def one_cache_twice():
     x, k_cache, _, slots = make_args()
     return x, k_cache, k_cache, slots
@@ -794,6 +799,13 @@ HAZARDS = {
         "q_norm_weight is computed only after the cache is written",
         query_norm_after,
         query_norm_before,
+    ),
+    "column_major_activation": Hazard(
+        "UNSUPPORTED",
+        Stage.CAPABILITY,
+        "x: expected a contiguous last dimension (stride 1), got strides [1, 5]",
+        plain,
+        broken_args=column_major_activation,
     ),
     "no_weight": Hazard("UNSUPPORTED", KP, "without a weight", no_weight, one_eps),
     "two_eps": Hazard("UNSUPPORTED", G, "different eps", two_eps, one_eps),
