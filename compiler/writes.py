@@ -1,0 +1,174 @@
+"""In-place writes: which arguments a node mutates, and what the understood ones write where."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import spelling
+from tilewright.compiler.spelling import argument, index_effect, name_of
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import View
+from tilewright.patterns.effects import Effect
+
+# An argument of a node as patterns see it: a view, a number, None.
+Operand = Callable[[Any], Any]
+
+# (target effect, index tensors by dimension, source, accumulates, why the source is not known)
+Write = tuple[Effect, dict[int, View], View | None, bool, str]
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensors a node writes: by its schema, else by the in-place naming convention."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        out = []
+        for i, spec in enumerate(target._schema.arguments):
+            given = argument(node, i, spec.name)
+            if spec.alias_info is not None and spec.alias_info.is_write:
+                listed = given if isinstance(given, (tuple, list)) else [given]
+                out += [g for g in listed if isinstance(g, fx.Node)]
+        return out
+    if "out" in node.kwargs and isinstance(node.kwargs["out"], fx.Node):
+        return [node.kwargs["out"]]
+    written = argument(node, 0, "input")
+    by_name = spelling.is_in_place(name_of(node)) or _asked_in_place(node)
+    return [written] if by_name and isinstance(written, fx.Node) else []
+
+
+def _asked_in_place(node: fx.Node) -> bool:
+    """`F.relu(x, inplace=True)` and its like; dropout that drops nothing writes nothing either."""
+    idle = name_of(node) in spelling.DROPOUT and not argument(node, 2, "training", True)
+    position = None if isinstance(node.target, str) or idle else _inplace_position(node.target)
+    return position is not None and bool(argument(node, position, "inplace", False))
+
+
+@cache
+def _inplace_position(function: Callable[..., Any]) -> int | None:
+    """Where a function takes `inplace`, or None."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # many built-in functions have no signature
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:
+    """The written tensor, broadcast to the written window; None for a number."""
+    view = operand(item)
+    if not isinstance(view, View):
+        return None
+    return View(view.value, effects.expand(view.effect, shape))
+
+
+def _index_dims_first(index: dict[int, View], rank: int) -> list[int]:
+    """How PyTorch orders an indexed window, as a permutation that puts index dimensions first."""
+    dims = sorted(index)
+    width = max(len(view.effect.dims) for view in index.values())
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+    at = dims[0] if adjacent else 0
+    total = rank - len(dims) + width
+    lead = list(range(at, at + width))
+    return lead + [d for d in range(total) if d not in lead]
+
+
+def _indexed(
+    operand: Operand, effect: Effect, index: dict[int, View], item: Any, accumulate: bool
+) -> Write:
+    rank = len(effect.dims)
+    if not index:
+        return effect, {}, _source(operand, item, effect.shape), accumulate, ""
+    if any(view.value.dtype == torch.bool for view in index.values()):
+        return effect, index, None, accumulate, "a boolean mask selects the slots"
+    order = _index_dims_first(index, rank)
+    width = max(len(view.effect.dims) for view in index.values())
+    lead = _broadcast([view.shape for view in index.values()])
+    rest = [effect.shape[d] for d in range(rank) if d not in index]
+    by_position = [None] * (width + len(rest))
+    for position, size in zip(order, [*lead, *rest], strict=True):
+        by_position[position] = size
+    source = _source(operand, item, by_position)
+    if source is not None:
+        source = View(source.value, effects.permute(source.effect, order))
+    return effect, index, source, accumulate, ""
+
+
+def _broadcast(shapes: list[tuple[Any, ...]]) -> list[Any]:
+    width = max(len(s) for s in shapes)
+    padded = [(1,) * (width - len(s)) + tuple(s) for s in shapes]
+    return [next((n for n in column if n != 1), 1) for column in zip(*padded, strict=True)]
+
+
+def _setitem(operand: Operand, node: fx.Node, effect: Effect) -> Write:
+    narrowed, tensors = index_effect(effect, node.args[1])
+    index = {dim: operand(t) for dim, t in tensors.items()}
+    return _indexed(operand, narrowed, index, node.args[2], False)
+
+
+def _index_put(operand: Operand, node: fx.Node, effect: Effect) -> Write:
+    indices = argument(node, 1, "indices")
+    index = {d: operand(t) for d, t in enumerate(indices) if t is not None}
+    accumulate = bool(argument(node, 3, "accumulate", False))
+    return _indexed(operand, effect, index, argument(node, 2, "values"), accumulate)
+
+
+def _index_copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
+    dim = argument(node, 1, "dim") % len(effect.dims)
+    index = operand(argument(node, 2, "index"))
+    source = operand(argument(node, 3, "source"))
+    rest = [d for d in range(len(effect.dims)) if d != dim]
+    ordered = View(source.value, effects.permute(source.effect, (dim, *rest)))
+    return effect, {dim: index}, ordered, name_of(node) == "index_add_", ""
+
+
+def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
+    """`scatter_` whose index only repeats along the other dimensions is an `index_copy_`."""
+    dim = argument(node, 1, "dim") % len(effect.dims)
+    index = operand(argument(node, 2, "index"))
+    source = operand(argument(node, 3, "src"))
+    accumulate = name_of(node) == "scatter_add_" or "reduce" in node.kwargs
+    if not isinstance(source, View):
+        return effect, {dim: index}, None, accumulate, "scatters a number"
+    others = [d for d in range(len(effect.dims)) if d != dim]
+    repeats = all(index.effect.dims[d] in ((), _repeated(index.shape[d])) for d in others)
+    if not repeats or any(index.shape[d] != effect.shape[d] for d in others):
+        return effect, {dim: index}, None, accumulate, "scatters element by element"
+    narrow = index.effect
+    for d in others:
+        narrow = Effect((*narrow.dims[:d], (), *narrow.dims[d + 1 :]), narrow.start)
+    flat = effects.squeeze(narrow, others)
+    ordered = View(source.value, effects.permute(source.effect, (dim, *others)))
+    return effect, {dim: View(index.value, flat)}, ordered, accumulate, ""
+
+
+def _repeated(length: Any) -> tuple[Any, ...]:
+    return (effects.Atom(None, 0, length),)
+
+
+def _copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
+    return _indexed(operand, effect, {}, argument(node, 1, "src"), False)
+
+
+def _fill(operand: Operand, node: fx.Node, effect: Effect) -> Write:
+    return effect, {}, None, False, "fills with a number"
+
+
+WRITES: dict[str, Callable[[Operand, fx.Node, Effect], Write]] = {
+    "setitem": _setitem,
+    "index_put_": _index_put,
+    "_index_put_impl_": _index_put,
+    "index_copy_": _index_copy,
+    "index_add_": _index_copy,
+    "scatter_": _scatter,
+    "scatter_add_": _scatter,
+    "copy_": _copy,
+    "fill_": _fill,
+    "zero_": _fill,
+}
