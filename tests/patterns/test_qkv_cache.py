@@ -39,13 +39,13 @@ def fresh_dynamo():
 def test_fused_and_no_worse_than_eager(name):
     module, args = build(name)
     layers = 2 if "two_layers" in name else 1
-    run_and_compare(name, module, args, ["qkv_cache"] * layers)
+    check_against_eager(name, module, args, ["qkv_cache"] * layers)
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_the_write_alone_is_taken(name):
     module, args = build(name)
-    run_and_compare(name, module, args, ["cache_store"])
+    check_against_eager(name, module, args, ["cache_store"])
     assert STORED[name] in {m.code for m in reports()[-1].misses}
 
 
@@ -81,13 +81,13 @@ def test_a_mask_inside_the_graph_is_missed_by_name():
 @pytest.mark.parametrize("name", ["page_offset", "static_cache", "norm_spelled_static"])
 def test_other_dtypes(name, dtype):
     module, args = build(name, dtype=dtype)
-    run_and_compare(name, module, args, ["qkv_cache"])
+    check_against_eager(name, module, args, ["qkv_cache"])
 
 
 @pytest.mark.parametrize("name", ["setitem_on_view", "static_cache", "max_blocks"])
 def test_a_token_count_that_changes_does_not_lose_the_match(name):
     module, args = build(name)
-    run_and_compare(name, module, args, ["qkv_cache"], dynamic=True)
+    check_against_eager(name, module, args, ["qkv_cache"], dynamic=True)
 
 
 def test_a_negative_slot_means_what_pytorch_means():
@@ -96,10 +96,10 @@ def test_a_negative_slot_means_what_pytorch_means():
     args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     slots = args[4]
     slots[0] = -1
-    run_and_compare("setitem_on_view", module, args, ["qkv_cache"])
+    check_against_eager("setitem_on_view", module, args, ["qkv_cache"])
 
 
-def run_and_compare(name, module, args, patterns, **compile_options):
+def check_against_eager(name, module, args, patterns, **compile_options):
     eager, ours, exact = cloned(args), cloned(args), [upcast(a) for a in args]
     expected = module(*eager)
     reference = upcast(module)(*exact)
@@ -126,7 +126,7 @@ def test_caches_of_symbolic_size(name):
         if isinstance(tensor, torch.Tensor) and tensor.dim() > 2 and tensor.is_floating_point():
             for dim in range(tensor.dim()):
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    run_and_compare(name, module, args, ["qkv_cache"], dynamic=True)
+    check_against_eager(name, module, args, ["qkv_cache"], dynamic=True)
 
 
 class ExplicitHeads(torch.nn.Module):
@@ -154,7 +154,7 @@ def explicit_heads_args():
 
 
 def test_heads_in_order_are_matched():
-    run_and_compare(
+    check_against_eager(
         "heads", ExplicitHeads(lambda: torch.arange(2)), explicit_heads_args(), ["qkv_cache"]
     )
 
@@ -171,7 +171,7 @@ def test_heads_in_order_are_matched():
 )
 def test_heads_in_another_order_are_left_alone(heads):
     module, args = ExplicitHeads(heads), explicit_heads_args()
-    run_and_compare("heads", module, args, [])
+    check_against_eager("heads", module, args, [])
     assert {m.code for m in reports()[-1].misses} == {"SLOT_INDEX"}
 
 
@@ -187,5 +187,5 @@ def test_writes_to_different_slots_are_taken_one_by_one():
             return linear(x, self.q)
 
     args = explicit_heads_args()
-    run_and_compare("apart", Apart(None), args, ["cache_store", "cache_store"])
+    check_against_eager("apart", Apart(None), args, ["cache_store", "cache_store"])
     assert {m.code for m in reports()[-1].misses} == {"LONE_WRITE"}
