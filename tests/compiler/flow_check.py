@@ -54,6 +54,11 @@ def copies(items: Sequence[Any]) -> list[Any]:
     return out
 
 
+def numbers(*shape, dtype=torch.float32, start=0):
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 7 % 31 + start).view(shape).to(dtype)
+
+
 def check(flow: Dataflow, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Every node's tensor must be what its view selects of the value it names, every value what
     its operation makes of its operands, every written memory what its record makes of it."""

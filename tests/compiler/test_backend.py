@@ -1,8 +1,7 @@
-"""The backend as a whole: options, fallbacks, reports, verification, and when it stays out."""
+"""The backend as a whole: fallbacks, reports, and when it stays out."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 
@@ -10,10 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import qkv_idioms
+from tests.compiler.running import (
+    assert_close,
+    build,
+    compiled,
+    copies,
+    patterns_used,
+    run_both,
+    same_bits,
+)
 from tilewright.compiler import StrictError, backend, fuse, lower, reports
 from tilewright.compiler.options import Options
-from tilewright.compiler.verify import VerificationError
 from tilewright.ops import contract
 from tilewright.patterns import language
 
@@ -24,131 +30,6 @@ def fresh_dynamo():
     backend._REPORTS.clear()
     with torch.no_grad():
         yield
-
-
-def build(name, **axes):
-    return qkv_idioms.build(name, dtype=torch.float32, **axes)
-
-
-def copies(args):
-    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
-
-
-def compiled(model, **options):
-    return torch.compile(model, backend="tilewright", options={"inner": "eager", **options})
-
-
-def same_bits(a, b):
-    return all(
-        torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-        for x, y in zip(a, b, strict=True)
-        if isinstance(x, torch.Tensor)
-    )
-
-
-def run_both(model, args, **options):
-    """((eager result, args after), (compiled result, args after))."""
-    eager, ours = copies(args), copies(args)
-    return (model(*eager), eager), (compiled(model, **options)(*ours), ours)
-
-
-def assert_close(model, args, **options):
-    """args and weights in float32, so that a wrong number shows."""
-    (expected, eager), (actual, ours) = run_both(model, args, **options)
-    for a, b in zip((actual, *ours), (expected, *eager), strict=True):
-        if isinstance(a, torch.Tensor):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def patterns_used():
-    return [site.pattern for report in reports() for site in report.matches]
-
-
-# --- options ------------------------------------------------------------------------------------
-
-BAD_OPTIONS = {
-    "inner": ("gcc", "one of ['inductor', 'eager']"),
-    "verify": (1, "a bool"),
-    "strict": ("yes", "a bool"),
-    "fuel": (-1, "a number of rewrites, 0 or more, or None"),
-    "only": ("layers.0", "a list of strings or None"),
-    "target": ("sm999", "one of ['sm100', 'sm90', 'interpret']"),
-    "report": ("/no/such/folder/report.jsonl", "a path in an existing folder"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_OPTIONS)
-def test_a_bad_option_is_named_with_expected_and_actual(name):
-    given, expected = BAD_OPTIONS[name]
-    with pytest.raises(ValueError, match=name) as raised:
-        Options.of({name: given})
-    assert expected in str(raised.value)
-    assert repr(given) in str(raised.value)
-
-
-@pytest.mark.parametrize("given", [True, 1.0, "2"])
-def test_fuel_is_a_whole_number(given):
-    with pytest.raises(ValueError, match="fuel"):
-        Options.of({"fuel": given})
-
-
-@pytest.mark.parametrize("given", [5, "qkv_cache", ["qkv_cache", 3]])
-def test_patterns_is_a_list_of_strings(given):
-    with pytest.raises(ValueError, match="patterns"):
-        Options.of({"patterns": given})
-
-
-def test_an_unknown_pattern_and_an_unknown_option_are_named_with_what_there_is():
-    with pytest.raises(ValueError, match=r"qkv_cahce.*cache_store"):
-        Options.of({"patterns": ["qkv_cahce"]})
-    with pytest.raises(ValueError, match=r"unknown \['fule'\].*'fuel'"):
-        Options.of({"fule": 3})
-
-
-@pytest.mark.parametrize(
-    "options", [{"patterns": ["qkv_cahce"]}, {"target": "sm999"}, {"fuel": -1}]
-)
-def test_a_bad_option_stops_the_compilation(options):
-    model, args = build("page_offset")
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
-        compiled(model, **options)(*args)
-    assert isinstance(raised.value.inner_exception, ValueError)
-    assert next(iter(options)) in str(raised.value)
-
-
-def test_lower_refuses_a_bad_pattern_or_target():
-    model, args = build("page_offset")
-    with pytest.raises(ValueError, match="qkv_cahce"):
-        lower(model, args, patterns=["qkv_cahce"])
-    with pytest.raises(ValueError, match="sm999"):
-        lower(model, args, target="sm999")
-
-
-@pytest.mark.parametrize("fuel", [0, 1, 2, 9, None])
-def test_fuel_limits_the_rewrites_in_program_order(fuel):
-    model, args = build("page_offset", num_layers=3)
-    assert_close(model, args, fuel=fuel)
-    scopes = [site.scope for site in reports()[-1].matches]
-    everything = [f"layers.{i}.self_attn" for i in range(3)]
-    assert scopes == everything[:fuel]
-
-
-def test_only_rewrites_the_sites_named():
-    model, args = build("page_offset", num_layers=3)
-    assert_close(model, args, only=["layers.[02].*"])
-    assert [s.scope for s in reports()[-1].matches] == ["layers.0.self_attn", "layers.2.self_attn"]
-
-
-def test_a_pattern_left_out_leaves_its_sites_to_the_next():
-    model, args = build("page_offset", num_layers=2)
-    assert_close(model, args, patterns=["-qkv_cache"])
-    assert patterns_used() == ["cache_store"] * 2
-
-
-def test_only_the_patterns_named_are_tried():
-    model, args = build("page_offset")
-    assert_close(model, args, patterns=["cache_absent"])
-    assert patterns_used() == []
 
 
 # --- a model without a match --------------------------------------------------------------------
@@ -486,118 +367,3 @@ def test_a_mode_is_handed_to_inductor(monkeypatch):
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="no-such-mode"):
         torch.compile(model, backend="tilewright", mode="no-such-mode")(*copies(args))
-
-
-# --- verify -------------------------------------------------------------------------------------
-
-
-def wrong(monkeypatch, change):
-    """The op's reference, with `change(arguments, q)` applied after it. Every lowering uses it."""
-    op = contract.get_op("fused_qkv_paged")
-    right = op.reference
-
-    def reference(arguments):
-        return change(arguments, right(arguments))
-
-    monkeypatch.setattr(
-        type(op), "choose", lambda self, device, a: contract.Choice(self.reference_lowering(), ())
-    )
-    monkeypatch.setattr(type(op), "reference", property(lambda self: reference), raising=False)
-
-
-def wrong_q(arguments, q):
-    return q + 1
-
-
-def wrong_slot(arguments, q):
-    """One of the ten tokens' V is off, in a cache with room for many more."""
-    slot = int(arguments.slot_mapping[-1])
-    arguments.v_cache.view(-1, *arguments.v_cache.shape[2:])[slot] += 1
-    return q
-
-
-def test_a_right_rewrite_passes_verification(caplog):
-    model, args = build("setitem_on_view", norm="rms_spelled")
-    with caplog.at_level(logging.WARNING, "tilewright"):
-        assert_close(model, args, verify=True)
-    assert caplog.records == []
-    assert patterns_used() == ["qkv_cache"]
-
-
-def test_verification_forgives_garbage_in_a_fresh_cache(caplog):
-    model, args = build("setitem_on_view")
-    for cache in args[5:]:
-        cache[-1] = float("nan")
-    with caplog.at_level(logging.WARNING, "tilewright"):
-        compiled(model, verify=True)(*args)
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("change", [wrong_q, wrong_slot])
-def test_a_wrong_rewrite_falls_back_to_the_original_and_is_reported(change, monkeypatch, caplog):
-    model, args = build("setitem_on_view", num_pages=600)
-    eager, ours = copies(args), copies(args)
-    expected = model(*eager)
-    wrong(monkeypatch, change)
-    with caplog.at_level(logging.WARNING, "tilewright"):
-        run = compiled(model, verify=True)
-        assert same_bits((run(*ours), *ours), (expected, *eager))
-    assert "the fused graph differs" in caplog.records[-1].getMessage()
-    assert reports()[-1].matches == ()
-    assert "the fused graph differs" in reports()[-1].notes[0]
-    again = copies(args)
-    assert same_bits((run(*again), *again), (expected, *eager))
-
-
-def test_a_wrong_rewrite_raises_under_strict_before_anything_is_written(monkeypatch):
-    model, args = build("setitem_on_view")
-    wrong(monkeypatch, wrong_q)
-    before = copies(args)
-    with pytest.raises(VerificationError, match="output 0: relative error"):
-        compiled(model, verify=True, strict=True)(*args)
-    assert same_bits(args, before)
-
-
-# --- lower --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["page_offset", "max_blocks", "static_cache"])
-def test_lower_writes_nothing_and_changes_nothing(name):
-    model, args = build(name)
-    before = copies(args)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    lowered = lower(model, args)
-    assert [m.pattern for m in lowered.matches] == ["qkv_cache"]
-    assert same_bits(args, before)
-    assert same_bits(model.state_dict().values(), state.values())
-    assert not torch.is_grad_enabled()  # the fixture's, as it was
-    with torch.enable_grad():
-        lower(model, args)
-        assert torch.is_grad_enabled()
-
-
-def test_lower_works_on_meta_tensors():
-    model, args = build("page_offset", num_layers=2)
-    model = model.to("meta")
-    lowered = lower(model, [a.to("meta") for a in args])
-    assert [m.scope for m in lowered.matches] == ["layers.0.self_attn", "layers.1.self_attn"]
-
-
-def test_lower_again_and_again_never_runs_the_model():
-    model, args = build("page_offset")
-    before = copies(args)
-    for _ in range(2 * torch._dynamo.config.recompile_limit):
-        assert len(lower(model, args).matches) == 1
-    assert same_bits(args, before)
-
-
-@pytest.mark.skipif(
-    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
-    reason="this torch counts every compilation of a function towards one limit",
-)
-def test_lower_leaves_later_compilation_alone():
-    model, args = build("page_offset")
-    for _ in range(torch._dynamo.config.recompile_limit + 1):
-        lower(model, args)
-    assert_close(model, args)
-    assert patterns_used() == ["qkv_cache"]

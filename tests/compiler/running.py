@@ -1,0 +1,46 @@
+"""Runs a model under eager and under the backend, on equal arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.models import qkv_idioms
+from tilewright.compiler import reports
+
+
+def build(name, **axes):
+    return qkv_idioms.build(name, dtype=torch.float32, **axes)
+
+
+def copies(args):
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="tilewright", options={"inner": "eager", **options})
+
+
+def same_bits(a, b):
+    return all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
+        if isinstance(x, torch.Tensor)
+    )
+
+
+def run_both(model, args, **options):
+    """((eager result, args after), (compiled result, args after))."""
+    eager, ours = copies(args), copies(args)
+    return (model(*eager), eager), (compiled(model, **options)(*ours), ours)
+
+
+def assert_close(model, args, **options):
+    """args and weights in float32, so that a wrong number shows."""
+    (expected, eager), (actual, ours) = run_both(model, args, **options)
+    for a, b in zip((actual, *ours), (expected, *eager), strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def patterns_used():
+    return [site.pattern for report in reports() for site in report.matches]

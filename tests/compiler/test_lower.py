@@ -1,0 +1,69 @@
+"""lower shows everything and changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from tests.compiler.running import (
+    assert_close,
+    build,
+    copies,
+    patterns_used,
+    same_bits,
+)
+from tilewright.compiler import backend, lower
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    backend._REPORTS.clear()
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", ["page_offset", "max_blocks", "static_cache"])
+def test_lower_writes_nothing_and_changes_nothing(name):
+    model, args = build(name)
+    before = copies(args)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    lowered = lower(model, args)
+    assert [m.pattern for m in lowered.matches] == ["qkv_cache"]
+    assert same_bits(args, before)
+    assert same_bits(model.state_dict().values(), state.values())
+    assert not torch.is_grad_enabled()  # the fixture's, as it was
+    with torch.enable_grad():
+        lower(model, args)
+        assert torch.is_grad_enabled()
+
+
+def test_lower_works_on_meta_tensors():
+    model, args = build("page_offset", num_layers=2)
+    model = model.to("meta")
+    lowered = lower(model, [a.to("meta") for a in args])
+    assert [m.scope for m in lowered.matches] == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+def test_lower_again_and_again_never_runs_the_model():
+    model, args = build("page_offset")
+    before = copies(args)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            assert len(lower(model, args).matches) == 1
+    assert same_bits(args, before)
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="this torch counts every compilation of a function towards one limit",
+)
+def test_lower_leaves_later_compilation_alone():
+    model, args = build("page_offset")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            lower(model, args)
+        assert_close(model, args)
+    assert patterns_used() == ["qkv_cache"]

@@ -1,0 +1,108 @@
+"""Every option: what it does, and what a bad one is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compiler.running import (
+    assert_close,
+    build,
+    compiled,
+    patterns_used,
+)
+from tilewright.compiler import backend, lower, reports
+from tilewright.compiler.options import Options
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    backend._REPORTS.clear()
+    with torch.no_grad():
+        yield
+
+
+BAD_OPTIONS = {
+    "inner": ("gcc", "one of ['inductor', 'eager']"),
+    "verify": (1, "a bool"),
+    "strict": ("yes", "a bool"),
+    "fuel": (-1, "a number of rewrites, 0 or more, or None"),
+    "only": ("layers.0", "a list of strings or None"),
+    "target": ("sm999", "one of ['sm100', 'sm90', 'interpret']"),
+    "report": ("/no/such/folder/report.jsonl", "a path in an existing folder"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_a_bad_option_is_named_with_expected_and_actual(name):
+    given, expected = BAD_OPTIONS[name]
+    with pytest.raises(ValueError, match=name) as raised:
+        Options.of({name: given})
+    assert expected in str(raised.value)
+    assert repr(given) in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [True, 1.0, "2"])
+def test_fuel_is_a_whole_number(given):
+    with pytest.raises(ValueError, match="fuel"):
+        Options.of({"fuel": given})
+
+
+@pytest.mark.parametrize("given", [5, "qkv_cache", ["qkv_cache", 3]])
+def test_patterns_is_a_list_of_strings(given):
+    with pytest.raises(ValueError, match="patterns"):
+        Options.of({"patterns": given})
+
+
+def test_an_unknown_pattern_and_an_unknown_option_are_named_with_what_there_is():
+    with pytest.raises(ValueError, match=r"qkv_cahce.*cache_store"):
+        Options.of({"patterns": ["qkv_cahce"]})
+    with pytest.raises(ValueError, match=r"unknown \['fule'\].*'fuel'"):
+        Options.of({"fule": 3})
+
+
+@pytest.mark.parametrize(
+    "options", [{"patterns": ["qkv_cahce"]}, {"target": "sm999"}, {"fuel": -1}]
+)
+def test_a_bad_option_stops_the_compilation(options):
+    model, args = build("page_offset")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        compiled(model, **options)(*args)
+    assert isinstance(raised.value.inner_exception, ValueError)
+    assert next(iter(options)) in str(raised.value)
+
+
+def test_lower_refuses_a_bad_pattern_or_target():
+    model, args = build("page_offset")
+    with pytest.raises(ValueError, match="qkv_cahce"):
+        lower(model, args, patterns=["qkv_cahce"])
+    with pytest.raises(ValueError, match="sm999"):
+        lower(model, args, target="sm999")
+
+
+@pytest.mark.parametrize("fuel", [0, 1, 2, 9, None])
+def test_fuel_limits_the_rewrites_in_program_order(fuel):
+    model, args = build("page_offset", num_layers=3)
+    assert_close(model, args, fuel=fuel)
+    scopes = [site.scope for site in reports()[-1].matches]
+    everything = [f"layers.{i}.self_attn" for i in range(3)]
+    assert scopes == everything[:fuel]
+
+
+def test_only_rewrites_the_sites_named():
+    model, args = build("page_offset", num_layers=3)
+    assert_close(model, args, only=["layers.[02].*"])
+    assert [s.scope for s in reports()[-1].matches] == ["layers.0.self_attn", "layers.2.self_attn"]
+
+
+def test_a_pattern_left_out_leaves_its_sites_to_the_next():
+    model, args = build("page_offset", num_layers=2)
+    assert_close(model, args, patterns=["-qkv_cache"])
+    assert patterns_used() == ["cache_store"] * 2
+
+
+def test_only_the_patterns_named_are_tried():
+    model, args = build("page_offset")
+    assert_close(model, args, patterns=["cache_absent"])
+    assert patterns_used() == []
