@@ -61,6 +61,28 @@ def cache_size(data: dict[str, Any]) -> str:
     )
 
 
+def attention_layer(data: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['model']}, {row['layout']}, {row['tokens']}",
+            *(microseconds(row[n]) for n in ("gemm", "eager", "stock", "tilewright")),
+            f"{row['speedup_over_best']:.2f}",
+        )
+        for row in data["rows"]
+    ]
+    head = "**The same by model, cache and number of tokens**, µs; `one GEMM` is a single library "
+    head += "GEMM of all three weights, without rotation or cache write:"
+    header = (
+        "dims, cache, tokens",
+        "one GEMM",
+        "eager",
+        "torch.compile",
+        "tilewright",
+        "best of eager and torch.compile / tilewright",
+    )
+    return f"{head}\n\n{table(header, rows)}"
+
+
 def compile_time(data: dict[str, Any]) -> str:
     rows = [
         (
@@ -80,6 +102,7 @@ def compile_time(data: dict[str, Any]) -> str:
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "llama3_8b_end_to_end.json": end_to_end,
     "cache_size.json": cache_size,
+    "qkv_cache.json": attention_layer,
     "compile_time.json": compile_time,
 }
 
