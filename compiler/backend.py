@@ -138,7 +138,8 @@ def lower(
 
     model, args, kwargs: as the model is called; meta tensors will do. patterns: as in Options.
     dynamic: as in torch.compile. target: the chip kernels are planned for.
-    Returns a :class:`Lowered`. Caches passed as arguments are not written.
+    Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written;
+    after a graph break the Python between two graphs does run, on real tensors.
     Raises ValueError for unknown patterns or targets, and what Dynamo raises for the model.
     """
     options = Options.of(

@@ -22,6 +22,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "mul": operator.mul,
     "remainder": torch.remainder,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "bitwise_and": operator.and_,
+    "where": torch.where,
 }
 
 _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {

@@ -382,14 +382,29 @@ def _flat_slots(write: CacheWrite, dim: int) -> tuple[Size, Size, Size, Size]:
     return 1, atoms[0].length, atoms[0].length * strides[0], strides[0]
 
 
-def _within(offsets: View, page_size: Size) -> View | Computed:
-    """Offsets that cannot leave their page: as they are where `% page_size` shows, else wrapped."""
+def _paged_slot(pages: View, offsets: View, num_pages: Size, page_size: Size) -> Computed:
+    """page * page_size + offset, with PyTorch's meaning of an offset that is not in its page.
+
+    A negative offset counts from the page's end; one out of range becomes a slot out of range,
+    which the op refuses or skips, and never a slot of the next page.
+    """
+    start = Computed("mul", (pages, page_size))
+    if _stays_inside(offsets, page_size):
+        return Computed("add", (start, offsets))
+    inside = Computed(
+        "bitwise_and",
+        (Computed("ge", (offsets, -page_size)), Computed("lt", (offsets, page_size))),
+    )
+    slot = Computed("add", (start, Computed("remainder", (offsets, page_size))))
+    return Computed("where", (inside, slot, num_pages * page_size))
+
+
+def _stays_inside(offsets: View, page_size: Size) -> bool:
+    """Whether the offsets are a remainder of the page size, so in 0 .. page_size - 1."""
     value = offsets.value
-    if value.op == "aten.remainder" and value.args[1] == page_size:
-        return offsets
-    if value.op == "aten.bitwise_and" and value.args[1] == page_size - 1:
-        return offsets
-    return Computed("remainder", (offsets, page_size))
+    if value.op == "aten.remainder":
+        return bool(value.args[1] == page_size)
+    return value.op == "aten.bitwise_and" and bool(value.args[1] == page_size - 1)
 
 
 def _two_indices(write: CacheWrite, index: dict[int, View], head_axis: int | None) -> Addressing:
@@ -401,6 +416,6 @@ def _two_indices(write: CacheWrite, index: dict[int, View], head_axis: int | Non
     page_size, slot_stride = _stride(write, slot_dim)
     if pages.shape != offsets.shape or len(pages.shape) != 1:
         reject("SLOT_INDEX", Stage.ANCHORED, "page and offset differ in shape", pages, offsets)
-    slot = Computed("add", (Computed("mul", (pages, page_size)), _within(offsets, page_size)))
+    slot = _paged_slot(pages, offsets, num_pages, page_size)
     geometry = (num_pages, page_size, page_stride, slot_stride)
     return _addressing(write, geometry, (head, element), at, [0], slot, "flat")

@@ -189,3 +189,41 @@ def test_writes_to_different_slots_are_taken_one_by_one():
     args = explicit_heads_args()
     check_against_eager("apart", Apart(None), args, ["cache_store", "cache_store"])
     assert {m.code for m in reports()[-1].misses} == {"LONE_WRITE"}
+
+
+class PageAndOffset(torch.nn.Module):
+    """`cache[page, offset] = k` with offsets that nothing shows to be in their page."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(n, 64, generator=generator) for n in (128, 64, 64)]
+        self.q, self.k, self.v = (torch.nn.Parameter(w, requires_grad=False) for w in weights)
+
+    def forward(self, x, page, offset, k_cache, v_cache):
+        linear = torch.nn.functional.linear
+        k_cache[page, offset] = linear(x, self.k).view(-1, 2, 32)
+        v_cache[page, offset] = linear(x, self.v).view(-1, 2, 32)
+        return linear(x, self.q).view(-1, 4, 32) * 2
+
+
+def page_and_offset_args(offsets):
+    page = torch.tensor([0, 0, -1, 1])
+    caches = (torch.randn(3, 8, 2, 32), torch.randn(3, 8, 2, 32))
+    return torch.randn(4, 64), page, torch.tensor(offsets), *caches
+
+
+def test_offsets_count_from_their_page_s_end_as_in_pytorch():
+    args = page_and_offset_args([3, -1, 0, -8])
+    check_against_eager("page and offset", PageAndOffset(), args, ["qkv_cache"])
+
+
+@pytest.mark.parametrize("offset", [8, -9, 100])
+def test_an_offset_outside_its_page_is_refused_and_nothing_is_written(offset):
+    args = page_and_offset_args([3, 1, 0, offset])
+    before = cloned(args)
+    compiled = torch.compile(PageAndOffset(), backend="tilewright", options={"inner": "eager"})
+    with pytest.raises(ValueError, match="slot_mapping"):
+        compiled(*args)
+    assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"]
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
