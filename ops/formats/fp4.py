@@ -1,0 +1,50 @@
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: codes, packing, rounding.
+
+A code is sign (1 bit), exponent (2), mantissa (1): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+Two codes share a byte, the element of even index in the low nibble: the order of
+`torch.float4_e2m1fn_x2`, cuBLAS and the OCP formats.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX = 6.0
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+# Halfway points of neighbouring magnitudes; the flag says whether a tie goes up (to the even code).
+_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))  # fmt: skip
+
+
+def encode(x: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 code of each element, ties to even, saturating: uint8 of x's shape.
+
+    NaN saturates too (to +6): the format has none. x is any float dtype; -0 keeps its sign.
+    """
+    magnitude = x.abs().nan_to_num(nan=MAX, posinf=MAX)
+    code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for midpoint, tie_up in _MIDPOINTS:
+        code += magnitude >= midpoint if tie_up else magnitude > midpoint
+    sign = torch.signbit(x) & ~x.isnan()
+    return code | sign.to(torch.uint8) << 3
+
+
+def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The value of each code (uint8 0..15), exact in every float dtype of 4 bits or more."""
+    table = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype, device=codes.device)
+    return table[codes.long()]
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [..., K] to bytes [..., K/2], even elements in the low nibble.
+
+    Raises ValueError for an odd K.
+    """
+    if codes.shape[-1] % 2:
+        raise ValueError(f"codes: expected an even last dimension, got {list(codes.shape)}")
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., K/2] to codes [..., K]; the inverse of `pack`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

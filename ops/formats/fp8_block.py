@@ -1,0 +1,67 @@
+"""Block-scaled float8_e4m3fn, as DeepSeek-V3 has it: activations per row and 128 columns, weights
+per 128 rows and 128 columns, one fp32 scale each.
+
+    scale = min(amax, cap) / 448        cap: optional, infinite by default
+    code  = e4m3(clamp(x / scale, ±448))        all zeros where 1 / scale is zero or not finite
+
+so that zero blocks and blocks below fp32's normal range are defined (zeros), and nothing saturates
+to NaN. The division is by multiplication with 1 / scale, one rounding each, in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 128
+E4M3_MAX = 448.0
+
+
+def quantize_rows(
+    x: torch.Tensor, block: int = BLOCK, cap: float = float("inf")
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes float8_e4m3fn [..., K], scales fp32 [..., ceil(K/block)]) of x [..., K]."""
+    blocks = _pad(x.float(), 1, block).unflatten(-1, (-1, block))
+    codes, scale = _quantize(blocks, (-1,), cap)
+    return codes.flatten(-2)[..., : x.shape[-1]].contiguous(), scale
+
+
+def quantize_blocks(
+    w: torch.Tensor, block: tuple[int, int] = (BLOCK, BLOCK)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [..., N, K], scales fp32 [..., ceil(N/bn), ceil(K/bk)]) of w [..., N, K]."""
+    rows, columns = w.shape[-2:]
+    tiles = _pad(w.float(), *block).unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    codes, scale = _quantize(tiles, (-3, -1), float("inf"))
+    whole = codes.flatten(-4, -3).flatten(-2)
+    return whole[..., :rows, :columns].contiguous(), scale
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """codes [..., N, K] times the scale of each block; block (1, 128) for activations."""
+    wide = torch.promote_types(dtype, torch.float32)
+    rows, columns = codes.shape[-2:]
+    factor = scales.to(wide).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return (codes.to(wide) * factor[..., :rows, :columns]).to(dtype)
+
+
+def _quantize(
+    blocks: torch.Tensor, dims: tuple[int, ...], cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    amax = blocks.abs().amax(dims, keepdim=True)
+    scale = amax.clamp_max(cap) / E4M3_MAX
+    inverse = torch.where(amax == 0, 0.0, 1.0 / scale)
+    inverse = torch.where(inverse.isfinite(), inverse, 0.0)
+    codes = (blocks * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes, scale.squeeze(dims)
+
+
+def _pad(x: torch.Tensor, row_block: int, column_block: int) -> torch.Tensor:
+    """x with zeros up to whole blocks in its last dimension, and its last but one if row_block > 1."""
+    columns = -x.shape[-1] % column_block
+    rows = -x.shape[-2] % row_block if row_block > 1 else 0
+    return torch.nn.functional.pad(x, (0, columns, 0, rows) if rows else (0, columns))

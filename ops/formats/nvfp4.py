@@ -1,0 +1,114 @@
+"""NVFP4: E2M1 elements with one e4m3 scale per 16 along K, and one fp32 factor per tensor.
+
+    value = e2m1(code) * scale[k // 16] / tensor_scale
+
+Quantisation, in exactly this order, all in fp32 with IEEE division (not the hardware's approximate
+reciprocal), so that one definition holds on every device:
+
+    amax  = max |x| over the block
+    scale = e4m3((tensor_scale * amax) / 6)         nearest even, saturating at 448; stored
+    code  = e2m1(x * (tensor_scale / scale))        0 where the stored scale is 0
+
+A block whose scale rounds to zero is all zeros: its elements are below the format's resolution.
+NaN and infinities in x saturate. Rows and K-scales of the layout past the data are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.ops.formats import fp4
+from tilewright.ops.formats.scale_layout import (
+    BLOCK_ROWS,
+    group_scale_offsets,
+    max_scale_blocks,
+    scale_rows,
+    swizzle,
+    unswizzle,
+)
+
+BLOCK = 16
+E4M3_MAX = 448.0
+
+
+def quantize(
+    x: torch.Tensor, tensor_scale: float | torch.Tensor = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed uint8 [..., K/2], scales float8_e4m3fn [..., K/16], row-major) of x [..., K].
+
+    tensor_scale: a number, or fp32 that broadcasts to x.shape[:-1]. Raises ValueError unless 16
+    divides K and a number is positive and finite.
+    """
+    if x.shape[-1] % BLOCK:
+        raise ValueError(f"x: expected a last dimension that 16 divides, got {list(x.shape)}")
+    if not isinstance(tensor_scale, torch.Tensor):
+        if not 0 < tensor_scale < float("inf"):
+            raise ValueError(f"tensor_scale: expected a positive number, got {tensor_scale}")
+        tensor_scale = torch.tensor(tensor_scale, device=x.device)
+    row_scale = tensor_scale.float()[..., None]
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    amax = blocks.abs().amax(-1).nan_to_num(nan=float("inf"))
+    scale = (row_scale * amax / fp4.MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    stored = scale.float()
+    factor = torch.where(stored == 0, 0.0, row_scale / stored)[..., None]
+    scaled = torch.where(factor == 0, 0.0, blocks * factor)
+    return fp4.pack(fp4.encode(scaled.flatten(-2))), scale
+
+
+def dequantize(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: float | torch.Tensor = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """x [..., K] of packed [..., K/2] and row-major scales [..., K/16].
+
+    With tensor_scale 1 the result is exact in bfloat16 and wider: 2 + 4 significant bits. The sign
+    of a scale is ignored, as the tensor core ignores it.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    values = fp4.decode(fp4.unpack(packed), wide).unflatten(-1, (-1, BLOCK))
+    if isinstance(tensor_scale, torch.Tensor):
+        tensor_scale = tensor_scale.to(wide)[..., None]
+    factor = scales.to(wide).abs() / tensor_scale
+    return (values * factor[..., None]).flatten(-2).to(dtype)
+
+
+def quantize_grouped(
+    x: torch.Tensor, group_offsets: torch.Tensor, tensor_scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed [T, K/2], 5-D scales [S, ceil(K/64), 32, 4, 4]) of the rows of a grouped GEMM.
+
+    x [T, K], rows sorted by group; group_offsets int [G + 1]; tensor_scales fp32 [G], None for 1.
+    S = ceil(T/128) + G blocks, which suffices for any split. Rows of no group get scale zero.
+    """
+    if tensor_scales is None:
+        packed, scales = quantize(x)
+    else:
+        token = torch.arange(x.shape[0], device=x.device)
+        group = torch.searchsorted(group_offsets[1:].long().contiguous(), token, right=True)
+        packed, scales = quantize(x, tensor_scales[group.clamp_max(tensor_scales.shape[0] - 1)])
+    return packed, place_scales(scales, group_offsets)
+
+
+def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+    """Row-major scales [T, C] of sorted rows in the 5-D layout, every group in blocks of its own."""
+    num_tokens, columns = scales.shape
+    num_blocks = max_scale_blocks(num_tokens, group_offsets.shape[0] - 1)
+    rows = scale_rows(group_offsets, group_scale_offsets(group_offsets), num_tokens)
+    # Bytes, as fp8 tensors cannot be indexed everywhere; rows of no group go to one that is cut off.
+    last = num_blocks * BLOCK_ROWS
+    space = torch.zeros(last + 1, columns, dtype=torch.uint8, device=scales.device)
+    space[torch.where(rows < 0, last, rows)] = scales.view(torch.uint8)
+    return swizzle(space[:last]).view(scales.dtype)
+
+
+def read_scales(
+    layout: torch.Tensor, group_offsets: torch.Tensor, deltas: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    """Row-major scales [T, C] = shape out of the 5-D layout; rows of no group read as zero."""
+    num_tokens, columns = shape
+    rows = scale_rows(group_offsets, deltas, num_tokens)
+    matrix = unswizzle(layout.view(torch.uint8), layout.shape[0] * BLOCK_ROWS, columns)
+    taken = matrix[rows.clamp_min(0)].view(layout.dtype)
+    return torch.where(rows[:, None] < 0, torch.zeros_like(taken.float()), taken.float())

@@ -1,0 +1,93 @@
+"""The 128x4 layout in which tcgen05 reads block scales (NVFP4, MXFP4, MXFP8), both ways.
+
+Rows come in blocks of 128 and scales along K in blocks of 4; such a block is 512 contiguous bytes,
+row r and scale c of it at byte (r % 32) * 16 + (r // 32) * 4 + c. It is the order of cuBLAS and of
+`torch.nn.functional.scaled_mm` with SWIZZLE_32_4_4. As a tensor:
+
+    A side  [blocks, ceil(C/4), 32, 4, 4]                5-D; C scales along K
+    B side  [E, ceil(N/128), ceil(C/4), 32, 4, 4]        6-D; each expert padded to 128 rows
+
+On the A side of a grouped GEMM every group starts a block of its own, so the block of a row depends
+on the groups before it. That dependence is one number per group, a *delta* (`group_scale_offsets`)
+on the block number that the row's absolute position alone would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BLOCK_ROWS = 128
+BLOCK_SCALES = 4
+ATOM = (32, 4, 4)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Row-major scales [..., R, C] to [..., ceil(R/128), ceil(C/4), 32, 4, 4], zero padded."""
+    *batch, rows, columns = scales.shape
+    row_blocks, column_blocks = ceil_div(rows, BLOCK_ROWS), ceil_div(columns, BLOCK_SCALES)
+    padded = scales.new_zeros(*batch, row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
+    padded[..., :rows, :columns] = scales
+    atoms = padded.view(*batch, row_blocks, 4, 32, column_blocks, BLOCK_SCALES)
+    n = len(batch)
+    return atoms.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4).contiguous()
+
+
+def unswizzle(layout: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse of `swizzle`: [..., Rb, Cb, 32, 4, 4] to row-major [..., rows, columns].
+
+    Raises ValueError where the layout does not hold as many.
+    """
+    *batch, row_blocks, column_blocks = layout.shape[:-3]
+    held = (row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
+    if layout.shape[-3:] != ATOM or rows > held[0] or columns > held[1]:
+        raise ValueError(
+            f"layout: expected [..., {ceil_div(rows, BLOCK_ROWS)}, "
+            f"{ceil_div(columns, BLOCK_SCALES)}, 32, 4, 4], got {list(layout.shape)}"
+        )
+    n = len(batch)
+    matrix = layout.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4).reshape(*batch, *held)
+    return matrix[..., :rows, :columns]
+
+
+def group_scale_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
+    """Deltas [G] of a grouped GEMM's A-side scales, for `group_offsets` [G + 1] (exclusive sums).
+
+    delta[g] = sum over i < g of ceil(n_i / 128), minus group_offsets[g] // 128; never negative.
+    Computed on the device, without a synchronisation; int32.
+    """
+    starts = group_offsets[:-1].long()
+    blocks = (group_offsets.long().diff() + BLOCK_ROWS - 1) // BLOCK_ROWS
+    before = blocks.cumsum(0) - blocks
+    return (before - starts // BLOCK_ROWS).to(torch.int32)
+
+
+def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Row of the A-side scale space for every token [T]: 128 * block + position in its group % 128.
+
+    Rows after the last group get -1.
+    """
+    token = torch.arange(num_tokens, device=group_offsets.device)
+    ends = group_offsets[1:].long()
+    group = torch.searchsorted(ends.contiguous(), token, right=True)
+    inside = group < ends.shape[0]
+    group = group.clamp_max(max(ends.shape[0] - 1, 0))
+    start = group_offsets.long()[group]
+    position = token - start
+    block = start // BLOCK_ROWS + position // BLOCK_ROWS + deltas.long()[group]
+    return torch.where(inside, block * BLOCK_ROWS + position % BLOCK_ROWS, -1)
+
+
+def max_scale_blocks(num_tokens: int, num_groups: int) -> int:
+    """Blocks that suffice for any split of the tokens over the groups: what a graph allocates."""
+    return ceil_div(num_tokens, BLOCK_ROWS) + num_groups
+
+
+def layout_shape(rows: int, columns: int, batch: Sequence[int] = ()) -> tuple[int, ...]:
+    """Shape of `swizzle`'s result for row-major [*batch, rows, columns]."""
+    return (*batch, ceil_div(rows, BLOCK_ROWS), ceil_div(columns, BLOCK_SCALES), *ATOM)
