@@ -61,7 +61,7 @@ def _quantize(
 
 
 def _pad(x: torch.Tensor, row_block: int, column_block: int) -> torch.Tensor:
-    """x with zeros up to whole blocks in its last dimension, and its last but one if row_block > 1."""
+    """x with zeros up to whole blocks of its last two dimensions; row_block 1: of its last."""
     columns = -x.shape[-1] % column_block
     rows = -x.shape[-2] % row_block if row_block > 1 else 0
     return torch.nn.functional.pad(x, (0, columns, 0, rows) if rows else (0, columns))

@@ -92,11 +92,11 @@ def quantize_grouped(
 
 
 def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-    """Row-major scales [T, C] of sorted rows in the 5-D layout, every group in blocks of its own."""
+    """Row-major scales [T, C] of sorted rows in the 5-D layout, each group in its own blocks."""
     num_tokens, columns = scales.shape
     num_blocks = max_scale_blocks(num_tokens, group_offsets.shape[0] - 1)
     rows = scale_rows(group_offsets, group_scale_offsets(group_offsets), num_tokens)
-    # Bytes, as fp8 tensors cannot be indexed everywhere; rows of no group go to one that is cut off.
+    # Bytes, as fp8 cannot be indexed everywhere; rows of no group go to one that is cut off.
     last = num_blocks * BLOCK_ROWS
     space = torch.zeros(last + 1, columns, dtype=torch.uint8, device=scales.device)
     space[torch.where(rows < 0, last, rows)] = scales.view(torch.uint8)
