@@ -1,0 +1,191 @@
+"""`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing stays outside.
+
+    for every token t and slot s, with e = expert_ids[t, s] and w = expert_weights[t, s]:
+        gate = x[t] @ gate_weight[e]^T (+ bias)          fp32
+        up   = x[t] @ up_weight[e]^T (+ bias)
+        h    = activation(gate, up)                      fp32, then rounded to x's dtype
+        y    = h @ down_weight[e]^T (+ bias)             fp32
+        out[t] += w * y                                  fp32, slots in order; rounded once
+
+`weight_on_input` scales x[t] by w instead (rounded to x's dtype, as Llama-4 does). Expert -1: the
+slot adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+)
+from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
+from tilewright.ops.grouped_matmul import multiply_by_expert
+from tilewright.ops.grouping import INDEX_DTYPES, check_expert_values
+
+NAME = "fused_moe"
+SCHEMA = (
+    "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_weight, Tensor? up_weight, "
+    "Tensor down_weight, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "
+    'str activation="silu", float alpha=1.702, float limit=0.0, bool weight_on_input=False, '
+    'str weight_format="dense", int[] scale_block=[], Tensor? gate_scale=None, '
+    "Tensor? up_scale=None, Tensor? down_scale=None, Tensor? gate_expert_scale=None, "
+    "Tensor? up_expert_scale=None, Tensor? down_expert_scale=None) -> Tensor"
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.Tensor]
+
+
+def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
+    def apply(gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float):
+        value = function(gate)
+        return value if up is None else value * up
+
+    return apply
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float):
+    """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within ±limit."""
+    assert up is not None
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": _gated(torch.nn.functional.silu),
+    "gelu": _gated(torch.nn.functional.gelu),
+    "gelu_tanh": _gated(lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    "relu": _gated(torch.relu),
+    "relu_squared": _gated(lambda x: torch.relu(x).square()),
+    "clamped_swiglu": _clamped_swiglu,
+}
+
+
+@dataclass(frozen=True)
+class FusedMoeArguments:
+    """The arguments of `fused_moe`: T tokens, H hidden, S slots (top-k), E experts, I inner.
+
+    x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
+    (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
+    weight, concatenated or interleaved, stored either way round, is two views of one tensor.
+    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha and limit are
+    clamped_swiglu's. weight_format, scale_block, *_scale, *_expert_scale: of all weights, see
+    ops.formats.expert_weight. Result [T, H] of x's dtype.
+    """
+
+    x: torch.Tensor
+    expert_ids: torch.Tensor
+    expert_weights: torch.Tensor
+    gate_weight: torch.Tensor
+    up_weight: torch.Tensor | None
+    down_weight: torch.Tensor
+    _: KW_ONLY
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 0.0
+    weight_on_input: bool = False
+    weight_format: str = "dense"
+    scale_block: Sequence[int] = ()
+    gate_scale: torch.Tensor | None = None
+    up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    gate_expert_scale: torch.Tensor | None = None
+    up_expert_scale: torch.Tensor | None = None
+    down_expert_scale: torch.Tensor | None = None
+
+    def experts(self, name: str) -> ExpertWeight | None:
+        """The weight called `gate`, `up` or `down`; None where there is none."""
+        data = getattr(self, f"{name}_weight")
+        if data is None:
+            return None
+        scales = (getattr(self, f"{name}_scale"), getattr(self, f"{name}_expert_scale"))
+        return ExpertWeight(data, self.weight_format, scales[0], self.scale_block, scales[1])
+
+
+def validate(a: FusedMoeArguments) -> None:
+    check_dtype(NAME, "x", a.x, DTYPES)
+    check_shape(NAME, "x", a.x, "[T, H]", (None, None))
+    check_last_dim_dense(NAME, "x", a.x)
+    check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
+    _check_routes(a)
+    _check_weights(a)
+
+
+def _check_routes(a: FusedMoeArguments) -> None:
+    routes = (a.x.shape[0], None)
+    check_shape(NAME, "expert_ids", a.expert_ids, "[T, S]", routes)
+    check_dtype(NAME, "expert_ids", a.expert_ids, INDEX_DTYPES)
+    check_shape(NAME, "expert_weights", a.expert_weights, "[T, S]", a.expert_ids.shape)
+    check_dtype(NAME, "expert_weights", a.expert_weights, DTYPES)
+    for name in ("expert_ids", "expert_weights"):
+        check_device(NAME, name, getattr(a, name), a.x.device)
+
+
+def _check_weights(a: FusedMoeArguments) -> None:
+    gate, down = a.experts("gate"), a.experts("down")
+    assert gate is not None and down is not None
+    num_experts, inner, _ = gate.shape
+    hidden = a.x.shape[1]
+    wanted = {"gate": (num_experts, inner, hidden), "up": (num_experts, inner, hidden)}
+    wanted["down"] = (num_experts, hidden, inner)
+    if a.up_weight is None and a.activation == "clamped_swiglu":
+        raise ArgumentError(NAME, "up_weight", "a weight, as clamped_swiglu is gated", None)
+    for name, shape in wanted.items():
+        weight, bias = a.experts(name), getattr(a, f"{name}_bias")
+        if weight is None:
+            if bias is not None:
+                raise ArgumentError(NAME, f"{name}_bias", "none without the weight", "a tensor")
+            continue
+        check_expert_weight(NAME, f"{name}_weight", weight, a.x.dtype)
+        check_device(NAME, f"{name}_weight", weight.data, a.x.device)
+        if weight.shape != shape:
+            expected = f"experts, rows and columns {list(shape)}"
+            raise ArgumentError(NAME, f"{name}_weight", expected, list(weight.shape))
+        if bias is not None:
+            check_shape(NAME, f"{name}_bias", bias, "[E, N]", shape[:2])
+            check_dtype(NAME, f"{name}_bias", bias, (a.x.dtype, torch.float32))
+            check_device(NAME, f"{name}_bias", bias, a.x.device)
+
+
+def validate_values(a: FusedMoeArguments) -> None:
+    if a.expert_ids.device.type == "cpu":
+        check_expert_values(NAME, "expert_ids", a.expert_ids, a.gate_weight.shape[0])
+
+
+def fake(a: FusedMoeArguments) -> torch.Tensor:
+    return a.x.new_empty(a.x.shape)
+
+
+def reference(a: FusedMoeArguments) -> torch.Tensor:
+    """The meaning of the op, in plain PyTorch."""
+    compute = torch.promote_types(a.x.dtype, torch.float32)
+    num_tokens, num_slots = a.expert_ids.shape
+    expert = a.expert_ids.long().flatten()
+    weight = a.expert_weights.to(compute)
+    rows = a.x.to(compute)[:, None].expand(-1, num_slots, -1)
+    if a.weight_on_input:
+        rows = (rows * weight[..., None]).to(a.x.dtype).to(compute)
+    rows = rows.reshape(-1, a.x.shape[1])
+    gate, up, down = (a.experts(name) for name in ("gate", "up", "down"))
+    assert gate is not None and down is not None
+    gated = multiply_by_expert(rows, expert, gate, a.gate_bias)
+    upper = None if up is None else multiply_by_expert(rows, expert, up, a.up_bias)
+    hidden = ACTIVATIONS[a.activation](gated, upper, a.alpha, a.limit)
+    hidden = hidden.to(a.x.dtype).to(compute)
+    out = multiply_by_expert(hidden, expert, down, a.down_bias)
+    out = out.view(num_tokens, num_slots, -1)
+    if not a.weight_on_input:
+        out = torch.where(expert.view(num_tokens, num_slots, 1) < 0, 0, out * weight[..., None])
+    return out.sum(1).to(a.x.dtype)

@@ -1,0 +1,167 @@
+"""`grouped_matmul_dynamic_scaled_nvfp4`: NVFP4 activations times NVFP4 expert weights, with MAX's
+signature.
+
+    for every row m of group g with e = expert_ids[g] >= 0:
+        acc = sum_k  a[m, k] * sa(m, k // 16) * b[e, n, k] * sb(e, n, k // 16)
+        out[m, n] = bfloat16(expert_scales[e] * acc)
+
+fp32 accumulation, the expert's factor in fp32 before the one rounding. Signs of block scales are
+ignored, as the tensor core ignores them. Where MAX leaves the rows of a group with id -1 untouched,
+they are zero here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
+from tilewright.ops.formats import nvfp4
+from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.formats.scale_layout import (
+    group_scale_offsets,
+    layout_shape,
+    unswizzle,
+)
+from tilewright.ops.grouped_matmul import multiply_by_expert
+from tilewright.ops.grouping import (
+    INDEX_DTYPES,
+    check_expert_values,
+    check_group_values,
+    expert_of_rows,
+)
+
+NAME = "grouped_matmul_dynamic_scaled_nvfp4"
+SCHEMA = (
+    "(Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor group_offsets, "
+    "Tensor group_scale_offsets, Tensor expert_ids, Tensor expert_scales, *, "
+    "SymInt? num_active_experts=None, ScalarType? out_dtype=None) -> Tensor"
+)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Nvfp4MatmulArguments:
+    """T rows, K inner (32 divides K), N outer, E experts, G groups.
+
+    a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn
+    [S, ceil(K/64), 32, 4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see
+    ops.formats.scale_layout. group_offsets int [>= G + 1], exclusive; group_scale_offsets int
+    [>= G]: the delta form of ops.formats.scale_layout.group_scale_offsets; expert_ids int [>= G],
+    -1: none; expert_scales fp32 [E], by expert id. num_active_experts: G; None: all the offsets
+    given. Result [T, N] of out_dtype (None: bfloat16).
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scales: torch.Tensor
+    b_scales: torch.Tensor
+    group_offsets: torch.Tensor
+    group_scale_offsets: torch.Tensor
+    expert_ids: torch.Tensor
+    expert_scales: torch.Tensor
+    _: KW_ONLY
+    num_active_experts: int | None = None
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.out_dtype is None else self.out_dtype
+
+    @property
+    def num_groups(self) -> int:
+        given = self.group_offsets.shape[0] - 1
+        return given if self.num_active_experts is None else self.num_active_experts
+
+
+def validate(a: Nvfp4MatmulArguments) -> None:
+    check_shape(NAME, "a", a.a, "[T, K/2]", (None, None))
+    packed = a.a.shape[1]
+    if packed % 16:
+        expected = "K that 32 divides (rows of whole 16 bytes)"
+        raise ArgumentError(NAME, "a", expected, f"K = {2 * packed}")
+    check_shape(NAME, "b", a.b, "[E, N, K/2]", (None, None, packed))
+    for name in ("a", "b"):
+        check_dtype(NAME, name, getattr(a, name), (torch.uint8,))
+        check_last_dim_dense(NAME, name, getattr(a, name))
+    _check_scales(a, 2 * packed)
+    _check_groups(a)
+    if a.result_dtype not in OUT_DTYPES:
+        expected = " or ".join(str(dtype) for dtype in OUT_DTYPES)
+        raise ArgumentError(NAME, "out_dtype", expected, a.out_dtype)
+
+
+def _check_scales(a: Nvfp4MatmulArguments, inner: int) -> None:
+    num_experts, rows = a.b.shape[:2]
+    columns = inner // nvfp4.BLOCK
+    _, *a_shape = layout_shape(0, columns)
+    check_shape(NAME, "a_scales", a.a_scales, "[S, K/64, 32, 4, 4]", (None, *a_shape))
+    b_shape = layout_shape(rows, columns, (num_experts,))
+    check_shape(NAME, "b_scales", a.b_scales, "[E, N/128, K/64, 32, 4, 4]", b_shape)
+    check_shape(NAME, "expert_scales", a.expert_scales, "[E]", (num_experts,))
+    for name in ("a_scales", "b_scales"):
+        check_dtype(NAME, name, getattr(a, name), (torch.float8_e4m3fn,))
+        check_device(NAME, name, getattr(a, name), a.a.device)
+        if not getattr(a, name).is_contiguous():
+            raise ArgumentError(NAME, name, "a contiguous layout", "another")
+    check_dtype(NAME, "expert_scales", a.expert_scales, (torch.float32,))
+
+
+def _check_groups(a: Nvfp4MatmulArguments) -> None:
+    for name, least in (("group_offsets", 1), ("group_scale_offsets", 0), ("expert_ids", 0)):
+        tensor = getattr(a, name)
+        check_shape(NAME, name, tensor, "[G]", (None,))
+        check_dtype(NAME, name, tensor, INDEX_DTYPES)
+        check_device(NAME, name, tensor, a.a.device)
+        wanted = a.num_groups + least
+        if not holds(tensor.shape[0] >= wanted):
+            expected = f"at least {wanted} elements for {a.num_groups} groups"
+            raise ArgumentError(NAME, name, expected, tensor.shape[0])
+
+
+def validate_values(a: Nvfp4MatmulArguments) -> None:
+    if a.a.device.type != "cpu" or a.num_groups == 0:
+        return
+    groups = a.num_groups
+    offsets = a.group_offsets[: groups + 1]
+    if int(offsets[0]) != 0:
+        raise ArgumentError(NAME, "group_offsets", "0 as the first", int(offsets[0]))
+    check_group_values(NAME, offsets[1:], None, 0, a.a.shape[0])
+    check_expert_values(NAME, "expert_ids", a.expert_ids[:groups], a.b.shape[0])
+    expected = group_scale_offsets(offsets)
+    given = a.group_scale_offsets[:groups].to(torch.int32)
+    active = offsets.diff() > 0
+    if not torch.equal(given[active], expected[active]):
+        group = int(((given != expected) & active).nonzero()[0])
+        wanted = f"the delta {int(expected[group])} for group {group} (see group_scale_offsets)"
+        raise ArgumentError(NAME, "group_scale_offsets", wanted, int(given[group]))
+    blocks = int(((offsets.diff() + 127) // 128).sum())
+    if blocks > a.a_scales.shape[0]:
+        raise ArgumentError(NAME, "a_scales", f"{blocks} blocks of 128 rows", a.a_scales.shape[0])
+
+
+def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
+    return a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.result_dtype)
+
+
+def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
+    """The meaning of the op, in plain PyTorch."""
+    num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
+    offsets = a.group_offsets[: a.num_groups + 1]
+    deltas = a.group_scale_offsets[: a.num_groups]
+    scales = nvfp4.read_scales(a.a_scales, offsets, deltas, (num_rows, columns))
+    x = nvfp4.dequantize(a.a, scales)
+    b_scales = unswizzle(a.b_scales.view(torch.uint8), a.b.shape[1], columns)
+    weight = ExpertWeight(
+        a.b, "nvfp4", b_scales.view(torch.float8_e4m3fn), expert_scale=a.expert_scales
+    )
+    expert = expert_of_rows(offsets[1:], a.expert_ids[: a.num_groups], num_rows)
+    return multiply_by_expert(x, expert, weight, None).to(a.result_dtype)
