@@ -135,7 +135,8 @@ def _check_routes(a: FusedMoeArguments) -> None:
 
 def _check_weights(a: FusedMoeArguments) -> None:
     gate, down = a.experts("gate"), a.experts("down")
-    assert gate is not None and down is not None
+    assert gate is not None
+    assert down is not None
     num_experts, inner, _ = gate.shape
     hidden = a.x.shape[1]
     wanted = {"gate": (num_experts, inner, hidden), "up": (num_experts, inner, hidden)}
@@ -179,7 +180,8 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
         rows = (rows * weight[..., None]).to(a.x.dtype).to(compute)
     rows = rows.reshape(-1, a.x.shape[1])
     gate, up, down = (a.experts(name) for name in ("gate", "up", "down"))
-    assert gate is not None and down is not None
+    assert gate is not None
+    assert down is not None
     gated = multiply_by_expert(rows, expert, gate, a.gate_bias)
     upper = None if up is None else multiply_by_expert(rows, expert, up, a.up_bias)
     hidden = ACTIVATIONS[a.activation](gated, upper, a.alpha, a.limit)
