@@ -26,9 +26,11 @@ from tilewright.ops.checks import (
     check_last_dim_dense,
     check_shape,
 )
+from tilewright.ops.contract import FusedOp, Tolerance, register
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.grouped_matmul import multiply_by_expert
 from tilewright.ops.grouping import INDEX_DTYPES, check_expert_values
+from tilewright.ops.moe_samples import MOE_CASES, MoeCase, sample_moe
 
 NAME = "fused_moe"
 SCHEMA = (
@@ -40,6 +42,17 @@ SCHEMA = (
     "Tensor? up_expert_scale=None, Tensor? down_expert_scale=None) -> Tensor"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ERROR_MODEL = (
+    "fp32 accumulation; the hidden activation is rounded to the activations' dtype, which errs by "
+    "its unit in the last place times a random walk over the inner dimension, measured against the "
+    "rms of the output; then one rounding of the result"
+)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
+    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+}
 
 Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.Tensor]
 
@@ -191,3 +204,28 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
     if not a.weight_on_input:
         out = torch.where(expert.view(num_tokens, num_slots, 1) < 0, 0, out * weight[..., None])
     return out.sum(1).to(a.x.dtype)
+
+
+def sample_inputs(
+    case: MoeCase, device: str | torch.device = "cpu", seed: int = 0
+) -> FusedMoeArguments:
+    """Random arguments of a case."""
+    return FusedMoeArguments(**sample_moe(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=FusedMoeArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(),
+        cases=MOE_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
+    )
+)

@@ -3,6 +3,6 @@
 Importing the package registers the families, in order of preference.
 """
 
-from tilewright.patterns import cache_absent, cache_store, qkv_cache
+from tilewright.patterns import cache_absent, cache_store, moe, qkv_cache
 
-__all__ = ["cache_absent", "cache_store", "qkv_cache"]
+__all__ = ["cache_absent", "cache_store", "moe", "qkv_cache"]

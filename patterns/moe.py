@@ -1,0 +1,504 @@
+"""The experts of a mixture, as one grouped GEMM per projection.
+
+    order = sort(expert_ids)
+    rows  = x[order // S]
+    h     = activation(grouped_mm(rows, gate_up, ends))          ⇒   fused_moe
+    y     = grouped_mm(h, down, ends) * expert_weights[order]
+    out   = y, back in the tokens' order, summed over their S slots
+
+The router stays outside. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.activation import Activation, match_activation
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.language import Match, Result, Stage, register_code, reject
+from tilewright.patterns.norm import strip_casts
+from tilewright.patterns.routing import (
+    Order,
+    flat,
+    gathered,
+    in_order,
+    match_ends,
+    match_inverse,
+    match_order,
+    match_rows,
+)
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
+register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
+register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
+register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
+register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`grouped_mm(x, weight, ends) + bias[expert]`; weight [E, N, K], bias [E, N].
+
+    end: the value that holds the result [M, N].
+    """
+
+    x: View
+    weight: View
+    bias: View | None
+    bias_index: View | None
+    ends: View
+    end: Value
+    absorbed: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Combine:
+    """The way from the down GEMM's rows to tokens. weights: expert weights [T, S]; None: not here.
+
+    end: the result [T, H].
+    """
+
+    weights: View | None
+    num_slots: Any
+    end: Value
+    absorbed: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class MoeAnchor:
+    """Two grouped GEMMs on the same groups, the first feeding the second."""
+
+    gate_up: Value
+    down: Value
+
+    @property
+    def node(self) -> Any:
+        return self.down.node
+
+    @property
+    def stores(self) -> tuple[Value, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Moe:
+    """The pattern; see the module."""
+
+    name: str = "moe"
+    op: str = "fused_moe"
+
+    def anchors(self, flow: Dataflow) -> Iterator[MoeAnchor]:
+        gemms = [v for v in flow.values if v.op == "aten._grouped_mm"]
+        for down in gemms:
+            reached = _upstream(down)
+            for gate_up in gemms:
+                if gate_up in reached and _ends_of(gate_up) == _ends_of(down):
+                    yield MoeAnchor(gate_up, down)
+                    break
+
+    def match(self, anchor: MoeAnchor, flow: Dataflow) -> Match:
+        down = _gemm(anchor.down, flow)
+        activation = match_activation(down.x)
+        if activation is None:
+            reject(
+                "EXPERT_ACTIVATION",
+                Stage.ACTIVATION,
+                f"found {down.x.value} between the two grouped GEMMs",
+                down.x,
+            )
+        gate_up = _gemm(anchor.gate_up, flow)
+        _check_activation(activation, gate_up)
+        order, num_slots, x = _rows(gate_up)
+        _check_groups(gate_up, down, order)
+        combine = _combine(flow, down, order, num_slots)
+        _guard(gate_up, down, x)
+        return _match(self, flow, anchor, x, order, activation, gate_up, down, combine)
+
+
+def _ends_of(gemm: Value) -> Any:
+    given = gemm.kwargs.get("offs")
+    return given if given is not None else (gemm.args[2] if len(gemm.args) > 2 else None)
+
+
+def _upstream(value: Value, reach: int = 24) -> set[Value]:
+    """What a value's first operand is made of, a few steps back."""
+    seen: set[Value] = set()
+    front = [value.args[0].value]
+    while front and len(seen) < reach:
+        item = front.pop(0)
+        if item not in seen:
+            seen.add(item)
+            if item.op != "aten._grouped_mm":
+                front += [v.value for v in item.operands]
+    return seen
+
+
+def _gemm(value: Value, flow: Dataflow) -> Gemm:
+    """The GEMM with the bias that follows it, if one does."""
+    weight: View = value.args[1]
+    if not flow.memory_of[weight.value.node].is_input and weight.value.op not in (
+        "constant",
+        "input",
+    ):
+        reject(
+            "EXPERT_WEIGHT",
+            Stage.ACTIVATION,
+            f"the weight is {weight.value}, computed in the graph",
+            weight,
+        )
+    by_row = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
+    bias, index, end, absorbed = None, None, value, (value,)
+    for user in flow.users.get(value, ()):
+        found = _bias(user, value) if user.op == "aten.add" else None
+        if found is not None:
+            bias, index, values = found
+            end, absorbed = user, (value, user, *values)
+            break
+    x, casts = strip_casts(value.args[0])
+    return Gemm(x, by_row, bias, index, _ends_of(value), end, (*absorbed, *casts))
+
+
+def _bias(add: Value, gemm: Value) -> tuple[View, View, tuple[Value, ...]] | None:
+    """(bias [E, N], experts by row, values) of gemm + bias[experts]."""
+    if len(add.operands) != 2 or add.kwargs.get("alpha", 1) != 1:
+        return None
+    other = next((v for v in add.operands if v.value is not gemm), None)
+    if other is None or gemm.whole not in add.operands:
+        return None
+    other, casts = strip_casts(other)
+    taken = gathered(other)
+    if taken is None:
+        return None
+    return taken[0], taken[1], (other.value, *casts)
+
+
+def _check_activation(activation: Activation, gate_up: Gemm) -> None:
+    for name, part in (("gate", activation.gate), ("up", activation.up)):
+        if part is not None and part.value is not gate_up.end:
+            reject(
+                "EXPERT_ACTIVATION",
+                Stage.ACTIVATION,
+                f"the {name} half is {part.value}, not a part of the first grouped GEMM",
+                part,
+            )
+        if part is not None and not _is_columns(part):
+            reject(
+                "EXPERT_ACTIVATION",
+                Stage.ACTIVATION,
+                f"the {name} half does not take the same columns of every row",
+                part,
+            )
+
+
+def _is_columns(part: View) -> bool:
+    """Whether a view takes all rows, and columns at one distance, of a [M, N] value."""
+    if len(part.effect.dims) != 2 or part.effect.start[0] != 0:
+        return False
+    rows, columns = part.effect.dims
+    whole = effects.identity(part.value.shape).dims[0]
+    return rows == whole and len(columns) == 1 and columns[0].axis == 1
+
+
+def _rows(gate_up: Gemm) -> tuple[Order, Any, View]:
+    """(order, S, x [T, H]) of the gathered rows."""
+    taken = gathered(gate_up.x)
+    if taken is None:
+        reject(
+            "EXPERT_ORDER",
+            Stage.ACTIVATION,
+            f"the rows are {gate_up.x.value}, not gathered from the tokens",
+            gate_up.x,
+        )
+    source, rows = taken
+    for permutation in _permutations(rows):
+        order = match_order(permutation)
+        num_slots = None if order is None else match_rows(rows, order)
+        if order is not None and num_slots is not None:
+            x, _ = strip_casts(source)
+            return order, num_slots, x
+    reject(
+        "EXPERT_ORDER",
+        Stage.ACTIVATION,
+        "the rows are not taken in the order of a sort of the expert numbers",
+        rows,
+    )
+
+
+def _permutations(rows: View) -> Iterator[View]:
+    """Candidates for the order's permutation among what the row numbers are made of."""
+    front = [rows]
+    while front:
+        view = front.pop(0)
+        if view.value.op in ("aten.sort", "aten.argsort"):
+            yield view
+        else:
+            front += view.value.operands
+
+
+def _check_groups(gate_up: Gemm, down: Gemm, order: Order) -> None:
+    found = match_ends(gate_up.ends)
+    num_experts = gate_up.weight.shape[0]
+    if found is None or found[1] != num_experts or found[0] != order.ids:
+        reject(
+            "EXPERT_ENDS",
+            Stage.ACTIVATION,
+            f"offs is {gate_up.ends.value}; expected the running counts of the {num_experts} "
+            "experts among the sorted routes",
+            gate_up.ends,
+        )
+    for gemm in (gate_up, down):
+        if gemm.bias_index is not None and not in_order(gemm.bias_index, order):
+            reject(
+                "EXPERT_ORDER",
+                Stage.ACTIVATION,
+                "the bias is not that of each row's expert",
+                gemm.bias_index,
+            )
+
+
+# --- back to tokens -------------------------------------------------------------------------------
+
+
+def _combine(flow: Dataflow, down: Gemm, order: Order, num_slots: Any) -> Combine:
+    """Weighting, un-permutation and sum, in whichever order and spelling."""
+    value, weights, absorbed = down.end, None, []
+    in_token_order = False
+    for _ in range(8):
+        user = _only_user(flow, value)
+        if user is None:
+            break
+        absorbed.append(user)
+        if user.op == "cast" or user.op == "aten.clone":
+            value = user
+        elif user.op == "aten.mul" and weights is None:
+            weights = _weights(user, value, order, num_slots, in_token_order)
+            if weights is None:
+                break
+            value = user
+        elif not in_token_order and (extra := _unpermuted(user, value, order)) is not None:
+            value, in_token_order = user, True
+            absorbed += extra
+        elif (in_token_order and _sums_slots(user, value, num_slots)) or (
+            not in_token_order and _adds_rows(user, value, order, num_slots)
+        ):
+            return _finish(flow, user, weights, num_slots, absorbed)
+        else:
+            break
+    reject(
+        "EXPERT_COMBINE",
+        Stage.GUARDS,
+        f"after the down projection came {absorbed[-1] if absorbed else 'no single reader'}",
+        absorbed[-1] if absorbed else down.end,
+    )
+
+
+def _finish(
+    flow: Dataflow, end: Value, weights: View | None, num_slots: Any, absorbed: list[Value]
+) -> Combine:
+    """With the cast back to the activation's dtype, where one is the only reader."""
+    if weights is None:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            "the experts' results are summed without weights",
+            end,
+        )
+    user = _only_user(flow, end)
+    if user is not None and user.op == "cast" and end not in flow.output_values:
+        absorbed.append(user)
+        end = user
+    return Combine(weights, num_slots, end, tuple(absorbed))
+
+
+def _only_user(flow: Dataflow, value: Value) -> Value | None:
+    users = list(dict.fromkeys(flow.users.get(value, ())))
+    # An in-place spelling is a computation and a store of it into the same memory.
+    users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
+                                      and not u.store.index)]  # fmt: skip
+    return users[0] if len(users) == 1 else None
+
+
+def _weights(
+    product: Value, value: Value, order: Order, num_slots: Any, in_token_order: bool
+) -> View | None:
+    """Expert weights [T, S] of value * weight."""
+    if len(product.operands) != 2:
+        return None
+    weight = next((v for v in product.operands if v.value is not value), None)
+    if weight is None:
+        return None
+    weight, _ = strip_casts(weight)
+    if in_token_order:
+        return _by_token(_without_columns(weight), num_slots)
+    column = _without_columns(weight)
+    if column is None:
+        return None
+    column = flat(column)
+    base, _ = strip_casts(column)
+    taken = gathered(base)
+    if taken is None or taken[1] != order.permutation:
+        return None
+    return _by_token(taken[0], num_slots)
+
+
+def _without_columns(view: View) -> View | None:
+    """A weight that is one number per row, without its dimension of one (or of repeats)."""
+    *rows, last = view.effect.dims
+    if last and any(a.axis is not None for a in last):
+        return None
+    return View(view.value, effects.Effect(tuple(rows), view.effect.start))
+
+
+def _by_token(view: View | None, num_slots: Any) -> View | None:
+    """[T * S] or [T, S] as [T, S]."""
+    if view is None:
+        return None
+    total = effects.product(view.shape)
+    tokens = effects.divides(num_slots, total)
+    if tokens is None:
+        return None
+    return View(view.value, effects.reshape(view.effect, (tokens, num_slots)))
+
+
+def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
+    """Values absorbed where `user` is `value` in the routes' own order; None where it is not."""
+    taken = gathered(user.whole)
+    if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
+        return []
+    store = user.store
+    if store is None or store.accumulate or store.memory.is_input:
+        return None
+    by_index = list(store.index.items()) == [(0, order.permutation)]
+    whole = effects.is_identity(store.target, store.memory.shape)
+    return [] if by_index and whole and store.source == value.whole else None
+
+
+def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
+    """Whether `user` is value, seen as [T, S, H], summed over S."""
+    if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
+        return False
+    view = user.operands[0]
+    dims = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if len(view.shape) != 3 or view.shape[1] != num_slots or [d % 3 for d in dims] != [1]:
+        return False
+    routes = effects.reshape(view.effect, (effects.product(view.shape[:2]), view.shape[2]))
+    flat_value = effects.product(value.shape[:-1])
+    expected = effects.reshape(effects.identity(value.shape), (flat_value, value.shape[-1]))
+    return routes == expected and not user.kwargs.get("keepdim")
+
+
+def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
+    """Whether `user` adds each row of value to its token, from zero."""
+    store = user.store
+    if user.op in ("aten.index_add", "aten.scatter_add"):
+        base, dim, index, source = user.args[:4]
+        rows = match_rows(_first_column(index), order) if dim == 0 else None
+        return rows == num_slots and source == value.whole and _is_zero(base)
+    if store is None or not store.accumulate or store.memory.is_input:
+        return False
+    items = list(store.index.items())
+    if len(items) != 1 or items[0][0] != 0 or store.source != value.whole:
+        return False
+    before = user.args[0]
+    return match_rows(items[0][1], order) == num_slots and _is_zero(before)
+
+
+def _first_column(view: View) -> View:
+    """An index that repeats along the columns, as the rows it names."""
+    if len(view.effect.dims) == 2 and all(a.axis is None for a in view.effect.dims[1]):
+        return View(view.value, effects.Effect(view.effect.dims[:1], view.effect.start))
+    return view
+
+
+def _is_zero(view: Any) -> bool:
+    names = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+    return isinstance(view, View) and view.value.op in names
+
+
+# --- the match ------------------------------------------------------------------------------------
+
+
+def _guard(gate_up: Gemm, down: Gemm, x: View) -> None:
+    dtypes = {x.value.dtype, gate_up.weight.value.dtype, down.weight.value.dtype}
+    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", gate_up.end)
+
+
+def _match(
+    pattern: Moe,
+    flow: Dataflow,
+    anchor: MoeAnchor,
+    x: View,
+    order: Order,
+    activation: Activation,
+    gate_up: Gemm,
+    down: Gemm,
+    combine: Combine,
+) -> Match:
+    num_slots = combine.num_slots
+    routes = effects.product(order.ids.shape)
+    tokens = effects.divides(num_slots, routes)
+    ids = View(order.ids.value, effects.reshape(order.ids.effect, (tokens, num_slots)))
+    parts = {"gate": activation.gate, "up": activation.up}
+    columns = {name: None if p is None else p.effect for name, p in parts.items()}
+    arguments: dict[str, Any] = {
+        "x": x,
+        "expert_ids": ids,
+        "expert_weights": combine.weights,
+        "gate_weight": _part(gate_up.weight, columns["gate"]),
+        "up_weight": _part(gate_up.weight, columns["up"]),
+        "down_weight": down.weight,
+        "gate_bias": _part(gate_up.bias, columns["gate"]),
+        "up_bias": _part(gate_up.bias, columns["up"]),
+        "down_bias": down.bias,
+        "activation": activation.name,
+        "alpha": activation.alpha,
+        "limit": activation.limit,
+    }
+    absorbed = (*gate_up.absorbed, gate_up.x.value, *activation.absorbed, *down.absorbed)
+    return Match(
+        pattern=pattern.name,
+        op=pattern.op,
+        anchor=anchor.down,
+        arguments=arguments,
+        results=(Result(combine.end, effects.identity(combine.end.shape)),),
+        absorbed=tuple(dict.fromkeys((*absorbed, *combine.absorbed))),
+        stores=(),
+        facts=_facts(x, activation, gate_up, down, num_slots),
+        scope=common_scope(anchor.gate_up.scope, anchor.down.scope),
+    )
+
+
+def _part(view: View | None, columns: effects.Effect | None) -> View | None:
+    """The rows (dimension 1) of a weight or bias [E, N, ...] that make given columns of [M, N]."""
+    if view is None or columns is None:
+        return None
+    (atom,) = columns.dims[1]
+    narrowed = effects.narrow(view.effect, 1, columns.start[1], atom.length, atom.step)
+    return View(view.value, narrowed)
+
+
+def _facts(
+    x: View, activation: Activation, gate_up: Gemm, down: Gemm, num_slots: Any
+) -> dict[str, Any]:
+    experts, hidden, inner = down.weight.shape
+    (gate,) = activation.gate.effect.dims[1]
+    tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
+    return {
+        "experts": experts,
+        "slots": num_slots,
+        "inner": inner,
+        "activation": activation.name,
+        "gate": "interleaved" if gate.step == 2 else "halves",
+        "bias": "no" if gate_up.bias is None and down.bias is None else "yes",
+        "x": f"{str(x.value.dtype).removeprefix('torch.')}[{tokens},{hidden}]",
+    }
