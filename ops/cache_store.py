@@ -24,10 +24,12 @@ from tilewright.ops.samples import ATTENTION_CASES, AttentionCase, Sampler, samp
 
 NAME = "paged_kv_store"
 SCHEMA = (
-    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot_mapping, "
+    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? slot_mapping, "
     "SymInt[] k_window, SymInt[] v_window, *, Tensor? cos=None, Tensor? sin=None, "
     'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
-    "bool static_tokens=False) -> ()"
+    "bool static_tokens=False, Tensor? k_cache_scale=None, Tensor? v_cache_scale=None, "
+    "bool cache_scale_multiplies=False, Tensor? lookup_table=None, Tensor? sequence_ids=None, "
+    "Tensor? positions=None, Tensor? row_offsets=None, Tensor? cache_lengths=None) -> ()"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -44,7 +46,7 @@ class KvStoreArguments:
     v: torch.Tensor | None
     k_cache: torch.Tensor
     v_cache: torch.Tensor | None
-    slot_mapping: torch.Tensor
+    slot_mapping: torch.Tensor | None
     k_window: Sequence[Any]
     v_window: Sequence[Any]
     _: KW_ONLY
@@ -55,6 +57,14 @@ class KvStoreArguments:
     slots: str = "flat"
     indexing: str = "paged"
     static_tokens: bool = False
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
 
 
 def validate(a: KvStoreArguments) -> None:

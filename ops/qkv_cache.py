@@ -41,12 +41,20 @@ from tilewright.ops.samples import (
 
 NAME = "fused_qkv_paged"
 SCHEMA = (
-    "(Tensor x, Tensor q_weight, Tensor k_weight, Tensor v_weight, Tensor(a!) k_cache, "
-    "Tensor(b!)? v_cache, Tensor slot_mapping, SymInt[] k_window, SymInt[] v_window, *, "
+    "(Tensor x, Tensor q_weight, Tensor k_weight, Tensor? v_weight, Tensor(a!) k_cache, "
+    "Tensor(b!)? v_cache, Tensor? slot_mapping, SymInt[] k_window, SymInt[] v_window, *, "
     "Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? q_norm_weight=None, "
     "Tensor? k_norm_weight=None, float norm_eps=1e-06, Tensor? cos=None, Tensor? sin=None, "
     'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
-    "bool static_tokens=False) -> Tensor"
+    "bool static_tokens=False, int kv_repeat=1, float clip=0.0, bool weightless_norm=False, "
+    'str norm_kind="rms", str norm_width="head", bool norm_after_rope=False, '
+    'float norm_offset=0.0, str weight_format="dense", Tensor? q_scale=None, '
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_zero=None, Tensor? k_zero=None, "
+    "Tensor? v_zero=None, int zero_point=0, int[] scale_block=[], int[] nibble_order=[], "
+    "Tensor? x_scale=None, ScalarType? out_dtype=None, Tensor? k_cache_scale=None, "
+    "Tensor? v_cache_scale=None, bool cache_scale_multiplies=False, Tensor? lookup_table=None, "
+    "Tensor? sequence_ids=None, Tensor? positions=None, Tensor? row_offsets=None, "
+    "Tensor? cache_lengths=None) -> Tensor"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -66,10 +74,10 @@ class FusedQkvArguments:
     x: torch.Tensor
     q_weight: torch.Tensor
     k_weight: torch.Tensor
-    v_weight: torch.Tensor
+    v_weight: torch.Tensor | None
     k_cache: torch.Tensor
     v_cache: torch.Tensor | None
-    slot_mapping: torch.Tensor
+    slot_mapping: torch.Tensor | None
     k_window: Sequence[Any]
     v_window: Sequence[Any]
     _: KW_ONLY
@@ -86,6 +94,33 @@ class FusedQkvArguments:
     slots: str = "flat"
     indexing: str = "paged"
     static_tokens: bool = False
+    kv_repeat: int = 1
+    clip: float = 0.0
+    weightless_norm: bool = False
+    norm_kind: str = "rms"
+    norm_width: str = "head"
+    norm_after_rope: bool = False
+    norm_offset: float = 0.0
+    weight_format: str = "dense"
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    q_zero: torch.Tensor | None = None
+    k_zero: torch.Tensor | None = None
+    v_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
 
 
 def validate(a: FusedQkvArguments) -> None:
