@@ -3,7 +3,8 @@
 For what was not fusable with its projection: even then a step touches only the slots it writes.
 
     k -> rope(k), fp32          where given; K only
-    k, v -> the token's slot; each rounded once
+    k, v -> divided by the cache's scale -> the token's slot; each rounded once, and saturated where
+            the cache has 8-bit floats
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache_checks import check_caches, check_values, whole_cache
+from tilewright.ops.cache_checks import HeadValues, check_caches, check_values, whole_cache
+from tilewright.ops.cache_writes import write_kv
 from tilewright.ops.checks import check_device, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, register
-from tilewright.ops.formats.paged_cache import CacheWindow, write_tokens
+from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES, emitted_kernel
 from tilewright.ops.rope import apply_rope, check_rope
 from tilewright.ops.samples import ATTENTION_CASES, AttentionCase, Sampler, sample_cache
@@ -76,14 +78,13 @@ def validate(a: KvStoreArguments) -> None:
         check_dtype(NAME, "v", a.v, (a.k.dtype,))
         check_device(NAME, "v", a.v, a.k.device)
     rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
-    check_rope(NAME, num_tokens, head_dim, *rope, like=a.k)
-    writes_v = a.v is not None
-    check_caches(NAME, a, num_tokens, num_kv_heads, head_dim, like=a.k, writes_v=writes_v)
+    check_rope(NAME, num_tokens, head_dim, *rope, a.k.dtype, a.k.device)
+    values = HeadValues(num_tokens, num_kv_heads, head_dim, a.k.dtype, a.k.device)
+    check_caches(NAME, a, values, writes_v=a.v is not None)
 
 
 def validate_values(a: KvStoreArguments) -> None:
-    sources = {"k": a.k, "v": a.v, "cos": a.cos, "sin": a.sin}
-    check_values(NAME, a, sources, writes_v=a.v is not None)
+    check_values(NAME, a, a.k.shape[0], writes_v=a.v is not None)
 
 
 def fake(a: KvStoreArguments) -> None:
@@ -92,15 +93,11 @@ def fake(a: KvStoreArguments) -> None:
 
 def reference(a: KvStoreArguments) -> None:
     """The meaning of the op, in plain PyTorch."""
-    place = (a.slot_mapping, a.slots, a.indexing)
-    k = a.k
+    compute = torch.promote_types(a.k.dtype, torch.float32)
+    k, v = a.k.to(compute), None if a.v is None else a.v.to(compute)
     if a.cos is not None and a.sin is not None:
-        wide = k.to(torch.promote_types(k.dtype, torch.float32))
-        k = apply_rope(wide, a.cos, a.sin, a.rotary_dim, a.rope_style)
-    write_tokens(k, a.k_cache, CacheWindow.from_ints(a.k_window), *place)
-    if a.v is not None:
-        v_cache = a.k_cache if a.v_cache is None else a.v_cache
-        write_tokens(a.v, v_cache, CacheWindow.from_ints(a.v_window), *place)
+        k = apply_rope(k, a.cos, a.sin, a.rotary_dim, a.rope_style)
+    write_kv(a, k, v)
 
 
 def sample_inputs(
@@ -138,7 +135,7 @@ def paged_kv_store(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
+    slot_mapping: torch.Tensor | None = None,
     *,
     k_window: CacheWindow | None = None,
     v_window: CacheWindow | None = None,
