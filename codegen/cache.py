@@ -49,18 +49,30 @@ class KernelCache:
         """Where the entry lies, whether or not it exists."""
         return self.root / kind / key[:2] / key
 
-    def get_or_build(self, kind: str, key: str, build: Callable[[Path], None]) -> Path:
+    def intact(self, kind: str, key: str) -> Path | None:
+        """The folder of an entry that is there and whole."""
+        entry = self.entry(kind, key)
+        return entry if _is_intact(entry) else None
+
+    def get_or_build(
+        self,
+        kind: str,
+        key: str,
+        build: Callable[[Path], None],
+        accept: Callable[[Path], bool] = lambda folder: True,
+    ) -> Path:
         """The folder of an entry; `build(folder)` fills it where it is missing or corrupt.
 
         Many processes may ask at once: one builds, the others wait for it and read. What `build`
-        raises is raised here, and nothing is stored then.
+        raises is raised here, and nothing is stored then. accept: whether the contents of a whole
+        entry can be used; where not, it is built again.
         """
         entry = self.entry(kind, key)
-        if _is_intact(entry):
+        if _is_intact(entry) and accept(entry):
             return entry
         entry.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{entry}.lock"):
-            if not _is_intact(entry):
+            if not (_is_intact(entry) and accept(entry)):
                 self._build(entry, build)
         return entry
 

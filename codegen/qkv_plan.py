@@ -45,6 +45,10 @@ from tilewright.codegen.targets import Target
 # Upper ends of the token counts that share a kernel where the count is known at run time only.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
+# Where a choice's time is from; the first that is there decides.
+HERE, TABLE, MODEL = SOURCES = ("measured here", "shipped table", "model")
+_WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "modelled"}
+
 Config = SwappedConfig | TiledConfig
 
 
@@ -54,7 +58,7 @@ class LoweringChoice:
 
     name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
     fused kernel; None for the library. epilogue: that of "library". specs: the kernels it builds.
-    seconds: expected time; measured: from the table rather than from the model.
+    seconds: expected time; source: where that is from, one of SOURCES.
     """
 
     name: str
@@ -64,7 +68,11 @@ class LoweringChoice:
     epilogue: EpilogueConfig | None
     specs: tuple[KernelSpec, ...]
     seconds: float
-    measured: bool
+    source: str
+
+    @property
+    def measured(self) -> bool:
+        return self.source != MODEL
 
 
 @dataclass(frozen=True)
@@ -159,9 +167,9 @@ def fused_choice(
         spec = tiled_spec(problem, config, target.name)
     else:
         spec = swapped_spec(problem, config, target.name)
-    source = "measured" if measured else "modelled"
-    reason = f"one fused kernel, {config}: {_us(seconds)} {source}"
-    return LoweringChoice(_name(config), reason, None, config, None, (spec,), seconds, measured)
+    source = TABLE if measured else MODEL
+    reason = f"one fused kernel, {config}: {_us(seconds)} {_WORDS[source]}"
+    return LoweringChoice(_name(config), reason, None, config, None, (spec,), seconds, source)
 
 
 def library_choice(
@@ -169,18 +177,17 @@ def library_choice(
 ) -> LoweringChoice:
     config = epilogue_config(problem.finish, num_tokens, target)
     spec = epilogue_spec(library_epilogue_problem(problem, packed), config, target.name)
-    measured = row is not None
+    source = MODEL if row is None else TABLE
     if row is not None:
         seconds = row["packed_library_us" if packed else "library_us"] * 1e-6
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
     gemms = "one library GEMM" if packed else "three library GEMMs"
-    source = "measured" if measured else "modelled"
-    reason = f"{gemms}, then {config}: {_us(seconds)} {source}"
+    reason = f"{gemms}, then {config}: {_us(seconds)} {_WORDS[source]}"
     obstacle = swapped_obstacle(problem)
     if obstacle is not None:
         reason = f"{reason}; no fused kernel: {obstacle}"
-    return LoweringChoice("library", reason, None, None, config, (spec,), seconds, measured)
+    return LoweringChoice("library", reason, None, None, config, (spec,), seconds, source)
 
 
 def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProblem:

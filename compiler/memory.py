@@ -18,10 +18,12 @@ from tilewright.patterns.effects import Effect, InexpressibleError
 @dataclass
 class Place:
     """Where a node's tensor lies: what it selects of its memory (None: not expressible, `why` says
-    what stood in the way), and how often that memory had been written when the node ran."""
+    what stood in the way), as which dtype it reads it, and how often that memory had been written
+    when the node ran."""
 
     memory: Memory
     effect: Effect | None
+    dtype: torch.dtype
     version: int
     view: View
     why: str = ""
@@ -55,7 +57,7 @@ class MemoryMap:
         )
         if key is not None:
             self.by_storage[key].append(memory)
-        self.places[node] = Place(memory, effects.identity(memory.shape), 0, view)
+        self.places[node] = Place(memory, effects.identity(memory.shape), memory.dtype, 0, view)
 
     def shared_with(self, tensor: torch.Tensor, node: fx.Node | None) -> Place | None:
         """The place of `node` if `tensor` lies on the same storage, else None."""
@@ -64,10 +66,17 @@ class MemoryMap:
         return place if place is not None and place.memory.storage == key else None
 
     def alias(
-        self, node: fx.Node, of: Place, effect: Effect | None, view: View, why: str = ""
+        self,
+        node: fx.Node,
+        of: Place,
+        effect: Effect | None,
+        view: View,
+        why: str = "",
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """A node that shares `of`'s memory and selects `effect` of it."""
-        self.places[node] = Place(of.memory, effect, self.version[of.memory], view, why)
+        """A node that shares `of`'s memory and selects `effect` of it, read as `dtype`."""
+        version = self.version[of.memory]
+        self.places[node] = Place(of.memory, effect, dtype or of.dtype, version, view, why)
 
     def read(self, node: fx.Node) -> View | None:
         """What a node's tensor holds now; None where a write made that unknowable."""
@@ -76,7 +85,7 @@ class MemoryMap:
         if self.version[memory] == place.version:
             return place.view
         state = self.state[memory]
-        if state is None or place.effect is None:
+        if state is None or place.effect is None or place.dtype != memory.dtype:
             return None
         try:
             return state.through(place.effect)
@@ -98,6 +107,7 @@ class MemoryMap:
         memory, source = store.memory, store.source
         overwritten = effects.is_identity(store.target, memory.shape) and not store.index
         kept = store.accumulate or source is None or source.value.dtype != memory.dtype
+        kept = kept or store.dtype != memory.dtype
         if overwritten and source is not None and not kept:
             return source
         return value.whole
@@ -119,7 +129,7 @@ def slices_of_fresh_memory(stores: list[Value]) -> tuple[int, list[View]] | None
         start, length = store.target.start[axis], window[axis]
         if not isinstance(start, int) or not isinstance(length, int):
             return None
-        if store.source.value.dtype != store.memory.dtype:
+        if {store.source.value.dtype, store.dtype} != {store.memory.dtype}:
             return None
         pieces.append((start, length, store.source))
     if axis is None:

@@ -91,7 +91,7 @@ class _Builder:
             self._split(node, name, result)
         elif not isinstance(result, torch.Tensor):
             self._opaque(node, name, result)
-        elif not self._layout(node, name, result):
+        elif not self._layout(node, name, result) and not self._bitcast(node, name, result):
             self._compute(node, name, result)
 
     # --- layout ---
@@ -149,6 +149,18 @@ class _Builder:
             except InexpressibleError as error:
                 why = str(error)
         self.memory.alias(node, place, local, view, why)
+
+    def _bitcast(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
+        """`x.view(dtype)` of the same width: the same elements in the same places, read otherwise."""
+        of = self._first_tensor(node)
+        if name != "view" or of is None or of.meta["example_value"].shape != result.shape:
+            return False
+        place = self.memory.shared_with(result, of)
+        if place is None:
+            return False
+        value = self._value("bitcast", (self._read(of),), result, node)
+        self.memory.alias(node, place, place.effect, value.whole, place.why, result.dtype)
+        return True
 
     def _split(self, node: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
         of = self._first_tensor(node)
@@ -305,7 +317,7 @@ class _Builder:
         if store is None:
             store = (effects.identity(place.memory.shape), {}, None, False, place.why)
         effect, index, source, accumulate, note = store
-        record = Store(place.memory, effect, index, source, name, accumulate, note)
+        record = Store(place.memory, effect, index, source, name, place.dtype, accumulate, note)
         self._store(node, target, record, result)
 
     def _store(
@@ -346,7 +358,8 @@ class _Builder:
         effect = place.effect if place.effect is not None else effects.identity(place.memory.shape)
         known = computed.whole if place.effect is not None else None
         self.homes[computed] = target
-        self._store(node, target, Store(place.memory, effect, {}, known, f"{name}_"), result)
+        record = Store(place.memory, effect, {}, known, f"{name}_", place.dtype)
+        self._store(node, target, record, result)
 
     def _opaque_write(self, node: fx.Node, name: str, result: Any) -> None:
         """An in-place or custom operation whose effect is not known: what it mutates is unknown."""
@@ -356,7 +369,8 @@ class _Builder:
             place = self.memory.places.get(target)
             if place is not None:
                 whole = effects.identity(place.memory.shape)
-                self._store(node, target, Store(place.memory, whole, {}, None, name), None, others)
+                record = Store(place.memory, whole, {}, None, name, place.dtype)
+                self._store(node, target, record, None, others)
         if isinstance(result, torch.Tensor) and node not in self.memory.places:
             self._define(node, f"opaque:{name}", self._arguments(node), result)
         elif not mutated or result is not None:

@@ -6,89 +6,89 @@ apart from the metadata, which tracing with fake tensors checks too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from tilewright.ops.checks import ArgumentError, check_choice, check_device, check_dtype, holds
+from tilewright.ops.address_values import check_address_values
+from tilewright.ops.addressing import ADDRESS_TENSORS, check_addressing
+from tilewright.ops.cache_writes import WriteArguments
+from tilewright.ops.checks import ArgumentError, check_device, check_dtype, holds
 from tilewright.ops.contract import debug_values
-from tilewright.ops.formats.paged_cache import (
-    CacheWindow,
-    axes_nest,
-    slot_limit,
-    strided_disjoint,
-)
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.formats.paged_cache import CacheWindow, axes_nest, strided_disjoint
+from tilewright.ops.scale_values import check_scale_values
 
-SLOT_FORMS = ("flat", "per_sequence")
-INDEXINGS = ("paged", "torch")
+CACHE_SCALES = ("k_cache_scale", "v_cache_scale")
 
 
-class CacheArguments(Protocol):
-    """The arguments that say where K and V go."""
+@dataclass(frozen=True)
+class HeadValues:
+    """The K or V that an op writes, before each head is repeated `kv_repeat` times."""
 
-    @property
-    def k_cache(self) -> torch.Tensor: ...
-    @property
-    def v_cache(self) -> torch.Tensor | None: ...
-    @property
-    def slot_mapping(self) -> torch.Tensor: ...
-    @property
-    def k_window(self) -> Sequence[Any]: ...
-    @property
-    def v_window(self) -> Sequence[Any]: ...
-    @property
-    def slots(self) -> str: ...
-    @property
-    def indexing(self) -> str: ...
+    num_tokens: Any
+    num_kv_heads: Any
+    head_dim: Any
+    dtype: torch.dtype
+    device: torch.device
+    kv_repeat: int = 1
 
 
-def check_caches(
-    op: str,
-    a: CacheArguments,
-    num_tokens: Any,
-    num_kv_heads: Any,
-    head_dim: Any,
-    like: torch.Tensor,
-    writes_v: bool = True,
-) -> None:
-    """Checks caches, windows and slot_mapping against [num_tokens, num_kv_heads, head_dim] values
-    of `like`'s dtype and device. Metadata only."""
-    k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", num_kv_heads, head_dim, like)
+def check_caches(op: str, a: WriteArguments, values: HeadValues, writes_v: bool = True) -> None:
+    """Checks caches, windows, scales and addressing against what is written. Metadata only."""
+    k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
     if writes_v:
         base, name = (a.k_cache, "k_cache") if a.v_cache is None else (a.v_cache, "v_cache")
-        v_window = _check_cache(op, "v", base, a.v_window, name, num_kv_heads, head_dim, like)
+        v_window = _check_cache(op, "v", base, a.v_window, name, values)
+        check_dtype(op, name, base, (a.k_cache.dtype,))
         for axis in ("num_pages", "page_size"):
             k_size, v_size = getattr(k_window, axis), getattr(v_window, axis)
             if not holds(k_size == v_size):
                 raise ArgumentError(op, "v_window", f"{axis} = {k_size}, as in k_window", v_size)
         _check_one_base(op, a, k_window, v_window)
     elif a.v_cache is not None:
-        raise ArgumentError(op, "v_cache", "None, since v is None", "a tensor")
-    check_device(op, "slot_mapping", a.slot_mapping, like.device)
-    check_addressing(op, num_tokens, a.slot_mapping, k_window, a.slots, a.indexing)
+        raise ArgumentError(op, "v_cache", "None, since no V is written", "a tensor")
+    elif a.v_cache_scale is not None:
+        raise ArgumentError(op, "v_cache_scale", "None, since no V is written", "a tensor")
+    for name in CACHE_SCALES:
+        _check_scale(op, name, getattr(a, name), values)
+    check_addressing(op, a, values.num_tokens, k_window, values.device)
 
 
 def _check_cache(
     op: str,
     letter: str,
     base: torch.Tensor,
-    values: Sequence[Any],
+    integers: Sequence[Any],
     base_argument: str,
-    num_kv_heads: Any,
-    head_dim: Any,
-    like: torch.Tensor,
+    values: HeadValues,
 ) -> CacheWindow:
-    check_device(op, base_argument, base, like.device)
-    check_dtype(op, base_argument, base, (like.dtype,))
-    window = check_window(op, f"{letter}_window", values, base_argument, base)
-    for axis, want in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+    check_device(op, base_argument, base, values.device)
+    # 64-bit floats would be rounded twice on their way to 8 bits.
+    narrow = () if values.dtype == torch.float64 else FP8_DTYPES
+    check_dtype(op, base_argument, base, (values.dtype, *narrow))
+    window = check_window(op, f"{letter}_window", integers, base_argument, base)
+    heads = values.num_kv_heads * values.kv_repeat
+    for axis, want in (("num_kv_heads", heads), ("head_dim", values.head_dim)):
         if not holds(getattr(window, axis) == want):
             raise ArgumentError(op, f"{letter}_window", f"{axis} = {want}", getattr(window, axis))
     return window
 
 
-def _check_one_base(op: str, a: CacheArguments, k: CacheWindow, v: CacheWindow) -> None:
+def _check_scale(op: str, name: str, scale: torch.Tensor | None, values: HeadValues) -> None:
+    if scale is None:
+        return
+    check_dtype(op, name, scale, (torch.float32,))
+    check_device(op, name, scale, values.device)
+    shape = tuple(scale.shape)
+    if len(shape) > 1 or not (len(shape) == 0 or shape[0] in (1, values.num_kv_heads)):
+        expected = f"shape [], [1] or [Hkv] = [{values.num_kv_heads}]"
+        raise ArgumentError(op, name, expected, f"shape {list(shape)}")
+
+
+def _check_one_base(op: str, a: WriteArguments, k: CacheWindow, v: CacheWindow) -> None:
     integers = all(isinstance(value, int) for value in (*a.k_window, *a.v_window))
     if a.v_cache is None and integers and k.overlaps(v):
         expected = "a window that shares no element with k_window"
@@ -104,15 +104,12 @@ def whole_cache(op: str, argument: str, cache: torch.Tensor | None) -> CacheWind
     return CacheWindow.page_major(cache)
 
 
-def check_values(
-    op: str,
-    a: CacheArguments,
-    sources: Mapping[str, torch.Tensor | None],
-    writes_v: bool = True,
-) -> None:
-    """Checks the slots, that no source shares memory with a cache, and that K and V share none.
+def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
+    """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
+    and the cache scales. `a`: a WriteArguments that is a dataclass, whose tensors are all sources
+    but the caches.
 
-    Slots on a GPU are read, which waits for it, only under TILEWRIGHT_DEBUG=1.
+    Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
     """
     if a.v_cache is a.k_cache:
         # Two mutated arguments for one tensor: a functionalised graph would update two copies.
@@ -124,8 +121,8 @@ def check_values(
         v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
         written.append((*v_base, a.v_window))
     storages = [_storage(base) for _, base, _ in written]
-    for name, source in (*sources.items(), ("slot_mapping", a.slot_mapping)):
-        if source is None or _storage(source) not in storages:
+    for name, source in _sources(a):
+        if _storage(source) not in storages:
             continue
         for cache_name, base, window in written:
             if _shares_memory(source, base, CacheWindow(*window)):
@@ -136,8 +133,23 @@ def check_values(
         if _shares_memory(v_view, a.k_cache, CacheWindow(*a.k_window)):
             expected = "a window that shares no memory with the window on k_cache"
             raise ArgumentError(op, "v_cache", expected, "overlapping windows on one storage")
-    if a.slot_mapping.device.type == "cpu" or debug_values():
-        check_slot_values(op, a.slot_mapping, CacheWindow(*a.k_window), a.slots, a.indexing)
+    if readable(getattr(a, name) for name in ADDRESS_TENSORS):
+        check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
+    for name in CACHE_SCALES:
+        if readable([getattr(a, name)]):
+            check_scale_values(op, name, getattr(a, name))
+
+
+def readable(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether the values of all these tensors may be looked at: on the CPU, or debugging."""
+    return debug_values() or all(t is None or t.device.type == "cpu" for t in tensors)
+
+
+def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for field in fields(a):
+        value = getattr(a, field.name)
+        if isinstance(value, torch.Tensor) and field.name not in ("k_cache", "v_cache"):
+            yield field.name, value
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -184,58 +196,3 @@ def check_window(
         actual = f"offset {window.offset} and extent {window.extent}: {list(values)}"
         raise ArgumentError(op, argument, expected, actual)
     return window
-
-
-def check_addressing(
-    op: str,
-    num_tokens: Any,
-    slot_mapping: torch.Tensor,
-    window: CacheWindow,
-    slots: str,
-    indexing: str,
-) -> None:
-    """Checks the shape and dtype of `slot_mapping` and the two addressing words."""
-    check_choice(op, "slots", slots, SLOT_FORMS)
-    check_choice(op, "indexing", indexing, INDEXINGS)
-    if slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(
-            op, "slot_mapping", "dtype torch.int32 or torch.int64", slot_mapping.dtype
-        )
-    shape = list(slot_mapping.shape)
-    if slot_mapping.dim() != 1:
-        raise ArgumentError(op, "slot_mapping", "one axis", f"shape {shape}")
-    per_slot = window.num_pages if slots == "per_sequence" else 1
-    if not holds(shape[0] * per_slot == num_tokens):
-        form = (
-            f"[S] with num_pages * S = {per_slot} * S = {num_tokens} tokens"
-            if slots == "per_sequence"
-            else f"[T] = [{num_tokens}]"
-        )
-        raise ArgumentError(op, "slot_mapping", f"shape {form}", f"shape {shape}")
-
-
-def check_slot_values(
-    op: str, slot_mapping: torch.Tensor, window: CacheWindow, slots: str, indexing: str
-) -> None:
-    """Checks the slots themselves; synchronises where they live on a GPU."""
-    if slot_mapping.numel() == 0:
-        return
-    limit = slot_limit(window, slots)
-    values = slot_mapping.detach().cpu()
-    lowest, highest = int(values.min()), int(values.max())
-    if highest >= limit:
-        where = int((values >= limit).nonzero()[0])
-        expected = f"slots below {limit}"
-        raise ArgumentError(op, "slot_mapping", expected, f"{int(values[where])} at {where}")
-    if indexing == "torch":
-        if lowest < -limit:
-            where = int((values < -limit).nonzero()[0])
-            expected = f"slots from {-limit} (a negative slot counts from the end)"
-            raise ArgumentError(op, "slot_mapping", expected, f"{int(values[where])} at {where}")
-        return
-    kept = values[values >= 0]
-    unique, counts = kept.unique(return_counts=True)
-    if unique.numel() != kept.numel():
-        expected = "every slot at most once"
-        actual = f"slot {int(unique[counts > 1][0])} {int(counts[counts > 1][0])} times"
-        raise ArgumentError(op, "slot_mapping", expected, actual)

@@ -3,7 +3,8 @@
 For what was not fusable with its projection: even then a step touches only the slots it writes.
 
     k -> rope(k), fp32          where given; K only
-    k, v -> the token's slot; each rounded once
+    k, v -> divided by the cache's scale -> the token's slot; each rounded once, and saturated where
+            the cache has 8-bit floats
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache_checks import check_caches, check_values, whole_cache
+from tilewright.ops.cache_checks import HeadValues, check_caches, check_values, whole_cache
+from tilewright.ops.cache_writes import write_kv
 from tilewright.ops.checks import check_device, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, register
-from tilewright.ops.formats.paged_cache import CacheWindow, write_tokens
+from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES, emitted_kernel
 from tilewright.ops.rope import apply_rope, check_rope
 from tilewright.ops.samples import ATTENTION_CASES, AttentionCase, Sampler, sample_cache
 
 NAME = "paged_kv_store"
 SCHEMA = (
-    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot_mapping, "
+    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? slot_mapping, "
     "SymInt[] k_window, SymInt[] v_window, *, Tensor? cos=None, Tensor? sin=None, "
     'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
-    "bool static_tokens=False) -> ()"
+    "bool static_tokens=False, Tensor? k_cache_scale=None, Tensor? v_cache_scale=None, "
+    "bool cache_scale_multiplies=False, Tensor? lookup_table=None, Tensor? sequence_ids=None, "
+    "Tensor? positions=None, Tensor? row_offsets=None, Tensor? cache_lengths=None) -> ()"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -44,7 +48,7 @@ class KvStoreArguments:
     v: torch.Tensor | None
     k_cache: torch.Tensor
     v_cache: torch.Tensor | None
-    slot_mapping: torch.Tensor
+    slot_mapping: torch.Tensor | None
     k_window: Sequence[Any]
     v_window: Sequence[Any]
     _: KW_ONLY
@@ -55,6 +59,14 @@ class KvStoreArguments:
     slots: str = "flat"
     indexing: str = "paged"
     static_tokens: bool = False
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
 
 
 def validate(a: KvStoreArguments) -> None:
@@ -66,14 +78,13 @@ def validate(a: KvStoreArguments) -> None:
         check_dtype(NAME, "v", a.v, (a.k.dtype,))
         check_device(NAME, "v", a.v, a.k.device)
     rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
-    check_rope(NAME, num_tokens, head_dim, *rope, like=a.k)
-    writes_v = a.v is not None
-    check_caches(NAME, a, num_tokens, num_kv_heads, head_dim, like=a.k, writes_v=writes_v)
+    check_rope(NAME, num_tokens, head_dim, *rope, a.k.dtype, a.k.device)
+    values = HeadValues(num_tokens, num_kv_heads, head_dim, a.k.dtype, a.k.device)
+    check_caches(NAME, a, values, writes_v=a.v is not None)
 
 
 def validate_values(a: KvStoreArguments) -> None:
-    sources = {"k": a.k, "v": a.v, "cos": a.cos, "sin": a.sin}
-    check_values(NAME, a, sources, writes_v=a.v is not None)
+    check_values(NAME, a, a.k.shape[0], writes_v=a.v is not None)
 
 
 def fake(a: KvStoreArguments) -> None:
@@ -82,15 +93,11 @@ def fake(a: KvStoreArguments) -> None:
 
 def reference(a: KvStoreArguments) -> None:
     """The meaning of the op, in plain PyTorch."""
-    place = (a.slot_mapping, a.slots, a.indexing)
-    k = a.k
+    compute = torch.promote_types(a.k.dtype, torch.float32)
+    k, v = a.k.to(compute), None if a.v is None else a.v.to(compute)
     if a.cos is not None and a.sin is not None:
-        wide = k.to(torch.promote_types(k.dtype, torch.float32))
-        k = apply_rope(wide, a.cos, a.sin, a.rotary_dim, a.rope_style)
-    write_tokens(k, a.k_cache, CacheWindow.from_ints(a.k_window), *place)
-    if a.v is not None:
-        v_cache = a.k_cache if a.v_cache is None else a.v_cache
-        write_tokens(a.v, v_cache, CacheWindow.from_ints(a.v_window), *place)
+        k = apply_rope(k, a.cos, a.sin, a.rotary_dim, a.rope_style)
+    write_kv(a, k, v)
 
 
 def sample_inputs(
@@ -128,7 +135,7 @@ def paged_kv_store(
     v: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
+    slot_mapping: torch.Tensor | None = None,
     *,
     k_window: CacheWindow | None = None,
     v_window: CacheWindow | None = None,

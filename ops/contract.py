@@ -355,12 +355,17 @@ def _where(op: FusedOp) -> str:
     return f"{op.reference.__module__}.{op.reference.__qualname__}"
 
 
+def _default(argument: Any) -> Any:
+    """A schema argument's default as a dataclass writes it: a list cannot be one, a tuple can."""
+    if not argument.has_default_value():
+        return MISSING
+    value = argument.default_value
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _check_arguments(op: FusedOp) -> None:
     schema = torch._C.parse_schema(op.name + op.schema)
-    declared = [
-        (a.name, a.kwarg_only, a.default_value if a.has_default_value() else MISSING)
-        for a in schema.arguments
-    ]
+    declared = [(a.name, a.kwarg_only, _default(a)) for a in schema.arguments]
     written = [(f.name, f.kw_only, f.default) for f in fields(op.arguments)]
     if written != declared:
         raise ValueError(

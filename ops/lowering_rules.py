@@ -25,12 +25,35 @@ TOLERANCES = {
 }
 
 
+#: Options without a kernel: by argument name, the value that every kernel takes.
+PENDING: dict[str, Any] = {
+    "kv_repeat": 1,
+    "clip": 0.0,
+    "weightless_norm": False,
+    "norm_kind": "rms",
+    "norm_width": "head",
+    "norm_after_rope": False,
+    "norm_offset": 0.0,
+    "weight_format": "dense",
+    "x_scale": None,
+    "out_dtype": None,
+    "k_cache_scale": None,
+    "v_cache_scale": None,
+    "lookup_table": None,
+}
+
+
 def emitted_kernel(function: str) -> Lowering:
     """The lowering by the emitted kernel that `function` of the kernel module launches."""
 
     def unsupported(arguments: Any) -> str | None:
         dtype = arguments.k_cache.dtype
-        return None if dtype in KERNEL_DTYPES else f"no kernel for {dtype}"
+        if dtype not in KERNEL_DTYPES:
+            return f"no kernel for {dtype}"
+        for name, taken in PENDING.items():
+            if getattr(arguments, name, taken) != taken:
+                return f"no kernel for {name}"
+        return None
 
     return Lowering(
         "emitted_kernel", f"{KERNEL_MODULE}:{function}", frozenset({"cuda"}), unsupported

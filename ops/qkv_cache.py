@@ -1,11 +1,12 @@
 """`fused_qkv_paged`: the QKV projection, QK-norm and RoPE of one attention layer, with K and V
 written straight into the caller's cache.
 
-    acc = x @ weight^T          fp32
+    acc = x @ weight^T          fp32; codes times their scales
     acc = acc + bias            where given
-    acc = rms_norm(acc)         q and k, over head_dim, where a norm weight is given
-    acc = rope(acc)             q and k
-    q -> result; k, v -> the token's slot; each rounded once
+    acc = clip(acc)             where given
+    acc = rope(norm(acc))       q and k, where given; or norm(rope(acc))
+    q -> result; k, v -> divided by the cache's scale -> the token's slot; each rounded once,
+    and saturated where the cache has 8-bit floats
 
 The three weights stay where the user has them: strided views [heads, head_dim, hidden], so that
 separate, packed and per-head interleaved projections are one op and no weight is copied.
@@ -19,17 +20,21 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache_checks import check_caches, check_values, whole_cache
-from tilewright.ops.checks import (
-    ArgumentError,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_shape,
+from tilewright.ops.cache_checks import (
+    HeadValues,
+    check_caches,
+    check_values,
+    readable,
+    whole_cache,
 )
+from tilewright.ops.cache_writes import write_kv
+from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, register
-from tilewright.ops.formats.paged_cache import CacheWindow, write_tokens
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
 from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES, emitted_kernel
+from tilewright.ops.norm import apply_norm, check_norm, check_norm_weight
+from tilewright.ops.projection_checks import ACTIVATION_BLOCK, check_projection, value_dtype
 from tilewright.ops.rope import apply_rope, check_rope
 from tilewright.ops.samples import (
     ATTENTION_CASES,
@@ -38,38 +43,79 @@ from tilewright.ops.samples import (
     sample_cache,
     sample_weights,
 )
+from tilewright.ops.scale_values import check_scale_values, check_token_scale_values
 
 NAME = "fused_qkv_paged"
 SCHEMA = (
-    "(Tensor x, Tensor q_weight, Tensor k_weight, Tensor v_weight, Tensor(a!) k_cache, "
-    "Tensor(b!)? v_cache, Tensor slot_mapping, SymInt[] k_window, SymInt[] v_window, *, "
+    "(Tensor x, Tensor q_weight, Tensor k_weight, Tensor? v_weight, Tensor(a!) k_cache, "
+    "Tensor(b!)? v_cache, Tensor? slot_mapping, SymInt[] k_window, SymInt[] v_window, *, "
     "Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? q_norm_weight=None, "
     "Tensor? k_norm_weight=None, float norm_eps=1e-06, Tensor? cos=None, Tensor? sin=None, "
     'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
-    "bool static_tokens=False) -> Tensor"
+    "bool static_tokens=False, int kv_repeat=1, float clip=0.0, bool weightless_norm=False, "
+    'str norm_kind="rms", str norm_width="head", bool norm_after_rope=False, '
+    'float norm_offset=0.0, str weight_format="dense", Tensor? q_scale=None, '
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_zero=None, Tensor? k_zero=None, "
+    "Tensor? v_zero=None, int zero_point=0, int[] scale_block=[], int[] nibble_order=[], "
+    "Tensor? x_scale=None, ScalarType? out_dtype=None, Tensor? k_cache_scale=None, "
+    "Tensor? v_cache_scale=None, bool cache_scale_multiplies=False, Tensor? lookup_table=None, "
+    "Tensor? sequence_ids=None, Tensor? positions=None, Tensor? row_offsets=None, "
+    "Tensor? cache_lengths=None, bool tune=False) -> Tensor"
 )
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class FusedQkvArguments:
-    """The arguments of `fused_qkv_paged`; shapes in letters: T tokens, K hidden, D head_dim.
+    """The arguments of `fused_qkv_paged`. T tokens, K hidden, D head_dim, N = H * D rows of a
+    projection; "values" are of x's dtype, or of `out_dtype` where given.
 
-    x [T, K]; q_weight [Hq, D, K]; k_weight, v_weight [Hkv, D, K]: last dimension contiguous,
-    other strides free. k_cache, v_cache: base tensors of x's dtype, written; v_cache None: V lives
-    in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base.
-    slot_mapping: int32 or int64, [T] (slots="flat") or [T / num_pages] (slots="per_sequence").
-    Biases [H, D]; norm weights [D]; cos, sin [T_rope, R] or [T_rope, R/2] with R = rotary_dim.
-    static_tokens: T is a constant of the caller's graph; a kernel may be built for it alone.
+    x [T, K], last dimension contiguous: values, or float8_e4m3fn codes (then weight_format="fp8",
+    out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]).
+    q_weight [Hq, D, K], or [Hkv, G, D, K] where q heads lie in groups beside others;
+    k_weight, v_weight [Hkv, D, K]. v_weight None: K alone is made and written. Biases [H, D], for a
+    grouped q [Hkv, G, D]; they and other parameters are values or float32.
+
+    weight_format:
+      "dense"   values, with K or D contiguous, other strides free.
+      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
+      "int4_k"  nibbles packed along K: [H, D, K / 2] uint8 or [H, D, K / 8] int32, any strides.
+      "int4_n"  nibbles packed along D: [H, D / 2, K] uint8 or [H, D / 8, K] int32, any strides.
+    A code means (code - zero) * scale. q_scale, k_scale, v_scale: float, [ceil(N / bn),
+    ceil(K / bk)] with scale_block = [bn, bk]; a block as large as the weight is one scale per
+    tensor. For int4, bk divides K. zero: zero_point, plus q_zero, k_zero, v_zero where given, of
+    the shape of the scales, or int32 words of eight rows [N / (8 bn), K / bk].
+    nibble_order: as in `formats.quantized_weight`; empty: counting up.
+
+    clip: values are held to [-clip, clip] after the bias; 0: not. Norm: of q where q_norm_weight is
+    given, of k where k_norm_weight is, of both where weightless_norm. norm_kind "rms" or "layer"
+    (mean subtracted; no bias); norm_width "head" or "row" (all heads of the projection together);
+    norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset + weight; norm_after_rope.
+    cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
+
+    k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
+    V lives in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
+    Hkv * kv_repeat heads: head h is written to the heads from h * kv_repeat on. k_cache_scale,
+    v_cache_scale: float32 [], [1] or [Hkv]; stored is value / scale, or value * scale where
+    cache_scale_multiplies, and for 8-bit floats the largest number stands for all beyond it.
+
+    slots, indexing, slot_mapping [T] or [T / num_pages], lookup_table [B, columns], sequence_ids
+    and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.addressing`; int32 or
+    int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
+    kernel may be built for it alone. tune: measure the lowerings on the GPU at first need.
+
+    Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,
+    scales that are NaN, infinite or 0) raise ArgumentError before anything is written where they
+    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a token without a place on a GPU is
+    not written.
     """
 
     x: torch.Tensor
     q_weight: torch.Tensor
     k_weight: torch.Tensor
-    v_weight: torch.Tensor
+    v_weight: torch.Tensor | None
     k_cache: torch.Tensor
     v_cache: torch.Tensor | None
-    slot_mapping: torch.Tensor
+    slot_mapping: torch.Tensor | None
     k_window: Sequence[Any]
     v_window: Sequence[Any]
     _: KW_ONLY
@@ -86,89 +132,126 @@ class FusedQkvArguments:
     slots: str = "flat"
     indexing: str = "paged"
     static_tokens: bool = False
+    kv_repeat: int = 1
+    clip: float = 0.0
+    weightless_norm: bool = False
+    norm_kind: str = "rms"
+    norm_width: str = "head"
+    norm_after_rope: bool = False
+    norm_offset: float = 0.0
+    weight_format: str = "dense"
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    q_zero: torch.Tensor | None = None
+    k_zero: torch.Tensor | None = None
+    v_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+    tune: bool = False
 
 
 def validate(a: FusedQkvArguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES)
-    check_shape(NAME, "x", a.x, "[T, K]", (None, None))
-    check_last_dim_dense(NAME, "x", a.x)
-    _check_weights(a)
-    num_tokens, head_dim = a.x.shape[0], a.q_weight.shape[1]
-    _check_norm(a, "q_norm_weight", a.q_norm_weight)
-    _check_norm(a, "k_norm_weight", a.k_norm_weight)
+    check_projection(NAME, a)
+    dtype, device = value_dtype(a), a.x.device
+    num_tokens, head_dim, num_kv_heads = a.x.shape[0], _head_dim(a), a.k_weight.shape[0]
+    for name, least in (("kv_repeat", 1), ("clip", 0.0)):
+        if not least <= getattr(a, name) < float("inf"):
+            raise ArgumentError(NAME, name, f"a finite number from {least}", getattr(a, name))
+    check_norm(NAME, a.norm_kind, a.norm_width, a.norm_eps, a.norm_offset)
+    for letter, heads in (("q", _num_heads(a)), ("k", num_kv_heads)):
+        name = f"{letter}_norm_weight"
+        weight = getattr(a, name)
+        check_norm_weight(NAME, name, weight, a.norm_width, heads, head_dim, dtype, device)
     rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
-    check_rope(NAME, num_tokens, head_dim, *rope, like=a.x)
-    check_caches(NAME, a, num_tokens, a.k_weight.shape[0], head_dim, like=a.x)
+    check_rope(NAME, num_tokens, head_dim, *rope, dtype, device)
+    values = HeadValues(num_tokens, num_kv_heads, head_dim, dtype, device, a.kv_repeat)
+    check_caches(NAME, a, values, writes_v=a.v_weight is not None)
 
 
-def _check_weights(a: FusedQkvArguments) -> None:
-    hidden = a.x.shape[1]
-    check_shape(NAME, "q_weight", a.q_weight, "[Hq, D, K]", (None, None, hidden))
-    num_heads, head_dim, _ = a.q_weight.shape
-    check_shape(NAME, "k_weight", a.k_weight, "[Hkv, D, K]", (None, head_dim, hidden))
-    num_kv_heads = a.k_weight.shape[0]
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        expected = f"num_kv_heads that divides num_heads = {num_heads}"
-        raise ArgumentError(NAME, "k_weight", expected, f"{num_kv_heads} heads")
-    kv_shape = (num_kv_heads, head_dim, hidden)
-    check_shape(NAME, "v_weight", a.v_weight, "[Hkv, D, K]", kv_shape)
-    for letter, weight in (("q", a.q_weight), ("k", a.k_weight), ("v", a.v_weight)):
-        name = f"{letter}_weight"
-        check_dtype(NAME, name, weight, (a.x.dtype,))
-        check_device(NAME, name, weight, a.x.device)
-        check_last_dim_dense(NAME, name, weight)
-        bias = getattr(a, f"{letter}_bias")
-        if bias is not None:
-            _check_parameter(a, f"{letter}_bias", bias, "[H, D]", weight.shape[:2])
+def _num_heads(a: FusedQkvArguments) -> Any:
+    shape = a.q_weight.shape
+    return shape[0] if len(shape) == 3 else shape[0] * shape[1]
 
 
-def _check_norm(a: FusedQkvArguments, name: str, weight: torch.Tensor | None) -> None:
-    if weight is not None:
-        _check_parameter(a, name, weight, "[D]", (a.q_weight.shape[1],))
-
-
-def _check_parameter(
-    a: FusedQkvArguments, name: str, tensor: torch.Tensor, letters: str, sizes: Sequence[Any]
-) -> None:
-    check_shape(NAME, name, tensor, letters, sizes)
-    check_dtype(NAME, name, tensor, (a.x.dtype, torch.float32))
-    check_device(NAME, name, tensor, a.x.device)
-    check_last_dim_dense(NAME, name, tensor)
+def _head_dim(a: FusedQkvArguments) -> Any:
+    return logical_shape(a.q_weight, a.weight_format)[-2]
 
 
 def validate_values(a: FusedQkvArguments) -> None:
-    names = ("x", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias")
-    more = ("q_norm_weight", "k_norm_weight", "cos", "sin")
-    check_values(NAME, a, {name: getattr(a, name) for name in names + more})
+    check_values(NAME, a, a.x.shape[0], writes_v=a.v_weight is not None)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        if readable([getattr(a, name)]):
+            check_scale_values(NAME, name, getattr(a, name))
+    if readable([a.x_scale]):
+        check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
 
 
 def fake(a: FusedQkvArguments) -> torch.Tensor:
-    return a.x.new_empty((a.x.shape[0], a.q_weight.shape[0], a.q_weight.shape[1]))
+    shape = (a.x.shape[0], _num_heads(a), _head_dim(a))
+    return a.x.new_empty(shape, dtype=value_dtype(a))
 
 
 def reference(a: FusedQkvArguments) -> torch.Tensor:
     """The meaning of the op, in plain PyTorch."""
-    q = _rotate(a, _norm(a, _project(a.x, a.q_weight, a.q_bias), a.q_norm_weight))
-    k = _rotate(a, _norm(a, _project(a.x, a.k_weight, a.k_bias), a.k_norm_weight))
-    v = _project(a.x, a.v_weight, a.v_bias)
-    v_cache = a.k_cache if a.v_cache is None else a.v_cache
-    place = (a.slot_mapping, a.slots, a.indexing)
-    write_tokens(k, a.k_cache, CacheWindow.from_ints(a.k_window), *place)
-    write_tokens(v, v_cache, CacheWindow.from_ints(a.v_window), *place)
-    return q.to(a.x.dtype)
+    x = _input(a)
+    q = _normed_and_rotated(a, _project(a, x, "q"), a.q_norm_weight)
+    k = _normed_and_rotated(a, _project(a, x, "k"), a.k_norm_weight)
+    v = None if a.v_weight is None else _project(a, x, "v")
+    write_kv(a, k, v, a.kv_repeat)
+    return q.to(value_dtype(a))
 
 
-def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    compute = torch.promote_types(x.dtype, torch.float32)
-    out = torch.einsum("tk,hdk->thd", x.to(compute), weight.to(compute))
-    return out if bias is None else out + bias.to(compute)
+def _compute_dtype(a: FusedQkvArguments) -> torch.dtype:
+    return torch.promote_types(value_dtype(a), torch.float32)
+
+
+def _input(a: FusedQkvArguments) -> torch.Tensor:
+    """x in compute precision, its codes scaled."""
+    x = a.x.to(_compute_dtype(a))
+    if a.x_scale is None:
+        return x
+    block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)
+    return x * expand_blocks(a.x_scale.to(x.dtype), x.shape, block)
+
+
+def _project(a: FusedQkvArguments, x: torch.Tensor, letter: str) -> torch.Tensor:
+    """[T, H, D]: product, bias, clip."""
+    weight, bias = getattr(a, f"{letter}_weight"), getattr(a, f"{letter}_bias")
+    if a.weight_format != "dense":
+        scale, zero = getattr(a, f"{letter}_scale"), getattr(a, f"{letter}_zero")
+        code = (a.zero_point, a.scale_block, a.nibble_order, x.dtype)
+        weight = dequantize(weight, a.weight_format, scale, zero, *code)
+    weight = weight.flatten(0, -3)
+    out = torch.einsum("tk,hdk->thd", x, weight.to(x.dtype))
+    if bias is not None:
+        out = out + bias.to(x.dtype).view(weight.shape[:2])
+    return out.clamp(-a.clip, a.clip) if a.clip else out
+
+
+def _normed_and_rotated(
+    a: FusedQkvArguments, x: torch.Tensor, weight: torch.Tensor | None
+) -> torch.Tensor:
+    if a.norm_after_rope:
+        return _norm(a, _rotate(a, x), weight)
+    return _rotate(a, _norm(a, x, weight))
 
 
 def _norm(a: FusedQkvArguments, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    if weight is None:
+    if weight is None and not a.weightless_norm:
         return x
-    mean_square = x.square().mean(dim=-1, keepdim=True)
-    return x * torch.rsqrt(mean_square + a.norm_eps) * weight.to(x.dtype)
+    return apply_norm(x, weight, a.norm_eps, a.norm_kind, a.norm_width, a.norm_offset)
 
 
 def _rotate(a: FusedQkvArguments, x: torch.Tensor) -> torch.Tensor:
@@ -217,10 +300,10 @@ def fused_qkv_paged(
     x: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
-    v_weight: torch.Tensor,
+    v_weight: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
+    slot_mapping: torch.Tensor | None = None,
     *,
     head_dim: int | None = None,
     k_window: CacheWindow | None = None,
@@ -234,15 +317,19 @@ def fused_qkv_paged(
     other options are the op's own: see FusedQkvArguments. Raises ArgumentError before anything is
     written. Not differentiable.
     """
-    weights = [_by_head(weight, head_dim) for weight in (q_weight, k_weight, v_weight)]
+    weights = [
+        None if weight is None else _by_head(weight, head_dim)
+        for weight in (q_weight, k_weight, v_weight)
+    ]
     for name in ("q_bias", "k_bias", "v_bias"):
         bias = options.get(name)
         if bias is not None and bias.dim() == 1 and head_dim is not None:
             options[name] = bias.unflatten(0, (-1, head_dim))
-    k_window = k_window or whole_cache(NAME, "k_window", k_cache)
-    v_window = v_window or whole_cache(NAME, "v_window", v_cache)
-    windows = (k_window.to_ints(), v_window.to_ints())
-    return OP.torch_op(x, *weights, k_cache, v_cache, slot_mapping, *windows, **options)
+    k_ints = (k_window or whole_cache(NAME, "k_window", k_cache)).to_ints()
+    v_ints: list[Any] = []
+    if v_weight is not None:
+        v_ints = (v_window or whole_cache(NAME, "v_window", v_cache)).to_ints()
+    return OP.torch_op(x, *weights, k_cache, v_cache, slot_mapping, k_ints, v_ints, **options)
 
 
 def _by_head(weight: torch.Tensor, head_dim: int | None) -> torch.Tensor:

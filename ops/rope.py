@@ -16,7 +16,7 @@ from tilewright.ops.checks import (
     holds,
 )
 
-ROPE_STYLES = ("none", "half", "interleaved")
+ROPE_STYLES = ("none", "half", "interleaved", "interleaved_to_half")
 
 
 def check_rope(
@@ -27,11 +27,12 @@ def check_rope(
     sin: torch.Tensor | None,
     rotary_dim: int,
     rope_style: str,
-    like: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Checks that cos, sin, rotary_dim and rope_style say the same thing.
 
-    cos and sin: [T_rope, rotary_dim] or [T_rope, rotary_dim / 2], dtype of x or float32, with
+    cos and sin: [T_rope, rotary_dim] or [T_rope, rotary_dim / 2] of `dtype` or float32, with
     T_rope a divisor of T. Raises ArgumentError.
     """
     check_choice(op, "rope_style", rope_style, ROPE_STYLES)
@@ -51,8 +52,8 @@ def check_rope(
     _check_table(op, num_tokens, cos, rotary_dim)
     check_shape(op, "sin", sin, "of cos", cos.shape)
     for name, table in (("cos", cos), ("sin", sin)):
-        check_dtype(op, name, table, (like.dtype, torch.float32))
-        check_device(op, name, table, like.device)
+        check_dtype(op, name, table, (dtype, torch.float32))
+        check_device(op, name, table, device)
         check_last_dim_dense(op, name, table)
 
 
@@ -74,24 +75,38 @@ def apply_rope(
     """Rotates the first `rotary_dim` of each head; the rest passes. Computes in x's dtype.
 
     x [T, H, D]; cos, sin [T_rope, R] or [T_rope, R/2]; token t uses row t % T_rope.
-    half: pairs (i, i + R/2). interleaved: pairs (2i, 2i + 1). Each member of a pair uses its own
-    column of a table of width R, and the pair's one column of a table of width R/2.
+    half: pairs (i, i + R/2). interleaved: pairs (2i, 2i + 1). interleaved_to_half: pairs
+    (2i, 2i + 1) of the input become (i, i + R/2) of the output. Each member of a pair uses the
+    column where it is in the output, of a table of width R, and the pair's one column of a table of
+    width R/2.
     """
     tokens, heads, _ = x.shape
     if tokens == 0:
         return x
-    half = rotary_dim // 2
     rows = cos.shape[0]
-    pairs = (rows, 2, half) if rope_style == "half" else (rows, half, 2)
-    axis = 1 if rope_style == "half" else 2
-    if cos.shape[1] == half:
-        cos, sin = cos.unsqueeze(axis).expand(pairs), sin.unsqueeze(axis).expand(pairs)
-    else:
-        cos, sin = cos.reshape(pairs), sin.reshape(pairs)
-    cos_a, cos_b = (part.to(x.dtype).unsqueeze(1) for part in cos.unbind(axis))
-    sin_a, sin_b = (part.to(x.dtype).unsqueeze(1) for part in sin.unbind(axis))
-
-    turns = x[..., :rotary_dim].reshape(tokens // rows, rows, heads, *pairs[1:])
-    a, b = turns.unbind(axis + 2)
-    out = torch.stack((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=axis + 2)
+    turns = x[..., :rotary_dim].reshape(tokens // rows, rows, heads, rotary_dim)
+    a, b = _members(turns, rope_style == "half")
+    cos_a, cos_b = _columns(cos.to(x.dtype), rotary_dim, rope_style)
+    sin_a, sin_b = _columns(sin.to(x.dtype), rotary_dim, rope_style)
+    turned = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+    join = torch.stack if rope_style == "interleaved" else torch.cat
+    out = join(turned, dim=-1)
     return torch.cat((out.reshape(tokens, heads, rotary_dim), x[..., rotary_dim:]), dim=-1)
+
+
+def _members(x: torch.Tensor, in_halves: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second members of all pairs on the last axis."""
+    if in_halves:
+        first, second = x.chunk(2, dim=-1)
+        return first, second
+    return x[..., ::2], x[..., 1::2]
+
+
+def _columns(
+    table: torch.Tensor, rotary_dim: int, rope_style: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the first and the second members of all pairs take from a table, [T_rope, 1, R/2]."""
+    table = table.unsqueeze(1)
+    if table.shape[-1] != rotary_dim:
+        return table, table
+    return _members(table, rope_style != "interleaved")

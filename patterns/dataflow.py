@@ -90,6 +90,19 @@ class View:
         return View(self.value, effects.compose(effect, self.effect))
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A small expression that the rewriter adds to the graph, e.g. page * page_size + offset.
+
+    function: a name that `compiler.materialise` knows. operands: views, numbers, more of these.
+    options: the call's keywords.
+    """
+
+    function: str
+    operands: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Memory:
     """A piece of storage, known by the node whose tensor spans it.
@@ -117,6 +130,7 @@ class Store:
     source: the written view, its dimensions ordered: broadcast index dimensions first, then the
         target's other dimensions in order. None where what is written is not known.
     kind: how the user spelled it (`index_copy_`, `setitem`, ...).
+    dtype: of the written-to view; not the memory's where that is read as another dtype.
     accumulate: adds instead of overwriting.
     """
 
@@ -125,6 +139,7 @@ class Store:
     index: Mapping[int, View]
     source: View | None
     kind: str
+    dtype: torch.dtype
     accumulate: bool = False
     note: str = ""
 

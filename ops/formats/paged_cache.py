@@ -202,38 +202,3 @@ def axes_nest(window: CacheWindow) -> bool:
 def slot_limit(window: CacheWindow, slots: str) -> Any:
     """One past the largest slot: a flat slot counts the whole cache, else one page."""
     return window.page_size if slots == "per_sequence" else window.capacity
-
-
-def resolve_slots(
-    slot_mapping: torch.Tensor, window: CacheWindow, slots: str, indexing: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Page, offset in the page and "is written" for every token; int64, int64, bool, each [T].
-
-    slots="flat": token t goes to page slot // page_size, offset slot % page_size.
-    slots="per_sequence": token b * S + s goes to page b, offset slot_mapping[s].
-    indexing="paged": a negative slot is skipped. indexing="torch": it counts from the end.
-    A slot outside the cache is never written.
-    """
-    limit = slot_limit(window, slots)
-    slot = slot_mapping.to(torch.int64)
-    if indexing == "torch":
-        slot = torch.where(slot < 0, slot + limit, slot)
-    written = (slot >= 0) & (slot < limit)
-    if slots == "per_sequence":
-        page = torch.arange(window.num_pages, device=slot.device).repeat_interleave(slot.numel())
-        return page, slot.repeat(window.num_pages), written.repeat(window.num_pages)
-    return slot // window.page_size, slot % window.page_size, written
-
-
-def write_tokens(
-    values: torch.Tensor,
-    base: torch.Tensor,
-    window: CacheWindow,
-    slot_mapping: torch.Tensor,
-    slots: str,
-    indexing: str,
-) -> None:
-    """Writes values [T, num_kv_heads, head_dim], rounded to the base's dtype, to their slots."""
-    page, offset, written = resolve_slots(slot_mapping, window, slots, indexing)
-    rows = values.to(base.dtype)[written]
-    window.view(base).index_put_((page[written], offset[written]), rows)

@@ -139,9 +139,9 @@ def carried_out(
     index = [store.index[d] for d in sorted(store.index)]
     if index:
         places = places[tuple(selected(i.effect, content[i.value]).long() for i in index)]
-    source = selected(store.source.effect, content[store.source.value]).to(before.dtype)
+    source = selected(store.source.effect, content[store.source.value]).to(store.dtype)
     after = before.clone().reshape(-1)
-    after.index_put_((places,), source, accumulate=store.accumulate)
+    after.view(store.dtype).index_put_((places,), source, accumulate=store.accumulate)
     return after.view(before.shape)
 
 

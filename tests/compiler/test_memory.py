@@ -200,6 +200,21 @@ def test_slices_that_do_not_tile_are_no_concatenation(name):
     assert k.value.op == "store"
 
 
+def test_what_was_written_as_another_dtype_is_not_known_to_be_the_source():
+    def step(cache, x):
+        seen = cache.view(torch.int32)
+        seen.copy_(x)  # converts: the cache does not hold x
+        return cache * 2, seen * 2
+
+    flow = flow_of(step, X.clone(), X + 1)
+    (store,) = flow.stores
+    assert store.store.dtype == torch.int32
+    assert store.store.memory.dtype == torch.float32
+    floats, ints = (out.value.operands[0].value for out in flow.outputs)
+    assert floats is store
+    assert ints.op == "opaque:memory"
+
+
 def test_inputs_on_one_storage_do_not_hide_writes_from_each_other():
     pool = numbers(8, 6)
 
@@ -389,6 +404,17 @@ WRITES = {
         [],
         (3, 3, 4),
     ),
+    "as another dtype": (
+        lambda c, k: setitem(flat(c.view(torch.int32)), SLOTS, k.view(torch.int32)),
+        *SET,
+    ),
+    "converted by the write": (
+        lambda c, k: setitem(c.view(torch.int32), (slice(0, 3), 0), k),
+        PAGES,
+        (3, 3, 4),
+        [],
+        (3, 3, 4),
+    ),
     "copy_ that broadcasts": (
         lambda c, k: c[:3].copy_(k[:, None]),
         PAGES,
@@ -437,7 +463,7 @@ UNKNOWN = {
     "a number": (lambda c, k: setitem(flat(c), SLOTS, 7.0), ""),
     "fill_": (lambda c, k: c[0].fill_(3), "fills with a number"),
     "zero_": (lambda c, k: c.zero_(), "fills with a number"),
-    "another dtype": (lambda c, k: setitem(c.view(torch.int32)[0], 0, 7), REINTERPRETED),
+    "another width": (lambda c, k: setitem(c.view(torch.int16)[0], 0, 7), REINTERPRETED),
     "every element its own": (
         lambda c, k: flat(c).scatter_(0, (k % 8).long(), k),
         "scatters element by element",

@@ -28,8 +28,11 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "int32": 4,
 def fresh_dynamo():
     torch._dynamo.reset()
     backend._REPORTS.clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # the scratch of oneDNN's bf16 GEMM grows with the threads
     with torch.no_grad():
         yield
+    torch.set_num_threads(threads)
 
 
 def rotate(x, cos, sin):
@@ -192,6 +195,8 @@ def test_nothing_of_a_caches_size_is_made(name):
     model, *args = make(layout)
     eager, ours = layout.caches(), layout.caches()
     expected = model(*args, *eager)
+    scratch = largest_allocation(model, *args, *layout.caches())
+    assert scratch < MIB // 4  # the smallest window: K of one layer in a pool of 1 MiB
     run = torch.compile(model, backend="tilewright")
     actual, codes = run_and_get_code(run, *args, *ours)
     assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"] * 2
@@ -205,7 +210,7 @@ def test_nothing_of_a_caches_size_is_made(name):
     assert max(allocations(code)) < MIB // 8
     assert max(loops(code)) < MIB // SLOT_BYTES
     assert "copy_(" not in code
-    assert largest_allocation(run, *args, *ours) < MIB // 8
+    assert largest_allocation(run, *args, *ours) <= max(scratch, MIB // 16)
 
 
 def test_the_checks_see_stock_inductor_copy_the_cache():

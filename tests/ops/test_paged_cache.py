@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from tilewright.ops.formats.paged_cache import CacheWindow, resolve_slots, strided_disjoint
+from tilewright.ops.addressing import resolve_slots
+from tilewright.ops.formats.paged_cache import CacheWindow, strided_disjoint
 
 P, S, H, D, L = 3, 4, 2, 8, 3
 

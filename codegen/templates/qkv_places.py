@@ -1,0 +1,174 @@
+"""Where projected heads are stored: q in its result, k and v at their token's place in a cache."""
+
+import triton
+import triton.language as tl
+
+QUERY = tl.constexpr(0)
+KEY = tl.constexpr(1)
+VALUE = tl.constexpr(2)
+
+# Up to this many sequences one load of all row offsets beats a search among them.
+COMPARED_SEQUENCES = tl.constexpr(128)
+
+
+@triton.jit
+def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
+    """(kind, head within q, k or v) of a head counted over q, then k, then v."""
+    # Selects and not branches: Triton 3.6 cannot flatten a loop over tiles that branches here.
+    is_kv = (tile_head >= NUM_HEADS).to(tl.int32)
+    is_value = (tile_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
+    kind = is_kv + is_value
+    head = tile_head - is_kv * NUM_HEADS - is_value * NUM_KV_HEADS
+    return kind, head
+
+
+@triton.jit
+def sequence_of(
+    tokens, row_offsets_ptr, num_sequences, OFFSETS_STRIDE: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """How many of row_offsets[1:] lie at or before each token: its sequence, or num_sequences.
+
+    2 ** SEARCH_STEPS is more than num_sequences.
+    """
+    if 2**SEARCH_STEPS <= COMPARED_SEQUENCES:
+        ends = 1 + tl.arange(0, 2**SEARCH_STEPS)
+        offsets = tl.load(
+            row_offsets_ptr + ends * OFFSETS_STRIDE, mask=ends <= num_sequences, other=2**31 - 1
+        ).to(tl.int32)
+        sequence = tl.sum((offsets[None, :] <= tokens[:, None]).to(tl.int32), axis=1)
+    else:
+        sequence = tokens * 0
+        for step in tl.static_range(SEARCH_STEPS):
+            later = sequence + 2 ** (SEARCH_STEPS - 1 - step)
+            offset = tl.load(
+                row_offsets_ptr + later * OFFSETS_STRIDE,
+                mask=later <= num_sequences,
+                other=2**31 - 1,
+            ).to(tl.int32)
+            sequence = tl.where(offset <= tokens, later, sequence)
+    return sequence
+
+
+@triton.jit
+def table_places(
+    tokens, token_mask, lookup_ptr, sequences_ptr, positions_ptr,
+    num_sequences, lookup_columns, lookup_stride,
+    PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, ADDRESS_STRIDES: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """(page, slot in the page, mask) of tokens whose pages stand in a lookup table."""
+    if ADDRESSING == "ragged":
+        sequence = sequence_of(
+            tokens, sequences_ptr, num_sequences, ADDRESS_STRIDES[1], SEARCH_STEPS
+        )
+        valid = token_mask & (sequence < num_sequences)
+        first = tl.load(sequences_ptr + sequence * ADDRESS_STRIDES[1], mask=valid, other=0)
+        length = tl.load(positions_ptr + sequence * ADDRESS_STRIDES[2], mask=valid, other=0)
+        place = tokens - first.to(tl.int64)
+        valid = valid & (place >= 0)
+        position = length.to(tl.int64) + place
+        sequence = sequence.to(tl.int64)
+    else:
+        sequence = tl.load(
+            sequences_ptr + tokens.to(tl.int64) * ADDRESS_STRIDES[1], mask=token_mask, other=0
+        ).to(tl.int64)
+        position = tl.load(
+            positions_ptr + tokens.to(tl.int64) * ADDRESS_STRIDES[2], mask=token_mask, other=0
+        ).to(tl.int64)
+        valid = token_mask & (sequence >= 0) & (sequence < num_sequences)
+    column = position // PAGE_SIZE
+    valid = valid & (position >= 0) & (column < lookup_columns)
+    entry = lookup_ptr + sequence * lookup_stride + column * ADDRESS_STRIDES[0]
+    page = tl.load(entry, mask=valid, other=0).to(tl.int64)
+    return page, position % PAGE_SIZE, valid
+
+
+@triton.jit
+def cache_places(
+    tokens, token_mask, slots_ptr, sequences_ptr, positions_ptr,
+    sequence_tokens, num_pages, num_sequences, lookup_columns, lookup_stride,
+    PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """(page, slot in the page, mask) of each token, 64-bit; out-of-range tokens are masked.
+
+    ADDRESSING, and what the three pointers are then:
+    "flat", "per_sequence": slots_ptr a slot for each token (of a sequence); no other.
+    "block_table": slots_ptr a table [sequence, column] of pages, sequences_ptr and positions_ptr a
+    sequence and a position for each token.
+    "ragged": slots_ptr such a table, sequences_ptr the offsets [num_sequences + 1] of the
+    sequences' first tokens, positions_ptr how many tokens each sequence has in the cache already.
+    """
+    if ADDRESSING == "block_table" or ADDRESSING == "ragged":
+        page, slot, valid = table_places(
+            tokens, token_mask, slots_ptr, sequences_ptr, positions_ptr,
+            num_sequences, lookup_columns, lookup_stride,
+            PAGE_SIZE, ADDRESSING, ADDRESS_STRIDES, SEARCH_STEPS,
+        )  # fmt: skip
+        if WRAP_NEGATIVE:
+            page = tl.where(page < 0, page + num_pages, page)
+        valid = valid & (page >= 0) & (page < num_pages)
+    else:
+        if ADDRESSING == "per_sequence":
+            page = (tokens // sequence_tokens).to(tl.int64)
+            slot_tokens = tokens % sequence_tokens
+            capacity = tl.full((1,), PAGE_SIZE, tl.int64)
+        else:
+            slot_tokens = tokens
+            capacity = tl.full((1,), PAGE_SIZE, tl.int64) * num_pages
+        places = slots_ptr + slot_tokens * ADDRESS_STRIDES[0]
+        slot = tl.load(places, mask=token_mask, other=0).to(tl.int64)
+        if WRAP_NEGATIVE:
+            slot = tl.where(slot < 0, slot + capacity, slot)
+        valid = token_mask & (slot >= 0) & (slot < capacity)
+        if ADDRESSING == "flat":
+            page = slot // PAGE_SIZE
+            slot = slot % PAGE_SIZE
+    return page, slot, valid
+
+
+@triton.jit
+def store_target(
+    kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr,
+    slots_ptr, sequences_ptr, positions_ptr,
+    sequence_tokens, num_pages, num_sequences, lookup_columns, lookup_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROW_UNIT: tl.constexpr,
+):  # fmt: skip
+    """(pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
+
+    One target for q, k and v, selected and not branched to: Triton 3.6 cannot flatten a loop over
+    tiles that branches, and three stores are three times the code. Where q and the caches differ
+    in dtype no pointer can be both: the target is the cache's, and masked for q.
+    """
+    page, slot, row_mask = cache_places(
+        tokens, token_mask & (kind != QUERY), slots_ptr, sequences_ptr, positions_ptr,
+        sequence_tokens, num_pages, num_sequences, lookup_columns, lookup_stride,
+        PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
+    )  # fmt: skip
+    pointer = k_cache_ptr
+    # Counted in ROW_UNIT, which divides every stride of a row: a select alone would lose that the
+    # offsets are multiples of anything, and stores would shrink to single elements.
+    units = page * (K_STRIDES[0] // ROW_UNIT) + slot * (K_STRIDES[1] // ROW_UNIT)
+    head_stride = tl.where(kind == VALUE, V_STRIDES[2], K_STRIDES[2])
+    if v_cache_ptr is not None:
+        pointer = tl.where(kind == VALUE, v_cache_ptr, pointer)
+        if K_STRIDES[0] != V_STRIDES[0] or K_STRIDES[1] != V_STRIDES[1]:
+            v_units = page * (V_STRIDES[0] // ROW_UNIT) + slot * (V_STRIDES[1] // ROW_UNIT)
+            units = tl.where(kind == VALUE, v_units, units)
+    if q_out_ptr is not None and q_out_ptr.dtype.element_ty == k_cache_ptr.dtype.element_ty:
+        pointer = tl.where(kind == QUERY, q_out_ptr, pointer)
+        q_units = tokens.to(tl.int64) * (NUM_HEADS * HEAD_DIM // ROW_UNIT)
+        units = tl.where(kind == QUERY, q_units, units)
+        row_mask = row_mask | (token_mask & (kind == QUERY))
+        head_stride = tl.where(kind == QUERY, HEAD_DIM, head_stride)
+    row_offsets = units * ROW_UNIT
+    if K_STRIDES[3] == 1 and V_STRIDES[3] == 1:
+        dim_stride = 1
+    else:
+        dim_stride = tl.where(kind == VALUE, V_STRIDES[3], K_STRIDES[3])
+        dim_stride = tl.where(kind == QUERY, 1, dim_stride)
+    return pointer, row_offsets, row_mask, head_stride, dim_stride

@@ -1,0 +1,116 @@
+"""Quantised weights: codes of 4 or 8 bits, scales and zero points over blocks.
+
+    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+
+n counts the rows of one projection, `h * D + d`. A nibble is an unsigned code 0..15; a word holds
+two (uint8) or eight (int32), and `order` says where: element `i * per + j` of word i is at bits
+`4 * order[j]`. AWQ's int32 words have order [0, 4, 1, 5, 2, 6, 3, 7], all others count up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """dtypes: of the stored weight. packed_axis: the axis that nibbles share a word along; None:
+    a code per element."""
+
+    dtypes: tuple[torch.dtype, ...]
+    packed_axis: int | None = None
+
+
+WEIGHT_FORMATS = {
+    "int8": WeightFormat((torch.int8,)),
+    "fp8": WeightFormat((torch.float8_e4m3fn,)),
+    "int4_k": WeightFormat((torch.uint8, torch.int32), packed_axis=-1),
+    "int4_n": WeightFormat((torch.uint8, torch.int32), packed_axis=-2),
+}
+
+
+def nibbles_per_word(dtype: torch.dtype) -> int:
+    """2 for uint8, 8 for int32."""
+    return 2 * dtype.itemsize
+
+
+def logical_shape(weight: torch.Tensor, weight_format: str) -> tuple[Any, ...]:
+    """The shape [..., D, K] of the codes that a stored weight holds."""
+    shape = list(weight.shape)
+    stored = WEIGHT_FORMATS.get(weight_format)
+    if stored is not None and stored.packed_axis is not None:
+        shape[stored.packed_axis] = shape[stored.packed_axis] * nibbles_per_word(weight.dtype)
+    return tuple(shape)
+
+
+def unpack_nibbles(words: torch.Tensor, axis: int, order: Sequence[int] = ()) -> torch.Tensor:
+    """The codes of uint8 or int32 words, as int32, along `axis`."""
+    shifts = torch.tensor(_order(words.dtype, order), device=words.device) * 4
+    along = words.movedim(axis, -1).to(torch.int64)
+    codes = (along.unsqueeze(-1) >> shifts) & 15
+    return codes.flatten(-2).movedim(-1, axis).to(torch.int32)
+
+
+def pack_nibbles(
+    codes: torch.Tensor, dtype: torch.dtype, axis: int, order: Sequence[int] = ()
+) -> torch.Tensor:
+    """The inverse of `unpack_nibbles`: codes 0..15 to words of `dtype`, contiguous.
+
+    Raises ValueError where the axis does not fill whole words.
+    """
+    per = nibbles_per_word(dtype)
+    if codes.shape[axis] % per:
+        raise ValueError(f"codes: expected a multiple of {per} on axis {axis}, got {codes.shape}")
+    shifts = torch.tensor(_order(dtype, order), device=codes.device) * 4
+    along = codes.movedim(axis, -1).to(torch.int64).unflatten(-1, (-1, per))
+    words = (along << shifts).sum(dim=-1)
+    if dtype == torch.int32:
+        words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(dtype).movedim(-1, axis).contiguous()
+
+
+def _order(dtype: torch.dtype, order: Sequence[int]) -> list[int]:
+    return list(order) or list(range(nibbles_per_word(dtype)))
+
+
+def expand_blocks(blocks: torch.Tensor, shape: Sequence[int], block: Sequence[int]) -> torch.Tensor:
+    """Values per block [ceil(rows / bn), ceil(columns / bk)] as values per element of `shape`."""
+    for axis in range(2):
+        if blocks.shape[axis] == 1:
+            continue
+        blocks = blocks.repeat_interleave(block[axis], dim=axis).narrow(axis, 0, shape[axis])
+    return blocks.expand(*shape)
+
+
+def dequantize(
+    weight: torch.Tensor,
+    weight_format: str,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    zero_point: int,
+    block: Sequence[int],
+    order: Sequence[int],
+    compute: torch.dtype,
+) -> torch.Tensor:
+    """The weight [..., D, K] in `compute` precision. A zero tensor adds to `zero_point`."""
+    axis = WEIGHT_FORMATS[weight_format].packed_axis
+    codes = weight if axis is None else unpack_nibbles(weight, axis, order)
+    rows = codes.to(compute).flatten(0, -2)
+    values = rows - zero_point
+    if zero is not None:
+        if zeros_are_packed(zero, rows.shape[0], block):
+            zero = unpack_nibbles(zero, 0, order)
+        values = values - expand_blocks(zero.to(compute), rows.shape, block)
+    values = values * expand_blocks(scale.to(compute), rows.shape, block)
+    return values.view(codes.shape)
+
+
+def zeros_are_packed(zero: torch.Tensor, rows: int, block: Sequence[int]) -> bool:
+    """Whether int32 zeros are words of eight rows: their shape tells."""
+    return zero.dtype == torch.int32 and zero.shape[0] * 8 * block[0] == rows

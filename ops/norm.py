@@ -1,0 +1,71 @@
+"""Norms of q and k as the fused ops define them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+)
+
+NORM_KINDS = ("rms", "layer")
+NORM_WIDTHS = ("head", "row")
+
+
+def check_norm(
+    op: str, norm_kind: str, norm_width: str, norm_eps: float, norm_offset: float
+) -> None:
+    """Checks what q and k share. Raises ArgumentError."""
+    check_choice(op, "norm_kind", norm_kind, NORM_KINDS)
+    check_choice(op, "norm_width", norm_width, NORM_WIDTHS)
+    for name, value in (("norm_eps", norm_eps), ("norm_offset", norm_offset)):
+        if not abs(value) < float("inf") or (name == "norm_eps" and value < 0):
+            raise ArgumentError(op, name, "a finite number, not negative for norm_eps", value)
+
+
+def check_norm_weight(
+    op: str,
+    argument: str,
+    weight: torch.Tensor | None,
+    norm_width: str,
+    heads: Any,
+    head_dim: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Checks a norm weight: [D] for all heads, or [H, D]; always [H, D] for a norm over the row."""
+    if weight is None:
+        return
+    if norm_width == "head" and weight.dim() == 1:
+        check_shape(op, argument, weight, "[D]", (head_dim,))
+    else:
+        check_shape(op, argument, weight, "[H, D]", (heads, head_dim))
+    check_dtype(op, argument, weight, (dtype, torch.float32))
+    check_device(op, argument, weight, device)
+    check_last_dim_dense(op, argument, weight)
+
+
+def apply_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: str = "rms",
+    width: str = "head",
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """Normalises x [T, H, D] over each head, or over all heads of a token; in x's dtype.
+
+    rms: x / sqrt(mean(x²) + eps). layer: the same of x - mean(x). Then times `offset + weight`.
+    """
+    axes = (-2, -1) if width == "row" else (-1,)
+    if kind == "layer":
+        x = x - x.mean(dim=axes, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(dim=axes, keepdim=True) + eps)
+    return x if weight is None else x * (weight.to(x.dtype) + offset)

@@ -1,0 +1,266 @@
+"""Checks of what projects q, k and v: x, weights, their formats and scales, and biases.
+
+Metadata only; each raises ArgumentError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+    proven,
+    shape_text,
+)
+from tilewright.ops.formats.quantized_weight import (
+    WEIGHT_FORMATS,
+    WeightFormat,
+    logical_shape,
+    nibbles_per_word,
+    zeros_are_packed,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ACTIVATION_CODES = torch.float8_e4m3fn
+ACTIVATION_BLOCK = 128
+
+
+class ProjectionArguments(Protocol):
+    """The arguments that make q, k and v out of x."""
+
+    @property
+    def x(self) -> torch.Tensor: ...
+    @property
+    def q_weight(self) -> torch.Tensor: ...
+    @property
+    def k_weight(self) -> torch.Tensor: ...
+    @property
+    def v_weight(self) -> torch.Tensor | None: ...
+    @property
+    def weight_format(self) -> str: ...
+    @property
+    def zero_point(self) -> int: ...
+    @property
+    def scale_block(self) -> Sequence[int]: ...
+    @property
+    def nibble_order(self) -> Sequence[int]: ...
+    @property
+    def x_scale(self) -> torch.Tensor | None: ...
+    @property
+    def out_dtype(self) -> torch.dtype | None: ...
+
+
+def value_dtype(a: ProjectionArguments) -> torch.dtype:
+    """The dtype of q, and of everything that is not a code."""
+    return a.x.dtype if a.out_dtype is None else a.out_dtype
+
+
+def check_projection(op: str, a: ProjectionArguments) -> None:
+    """Checks x, the three weights with their scales, and the biases."""
+    check_choice(op, "weight_format", a.weight_format, ("dense", *WEIGHT_FORMATS))
+    _check_x(op, a)
+    _check_format_options(op, a)
+    _check_shapes(op, a)
+    for letter in "qkv":
+        weight = getattr(a, f"{letter}_weight")
+        if weight is not None:
+            _check_weight(op, a, letter, weight)
+        else:
+            _check_absent(op, a, letter)
+
+
+def _check_x(op: str, a: ProjectionArguments) -> None:
+    coded = a.x.dtype == ACTIVATION_CODES
+    check_dtype(op, "x", a.x, (*DTYPES, ACTIVATION_CODES))
+    check_shape(op, "x", a.x, "[T, K]", (None, None))
+    check_last_dim_dense(op, "x", a.x)
+    if coded and a.weight_format != "fp8":
+        raise ArgumentError(op, "weight_format", "'fp8', since x has codes", a.weight_format)
+    allowed = DTYPES[:3] if coded else (a.x.dtype,)
+    if value_dtype(a) not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise ArgumentError(op, "out_dtype", f"{expected} for x of {a.x.dtype}", a.out_dtype)
+    if a.x_scale is None:
+        return
+    if not coded:
+        raise ArgumentError(op, "x_scale", f"None, since x is {a.x.dtype}", "a tensor")
+    _check_scale_like(op, a, "x_scale", a.x_scale)
+    check_shape(op, "x_scale", a.x_scale, "[T or 1, 1 or K / 128]", (None, None))
+    tokens, hidden = a.x.shape
+    wanted = (tokens, -(-hidden // ACTIVATION_BLOCK))
+    fits = [holds(n == 1) or holds(n == w) for n, w in zip(a.x_scale.shape, wanted, strict=True)]
+    if not all(fits):
+        expected = f"shape [{tokens} or 1, {wanted[1]} or 1]"
+        raise ArgumentError(op, "x_scale", expected, f"shape {shape_text(a.x_scale.shape)}")
+
+
+def _check_format_options(op: str, a: ProjectionArguments) -> None:
+    """What goes with a format as a whole: block and nibble order."""
+    stored = WEIGHT_FORMATS.get(a.weight_format)
+    block, order = list(a.scale_block), list(a.nibble_order)
+    if stored is None:
+        given = {"scale_block": block, "nibble_order": order, "zero_point": a.zero_point}
+        for name, value in given.items():
+            if value:
+                raise ArgumentError(op, name, "nothing, since weights are dense", value)
+        return
+    if len(block) != 2 or not all(size >= 1 for size in block):
+        raise ArgumentError(op, "scale_block", "[rows, columns] that share a scale", block)
+    if a.weight_format == "fp8" and a.zero_point:
+        raise ArgumentError(op, "zero_point", "0 for fp8 weights", a.zero_point)
+    if not order:
+        return
+    per = 0 if stored.packed_axis is None else nibbles_per_word(a.q_weight.dtype)
+    if sorted(order) != list(range(per)):
+        expected = f"an order of the {per} nibbles of a word" if per else "nothing, as no nibbles"
+        raise ArgumentError(op, "nibble_order", expected, order)
+
+
+def _check_shapes(op: str, a: ProjectionArguments) -> None:
+    """Heads, head_dim and K of the three weights, as stored codes give them."""
+    stored = WEIGHT_FORMATS.get(a.weight_format)
+    for letter in "qkv":
+        weight = getattr(a, f"{letter}_weight")
+        if weight is not None:
+            dtypes = (a.x.dtype,) if stored is None else stored.dtypes
+            check_dtype(op, f"{letter}_weight", weight, dtypes)
+            check_dtype(op, f"{letter}_weight", weight, (a.q_weight.dtype,))
+    q_shape = logical_shape(a.q_weight, a.weight_format)
+    if len(q_shape) not in (3, 4):
+        expected = "[Hq, D, K] or [Hkv, G, D, K]"
+        raise ArgumentError(op, "q_weight", expected, f"shape {shape_text(a.q_weight.shape)}")
+    hidden, head_dim = a.x.shape[1], q_shape[-2]
+    letters = "[Hq, D, K]" if len(q_shape) == 3 else "[Hkv, G, D, K]"
+    _check_codes(op, a, "q_weight", letters, (*(None for _ in q_shape[:-2]), None, hidden))
+    _check_codes(op, a, "k_weight", "[Hkv, D, K]", (None, head_dim, hidden))
+    num_kv_heads = a.k_weight.shape[0]
+    if len(q_shape) == 4:
+        _check_codes(op, a, "q_weight", letters, (num_kv_heads, None, head_dim, hidden))
+    elif not holds(num_kv_heads != 0) or not holds(q_shape[0] % num_kv_heads == 0):
+        expected = f"num_kv_heads that divides num_heads = {q_shape[0]}"
+        raise ArgumentError(op, "k_weight", expected, f"{num_kv_heads} heads")
+    if a.v_weight is not None:
+        _check_codes(op, a, "v_weight", "[Hkv, D, K]", (num_kv_heads, head_dim, hidden))
+
+
+def _check_codes(
+    op: str, a: ProjectionArguments, name: str, letters: str, sizes: Sequence[Any]
+) -> None:
+    """A weight's shape, in elements: of a packed axis, what its words hold."""
+    weight = getattr(a, name)
+    stored = WEIGHT_FORMATS.get(a.weight_format)
+    if stored is None or stored.packed_axis is None or weight.dim() != len(sizes):
+        check_shape(op, name, weight, letters, sizes)
+        return
+    shape = logical_shape(weight, a.weight_format)
+    if not all(w is None or holds(n == w) for n, w in zip(shape, sizes, strict=True)):
+        known = shape_text(["*" if size is None else size for size in sizes])
+        expected = f"words that hold {letters} = {known} ({a.weight_format})"
+        actual = f"shape {shape_text(weight.shape)}, which holds {shape_text(shape)}"
+        raise ArgumentError(op, name, expected, actual)
+
+
+def _check_weight(op: str, a: ProjectionArguments, letter: str, weight: torch.Tensor) -> None:
+    name = f"{letter}_weight"
+    check_device(op, name, weight, a.x.device)
+    bias = getattr(a, f"{letter}_bias")
+    shape = logical_shape(weight, a.weight_format)
+    if bias is not None:
+        letters = "[H, D]" if len(shape) == 3 else "[Hkv, G, D]"
+        check_parameter(op, a, f"{letter}_bias", bias, letters, shape[:-1])
+    scale, zero = getattr(a, f"{letter}_scale"), getattr(a, f"{letter}_zero")
+    stored = WEIGHT_FORMATS.get(a.weight_format)
+    if stored is not None:
+        rows = shape[-2]
+        for heads in shape[:-2]:
+            rows = rows * heads
+        _check_scale(op, a, letter, scale, zero, stored, rows, shape[-1])
+        return
+    _check_dense_strides(op, name, weight)
+    for suffix, value in (("scale", scale), ("zero", zero)):
+        if value is not None:
+            raise ArgumentError(
+                op, f"{letter}_{suffix}", "None, since weights are dense", "a tensor"
+            )
+
+
+def _check_dense_strides(op: str, name: str, weight: torch.Tensor) -> None:
+    dense = any(
+        holds(weight.stride(axis) == 1) or proven(weight.shape[axis] <= 1) for axis in (-1, -2)
+    )
+    if not dense:
+        expected = "a contiguous last dimension, or last but one (stride 1)"
+        raise ArgumentError(op, name, expected, f"strides {shape_text(weight.stride())}")
+
+
+def _check_absent(op: str, a: ProjectionArguments, letter: str) -> None:
+    for suffix in ("bias", "scale", "zero"):
+        name = f"{letter}_{suffix}"
+        if getattr(a, name) is not None:
+            raise ArgumentError(op, name, f"None, since {letter}_weight is None", "a tensor")
+
+
+def check_parameter(
+    op: str,
+    a: ProjectionArguments,
+    name: str,
+    tensor: torch.Tensor,
+    letters: str,
+    sizes: Sequence[Any],
+) -> None:
+    """Checks a bias: of the dtype of the values or float32."""
+    check_shape(op, name, tensor, letters, sizes)
+    check_dtype(op, name, tensor, (value_dtype(a), torch.float32))
+    check_device(op, name, tensor, a.x.device)
+    check_last_dim_dense(op, name, tensor)
+
+
+def _check_scale_like(
+    op: str, a: ProjectionArguments, name: str, tensor: torch.Tensor, more: tuple[Any, ...] = ()
+) -> None:
+    check_dtype(op, name, tensor, (*DTYPES, *more))
+    check_device(op, name, tensor, a.x.device)
+
+
+def _check_scale(
+    op: str,
+    a: ProjectionArguments,
+    letter: str,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    stored: WeightFormat,
+    rows: Any,
+    columns: Any,
+) -> None:
+    name = f"{letter}_scale"
+    if scale is None:
+        raise ArgumentError(op, name, f"a tensor, since weights are {a.weight_format}", None)
+    block = a.scale_block
+    _check_scale_like(op, a, name, scale)
+    if stored.packed_axis is not None and not holds(columns % block[1] == 0):
+        expected = f"a group that divides K = {columns}"
+        raise ArgumentError(op, "scale_block", expected, list(block))
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    letters = f"[ceil(N / {block[0]}), ceil(K / {block[1]})]"
+    check_shape(op, name, scale, letters, grid)
+    if zero is None:
+        return
+    name = f"{letter}_zero"
+    if a.weight_format == "fp8":
+        raise ArgumentError(op, name, "None for fp8 weights", "a tensor")
+    _check_scale_like(op, a, name, zero, (torch.uint8, torch.int8, torch.int32, torch.int64))
+    if stored.packed_axis is not None and zeros_are_packed(zero, rows, block):
+        if len(a.nibble_order) not in (0, 8):
+            expected = "an order of 8 nibbles, as the zeros are packed in words of 8"
+            raise ArgumentError(op, "nibble_order", expected, list(a.nibble_order))
+        letters, grid = f"[N / {8 * block[0]}, K / {block[1]}] words", (zero.shape[0], grid[1])
+    check_shape(op, name, zero, letters, grid)
