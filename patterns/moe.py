@@ -12,7 +12,7 @@ The router stays outside. Dimension letters: T tokens, S slots, E experts, H hid
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Result, Stage, register_code, reject
+from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
 from tilewright.patterns.routing import (
     Order,
@@ -72,39 +72,22 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class MoeAnchor:
-    """Two grouped GEMMs on the same groups, the first feeding the second."""
-
-    gate_up: Value
-    down: Value
-
-    @property
-    def node(self) -> Any:
-        return self.down.node
-
-    @property
-    def stores(self) -> tuple[Value, ...]:
-        return ()
-
-
-@dataclass(frozen=True)
 class Moe:
     """The pattern; see the module."""
 
     name: str = "moe"
     op: str = "fused_moe"
 
-    def anchors(self, flow: Dataflow) -> Iterator[MoeAnchor]:
-        gemms = [v for v in flow.values if v.op == "aten._grouped_mm"]
-        for down in gemms:
-            reached = _upstream(down)
-            for gate_up in gemms:
-                if gate_up in reached and _ends_of(gate_up) == _ends_of(down):
-                    yield MoeAnchor(gate_up, down)
-                    break
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """A grouped GEMM that another one on the same groups feeds."""
+        for down in flow.values:
+            if down.op == "aten._grouped_mm":
+                firsts = (v for v in _upstream(down) if v.op == "aten._grouped_mm")
+                if any(_ends_of(first) == _ends_of(down) for first in firsts):
+                    yield down
 
-    def match(self, anchor: MoeAnchor, flow: Dataflow) -> Match:
-        down = _gemm(anchor.down, flow)
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        down = _gemm(anchor, flow)
         activation = match_activation(down.x)
         if activation is None:
             reject(
@@ -113,13 +96,16 @@ class Moe:
                 f"found {down.x.value} between the two grouped GEMMs",
                 down.x,
             )
-        gate_up = _gemm(anchor.gate_up, flow)
-        _check_activation(activation, gate_up)
-        order, num_slots, x = _rows(gate_up)
-        _check_groups(gate_up, down, order)
+        gate = _first_gemm(activation.gate, "gate", flow)
+        up = None if activation.up is None else _first_gemm(activation.up, "up", flow)
+        firsts = [gemm for gemm in (gate, up) if gemm is not None]
+        order, num_slots, x = _rows(gate)
+        if any(gemm.x != gate.x for gemm in firsts):
+            reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
+        _check_groups((*firsts, down), order)
         combine = _combine(flow, down, order, num_slots)
-        _guard(gate_up, down, x)
-        return _match(self, flow, anchor, x, order, activation, gate_up, down, combine)
+        _guard((*firsts, down), x)
+        return _match(self, anchor, x, order, activation, gate, up, down, combine)
 
 
 def _ends_of(gemm: Value) -> Any:
@@ -161,8 +147,7 @@ def _gemm(value: Value, flow: Dataflow) -> Gemm:
             bias, index, values = found
             end, absorbed = user, (value, user, *values)
             break
-    x, casts = strip_casts(value.args[0])
-    return Gemm(x, by_row, bias, index, _ends_of(value), end, (*absorbed, *casts))
+    return Gemm(value.args[0], by_row, bias, index, _ends_of(value), end, absorbed)
 
 
 def _bias(add: Value, gemm: Value) -> tuple[View, View, tuple[Value, ...]] | None:
@@ -179,22 +164,22 @@ def _bias(add: Value, gemm: Value) -> tuple[View, View, tuple[Value, ...]] | Non
     return taken[0], taken[1], (other.value, *casts)
 
 
-def _check_activation(activation: Activation, gate_up: Gemm) -> None:
-    for name, part in (("gate", activation.gate), ("up", activation.up)):
-        if part is not None and part.value is not gate_up.end:
-            reject(
-                "EXPERT_ACTIVATION",
-                Stage.ACTIVATION,
-                f"the {name} half is {part.value}, not a part of the first grouped GEMM",
-                part,
-            )
-        if part is not None and not _is_columns(part):
-            reject(
-                "EXPERT_ACTIVATION",
-                Stage.ACTIVATION,
-                f"the {name} half does not take the same columns of every row",
-                part,
-            )
+def _first_gemm(part: View, name: str, flow: Dataflow) -> Gemm:
+    """The GEMM of which `part` is the gate or up half; its weight and bias are that half's."""
+    value = part.value
+    for candidate in (value, *(v.value for v in value.operands)):
+        if candidate.op != "aten._grouped_mm":
+            continue
+        gemm = _gemm(candidate, flow)
+        if gemm.end is value and _is_columns(part):
+            columns = part.effect
+            return replace(gemm, weight=_part(gemm.weight, columns), bias=_part(gemm.bias, columns))
+    reject(
+        "EXPERT_ACTIVATION",
+        Stage.ACTIVATION,
+        f"the {name} half is {part.value}, not a set of columns of a grouped GEMM",
+        part,
+    )
 
 
 def _is_columns(part: View) -> bool:
@@ -221,8 +206,7 @@ def _rows(gate_up: Gemm) -> tuple[Order, Any, View]:
         order = match_order(permutation)
         num_slots = None if order is None else match_rows(rows, order)
         if order is not None and num_slots is not None:
-            x, _ = strip_casts(source)
-            return order, num_slots, x
+            return order, num_slots, source
     reject(
         "EXPERT_ORDER",
         Stage.ACTIVATION,
@@ -242,18 +226,18 @@ def _permutations(rows: View) -> Iterator[View]:
             front += view.value.operands
 
 
-def _check_groups(gate_up: Gemm, down: Gemm, order: Order) -> None:
-    found = match_ends(gate_up.ends)
-    num_experts = gate_up.weight.shape[0]
-    if found is None or found[1] != num_experts or found[0] != order.ids:
-        reject(
-            "EXPERT_ENDS",
-            Stage.ACTIVATION,
-            f"offs is {gate_up.ends.value}; expected the running counts of the {num_experts} "
-            "experts among the sorted routes",
-            gate_up.ends,
-        )
-    for gemm in (gate_up, down):
+def _check_groups(gemms: tuple[Gemm, ...], order: Order) -> None:
+    for gemm in gemms:
+        found = match_ends(gemm.ends)
+        num_experts = gemm.weight.shape[0]
+        if found is None or found[1] != num_experts or found[0] != order.ids:
+            reject(
+                "EXPERT_ENDS",
+                Stage.ACTIVATION,
+                f"offs is {gemm.ends.value}; expected the running counts of the {num_experts} "
+                "experts among the sorted routes",
+                gemm.ends,
+            )
         if gemm.bias_index is not None and not in_order(gemm.bias_index, order):
             reject(
                 "EXPERT_ORDER",
@@ -285,8 +269,10 @@ def _combine(flow: Dataflow, down: Gemm, order: Order, num_slots: Any) -> Combin
         elif not in_token_order and (extra := _unpermuted(user, value, order)) is not None:
             value, in_token_order = user, True
             absorbed += extra
-        elif (in_token_order and _sums_slots(user, value, num_slots)) or (
-            not in_token_order and _adds_rows(user, value, order, num_slots)
+        elif (
+            _sums_slots(user, value, num_slots)
+            if in_token_order
+            else _adds_rows(user, value, order, num_slots)
         ):
             return _finish(flow, user, weights, num_slots, absorbed)
         else:
@@ -426,55 +412,53 @@ def _is_zero(view: Any) -> bool:
 # --- the match ------------------------------------------------------------------------------------
 
 
-def _guard(gate_up: Gemm, down: Gemm, x: View) -> None:
-    dtypes = {x.value.dtype, gate_up.weight.value.dtype, down.weight.value.dtype}
+def _guard(gemms: tuple[Gemm, ...], x: View) -> None:
+    dtypes = {x.value.dtype, *(gemm.weight.value.dtype for gemm in gemms)}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", gate_up.end)
+        reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", gemms[0].end)
 
 
 def _match(
     pattern: Moe,
-    flow: Dataflow,
-    anchor: MoeAnchor,
+    anchor: Value,
     x: View,
     order: Order,
     activation: Activation,
-    gate_up: Gemm,
+    gate: Gemm,
+    up: Gemm | None,
     down: Gemm,
     combine: Combine,
 ) -> Match:
     num_slots = combine.num_slots
-    routes = effects.product(order.ids.shape)
-    tokens = effects.divides(num_slots, routes)
+    tokens = effects.divides(num_slots, effects.product(order.ids.shape))
     ids = View(order.ids.value, effects.reshape(order.ids.effect, (tokens, num_slots)))
-    parts = {"gate": activation.gate, "up": activation.up}
-    columns = {name: None if p is None else p.effect for name, p in parts.items()}
     arguments: dict[str, Any] = {
         "x": x,
         "expert_ids": ids,
         "expert_weights": combine.weights,
-        "gate_weight": _part(gate_up.weight, columns["gate"]),
-        "up_weight": _part(gate_up.weight, columns["up"]),
+        "gate_weight": gate.weight,
+        "up_weight": None if up is None else up.weight,
         "down_weight": down.weight,
-        "gate_bias": _part(gate_up.bias, columns["gate"]),
-        "up_bias": _part(gate_up.bias, columns["up"]),
+        "gate_bias": gate.bias,
+        "up_bias": None if up is None else up.bias,
         "down_bias": down.bias,
         "activation": activation.name,
         "alpha": activation.alpha,
         "limit": activation.limit,
     }
-    absorbed = (*gate_up.absorbed, gate_up.x.value, *activation.absorbed, *down.absorbed)
+    firsts = gate.absorbed if up is None else (*gate.absorbed, *up.absorbed)
+    absorbed = (*firsts, gate.x.value, *activation.absorbed, *down.absorbed, *combine.absorbed)
     return Match(
         pattern=pattern.name,
         op=pattern.op,
-        anchor=anchor.down,
+        anchor=anchor,
         arguments=arguments,
         results=(Result(combine.end, effects.identity(combine.end.shape)),),
-        absorbed=tuple(dict.fromkeys((*absorbed, *combine.absorbed))),
+        absorbed=tuple(dict.fromkeys(absorbed)),
         stores=(),
-        facts=_facts(x, activation, gate_up, down, num_slots),
-        scope=common_scope(anchor.gate_up.scope, anchor.down.scope),
+        facts=_facts(x, activation, gate, up, down, num_slots),
+        scope=common_scope(gate.end.scope, anchor.scope),
     )
 
 
@@ -488,17 +472,28 @@ def _part(view: View | None, columns: effects.Effect | None) -> View | None:
 
 
 def _facts(
-    x: View, activation: Activation, gate_up: Gemm, down: Gemm, num_slots: Any
+    x: View, activation: Activation, gate: Gemm, up: Gemm | None, down: Gemm, num_slots: Any
 ) -> dict[str, Any]:
     experts, hidden, inner = down.weight.shape
-    (gate,) = activation.gate.effect.dims[1]
     tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
     return {
         "experts": experts,
         "slots": num_slots,
         "inner": inner,
         "activation": activation.name,
-        "gate": "interleaved" if gate.step == 2 else "halves",
-        "bias": "no" if gate_up.bias is None and down.bias is None else "yes",
+        "gate": _gate_layout(activation, gate, up),
+        "bias": "no" if gate.bias is None and down.bias is None else "yes",
         "x": f"{str(x.value.dtype).removeprefix('torch.')}[{tokens},{hidden}]",
     }
+
+
+def _gate_layout(activation: Activation, gate: Gemm, up: Gemm | None) -> str:
+    if up is None:
+        return "none"
+    if up.end is not gate.end:
+        return "separate"
+    (columns,) = activation.gate.effect.dims[1]
+    return "interleaved" if columns.step == 2 else "halves"
+
+
+register(Moe())

@@ -207,16 +207,17 @@ def _summed(value: Value) -> tuple[View, Size] | None:
     if inner.value.op != "aten.eq" or not inner.is_whole:
         return None
     for ids, experts in (inner.value.operands, inner.value.operands[::-1]):
-        number = inner.shape[1]
-        if is_arange(experts.value.whole) and _varies_along(experts, 1) and _varies_along(ids, 0):
-            return experts_of(ids.value.whole), number
+        by_route, by_expert = _along(ids, 0), _along(experts, 1)
+        if by_route is not None and by_expert is not None and is_arange(by_expert):
+            return experts_of(by_route), inner.shape[1]
     return None
 
 
-def _varies_along(view: View, dim: int) -> bool:
-    """Whether a view with two dimensions walks all of its value in `dim` and repeats otherwise."""
-    walked = [i for i, d in enumerate(view.effect.dims) if any(a.axis is not None for a in d)]
-    return walked in ([dim], []) and len(view.value.shape) == 1
+def _along(view: View, dim: int) -> View | None:
+    """The one dimension of a view [a, b] that walks its value, where the other only repeats."""
+    if len(view.effect.dims) != 2 or any(a.axis is not None for a in view.effect.dims[1 - dim]):
+        return None
+    return View(view.value, effects.Effect((view.effect.dims[dim],), view.effect.start))
 
 
 def _added(value: Value) -> tuple[View, Size] | None:

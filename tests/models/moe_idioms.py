@@ -1,0 +1,276 @@
+"""Small faithful mixtures of experts on `torch._grouped_mm`, with every spelling of the routing.
+
+    module, args = build("histc")                          # one of IDIOMS
+    module, args = build("histc", layout="interleaved")    # any MoeAxes field changed
+
+Args are (x [T, H],); the router is a linear inside. The same name gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class MoeAxes:
+    """ends, rows, order, combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves",
+    "interleaved" or "separate". stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows
+    times expert_weights[order]) or "tokens" (after the way back)."""
+
+    ends: str = "histc"
+    rows: str = "divide"
+    order: str = "sort"
+    combine: str = "inverse_setitem"
+    layout: str = "halves"
+    stored: str = "NK"
+    activation: str = "silu"
+    weigh: str = "sorted"
+    bias: bool = False
+    num_tokens: int = 14
+    hidden: int = 64
+    inner: int = 32
+    num_experts: int = 8
+    num_slots: int = 2
+    dtype: torch.dtype = torch.bfloat16
+
+
+def histc(ids, ids_sorted, n):
+    return torch.histc(ids_sorted.float(), bins=n, min=0, max=n - 1).cumsum(0, dtype=torch.int32)
+
+
+def one_hot(ids, ids_sorted, n):
+    return F.one_hot(ids, n).sum(0).cumsum(0).to(torch.int32)
+
+
+def searched(ids, ids_sorted, n):
+    experts = torch.arange(n, device=ids.device)
+    return torch.searchsorted(ids_sorted, experts, right=True).to(torch.int32)
+
+
+def scattered(ids, ids_sorted, n):
+    counts = torch.zeros(n, dtype=torch.int32, device=ids.device)
+    counts = counts.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def scattered_in_place(ids, ids_sorted, n):
+    counts = torch.zeros(n, dtype=torch.int32, device=ids.device)
+    counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def compared(ids, ids_sorted, n):
+    hits = ids[:, None] == torch.arange(n, device=ids.device)[None, :]
+    return hits.sum(0).cumsum(0).to(torch.int32)
+
+
+ENDS = {f.__name__: f for f in (histc, one_hot, searched, scattered, scattered_in_place, compared)}
+
+
+def sort(ids):
+    return ids.sort()
+
+
+def sort_stable(ids):
+    return torch.sort(ids, stable=True)
+
+
+def argsort(ids):
+    order = ids.argsort()
+    return ids[order], order
+
+
+ORDERS = {f.__name__: f for f in (sort, sort_stable, argsort)}
+
+
+def divide(order, tokens, slots):
+    return order // slots
+
+
+def div_floor(order, tokens, slots):
+    return torch.div(order, slots, rounding_mode="floor")
+
+
+def repeated(order, tokens, slots):
+    return torch.arange(tokens, device=order.device).repeat_interleave(slots)[order]
+
+
+def expanded(order, tokens, slots):
+    return torch.arange(tokens, device=order.device)[:, None].expand(-1, slots).reshape(-1)[order]
+
+
+ROWS = {f.__name__: f for f in (divide, div_floor, repeated, expanded)}
+
+
+def inverse_setitem(y, order, rows, shape):
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return y[inverse].view(*shape, -1)
+
+
+def inverse_argsort(y, order, rows, shape):
+    return y[order.argsort()].view(*shape, -1)
+
+
+def stored(y, order, rows, shape):
+    out = torch.empty_like(y)
+    out[order] = y
+    return out.view(*shape, -1)
+
+
+def index_add(y, order, rows, shape):
+    return torch.zeros(shape[0], y.shape[1], dtype=y.dtype, device=y.device).index_add(0, rows, y)
+
+
+def index_add_(y, order, rows, shape):
+    return torch.zeros(shape[0], y.shape[1], dtype=y.dtype, device=y.device).index_add_(0, rows, y)
+
+
+def scatter_add(y, order, rows, shape):
+    out = torch.zeros(shape[0], y.shape[1], dtype=y.dtype, device=y.device)
+    return out.scatter_add(0, rows[:, None].expand(-1, y.shape[1]), y)
+
+
+COMBINES = {
+    f.__name__: f
+    for f in (inverse_setitem, inverse_argsort, stored, index_add, index_add_, scatter_add)
+}
+
+
+def clamped_swiglu(gate, up):
+    gate, up = gate.clamp(max=1.0), up.clamp(min=-1.0, max=1.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+ACTIVATIONS = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "up_first": lambda gate, up: up * F.silu(gate),
+    "sigmoid": lambda gate, up: gate * torch.sigmoid(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "wide": lambda gate, up: (F.silu(gate.float()) * up.float()).to(gate.dtype),
+    "clamped": clamped_swiglu,
+}
+
+
+class Moe(nn.Module):
+    def __init__(self, axes: MoeAxes) -> None:
+        super().__init__()
+        self.axes = axes
+        experts, hidden, inner = axes.num_experts, axes.hidden, axes.inner
+        self.router = nn.Linear(hidden, experts, bias=False)
+        if axes.layout == "separate":
+            self.gate = self.weight(experts, inner, hidden)
+            self.up = self.weight(experts, inner, hidden)
+        else:
+            self.gate_up = self.weight(experts, 2 * inner, hidden)
+        self.down = self.weight(experts, hidden, inner)
+        if axes.bias:
+            self.gate_up_bias = nn.Parameter(torch.zeros(experts, 2 * inner))
+            self.down_bias = nn.Parameter(torch.zeros(experts, hidden))
+
+    def weight(self, experts, rows, columns):
+        shape = (rows, columns) if self.axes.stored == "NK" else (columns, rows)
+        return nn.Parameter(torch.empty(experts, *shape))
+
+    def multiply(self, x, weight, ends):
+        weight = weight.transpose(1, 2) if self.axes.stored == "NK" else weight
+        return torch._grouped_mm(x, weight, offs=ends)
+
+    def forward(self, x):
+        axes = self.axes
+        scores = self.router(x).float().softmax(-1)
+        weights, ids = scores.topk(axes.num_slots, -1)
+        shape, flat = ids.shape, ids.reshape(-1)
+        ids_sorted, order = ORDERS[axes.order](flat)
+        ends = ENDS[axes.ends](flat, ids_sorted, axes.num_experts)
+        rows = ROWS[axes.rows](order, *shape)
+        taken = x[rows]
+        gate, up = self.projected(taken, ends, ids_sorted)
+        y = self.multiply(ACTIVATIONS[axes.activation](gate, up), self.down, ends)
+        if axes.bias:
+            y = y + self.down_bias[ids_sorted]
+        combine = COMBINES[axes.combine]
+        if axes.weigh == "sorted":
+            y = y * weights.reshape(-1)[order][:, None]
+            out = combine(y, order, rows, shape)
+        else:
+            out = combine(y, order, rows, shape) * weights[..., None]
+        return (out.sum(1) if out.dim() == 3 else out).to(x.dtype)
+
+    def projected(self, x, ends, ids_sorted):
+        if self.axes.layout == "separate":
+            return self.multiply(x, self.gate, ends), self.multiply(x, self.up, ends)
+        both = self.multiply(x, self.gate_up, ends)
+        if self.axes.bias:
+            both = both + self.gate_up_bias[ids_sorted]
+        if self.axes.layout == "interleaved":
+            return both[..., 0::2], both[..., 1::2]
+        return both.chunk(2, dim=-1)
+
+
+IDIOMS: dict[str, dict] = {"plain": {}}
+IDIOMS |= {f"ends_{name}": {"ends": name} for name in ENDS}
+IDIOMS |= {f"order_{name}": {"order": name} for name in ORDERS}
+IDIOMS |= {f"rows_{name}": {"rows": name} for name in ROWS}
+IDIOMS |= {f"combine_{name}": {"combine": name} for name in COMBINES}
+IDIOMS |= {f"activation_{name}": {"activation": name} for name in ACTIVATIONS}
+IDIOMS |= {
+    "interleaved": {"layout": "interleaved", "activation": "clamped", "bias": True},
+    "separate": {"layout": "separate"},
+    "stored_KN": {"stored": "KN", "layout": "interleaved"},
+    "weigh_tokens": {"weigh": "tokens"},
+    "bias": {"bias": True},
+    "one_slot": {"num_slots": 1},
+    "one_token": {"num_tokens": 1},
+}
+
+
+def build(name, **changes):
+    """(module, args) of an idiom, with any field of MoeAxes changed."""
+    axes = replace(MoeAxes(), **{**IDIOMS[name], **changes})
+    module = Moe(axes)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            spread = torch.randn(parameter.shape, generator=generator)
+            scale = 0.3 if parameter.dim() == 2 else axes.hidden**-0.5
+            parameter.data = (spread * scale).to(axes.dtype)
+            parameter.requires_grad_(False)
+    x = torch.randn(axes.num_tokens, axes.hidden, generator=generator).to(axes.dtype)
+    return module.eval(), (x,)
+
+
+def exact(module, x):
+    """The same in float64, expert by expert."""
+    axes = module.axes
+    wide = {name: p.double() for name, p in module.named_parameters()}
+    # The choice of experts is the module's own: it is discrete.
+    weights, ids = module.router(x).float().softmax(-1).topk(axes.num_slots, -1)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for s in range(axes.num_slots):
+            e = int(ids[t, s])
+            gate, up = _halves(axes, wide, x[t].double(), e)
+            h = ACTIVATIONS[axes.activation](gate, up)
+            y = _times(axes, wide["down"][e], h)
+            if axes.bias:
+                y = y + wide["down_bias"][e]
+            out[t] += weights[t, s].double() * y
+    return out
+
+
+def _times(axes, weight, x):
+    return weight @ x if axes.stored == "NK" else x @ weight
+
+
+def _halves(axes, wide, x, e):
+    if axes.layout == "separate":
+        return _times(axes, wide["gate"][e], x), _times(axes, wide["up"][e], x)
+    both = _times(axes, wide["gate_up"][e], x)
+    if axes.bias:
+        both = both + wide["gate_up_bias"][e]
+    return (both[0::2], both[1::2]) if axes.layout == "interleaved" else both.chunk(2)
