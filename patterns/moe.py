@@ -20,6 +20,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.expert_gemm import Columns, ExpertGemm, is_expert_gemm, match_expert_gemm
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
 from tilewright.patterns.routing import (
@@ -43,22 +44,6 @@ register_code("EXPERT_COMBINE", "the experts' results are not summed per token i
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """`grouped_mm(x, weight, ends) + bias[expert]`; weight [E, N, K], bias [E, N].
-
-    end: the value that holds the result [M, N].
-    """
-
-    x: View
-    weight: View
-    bias: View | None
-    bias_index: View | None
-    ends: View
-    end: Value
-    absorbed: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
 class Combine:
     """The way from the down GEMM's rows to tokens. weights: expert weights [T, S]; None: not here.
 
@@ -79,15 +64,20 @@ class Moe:
     op: str = "fused_moe"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """A grouped GEMM that another one on the same groups feeds."""
-        for down in flow.values:
-            if down.op == "aten._grouped_mm":
-                firsts = (v for v in _upstream(down) if v.op == "aten._grouped_mm")
-                if any(_ends_of(first) == _ends_of(down) for first in firsts):
-                    yield down
+        """A GEMM with expert weights that another one of its kind feeds."""
+        for value in flow.values:
+            if is_expert_gemm(value) and any(is_expert_gemm(v) for v in _upstream(value)):
+                yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
-        down = _gemm(anchor, flow)
+        down = match_expert_gemm(anchor, flow)
+        if down is None:
+            reject(
+                "EXPERT_WEIGHT",
+                Stage.ACTIVATION,
+                f"the weight of {anchor} is computed in the graph",
+                anchor,
+            )
         activation = match_activation(down.x)
         if activation is None:
             reject(
@@ -108,98 +98,42 @@ class Moe:
         return _match(self, anchor, x, order, activation, gate, up, down, combine)
 
 
-def _ends_of(gemm: Value) -> Any:
-    given = gemm.kwargs.get("offs")
-    return given if given is not None else (gemm.args[2] if len(gemm.args) > 2 else None)
-
-
-def _upstream(value: Value, reach: int = 24) -> set[Value]:
-    """What a value's first operand is made of, a few steps back."""
-    seen: set[Value] = set()
-    front = [value.args[0].value]
-    while front and len(seen) < reach:
-        item = front.pop(0)
-        if item not in seen:
-            seen.add(item)
-            if item.op != "aten._grouped_mm":
-                front += [v.value for v in item.operands]
-    return seen
-
-
-def _gemm(value: Value, flow: Dataflow) -> Gemm:
-    """The GEMM with the bias that follows it, if one does."""
-    weight: View = value.args[1]
-    if not flow.memory_of[weight.value.node].is_input and weight.value.op not in (
-        "constant",
-        "input",
-    ):
-        reject(
-            "EXPERT_WEIGHT",
-            Stage.ACTIVATION,
-            f"the weight is {weight.value}, computed in the graph",
-            weight,
-        )
-    by_row = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
-    bias, index, end, absorbed = None, None, value, (value,)
-    for user in flow.users.get(value, ()):
-        found = _bias(user, value) if user.op == "aten.add" else None
-        if found is not None:
-            bias, index, values = found
-            end, absorbed = user, (value, user, *values)
-            break
-    return Gemm(value.args[0], by_row, bias, index, _ends_of(value), end, absorbed)
-
-
-def _bias(add: Value, gemm: Value) -> tuple[View, View, tuple[Value, ...]] | None:
-    """(bias [E, N], experts by row, values) of gemm + bias[experts]."""
-    if len(add.operands) != 2 or add.kwargs.get("alpha", 1) != 1:
-        return None
-    other = next((v for v in add.operands if v.value is not gemm), None)
-    if other is None or gemm.whole not in add.operands:
-        return None
-    other, casts = strip_casts(other)
-    taken = gathered(other)
-    if taken is None:
-        return None
-    return taken[0], taken[1], (other.value, *casts)
-
-
-def _first_gemm(part: View, name: str, flow: Dataflow) -> Gemm:
+def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
     """The GEMM of which `part` is the gate or up half; its weight and bias are that half's."""
-    value = part.value
-    for candidate in (value, *(v.value for v in value.operands)):
-        if candidate.op != "aten._grouped_mm":
-            continue
-        gemm = _gemm(candidate, flow)
-        if gemm.end is value and _is_columns(part):
-            columns = part.effect
-            return replace(gemm, weight=_part(gemm.weight, columns), bias=_part(gemm.bias, columns))
+    for candidate in (part.value, *(v.value for v in part.value.operands)):
+        gemm = match_expert_gemm(candidate, flow)
+        columns = None if gemm is None or gemm.end is not part.value else gemm.columns_of(part)
+        if gemm is not None and columns is not None:
+            weight, bias = _part(gemm.weight, columns), _part(gemm.bias, columns)
+            assert weight is not None
+            return replace(gemm, weight=weight, bias=bias)
     reject(
         "EXPERT_ACTIVATION",
         Stage.ACTIVATION,
-        f"the {name} half is {part.value}, not a set of columns of a grouped GEMM",
+        f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights",
         part,
     )
 
 
-def _is_columns(part: View) -> bool:
-    """Whether a view takes all rows, and columns at one distance, of a [M, N] value."""
-    if len(part.effect.dims) != 2 or part.effect.start[0] != 0:
-        return False
-    rows, columns = part.effect.dims
-    whole = effects.identity(part.value.shape).dims[0]
-    return rows == whole and len(columns) == 1 and columns[0].axis == 1
+def _part(view: View | None, columns: Columns) -> View | None:
+    """The rows (dimension 1) of a weight or bias [E, N, ...] that make some columns of [M, N]."""
+    if view is None:
+        return None
+    start, length, step = columns
+    return View(view.value, effects.narrow(view.effect, 1, start, length, step))
 
 
-def _rows(gate_up: Gemm) -> tuple[Order, Any, View]:
-    """(order, S, x [T, H]) of the gathered rows."""
-    taken = gathered(gate_up.x)
+def _rows(gemm: ExpertGemm) -> tuple[Order, Any, View]:
+    """(order, S, x [T, H]) of the rows that the first GEMM reads."""
+    if gemm.ends is None:
+        return _rows_by_route(gemm)
+    taken = gathered(gemm.x)
     if taken is None:
         reject(
             "EXPERT_ORDER",
             Stage.ACTIVATION,
-            f"the rows are {gate_up.x.value}, not gathered from the tokens",
-            gate_up.x,
+            f"the rows are {gemm.x.value}, not gathered from the tokens",
+            gemm.x,
         )
     source, rows = taken
     for permutation in _permutations(rows):
@@ -215,6 +149,17 @@ def _rows(gate_up: Gemm) -> tuple[Order, Any, View]:
     )
 
 
+def _rows_by_route(gemm: ExpertGemm) -> tuple[Order, Any, View]:
+    """The same where the routes stay in their own order."""
+    assert gemm.experts is not None
+    rows, hidden = gemm.x.effect.dims
+    repeats = rows[-1].axis is None if rows else False
+    num_slots = rows[-1].length if repeats else 1
+    tokens = View(gemm.x.value, effects.Effect((rows[:-1] if repeats else rows, hidden),
+                                               gemm.x.effect.start))  # fmt: skip
+    return Order(None, gemm.experts), num_slots, tokens
+
+
 def _permutations(rows: View) -> Iterator[View]:
     """Candidates for the order's permutation among what the row numbers are made of."""
     front = [rows]
@@ -226,17 +171,23 @@ def _permutations(rows: View) -> Iterator[View]:
             front += view.value.operands
 
 
-def _check_groups(gemms: tuple[Gemm, ...], order: Order) -> None:
+def _check_groups(gemms: tuple[ExpertGemm, ...], order: Order) -> None:
     for gemm in gemms:
-        found = match_ends(gemm.ends)
         num_experts = gemm.weight.shape[0]
-        if found is None or found[1] != num_experts or found[0] != order.ids:
+        if gemm.ends is None:
+            same = order.permutation is None and gemm.experts == order.ids
+        else:
+            found = match_ends(gemm.ends)
+            same = found is not None and found == (order.ids, num_experts)
+        if not same:
+            place = gemm.ends or gemm.experts
+            assert place is not None
             reject(
                 "EXPERT_ENDS",
                 Stage.ACTIVATION,
-                f"offs is {gemm.ends.value}; expected the running counts of the {num_experts} "
-                "experts among the sorted routes",
-                gemm.ends,
+                f"{place.value} does not place the rows of the {num_experts} experts; expected the "
+                "running counts of the experts among the sorted routes, or each route's expert",
+                place,
             )
         if gemm.bias_index is not None and not in_order(gemm.bias_index, order):
             reject(
@@ -250,10 +201,10 @@ def _check_groups(gemms: tuple[Gemm, ...], order: Order) -> None:
 # --- back to tokens -------------------------------------------------------------------------------
 
 
-def _combine(flow: Dataflow, down: Gemm, order: Order, num_slots: Any) -> Combine:
+def _combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
     """Weighting, un-permutation and sum, in whichever order and spelling."""
     value, weights, absorbed = down.end, None, []
-    in_token_order = False
+    in_token_order = order.permutation is None
     for _ in range(8):
         user = _only_user(flow, value)
         if user is None:
@@ -366,6 +317,19 @@ def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
     return [] if by_index and whole and store.source == value.whole else None
 
 
+def _upstream(value: Value, reach: int = 24) -> set[Value]:
+    """What a GEMM's operands are made of, a few steps back, up to the next GEMM."""
+    seen: set[Value] = set()
+    front = [v.value for v in value.operands]
+    while front and len(seen) < reach:
+        item = front.pop(0)
+        if item not in seen:
+            seen.add(item)
+            if not is_expert_gemm(item):
+                front += [v.value for v in item.operands]
+    return seen
+
+
 def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
     """Whether `user` is value, seen as [T, S, H], summed over S."""
     if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
@@ -412,7 +376,7 @@ def _is_zero(view: Any) -> bool:
 # --- the match ------------------------------------------------------------------------------------
 
 
-def _guard(gemms: tuple[Gemm, ...], x: View) -> None:
+def _guard(gemms: tuple[ExpertGemm, ...], x: View) -> None:
     dtypes = {x.value.dtype, *(gemm.weight.value.dtype for gemm in gemms)}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
@@ -425,9 +389,9 @@ def _match(
     x: View,
     order: Order,
     activation: Activation,
-    gate: Gemm,
-    up: Gemm | None,
-    down: Gemm,
+    gate: ExpertGemm,
+    up: ExpertGemm | None,
+    down: ExpertGemm,
     combine: Combine,
 ) -> Match:
     num_slots = combine.num_slots
@@ -448,7 +412,8 @@ def _match(
         "limit": activation.limit,
     }
     firsts = gate.absorbed if up is None else (*gate.absorbed, *up.absorbed)
-    absorbed = (*firsts, gate.x.value, *activation.absorbed, *down.absorbed, *combine.absorbed)
+    gather = () if order.permutation is None else (gate.x.value,)
+    absorbed = (*firsts, *gather, *activation.absorbed, *down.absorbed, *combine.absorbed)
     return Match(
         pattern=pattern.name,
         op=pattern.op,
@@ -462,17 +427,13 @@ def _match(
     )
 
 
-def _part(view: View | None, columns: effects.Effect | None) -> View | None:
-    """The rows (dimension 1) of a weight or bias [E, N, ...] that make given columns of [M, N]."""
-    if view is None or columns is None:
-        return None
-    (atom,) = columns.dims[1]
-    narrowed = effects.narrow(view.effect, 1, columns.start[1], atom.length, atom.step)
-    return View(view.value, narrowed)
-
-
 def _facts(
-    x: View, activation: Activation, gate: Gemm, up: Gemm | None, down: Gemm, num_slots: Any
+    x: View,
+    activation: Activation,
+    gate: ExpertGemm,
+    up: ExpertGemm | None,
+    down: ExpertGemm,
+    num_slots: Any,
 ) -> dict[str, Any]:
     experts, hidden, inner = down.weight.shape
     tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
@@ -487,13 +448,13 @@ def _facts(
     }
 
 
-def _gate_layout(activation: Activation, gate: Gemm, up: Gemm | None) -> str:
+def _gate_layout(activation: Activation, gate: ExpertGemm, up: ExpertGemm | None) -> str:
     if up is None:
         return "none"
     if up.end is not gate.end:
         return "separate"
-    (columns,) = activation.gate.effect.dims[1]
-    return "interleaved" if columns.step == 2 else "halves"
+    columns = gate.columns_of(activation.gate)
+    return "interleaved" if columns is not None and columns[2] == 2 else "halves"
 
 
 register(Moe())

@@ -23,10 +23,11 @@ _INTEGER_STEPS = {"aten.floor_divide", "aten.div"}
 class Order:
     """A permutation that sorts the routes by expert.
 
-    permutation: [T * S], the route at each place of the order. ids: the experts, [T * S] by route.
+    permutation: [T * S], the route at each place of the order; None: the routes' own order.
+    ids: the experts, [T * S] by route.
     """
 
-    permutation: View
+    permutation: View | None
     ids: View
 
 
@@ -75,6 +76,8 @@ def experts_of(view: View) -> View:
 def in_order(view: View, order: Order) -> bool:
     """Whether `view` holds the routes' experts in the given order."""
     view = strip_integer_casts(view)
+    if order.permutation is None:
+        return view == order.ids
     if experts_of(view) != order.ids:
         return False
     if view.value.op == "aten.sort":

@@ -1,0 +1,144 @@
+"""A GEMM that takes each row's weight from its expert: grouped by sorted rows, or one by one.
+
+grouped_mm(x [M, K], weight [E, K, N], ends [E])
+bmm(weight[experts] [M, N, K], x [M, K, 1])          or the other way round
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.norm import strip_casts
+from tilewright.patterns.routing import gathered, strip_integer_casts
+
+# First column, their number, and the distance from one to the next.
+Columns = tuple[Any, Any, int]
+
+_GROUPED = "aten._grouped_mm"
+_BATCHED = "aten.bmm"
+
+
+@dataclass(frozen=True)
+class ExpertGemm:
+    """`x @ weight[expert]^T + bias[expert]`.
+
+    x [M, K]; weight [E, N, K]; bias [E, N] with bias_index, the experts it was taken by.
+    ends [E]: where each expert's sorted rows end; None where `experts` [M] has each row's expert.
+    end: the value with the result. column_axis: its axis of N.
+    """
+
+    x: View
+    weight: View
+    bias: View | None
+    bias_index: View | None
+    ends: View | None
+    experts: View | None
+    end: Value
+    column_axis: int
+    absorbed: tuple[Value, ...]
+
+    def columns_of(self, part: View) -> Columns | None:
+        """The columns that a view [M, n] of the result takes of every row; None for another."""
+        if part.value is not self.end or len(part.effect.dims) != 2:
+            return None
+        rows, columns = part.effect.dims
+        whole = effects.reshape(
+            effects.identity(self.end.shape), (part.shape[0], self.end.shape[self.column_axis])
+        )
+        starts = [s for a, s in enumerate(part.effect.start) if a != self.column_axis]
+        if rows != whole.dims[0] or any(s != 0 for s in starts) or len(columns) != 1:
+            return None
+        (atom,) = columns
+        if atom.axis != self.column_axis:
+            return None
+        return part.effect.start[self.column_axis], atom.length, atom.step
+
+
+def is_expert_gemm(value: Value) -> bool:
+    """Whether a value looks like one: cheap, for anchors."""
+    return value.op == _GROUPED or (value.op == _BATCHED and _by_expert(value) is not None)
+
+
+def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
+    """The GEMM that `value` computes, with the bias that follows it if one does."""
+    found = _grouped(value) if value.op == _GROUPED else _batched(value)
+    if found is None:
+        return None
+    for user in flow.users.get(value, ()):
+        biased = _with_bias(found, user, value) if user.op == "aten.add" else None
+        if biased is not None:
+            return biased
+    return found
+
+
+def _grouped(value: Value) -> ExpertGemm | None:
+    weight = value.args[1]
+    ends = value.kwargs.get("offs")
+    ends = value.args[2] if ends is None and len(value.args) > 2 else ends
+    if len(weight.shape) != 3 or not isinstance(ends, View) or not _is_stored(weight):
+        return None
+    by_row = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
+    return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,))
+
+
+def _batched(value: Value) -> ExpertGemm | None:
+    found = _by_expert(value) if value.op == _BATCHED else None
+    if found is None:
+        return None
+    weight_side, x_side = found
+    taken = gathered(value.args[weight_side].value.whole)
+    assert taken is not None
+    stored, experts = taken
+    # The gathered weight may be transposed on its way: the same on the stored one.
+    dims = value.args[weight_side].effect.dims
+    order = [0 if i == 0 else dim[0].axis for i, dim in enumerate(dims) if dim]
+    weight = View(stored.value, effects.permute(stored.effect, order))
+    x = value.args[x_side]
+    if weight_side == 1:
+        weight = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
+    x = View(x.value, effects.squeeze(x.effect, (1 if x_side == 0 else 2,)))
+    axis = 2 if weight_side == 1 else 1
+    absorbed = (value, value.args[weight_side].value)
+    experts = strip_integer_casts(experts)
+    return ExpertGemm(x, weight, None, None, None, experts, value, axis, absorbed)
+
+
+def _by_expert(value: Value) -> tuple[int, int] | None:
+    """(operand that is weight[experts], operand that is one row each) of a bmm."""
+    for weight_side, x_side in ((0, 1), (1, 0)):
+        weight, x = value.args[weight_side], value.args[x_side]
+        taken = gathered(weight.value.whole)
+        one_row = x.shape[1 if x_side == 0 else 2] == 1
+        if taken is None or not one_row or len(taken[0].shape) != 3 or not _is_stored(taken[0]):
+            continue
+        dims = weight.effect.dims
+        whole = all(len(d) == 1 and d[0].step == 1 for d in dims) and dims[0][0].axis == 0
+        if whole and sorted(weight.shape[1:]) == sorted(weight.value.shape[1:]):
+            return weight_side, x_side
+    return None
+
+
+def _is_stored(weight: View) -> bool:
+    return weight.value.op in ("constant", "input")
+
+
+def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
+    """gemm + bias[experts], either way round."""
+    if len(add.operands) != 2 or add.kwargs.get("alpha", 1) != 1:
+        return None
+    others = [v for v in add.operands if v.value is not value]
+    own = [v for v in add.operands if v.value is value]
+    if len(others) != 1 or gemm.columns_of(own[0]) != (0, value.shape[gemm.column_axis], 1):
+        return None
+    other, casts = strip_casts(others[0])
+    taken = gathered(other)
+    if taken is None or len(taken[0].shape) != 2 or len(add.shape) != 2:
+        return None
+    absorbed = (*gemm.absorbed, add, other.value, *casts)
+    return ExpertGemm(
+        gemm.x, gemm.weight, taken[0], strip_integer_casts(taken[1]), gemm.ends, gemm.experts,
+        add, 1, absorbed,
+    )  # fmt: skip
