@@ -9,7 +9,7 @@ import torch
 
 from tilewright.ops.contract import Lowering, Tolerance
 
-KERNEL_MODULE = "tilewright.ops.lowerings"
+KERNEL_MODULE = "tilewright.ops.launches"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 ONE_ROUNDING = (
@@ -22,6 +22,8 @@ TOLERANCES = {
     torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-13),
     torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
     torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+    torch.float8_e4m3fn: Tolerance(relative=2.0**-4, of_rms=2.0**-11, absolute=2.0**-10),
+    torch.float8_e5m2: Tolerance(relative=2.0**-3, of_rms=2.0**-11, absolute=2.0**-17),
 }
 
 

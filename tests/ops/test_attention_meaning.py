@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from tilewright.ops.contract import get_op
 from tilewright.ops.rope import apply_rope
-from tilewright.ops.samples import ATTENTION_CASES, AttentionCase
+from tilewright.ops.sample_cases import ATTENTION_CASES
+from tilewright.ops.samples import AttentionCase
 
 QKV = get_op("fused_qkv_paged")
 STORE = get_op("paged_kv_store")
