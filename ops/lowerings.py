@@ -1,8 +1,6 @@
-"""The CUDA implementations of the attention ops: plan, then launch.
+"""How one checked call of an attention op becomes kernel launches, by each lowering there is.
 
-`launch_fused_qkv_paged` and `launch_paged_kv_store` take exactly the arguments of their ops, which
-have been checked by then. Plans and problems are kept per metadata of the arguments, so a step
-that looks like the last one only looks them up.
+Plans and specs are kept per problem, so a step that looks like the last one only looks them up.
 """
 
 from __future__ import annotations
@@ -71,18 +69,6 @@ class FusedCall:
     values: dict[str, Any]
     problem: QkvProblem
     rows: WeightRows | None
-
-
-def launch_fused_qkv_paged(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`fused_qkv_paged` on CUDA tensors; see FusedQkvArguments."""
-    a = FusedQkvArguments(*args, **kwargs)
-    num_tokens = a.x.shape[0]
-    if num_tokens == 0:
-        return a.x.new_empty((0, *a.q_weight.shape[:2]))
-    call = prepare(a)
-    target = device_target(a.x.device)
-    run(call, cached_plan(call.problem, target, call.rows is not None).choice(num_tokens))
-    return call.q
 
 
 def prepare(a: FusedQkvArguments) -> FusedCall:
@@ -245,19 +231,6 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = weight.as_strided((heads * head_dim, hidden), (weight.stride(1), 1))
         return torch.nn.functional.linear(x, rows).view(-1, heads, head_dim)
     return torch.matmul(x, weight.transpose(1, 2)).transpose(0, 1)
-
-
-def launch_paged_kv_store(*args: Any, **kwargs: Any) -> None:
-    """`paged_kv_store` on CUDA tensors; see KvStoreArguments."""
-    a = KvStoreArguments(*args, **kwargs)
-    num_tokens = a.k.shape[0]
-    if num_tokens == 0:
-        return
-    problem, values = prepare_store(a)
-    target = device_target(a.k.device) or SM90
-    config = store_config(problem.finish, num_tokens, target)
-    spec = cached_epilogue_spec(problem, config, target.name)
-    launch(spec, epilogue_grid(problem, config, num_tokens), values, a.k.device)
 
 
 def prepare_store(a: KvStoreArguments) -> tuple[EpilogueProblem, dict[str, Any]]:
