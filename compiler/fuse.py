@@ -92,6 +92,8 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
 
     with _collector_paused():
         _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright").apply_graph_pass(run)
+    if options.tune:
+        _ask_for_tuning(rewritten)
     if rewritten:
         with clock.phase("lint"):
             check_graph(after.graph)
@@ -100,7 +102,23 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
         raise StrictError("\n".join(str(m) for m in misses))
     target = target_name(options)
     sites = tuple(_site(r, target) for r in rewritten)
-    return GraphReport(gm, after, sites, tuple(misses), seconds=clock.seconds)
+    notes = _notes(options, target) if sites else ()
+    return GraphReport(gm, after, sites, tuple(misses), notes, clock.seconds)
+
+
+def _ask_for_tuning(rewritten: Sequence[Rewritten]) -> None:
+    for done in rewritten:
+        schema = get_op(done.node.meta["tilewright"]["op"]).torch_op._schema
+        if any(spec.name == "tune" for spec in schema.arguments):
+            done.node.update_kwarg("tune", True)
+
+
+def _notes(options: Options, target: str) -> tuple[str, ...]:
+    if not options.tune:
+        return ()
+    from tilewright.ops.tuning import describe
+
+    return (describe(target),)
 
 
 def target_name(options: Options) -> str:

@@ -70,7 +70,7 @@ class _Maker:
         return out.copy_(self._numbers(name, tensor.dtype, shape))
 
     def _numbers(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        given = {"device": self.device, "generator": self.generator}
+        given: dict[str, Any] = {"device": self.device, "generator": self.generator}
         if name in _ZEROS:
             return torch.randint(0, 16, shape, **given).to(dtype)
         if not dtype.is_floating_point:
