@@ -8,14 +8,12 @@ L2 cache, the calls of a graph work on argument sets that together exceed it.
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 Call = Callable[[], Any]
-T = TypeVar("T")
 
 
 def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
@@ -29,7 +27,8 @@ def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads go on with what they do on the GPU.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
     return graph
@@ -69,27 +68,3 @@ def _order(names: list[str], round_number: int) -> list[str]:
     shift = round_number // 2 % len(names)
     turned = names[shift:] + names[:shift]
     return turned[::-1] if round_number % 2 else turned
-
-
-def apart(function: Callable[[], T]) -> T:
-    """The function's result, from a thread of its own without gradients.
-
-    Streams, memory pools (those of a CUDA graph's warm-up) and dispatch modes belong to a thread:
-    the function sees none of the caller's, and what it allocates outlives the caller's pool.
-    """
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with torch.no_grad():
-                outcome.append(function())
-        except BaseException as error:  # handed to the caller
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="tilewright-apart")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

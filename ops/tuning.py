@@ -19,7 +19,8 @@ from tilewright.codegen.cache import cache_dir
 from tilewright.codegen.qkv_plan import LoweringChoice
 from tilewright.codegen.targets import Target
 from tilewright.codegen.tune import Case, Machine, bucket, name_of, remembered, tuned
-from tilewright.ops.gpu_timing import apart, capture, interleaved_us
+from tilewright.ops.gpu_timing import capture, interleaved_us
+from tilewright.ops.isolation import apart
 from tilewright.ops.lowerings import FusedCall, device_target, prepare, run
 from tilewright.ops.qkv_cache import FusedQkvArguments, reference
 from tilewright.ops.scratch import argument_bytes, scratch_arguments
