@@ -27,7 +27,8 @@ class Quantization:
     zero_strides: (row, column) of q, k and v, in elements of their tensors; None where there is no
     v. zero_dtype None: the zero is zero_point, else zero_point and the tensor's value together.
     packed_zeros: a zero word holds those of eight rows. order: of the nibbles in a word.
-    x_dtype: of the activations; x_scale where they are codes too.
+    x_dtype: of the activations; x_scale where they are codes too. differs: what q, k and v do not
+    share, for want of which no kernel makes all three.
     """
 
     weight_format: str
@@ -42,6 +43,7 @@ class Quantization:
     order: tuple[int, ...] = ()
     x_dtype: str = "bf16"
     x_scale: XScale | None = None
+    differs: str = ""
 
     @property
     def is_int4(self) -> bool:
