@@ -67,7 +67,8 @@ def measured_choice(
     if not measure or torch.cuda.is_current_stream_capturing():
         return remembered(case, machine(index))
     try:
-        chosen = apart(partial(_tuned, a, case, index))
+        timer = partial(_time, a, case, index)
+        chosen = apart(partial(tuned, case, machine(index), timer))
     except Exception as error:  # tuning is a luxury: whatever stops it, the plan still stands
         log.warning("tune: nothing measured, the plan stands: %s: %s", type(error).__name__, error)
         chosen = None
@@ -96,16 +97,17 @@ def describe(target: str) -> str:
     return f"tune: measured on {machine(index).gpu} at first need; times are kept in {kept}"
 
 
-def _tuned(a: FusedQkvArguments, case: Case, index: int) -> LoweringChoice:
-    with torch.cuda.device(index):
-        return tuned(case, machine(index), partial(_time, a, case, index))
-
-
 def _time(
     a: FusedQkvArguments, case: Case, index: int, choices: Sequence[LoweringChoice]
 ) -> list[float]:
     """Seconds of each choice, infinity for one that fails or computes something else."""
-    device = torch.device("cuda", index)
+    with torch.cuda.device(index):
+        return _times(a, case, torch.device("cuda", index), choices)
+
+
+def _times(
+    a: FusedQkvArguments, case: Case, device: torch.device, choices: Sequence[LoweringChoice]
+) -> list[float]:
     log.info("tune: measuring %d lowerings for %d tokens", len(choices), case.num_tokens)
     sets = _argument_sets(a, case, device)
     want = _results(sets[0], None)
