@@ -4,5 +4,12 @@ from tilewright.ops.cache_store import paged_kv_store
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv_cache import fused_qkv_paged
+from tilewright.ops.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
 
-__all__ = ["ArgumentError", "CacheWindow", "fused_qkv_paged", "paged_kv_store"]
+__all__ = [
+    "ArgumentError",
+    "CacheWindow",
+    "fused_qkv_matmul_kv_cache_paged_ragged",
+    "fused_qkv_paged",
+    "paged_kv_store",
+]

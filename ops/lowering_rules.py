@@ -45,18 +45,18 @@ PENDING: dict[str, Any] = {
 }
 
 
+def kernel_obstacle(arguments: Any) -> str | None:
+    """None, or why no emitted kernel takes these arguments of an attention op."""
+    dtype = arguments.k_cache.dtype
+    if dtype not in KERNEL_DTYPES:
+        return f"no kernel for {dtype}"
+    for name, taken in PENDING.items():
+        if getattr(arguments, name, taken) != taken:
+            return f"no kernel for {name}"
+    return None
+
+
 def emitted_kernel(function: str) -> Lowering:
     """The lowering by the emitted kernel that `function` of the kernel module launches."""
-
-    def unsupported(arguments: Any) -> str | None:
-        dtype = arguments.k_cache.dtype
-        if dtype not in KERNEL_DTYPES:
-            return f"no kernel for {dtype}"
-        for name, taken in PENDING.items():
-            if getattr(arguments, name, taken) != taken:
-                return f"no kernel for {name}"
-        return None
-
-    return Lowering(
-        "emitted_kernel", f"{KERNEL_MODULE}:{function}", frozenset({"cuda"}), unsupported
-    )
+    entry = f"{KERNEL_MODULE}:{function}"
+    return Lowering("emitted_kernel", entry, frozenset({"cuda"}), kernel_obstacle)

@@ -145,7 +145,10 @@ def _check_shapes(op: str, a: ProjectionArguments) -> None:
     num_kv_heads = a.k_weight.shape[0]
     if len(q_shape) == 4:
         _check_codes(op, a, "q_weight", letters, (num_kv_heads, None, head_dim, hidden))
-    elif not holds(num_kv_heads != 0) or not holds(q_shape[0] % num_kv_heads == 0):
+    elif not holds(num_kv_heads != 0):
+        raise ArgumentError(op, "k_weight", "at least one head", "none")
+    # Without V, heads are but tiles of rows (MLA).
+    elif a.v_weight is not None and not holds(q_shape[0] % num_kv_heads == 0):
         expected = f"num_kv_heads that divides num_heads = {q_shape[0]}"
         raise ArgumentError(op, "k_weight", expected, f"{num_kv_heads} heads")
     if a.v_weight is not None:

@@ -158,7 +158,7 @@ def _cache_scales(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 def _places(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> dict[str, Any]:
     if case.slots in ("block_table", "ragged"):
-        return {"slot_mapping": None, **_table(case, sampler)}
+        return {"slot_mapping": None, **sample_table(case, sampler)}
     window = CacheWindow.from_ints(caches["k_window"])
     count = case.num_tokens
     if case.slots == "per_sequence":
@@ -168,13 +168,14 @@ def _places(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> di
     return {"slot_mapping": slots.to(case.slot_dtype).to(sampler.device)}
 
 
-def _table(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+def sample_table(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     """A block table whose unassigned entries lie outside the pool, and what goes with it."""
-    new, cached = torch.tensor(case.new_tokens), torch.tensor(case.cached_tokens)
-    columns = -(-(new + cached) // case.page_size)
-    table = torch.full((len(new), int(columns.max()) + 1), case.num_pages)
+    new = torch.tensor(case.new_tokens, dtype=torch.int64)
+    cached = torch.tensor(case.cached_tokens, dtype=torch.int64)
+    columns = (-(-(new + cached) // case.page_size)).tolist()
+    table = torch.full((len(new), max(columns, default=0) + 1), case.num_pages)
     free = iter(sampler.permutation(case.num_pages).tolist())
-    for row, count in enumerate(columns.tolist()):
+    for row, count in enumerate(columns):
         for column in range(count):
             table[row, column] = next(free)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
