@@ -11,155 +11,62 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilewright.codegen.qkv_heads import (
+    ELEMENT_BYTES,
+    CacheStrides,
+    HeadFinish,
+    Norm,
+    PageTable,
+    Rope,
+    cdiv,
+    next_power_of_2,
+)
+from tilewright.codegen.quantization import Quantization
 from tilewright.codegen.spec import Constant, KernelSpec
 
-# Bytes of one element, by Triton dtype name.
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4, "i64": 8}
-
-POINTER_NAMES = (
-    "q_out_ptr", "k_cache_ptr", "v_cache_ptr", "slots_ptr", "q_bias_ptr", "k_bias_ptr",
-    "v_bias_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr",
-)  # fmt: skip
-COUNT_NAMES = ("num_tokens", "sequence_tokens", "rope_tokens", "num_pages")
+__all__ = [
+    "ELEMENT_BYTES",
+    "CacheStrides",
+    "EpilogueConfig",
+    "EpilogueProblem",
+    "HeadFinish",
+    "InputStrides",
+    "Norm",
+    "PageTable",
+    "QkvProblem",
+    "Rope",
+    "SwappedConfig",
+    "TiledConfig",
+    "WeightStrides",
+    "cdiv",
+    "epilogue_grid",
+    "epilogue_spec",
+    "next_power_of_2",
+    "swapped_grid",
+    "swapped_obstacle",
+    "swapped_spec",
+    "tiled_grid",
+    "tiled_obstacle",
+    "tiled_spec",
+    "tiles_per_head",
+]
 
 
 @dataclass(frozen=True)
-class CacheStrides:
-    """Geometry of a cache window that is static for a kernel; strides in elements."""
+class WeightStrides:
+    """Strides of a weight [H, D, K], or [H / G, G, D, K] where heads lie in groups; in elements.
 
-    page_size: int
-    page_stride: int
-    slot_stride: int
-    head_stride: int
-    dim_stride: int
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: style "half" or "interleaved"; strides of the table rows in elements.
-
-    full_width: the tables have `rotary_dim` columns, else half as many.
+    column 1: K is the contiguous dim (k-major); else row is 1 (n-major).
     """
 
-    style: str
-    rotary_dim: int
-    full_width: bool
-    table_dtype: str
-    cos_stride: int
-    sin_stride: int
-
-
-@dataclass(frozen=True)
-class HeadFinish:
-    """What becomes of projected heads: bias, norm, rotation, and where they are stored.
-
-    num_heads 0: there is no q. v_cache None: there is no v. Biases are (head stride, dtype) or
-    None for q, k, v; norms are the weight's dtype or None for q, k.
-    """
-
-    dtype: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    k_cache: CacheStrides
-    v_cache: CacheStrides | None
-    cache_dtype: str
-    slot_dtype: str = "i64"
-    slots_stride: int = 1
-    per_sequence: bool = False
-    wrap_negative: bool = False
-    rope: Rope | None = None
-    biases: tuple[tuple[int, str] | None, ...] = (None, None, None)
-    norms: tuple[str | None, ...] = (None, None)
-    norm_eps: float = 1e-6
+    head: int
+    row: int
+    column: int = 1
+    group: int = 0
 
     @property
-    def interleaved(self) -> bool:
-        return self.rope is not None and self.rope.style == "interleaved"
-
-    @property
-    def pair_half(self) -> int:
-        """Distance between the partners of a pair that are not neighbours."""
-        if self.rope is not None and self.rope.style == "half":
-            return self.rope.rotary_dim // 2
-        return (self.head_dim + 1) // 2
-
-    @property
-    def pairs_per_head(self) -> int:
-        """Pairs that cover a head; the last ones may reach past it."""
-        if self.interleaved:
-            return (self.head_dim + 1) // 2
-        return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
-
-    @property
-    def has_norm(self) -> bool:
-        return any(norm is not None for norm in self.norms)
-
-    @property
-    def heads_in_all(self) -> int:
-        return self.num_heads + self.num_kv_heads * (1 if self.v_cache is None else 2)
-
-    def constants(self) -> dict[str, Constant]:
-        """The constexpr parameters that every kernel of the family takes."""
-        rope = self.rope
-        v_cache = self.v_cache or self.k_cache
-        return {
-            "NUM_HEADS": self.num_heads,
-            "NUM_KV_HEADS": self.num_kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "PAIR_HALF": self.pair_half,
-            "INTERLEAVED": self.interleaved,
-            "ROTARY_DIM": rope.rotary_dim if rope else 0,
-            "ROPE_FULL_WIDTH": rope.full_width if rope else False,
-            "COS_STRIDE": rope.cos_stride if rope else 0,
-            "SIN_STRIDE": rope.sin_stride if rope else 0,
-            **{
-                f"{letter}_BIAS_STRIDE": bias[0] if bias else 0
-                for letter, bias in zip("QKV", self.biases, strict=True)
-            },
-            "NORM_EPS": self.norm_eps,
-            "PAGE_SIZE": self.k_cache.page_size,
-            "SLOTS_STRIDE": self.slots_stride,
-            "PER_SEQUENCE": self.per_sequence,
-            "WRAP_NEGATIVE": self.wrap_negative,
-            **_cache_constants("K", self.k_cache),
-            **_cache_constants("V", v_cache),
-            "ROW_UNIT": self.row_unit,
-        }
-
-    @property
-    def row_unit(self) -> int:
-        """Elements that divide every row's offset; 1 where a cache of one slot has no strides."""
-        caches = (self.k_cache, self.v_cache or self.k_cache)
-        strides = [stride for c in caches for stride in (c.page_stride, c.slot_stride)]
-        return math.gcd(self.num_heads * self.head_dim, *strides) or 1
-
-    def pointer_types(self) -> dict[str, str | None]:
-        """Triton types of the pointers in POINTER_NAMES; None where there is no such tensor."""
-        table = f"*{self.rope.table_dtype}" if self.rope else None
-        cache = f"*{self.cache_dtype}"
-        types: dict[str, str | None] = {
-            "q_out_ptr": f"*{self.dtype}" if self.num_heads else None,
-            "k_cache_ptr": cache,
-            "v_cache_ptr": cache if self.v_cache else None,
-            "slots_ptr": f"*{self.slot_dtype}",
-            "cos_ptr": table,
-            "sin_ptr": table,
-        }
-        for letter, bias in zip("qkv", self.biases, strict=True):
-            types[f"{letter}_bias_ptr"] = f"*{bias[1]}" if bias else None
-        for letter, norm in zip("qk", self.norms, strict=True):
-            types[f"{letter}_norm_ptr"] = f"*{norm}" if norm else None
-        return {name: types[name] for name in POINTER_NAMES}
-
-
-def _cache_constants(letter: str, cache: CacheStrides) -> dict[str, Constant]:
-    return {
-        f"{letter}_PAGE_STRIDE": cache.page_stride,
-        f"{letter}_SLOT_STRIDE": cache.slot_stride,
-        f"{letter}_HEAD_STRIDE": cache.head_stride,
-        f"{letter}_DIM_STRIDE": cache.dim_stride,
-    }
+    def all(self) -> tuple[int, int, int, int]:
+        return self.group, self.head, self.row, self.column
 
 
 @dataclass(frozen=True)
@@ -168,21 +75,22 @@ class QkvProblem:
 
     num_tokens: T where it is a constant of the graph, with rope_tokens (rows of the tables) and
     sequence_tokens (tokens per page for per-sequence slots); else None, and the counts come at
-    run time. weight_strides: (head stride, row stride) of q, k, v in elements.
+    run time. weight_strides: of q, k and v, None where there is no v.
     unaligned: names of pointer parameters that are not aligned to 16 bytes.
     one_descriptor: the three weights are near enough for one TMA descriptor (strides below 2**40
-    bytes).
+    bytes). quantization: of weights that are codes; their strides then count stored words.
     """
 
     hidden: int
     x_stride: int
-    weight_strides: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+    weight_strides: tuple[WeightStrides, WeightStrides, WeightStrides | None]
     finish: HeadFinish
     num_tokens: int | None = None
     rope_tokens: int | None = None
     sequence_tokens: int | None = None
     unaligned: tuple[str, ...] = ()
     one_descriptor: bool = True
+    quantization: Quantization | None = None
 
     @property
     def num_rows(self) -> int:
@@ -198,11 +106,16 @@ class QkvProblem:
 
 @dataclass(frozen=True)
 class InputStrides:
-    """Strides (token, head, dim) of a [T, H, D] input, in elements."""
+    """Strides (token, head, dim) of a [T, H, D] input, in elements; group where heads have one."""
 
     token: int
     head: int
     dim: int
+    group: int = 0
+
+    @property
+    def all(self) -> tuple[int, int, int, int]:
+        return self.token, self.group, self.head, self.dim
 
 
 @dataclass(frozen=True)
@@ -274,7 +187,10 @@ class SwappedConfig:
 
 @dataclass(frozen=True)
 class EpilogueConfig:
-    """`qkv_epilogue`: block_t tokens by heads_per_tile heads per program."""
+    """`qkv_epilogue`: block_t tokens by heads_per_tile heads per program.
+
+    Where a norm spans a row, a program has all heads of q, k or v: heads_per_tile covers them.
+    """
 
     block_t: int
     heads_per_tile: int
@@ -284,24 +200,55 @@ class EpilogueConfig:
         return f"epilogue {self.block_t}x{self.heads_per_tile}h w{self.num_warps}"
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+@dataclass(frozen=True)
+class TiledWeights:
+    """How one TMA descriptor reaches the heads of all three weights.
+
+    strides: (unit, row) with heads at multiples of unit, or (column,) of n-major weights, where
+    heads begin at any element. steps: (q's group, q's head, k's head, v's head), and extent, how
+    far they reach, count those. adjacent: several heads may be loaded together.
+    """
+
+    strides: tuple[int, ...]
+    steps: tuple[int, int, int, int]
+    extent: int
+    adjacent: bool
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+def tiled_weights(problem: QkvProblem) -> TiledWeights:
+    """The placement of a problem whose weights agree in row and column strides."""
+    finish = problem.finish
+    q, k, v = problem.weight_strides
+    v = v or k
+    n_major, in_group = q.column != 1, finish.group or finish.num_heads
+    groups, kv_heads = finish.num_heads // in_group, finish.num_kv_heads
+    # The step along an axis of one element has no meaning: any other will do.
+    whole = 1 if n_major else q.row * finish.head_dim
+    q_head = q.head if in_group > 1 else k.head if kv_heads > 1 else whole
+    k_head, v_head = (w.head if kv_heads > 1 else q_head for w in (k, v))
+    group = q.group if groups > 1 and finish.group else in_group * q_head
+    unit = 1 if n_major else math.gcd(group, q_head, k_head, v_head)
+    steps = (group // unit, q_head // unit, k_head // unit, v_head // unit)
+    one = finish.head_dim if n_major else 1
+    q_last = (groups - 1) * steps[0] + (in_group - 1) * steps[1]
+    return TiledWeights(
+        (q.column,) if n_major else (unit, q.row),
+        steps,
+        max(q_last, (kv_heads - 1) * max(steps[2:])) + one,
+        set(steps[1:]) == {one},
+    )
 
 
 def tiled_obstacle(problem: QkvProblem) -> str | None:
     """Why `qkv_projection` cannot take the problem; None when it can."""
     finish = problem.finish
     size = ELEMENT_BYTES[finish.dtype]
-    if finish.dtype not in ("bf16", "fp16"):
-        return f"tensor cores take bf16 and fp16 here, not {finish.dtype}"
-    if len(set(problem.weight_strides)) != 1:
+    if (obstacle := fused_obstacle(finish)) is not None:
+        return obstacle
+    weights = [strides for strides in problem.weight_strides if strides is not None]
+    if len({(strides.row, strides.column) for strides in weights}) != 1:
         return "the three weights differ in strides"
-    head_stride, row_stride = problem.weight_strides[0]
-    strides = (problem.x_stride, head_stride, row_stride)
+    strides = (problem.x_stride, *tiled_weights(problem).strides)
     odd = {"x_ptr", "q_weight_ptr", "k_weight_ptr", "v_weight_ptr"} & set(problem.unaligned)
     if odd or any(stride * size % 16 for stride in strides):
         return "TMA wants addresses and strides in multiples of 16 bytes"
@@ -315,23 +262,47 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
     return None
 
 
+def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
+    """Whether tiles of so many heads lie wholly in q, k or v, and can be loaded at once."""
+    finish = problem.finish
+    if finish.num_heads % heads_per_tile or finish.num_kv_heads % heads_per_tile:
+        return False
+    if heads_per_tile == 1:
+        return True
+    weights = tiled_weights(problem)
+    in_row = not finish.group or weights.steps[0] == finish.group * weights.steps[1]
+    return weights.adjacent and (in_row or finish.group % heads_per_tile == 0)
+
+
 def swapped_obstacle(problem: QkvProblem) -> str | None:
     """Why `qkv_projection_swapped` cannot take the problem; None when it can."""
-    finish = problem.finish
+    if (obstacle := fused_obstacle(problem.finish)) is not None:
+        return obstacle
+    if len({strides.column == 1 for strides in problem.weight_strides if strides}) != 1:
+        return "k-major and n-major weights together"
+    return None
+
+
+def fused_obstacle(finish: HeadFinish) -> str | None:
+    """Why no kernel that multiplies tiles can finish the heads; None when they can."""
     if finish.dtype not in ("bf16", "fp16"):
         return f"tensor cores take bf16 and fp16 here, not {finish.dtype}"
+    if finish.row_norm:
+        return "a norm over all heads of a projection needs more than a tile"
     return None
 
 
 def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelSpec:
     finish = problem.finish
-    head_stride, row_stride = problem.weight_strides[0]
+    weights = tiled_weights(problem)
     constants: dict[str, Constant] = {
         **finish.constants(),
         "HIDDEN": problem.hidden,
         "X_STRIDE": problem.x_stride,
-        "WEIGHT_HEAD_STRIDE": head_stride,
-        "WEIGHT_ROW_STRIDE": row_stride,
+        "N_MAJOR": problem.weight_strides[0].column != 1,
+        "WEIGHT_EXTENT": weights.extent,
+        "WEIGHT_STRIDES": weights.strides,
+        "HEAD_STEPS": weights.steps,
         "BLOCK_M": config.block_m,
         "HEADS_PER_TILE": config.heads_per_tile,
         "BLOCK_K": config.block_k,
@@ -345,14 +316,16 @@ def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelS
         "x_ptr": pointer,
         "weight_ptr": pointer,
         **finish.pointer_types(),
-        **dict.fromkeys(COUNT_NAMES, "i32"),
+        **finish.count_types(),
         "second_distance": "i64",
         "third_distance": "i64",
         "q_place": "i32",
         "k_place": "i32",
         "v_place": "i32",
     }
-    return _spec("qkv_projection", "qkv_projection", problem, constants, arguments, config, target)
+    return kernel_spec(
+        "qkv_projection", "qkv_projection", problem, constants, arguments, config, target
+    )
 
 
 def tiled_grid(problem: QkvProblem, config: TiledConfig, num_tokens: int, num_sms: int) -> int:
@@ -384,21 +357,20 @@ def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> Ker
         "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
     }
-    for letter, (head_stride, row_stride) in zip("QKV", problem.weight_strides, strict=True):
-        constants[f"{letter}_WEIGHT_HEAD_STRIDE"] = head_stride
-        constants[f"{letter}_WEIGHT_ROW_STRIDE"] = row_stride
+    for letter, strides in zip("QKV", problem.weight_strides, strict=True):
+        constants[f"{letter}_WEIGHT_STRIDES"] = (strides or problem.weight_strides[1]).all
     pointer = f"*{finish.dtype}"
     arguments: dict[str, str | None] = {
         "x_ptr": pointer,
         "q_weight_ptr": pointer,
         "k_weight_ptr": pointer,
-        "v_weight_ptr": pointer,
+        "v_weight_ptr": pointer if problem.weight_strides[2] else None,
         **finish.pointer_types(),
         "workspace_ptr": "*fp32" if config.split_k > 1 else None,
         "counters_ptr": "*i32" if config.split_k > 1 else None,
-        **dict.fromkeys(COUNT_NAMES, "i32"),
+        **finish.count_types(),
     }
-    return _spec(
+    return kernel_spec(
         "qkv_projection", "qkv_projection_swapped", problem, constants, arguments, config, target
     )
 
@@ -415,28 +387,28 @@ def epilogue_spec(problem: EpilogueProblem, config: EpilogueConfig, target: str)
         "BLOCK_T": config.block_t,
         "HEADS_PER_TILE": config.heads_per_tile,
         "BLOCK_P": next_power_of_2(finish.pairs_per_head),
+        "WHOLE_ROWS": finish.row_norm,
     }
     inputs = {"Q": problem.q, "K": problem.k, "V": problem.v}
     arguments: dict[str, str | None] = {}
     for letter, strides in inputs.items():
         arguments[f"{letter.lower()}_ptr"] = f"*{problem.input_dtype}" if strides else None
-        constants[f"{letter}_TOKEN_STRIDE"] = strides.token if strides else 0
-        constants[f"{letter}_IN_HEAD_STRIDE"] = strides.head if strides else 0
-        constants[f"{letter}_IN_DIM_STRIDE"] = strides.dim if strides else 0
-    arguments |= {**finish.pointer_types(), **dict.fromkeys(COUNT_NAMES, "i32")}
-    return _spec("qkv_epilogue", "qkv_epilogue", problem, constants, arguments, config, target)
+        constants[f"{letter}_IN_STRIDES"] = (strides or problem.k).all
+    arguments |= {**finish.pointer_types(), **finish.count_types()}
+    return kernel_spec(
+        "qkv_epilogue", "qkv_epilogue", problem, constants, arguments, config, target
+    )
 
 
 def epilogue_grid(
     problem: EpilogueProblem, config: EpilogueConfig, num_tokens: int
 ) -> tuple[int, int]:
-    return (
-        cdiv(num_tokens, config.block_t),
-        problem.finish.heads_in_all // config.heads_per_tile,
-    )
+    finish = problem.finish
+    programs = finish.kinds if finish.row_norm else finish.heads_in_all // config.heads_per_tile
+    return cdiv(num_tokens, config.block_t), programs
 
 
-def _spec(
+def kernel_spec(
     template: str,
     kernel: str,
     problem: QkvProblem | EpilogueProblem,

@@ -32,6 +32,7 @@ from tilewright.codegen.qkv_kernels import (
     TiledConfig,
     cdiv,
     epilogue_spec,
+    heads_fit,
     next_power_of_2,
     swapped_obstacle,
     swapped_spec,
@@ -182,7 +183,7 @@ def library_choice(
         seconds = row["packed_library_us" if packed else "library_us"] * 1e-6
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
-    gemms = "one library GEMM" if packed else "three library GEMMs"
+    gemms = "one library GEMM" if packed else f"{problem.finish.kinds} library GEMMs"
     reason = f"{gemms}, then {config}: {_us(seconds)} {_WORDS[source]}"
     obstacle = swapped_obstacle(problem)
     if obstacle is not None:
@@ -195,15 +196,16 @@ def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProbl
     finish = problem.finish
     q_width = finish.num_heads * finish.head_dim
     kv_width = finish.num_kv_heads * finish.head_dim
-    rows = (q_width + 2 * kv_width,) * 3 if packed else (q_width, kv_width, kv_width)
-    q, k, v = (InputStrides(row, finish.head_dim, 1) for row in rows)
+    rows = (problem.num_rows,) * 3 if packed else (q_width, kv_width, kv_width)
+    group = finish.group * finish.head_dim
+    q, k, v = (InputStrides(row, finish.head_dim, 1, group) for row in rows)
     # The GEMMs write fresh tensors of the allocator, aligned; k and v begin inside a packed one.
     odd = [f"{x}_ptr" for x in "kv" if packed and q_width * ELEMENT_BYTES[finish.dtype] % 16]
     mine = {"x_ptr", "q_weight_ptr", "k_weight_ptr", "v_weight_ptr"}
     return EpilogueProblem(
         q,
         k,
-        v,
+        None if finish.v_cache is None else v,
         finish,
         finish.dtype,
         problem.num_tokens,
@@ -215,15 +217,11 @@ def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProbl
 
 def epilogue_config(finish: HeadFinish, num_tokens: int, target: Target) -> EpilogueConfig:
     """Programs of about 4096 elements, fewer where that would leave SMs idle."""
-    counts = (
-        [finish.num_kv_heads]
-        if finish.num_heads == 0
-        else [
-            finish.num_heads,
-            finish.num_kv_heads,
-        ]
-    )
     width = 2 * next_power_of_2(finish.pairs_per_head)
+    if finish.row_norm:
+        heads = next_power_of_2(max(finish.num_heads, finish.num_kv_heads))
+        return EpilogueConfig(1, heads, num_warps=max(4, min(heads * width // 1024, 16)))
+    counts = [finish.num_heads, finish.num_kv_heads][finish.num_heads == 0 :]
     heads = math.gcd(*counts) & -math.gcd(*counts)
     heads = max(min(heads, 2, 4096 // width), 1)
     block_t = max(4096 // (width * heads), 1)
@@ -311,9 +309,10 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     accumulator = config.block_m * width
     # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
     crowded = config.warp_specialize and width == 256 and (finish.has_norm or finish.interleaved)
+    if finish.norm_after_rope and config.epilogue_parts > config.heads_per_tile:
+        return False
     return (
-        finish.num_heads % config.heads_per_tile == 0
-        and finish.num_kv_heads % config.heads_per_tile == 0
+        heads_fit(problem, config.heads_per_tile)
         and 64 <= width <= 256
         and accumulator <= 128 * 32 * config.num_warps
         and config.epilogue_parts <= width // 32
@@ -409,7 +408,7 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
     """Expected seconds of the GEMMs and the epilogue."""
     finish = problem.finish
     size = ELEMENT_BYTES[finish.dtype]
-    widths = [finish.num_heads, finish.num_kv_heads, finish.num_kv_heads]
+    widths = [finish.num_heads, *[finish.num_kv_heads] * (finish.kinds - 1)]
     if packed:
         widths = [sum(widths)]
     seconds = 0.0
@@ -440,6 +439,8 @@ def measured_table() -> tuple[dict, ...]:
 def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
     """The row for the problem's dims at the smallest measured token count that is not below."""
     finish = problem.finish
+    if problem.weight_strides[0].column != 1 or finish.group or finish.v_cache is None:
+        return None
     same = [
         row
         for row in measured_table()

@@ -13,7 +13,8 @@ from typing import Any
 
 from tilewright.codegen.targets import TARGETS
 
-Constant = int | float | bool | str | None
+Scalar = int | float | bool | str | None
+Constant = Scalar | tuple[Scalar, ...]
 
 SCALAR_TYPES = frozenset(
     {"i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64"}
@@ -55,9 +56,17 @@ def _check_name(what: str, name: str) -> None:
 
 
 def _check_constant(name: str, value: object) -> None:
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            _check_scalar(f"{name}[{index}]", item)
+    else:
+        _check_scalar(name, value)
+
+
+def _check_scalar(name: str, value: object) -> None:
     if not (value is None or isinstance(value, (bool, int, float, str))):
         raise TypeError(
-            f"constants[{name!r}]: expected int, float, bool, str or None, "
+            f"constants[{name!r}]: expected int, float, bool, str, None or a tuple, "
             f"got {type(value).__name__}"
         )
     if isinstance(value, float) and not math.isfinite(value):
@@ -211,7 +220,11 @@ class KernelSpec:
         if not isinstance(data, dict) or set(data) != known:
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"kernel spec JSON: expected the fields {sorted(known)}, got {got}")
-        for field_name in ("constants", "signature", "ranges"):
+        data["constants"] = tuple(
+            (name, tuple(value) if isinstance(value, list) else value)
+            for name, value in data["constants"]
+        )
+        for field_name in ("signature", "ranges"):
             data[field_name] = tuple(tuple(item) for item in data[field_name])
         data["divisible16"] = tuple(data["divisible16"])
         data["grid"] = None if data["grid"] is None else tuple(data["grid"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_origin
 
 import sympy
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "counting_graph_breaks",
     "empty_like_fake",
     "fake_mode_of",
+    "inductor_option_problem",
     "mode_patches",
     "run_fake",
     "size_comparison",
@@ -106,6 +108,8 @@ def run_fake(node: fx.Node) -> Any:
 
     args, kwargs = fx.node.map_arg(node.args, held), fx.node.map_arg(node.kwargs, held)
     mode = fake_mode_of([a.meta.get("example_value") for a in node.all_input_nodes])
+    if mode is None:  # a factory of numbers alone
+        mode = fake_mode_of([n.meta.get("example_value") for n in node.graph.nodes])
 
     def run() -> Any:
         if isinstance(node.target, str):
@@ -121,6 +125,21 @@ def run_fake(node: fx.Node) -> Any:
 def mode_patches(mode: str | None) -> dict[str, Any] | None:
     """Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown one."""
     return torch._inductor.list_mode_options(mode) if mode else None
+
+
+def inductor_option_problem(options: Mapping[str, Any]) -> str | None:
+    """None, or a sentence on the first that is no setting of Inductor or not of its type."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3)
+            return f"settings of Inductor; {name!r} is none (near it: {near})"
+        kind = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(kind) is None and not isinstance(value, kind):
+            return f"a value of {kind} for {name!r}"
+    return None
 
 
 def compile_apart(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:

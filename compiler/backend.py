@@ -103,7 +103,7 @@ def _inner(
 ) -> Callable[..., Any]:
     if options.inner == "eager":
         return gm.forward
-    patches = _compat.mode_patches(mode)
+    patches = {**(_compat.mode_patches(mode) or {}), **(options.inner_options or {})}
     compiled: Any = _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
 
@@ -133,17 +133,25 @@ def lower(
     dynamic: bool | None = None,
     target: str = "sm100",
     strict: bool = False,
+    tune: bool = False,
 ) -> Lowered:
     """What tilewright does to a model, without compiling or running it on data.
 
     model, args, kwargs: as the model is called; meta tensors will do. patterns: as in Options.
-    dynamic: as in torch.compile. target: the chip kernels are planned for.
+    dynamic: as in torch.compile. target: the chip kernels are planned for. tune: as in Options;
+    measures where the GPU at hand is the target.
     Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written;
     after a graph break the Python between two graphs does run, on real tensors.
     Raises ValueError for unknown patterns or targets, and what Dynamo raises for the model.
     """
     options = Options.of(
-        {"inner": "eager", "patterns": patterns, "target": target, "strict": strict}
+        {
+            "inner": "eager",
+            "patterns": patterns,
+            "target": target,
+            "strict": strict,
+            "tune": tune,
+        }
     )
     found: list[GraphReport] = []
 

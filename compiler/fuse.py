@@ -24,6 +24,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.rewrite import Rewritten, rewrite_sites
 from tilewright.compiler.view import build_view
 from tilewright.ops.contract import get_op
+from tilewright.ops.tuning import describe
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
 
@@ -92,6 +93,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
 
     with _collector_paused():
         _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright").apply_graph_pass(run)
+    notes = _ask_for_tuning(rewritten, options) if options.tune else ()
     if rewritten:
         with clock.phase("lint"):
             check_graph(after.graph)
@@ -100,7 +102,18 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
         raise StrictError("\n".join(str(m) for m in misses))
     target = target_name(options)
     sites = tuple(_site(r, target) for r in rewritten)
-    return GraphReport(gm, after, sites, tuple(misses), seconds=clock.seconds)
+    return GraphReport(gm, after, sites, tuple(misses), notes, clock.seconds)
+
+
+def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
+    """Sets `tune` at the sites whose op takes it; a note on what there is to measure on."""
+    asked = False
+    for done in rewritten:
+        schema = get_op(done.node.meta["tilewright"]["op"]).torch_op._schema
+        if any(spec.name == "tune" for spec in schema.arguments):
+            done.node.update_kwarg("tune", True)
+            asked = True
+    return (describe(target_name(options)),) if asked else ()
 
 
 def target_name(options: Options) -> str:

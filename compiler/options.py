@@ -10,6 +10,7 @@ from typing import Any
 
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import TARGETS
+from tilewright.compiler import _compat
 from tilewright.patterns.language import registered
 
 INNER = ("inductor", "eager")
@@ -29,6 +30,10 @@ class Options:
     fuel: apply only the first n rewrites; bisects a wrong one.
     only: module paths (`*` matches within one) of the sites to rewrite; None for all.
     report: a file to which each compiled graph's report is appended as one line of JSON.
+    tune: measure the lowerings of each fused op on the GPU at hand, at the first need of each
+        bucket of token counts; times are kept on disk. The report says what was measured.
+    inner_options: Inductor's own settings by their dotted names, such as
+        {"triton.cudagraphs": True}; only with inner="inductor".
     """
 
     inner: str = "inductor"
@@ -39,10 +44,12 @@ class Options:
     fuel: int | None = None
     only: tuple[str, ...] | None = None
     report: str | None = None
+    tune: bool = False
+    inner_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _one_of("inner", self.inner, INNER)
-        for name in ("verify", "strict"):
+        for name in ("verify", "strict", "tune"):
             _expect(name, isinstance(getattr(self, name), bool), "a bool", getattr(self, name))
         for name in ("patterns", "only"):
             given = getattr(self, name)
@@ -64,6 +71,15 @@ class Options:
             _expect("report", isinstance(self.report, (str, os.PathLike)), "a path", self.report)
             folder = Path(self.report).resolve().parent
             _expect("report", folder.is_dir(), "a path in an existing folder", self.report)
+
+        if self.inner_options is not None:
+            self._check_inner_options(self.inner_options)
+
+    def _check_inner_options(self, given: Any) -> None:
+        _expect("inner_options", isinstance(given, Mapping), "a dictionary or None", given)
+        _expect("inner_options", self.inner == "inductor", 'inner="inductor" beside it', self.inner)
+        problem = _compat.inductor_option_problem(given)
+        _expect("inner_options", problem is None, problem or "", given)
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Options:

@@ -120,15 +120,8 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     if writes_v:
         v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
         written.append((*v_base, a.v_window))
-    storages = [_storage(base) for _, base, _ in written]
-    for name, source in _sources(a):
-        if _storage(source) not in storages:
-            continue
-        for cache_name, base, window in written:
-            if _shares_memory(source, base, CacheWindow(*window)):
-                expected = f"memory apart from what is written in {cache_name}"
-                raise ArgumentError(op, name, expected, f"a tensor that aliases {cache_name}")
-    if a.v_cache is not None and len(written) == 2 and storages[0] == storages[1]:
+    check_aliases(op, written, _sources(a))
+    if a.v_cache is not None and len(written) == 2 and _storage(a.k_cache) == _storage(a.v_cache):
         v_view = CacheWindow(*a.v_window).view(a.v_cache)
         if _shares_memory(v_view, a.k_cache, CacheWindow(*a.k_window)):
             expected = "a window that shares no memory with the window on k_cache"
@@ -138,6 +131,22 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     for name in CACHE_SCALES:
         if readable([getattr(a, name)]):
             check_scale_values(op, name, getattr(a, name))
+
+
+def check_aliases(
+    op: str,
+    written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]],
+    sources: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Checks that no source shares memory with what is written: (name, base, window) each."""
+    storages = {_storage(base) for _, base, _ in written}
+    for name, source in sources:
+        if _storage(source) not in storages:
+            continue
+        for cache_name, base, window in written:
+            if _shares_memory(source, base, CacheWindow(*window)):
+                expected = f"memory apart from what is written in {cache_name}"
+                raise ArgumentError(op, name, expected, f"a tensor that aliases {cache_name}")
 
 
 def readable(tensors: Iterable[torch.Tensor | None]) -> bool:

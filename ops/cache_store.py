@@ -22,7 +22,8 @@ from tilewright.ops.contract import FusedOp, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES, emitted_kernel
 from tilewright.ops.rope import apply_rope, check_rope
-from tilewright.ops.samples import ATTENTION_CASES, AttentionCase, Sampler, sample_cache
+from tilewright.ops.sample_cases import ATTENTION_CASES
+from tilewright.ops.samples import AttentionCase, Sampler, sample_cache
 
 NAME = "paged_kv_store"
 SCHEMA = (

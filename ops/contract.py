@@ -22,6 +22,7 @@ import torch
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.checks import ArgumentError
+from tilewright.ops.formats.fp8 import FP8_DTYPES
 
 log = logging.getLogger("tilewright")
 
@@ -67,14 +68,16 @@ class LoweringReport:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest accepted error of an element: `relative * |exact| + of_rms * rms(exact)`.
+    """Largest accepted error of an element: `relative * |exact| + of_rms * rms(exact) + absolute`.
 
-    `relative` is the rounding to the output dtype; `of_rms` is what accumulating in the op's
-    compute precision costs where terms cancel. `exact` is the reference run in float64.
+    `relative` is the rounding to the output dtype, `absolute` that of its subnormal numbers where
+    it has few others; `of_rms` is what accumulating in the op's compute precision costs where terms
+    cancel. `exact` is the reference run in float64; of 8-bit floats, saturated as they are.
     """
 
     relative: float
     of_rms: float
+    absolute: float = 0.0
 
     def problem(self, actual: torch.Tensor, exact: torch.Tensor) -> str | None:
         """None, or a sentence on the worst element."""
@@ -83,10 +86,14 @@ class Tolerance:
         if exact.numel() == 0:
             return None
         got, want = actual.detach().double().cpu(), exact.detach().double().cpu()
+        if actual.dtype in FP8_DTYPES:
+            limit = torch.finfo(actual.dtype).max
+            want = want.clamp(-limit, limit)
         same = (got == want) | (got.isnan() & want.isnan())
         error = torch.where(same, 0.0, (got - want).abs().nan_to_num(nan=float("inf")))
         finite = torch.where(want.isfinite(), want, 0.0)
         allowed = self.relative * finite.abs() + self.of_rms * finite.square().mean().sqrt()
+        allowed = allowed + self.absolute
         excess = error - allowed
         worst = int(excess.argmax())
         if float(excess.flatten()[worst]) <= 0:
@@ -140,6 +147,10 @@ class FusedOp:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""
         if self.plan is None:
             return LoweringReport("reference", "the op declares no kernel")
+        choice = self.choose("cuda", arguments)
+        if self.lowerings and choice.lowering.name == "reference":
+            reasons = (f"{name}: {reason}" for name, reason in choice.rejected)
+            return LoweringReport("reference", "; ".join(reasons))
         plan = _load(self.plan) if isinstance(self.plan, str) else self.plan
         return plan(arguments, target)
 

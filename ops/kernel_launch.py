@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from tilewright.codegen.build import install_allocator, load_jit
 from tilewright.codegen.spec import KernelSpec
+from tilewright.ops.isolation import apart
 
-# Counters of captured launches come out of one zeroed slab per device, this many at a time.
+# Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
+_STREAM_COUNTERS = 1024
 
+_counters_lock = threading.Lock()
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _slabs: dict[int, torch.Tensor] = {}
 
@@ -71,24 +75,41 @@ def split_k_scratch(
     """
     workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    if torch.cuda.is_current_stream_capturing():
-        return workspace, _captured_counters(num_tiles, index)
-    if index not in _slabs:
-        _slabs[index] = torch.zeros(_SLAB_COUNTERS, dtype=torch.int32, device=device)
-        # Once per device: a captured launch on another stream must find the zeros written.
-        torch.cuda.current_stream(index).synchronize()
-    key = (index, torch.cuda.current_stream(index).cuda_stream)
-    counters = _counters.get(key)
-    if counters is None or counters.numel() < num_tiles:
-        counters = torch.zeros(max(num_tiles, 1024), dtype=torch.int32, device=device)
-        _counters[key] = counters
-    return workspace, counters
+    capturing = torch.cuda.is_current_stream_capturing()
+    with _counters_lock:
+        if capturing:
+            return workspace, _captured_counters(num_tiles, index)
+        key = (index, torch.cuda.current_stream(index).cuda_stream)
+        counters = _counters.get(key)
+        if counters is None or counters.numel() < num_tiles:
+            counters = _counters[key] = _taken(max(num_tiles, _STREAM_COUNTERS), index)
+        return workspace, counters
 
 
 def _captured_counters(count: int, index: int) -> torch.Tensor:
     slab = _slabs.get(index)
-    if slab is None or slab.numel() < count:
+    if slab is None or slab.numel() < count + 32:
         # No launch before the capture: zeroing them becomes part of the graph.
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
+    return _taken(count, index)
+
+
+def _taken(count: int, index: int) -> torch.Tensor:
+    """Counters that nobody else has, off the slab; outside a capture a new one where it is used up.
+
+    A slab is made apart: it outlives the memory pool of a CUDA graph's warm-up, which the caller's
+    allocations may go to, and it is zero before any stream reads it.
+    """
+    count = -(-count // 32) * 32  # no two launches share a cache line
+    slab = _slabs.get(index)
+    if slab is None or slab.numel() < count:
+        slab = apart(partial(_new_slab, max(count, _SLAB_COUNTERS), index))
     taken, _slabs[index] = slab[:count], slab[count:]
     return taken
+
+
+def _new_slab(count: int, index: int) -> torch.Tensor:
+    with torch.cuda.device(index):
+        slab = torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
+        torch.cuda.current_stream().synchronize()
+    return slab

@@ -9,7 +9,7 @@ import torch
 
 from tilewright.ops.contract import Lowering, Tolerance
 
-KERNEL_MODULE = "tilewright.ops.lowerings"
+KERNEL_MODULE = "tilewright.ops.launches"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 ONE_ROUNDING = (
@@ -22,6 +22,8 @@ TOLERANCES = {
     torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-13),
     torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
     torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+    torch.float8_e4m3fn: Tolerance(relative=2.0**-4, of_rms=2.0**-11, absolute=2.0**-10),
+    torch.float8_e5m2: Tolerance(relative=2.0**-3, of_rms=2.0**-11, absolute=2.0**-17),
 }
 
 
@@ -43,18 +45,18 @@ PENDING: dict[str, Any] = {
 }
 
 
+def kernel_obstacle(arguments: Any) -> str | None:
+    """None, or why no emitted kernel takes these arguments of an attention op."""
+    dtype = arguments.k_cache.dtype
+    if dtype not in KERNEL_DTYPES:
+        return f"no kernel for {dtype}"
+    for name, taken in PENDING.items():
+        if getattr(arguments, name, taken) != taken:
+            return f"no kernel for {name}"
+    return None
+
+
 def emitted_kernel(function: str) -> Lowering:
     """The lowering by the emitted kernel that `function` of the kernel module launches."""
-
-    def unsupported(arguments: Any) -> str | None:
-        dtype = arguments.k_cache.dtype
-        if dtype not in KERNEL_DTYPES:
-            return f"no kernel for {dtype}"
-        for name, taken in PENDING.items():
-            if getattr(arguments, name, taken) != taken:
-                return f"no kernel for {name}"
-        return None
-
-    return Lowering(
-        "emitted_kernel", f"{KERNEL_MODULE}:{function}", frozenset({"cuda"}), unsupported
-    )
+    entry = f"{KERNEL_MODULE}:{function}"
+    return Lowering("emitted_kernel", entry, frozenset({"cuda"}), kernel_obstacle)

@@ -1,8 +1,6 @@
-"""The CUDA implementations of the attention ops: plan, then launch.
+"""How one checked call of an attention op becomes kernel launches, by each lowering there is.
 
-`launch_fused_qkv_paged` and `launch_paged_kv_store` take exactly the arguments of their ops, which
-have been checked by then. Plans and problems are kept per metadata of the arguments, so a step
-that looks like the last one only looks them up.
+Plans and specs are kept per problem, so a step that looks like the last one only looks them up.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, Target, detect_target
 from tilewright.ops.cache_store import KvStoreArguments
 from tilewright.ops.kernel_launch import launch, split_k_scratch
-from tilewright.ops.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv_cache import FusedQkvArguments, fake
 from tilewright.ops.qkv_problems import (
     epilogue_problem,
     finish_values,
@@ -44,19 +42,13 @@ from tilewright.ops.qkv_problems import (
     qkv_problem,
     window_views,
 )
-
-
-@dataclass(frozen=True)
-class WeightRows:
-    """Where q, k and v weights lie as rows of one tensor: a single GEMM makes all three.
-
-    total: rows of that tensor. firsts: its row of q's, k's and v's first row. head_steps: rows from
-    one head to the next.
-    """
-
-    total: int
-    firsts: tuple[int, int, int]
-    head_steps: tuple[int, int, int]
+from tilewright.ops.qkv_weights import (
+    WeightRows,
+    project,
+    project_packed,
+    weight_places,
+    weight_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -73,31 +65,18 @@ class FusedCall:
     rows: WeightRows | None
 
 
-def launch_fused_qkv_paged(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`fused_qkv_paged` on CUDA tensors; see FusedQkvArguments."""
-    a = FusedQkvArguments(*args, **kwargs)
-    num_tokens = a.x.shape[0]
-    if num_tokens == 0:
-        return a.x.new_empty((0, *a.q_weight.shape[:2]))
-    call = prepare(a)
-    target = device_target(a.x.device)
-    run(call, cached_plan(call.problem, target, call.rows is not None).choice(num_tokens))
-    return call.q
-
-
 def prepare(a: FusedQkvArguments) -> FusedCall:
     """The problem of a call, and its tensors by the kernels' parameter names."""
-    num_heads, head_dim, _ = a.q_weight.shape
-    q = a.x.new_empty((a.x.shape[0], num_heads, head_dim))
-    k_window, v_window = window_views(a, writes_v=True)
-    values = finish_values(a, k_window, v_window, q)
+    q = fake(a)
+    k_window, v_window = window_views(a, writes_v=a.v_weight is not None)
+    values = finish_values(a, a.x.shape[0], k_window, v_window, q)
     values |= {
         "x_ptr": a.x,
         "q_weight_ptr": a.q_weight,
         "k_weight_ptr": a.k_weight,
         "v_weight_ptr": a.v_weight,
     }
-    problem = qkv_problem(a, values, head_finish(a, num_heads, k_window, v_window))
+    problem = qkv_problem(a, values, head_finish(a, q.dtype, q.shape[1], k_window, v_window))
     return FusedCall(a, q, values, problem, weight_rows(a.q_weight, a.k_weight, a.v_weight))
 
 
@@ -141,22 +120,6 @@ def _run_tiled(call: FusedCall, choice: LoweringChoice) -> None:
     launch(choice.specs[0], grid, values, a.x.device)
 
 
-def weight_places(
-    q_weight: torch.Tensor, k_weight: torch.Tensor, v_weight: torch.Tensor
-) -> dict[str, Any]:
-    """The three weights as the one descriptor of `qkv_projection` reaches them."""
-    weights = {"q": q_weight, "k": k_weight, "v": v_weight}
-    order = sorted(weights, key=lambda name: weights[name].data_ptr())
-    lowest = weights[order[0]].data_ptr()
-    size = q_weight.element_size()
-    return {
-        "weight_ptr": weights[order[0]],
-        "second_distance": (weights[order[1]].data_ptr() - lowest) // size,
-        "third_distance": (weights[order[2]].data_ptr() - lowest) // size,
-        **{f"{name}_place": order.index(name) for name in weights},
-    }
-
-
 def _run_library(call: FusedCall, choice: LoweringChoice) -> None:
     spec, problem = project_and_plan(call, choice)
     assert choice.epilogue is not None
@@ -167,11 +130,12 @@ def _run_library(call: FusedCall, choice: LoweringChoice) -> None:
 def project_and_plan(call: FusedCall, choice: LoweringChoice) -> tuple[KernelSpec, EpilogueProblem]:
     """Runs the library's GEMMs (nothing, on meta tensors); what the epilogue over them is."""
     a, problem, values = call.a, call.problem, call.values
-    weights = (a.q_weight, a.k_weight, a.v_weight)
+    weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
     if call.rows is not None:
-        q, k, v = project_packed(a.x, weights, call.rows)
+        q, k, *rest = project_packed(a.x, weights, call.rows)
     else:
-        q, k, v = (project(a.x, weight) for weight in weights)
+        q, k, *rest = (project(a.x, weight) for weight in weights)
+    v = rest[0] if rest else None
     done = epilogue_problem(q, k, v, values, problem.finish, a.static_tokens)
     values |= {"q_ptr": q, "k_ptr": k, "v_ptr": v}
     return cached_epilogue_spec(done, choice.epilogue, choice.specs[0].target), done
@@ -192,79 +156,12 @@ def cached_epilogue_spec(
     return epilogue_spec(problem, config, target)
 
 
-def weight_rows(
-    q_weight: torch.Tensor, k_weight: torch.Tensor, v_weight: torch.Tensor
-) -> WeightRows | None:
-    """How the weights tile the rows of one tensor without a gap; None where they do not."""
-    weights = (q_weight, k_weight, v_weight)
-    storages = {weight.untyped_storage().data_ptr() for weight in weights}
-    row_strides = {weight.stride(1) for weight in weights}
-    if len(storages) != 1 or len(row_strides) != 1:
-        return None
-    (step,) = row_strides
-    lowest = min(weight.storage_offset() for weight in weights)
-    offsets = [weight.storage_offset() - lowest for weight in weights]
-    if step < q_weight.shape[2] or any(offset % step for offset in offsets):
-        return None
-    if any(weight.stride(0) % step for weight in weights):
-        return None
-    head_dim = q_weight.shape[1]
-    total = sum(weight.shape[0] for weight in weights) * head_dim
-    firsts = tuple(offset // step for offset in offsets)
-    head_steps = tuple(weight.stride(0) // step for weight in weights)
-    heads = [
-        first + head * head_step
-        for weight, first, head_step in zip(weights, firsts, head_steps, strict=True)
-        for head in range(weight.shape[0])
-    ]
-    if sorted(heads) != list(range(0, total, head_dim)):
-        return None
-    return WeightRows(total, firsts, head_steps)  # type: ignore[arg-type]
-
-
-def project_packed(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], rows: WeightRows
-) -> list[torch.Tensor]:
-    """One GEMM over all rows; q, k and v [T, H, D] are strided views of its result."""
-    lowest = min(weights, key=lambda weight: weight.storage_offset())
-    step = lowest.stride(1)
-    whole = lowest.as_strided((rows.total, x.shape[1]), (step, 1))
-    out = torch.nn.functional.linear(x, whole)
-    return [
-        out.as_strided(
-            (x.shape[0], weight.shape[0], weight.shape[1]), (rows.total, head_step, 1), first
-        )
-        for weight, first, head_step in zip(weights, rows.firsts, rows.head_steps, strict=True)
-    ]
-
-
-def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K] by weight [H, D, K] to [T, H, D], without copying the weight."""
-    heads, head_dim, hidden = weight.shape
-    if weight.stride(0) == head_dim * weight.stride(1):
-        rows = weight.as_strided((heads * head_dim, hidden), (weight.stride(1), 1))
-        return torch.nn.functional.linear(x, rows).view(-1, heads, head_dim)
-    return torch.matmul(x, weight.transpose(1, 2)).transpose(0, 1)
-
-
-def launch_paged_kv_store(*args: Any, **kwargs: Any) -> None:
-    """`paged_kv_store` on CUDA tensors; see KvStoreArguments."""
-    a = KvStoreArguments(*args, **kwargs)
-    num_tokens = a.k.shape[0]
-    if num_tokens == 0:
-        return
-    problem, values = prepare_store(a)
-    target = device_target(a.k.device) or SM90
-    config = store_config(problem.finish, num_tokens, target)
-    spec = cached_epilogue_spec(problem, config, target.name)
-    launch(spec, epilogue_grid(problem, config, num_tokens), values, a.k.device)
-
-
 def prepare_store(a: KvStoreArguments) -> tuple[EpilogueProblem, dict[str, Any]]:
     """The problem of a store, and its tensors by the kernel's parameter names."""
     k_window, v_window = window_views(a, writes_v=a.v is not None)
-    values = finish_values(a, k_window, v_window, None) | {"k_ptr": a.k, "v_ptr": a.v}
-    finish = head_finish(a, 0, k_window, v_window)
+    values = finish_values(a, a.k.shape[0], k_window, v_window, None)
+    values |= {"k_ptr": a.k, "v_ptr": a.v}
+    finish = head_finish(a, a.k.dtype, 0, k_window, v_window)
     return epilogue_problem(None, a.k, a.v, values, finish, a.static_tokens), values
 
 

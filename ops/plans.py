@@ -7,27 +7,36 @@ kernel of its own.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from tilewright.codegen.qkv_plan import LoweringChoice, LoweringPlan
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import TARGETS
+from tilewright.codegen.tune import bucket
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.lowerings import (
+    FusedCall,
     cached_epilogue_spec,
     cached_plan,
+    device_target,
     prepare,
     prepare_store,
     project_and_plan,
     store_config,
 )
+from tilewright.ops.tuning import case_of, device_for, measured_choice
 
 
 def plan_fused_qkv_paged(a: Any, target: str) -> LoweringReport:
     """The lowering of a `fused_qkv_paged` call; `a` is a FusedQkvArguments of meta tensors."""
     call = prepare(a)
     plan = cached_plan(call.problem, TARGETS[target], call.rows is not None)
+    if a.tune:
+        plan = _tuned(plan, call, target)
 
     def exact(choice: LoweringChoice) -> LoweringChoice:
         if choice.name != "library":
@@ -39,6 +48,25 @@ def plan_fused_qkv_paged(a: Any, target: str) -> LoweringReport:
         choice = plan.choice(call.problem.num_tokens)
         return LoweringReport(choice.name, choice.reason, choice.specs)
     return _by_token_count(plan)
+
+
+def _tuned(plan: LoweringPlan, call: FusedCall, target: str) -> LoweringPlan:
+    """The plan with what was measured here; measured now for the token count of the call."""
+    index = device_for(target)
+    here = None if index is None else device_target(torch.device("cuda", index))
+    if index is None or here is None:
+        return plan
+    present = case_of(call, here)
+
+    def best(choice: LoweringChoice) -> LoweringChoice:
+        tokens = plan.problem.num_tokens or choice.max_tokens or bucket(sys.maxsize)
+        case = replace(present, num_tokens=tokens)
+        found = measured_choice(call.a, case, index, measure=case == present)
+        if found is None:
+            return replace(choice, reason=f"{choice.reason}; not measured here yet")
+        return replace(found, max_tokens=choice.max_tokens)
+
+    return replace(plan, choices=tuple(best(choice) for choice in plan.choices))
 
 
 def _by_token_count(plan: LoweringPlan) -> LoweringReport:

@@ -61,7 +61,7 @@ class ProjectionArguments(Protocol):
 
 def value_dtype(a: ProjectionArguments) -> torch.dtype:
     """The dtype of q, and of everything that is not a code."""
-    return a.x.dtype if a.out_dtype is None else a.out_dtype
+    return a.out_dtype if a.x.dtype == ACTIVATION_CODES and a.out_dtype else a.x.dtype
 
 
 def check_projection(op: str, a: ProjectionArguments) -> None:
@@ -85,8 +85,8 @@ def _check_x(op: str, a: ProjectionArguments) -> None:
     check_last_dim_dense(op, "x", a.x)
     if coded and a.weight_format != "fp8":
         raise ArgumentError(op, "weight_format", "'fp8', since x has codes", a.weight_format)
-    allowed = DTYPES[:3] if coded else (a.x.dtype,)
-    if value_dtype(a) not in allowed:
+    allowed = DTYPES[:3] if coded else (None, a.x.dtype)
+    if a.out_dtype not in allowed:
         expected = " or ".join(map(str, allowed))
         raise ArgumentError(op, "out_dtype", f"{expected} for x of {a.x.dtype}", a.out_dtype)
     if a.x_scale is None:
@@ -145,7 +145,10 @@ def _check_shapes(op: str, a: ProjectionArguments) -> None:
     num_kv_heads = a.k_weight.shape[0]
     if len(q_shape) == 4:
         _check_codes(op, a, "q_weight", letters, (num_kv_heads, None, head_dim, hidden))
-    elif not holds(num_kv_heads != 0) or not holds(q_shape[0] % num_kv_heads == 0):
+    elif not holds(num_kv_heads != 0):
+        raise ArgumentError(op, "k_weight", "at least one head", "none")
+    # Without V, heads are but tiles of rows (MLA).
+    elif a.v_weight is not None and not holds(q_shape[0] % num_kv_heads == 0):
         expected = f"num_kv_heads that divides num_heads = {q_shape[0]}"
         raise ArgumentError(op, "k_weight", expected, f"{num_kv_heads} heads")
     if a.v_weight is not None:

@@ -36,13 +36,9 @@ from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES, emitted_kern
 from tilewright.ops.norm import apply_norm, check_norm, check_norm_weight
 from tilewright.ops.projection_checks import ACTIVATION_BLOCK, check_projection, value_dtype
 from tilewright.ops.rope import apply_rope, check_rope
-from tilewright.ops.samples import (
-    ATTENTION_CASES,
-    AttentionCase,
-    Sampler,
-    sample_cache,
-    sample_weights,
-)
+from tilewright.ops.sample_cases import QKV_CASES
+from tilewright.ops.sample_weights import sample_projection
+from tilewright.ops.samples import AttentionCase, Sampler, sample_cache
 from tilewright.ops.scale_values import check_scale_values, check_token_scale_values
 
 NAME = "fused_qkv_paged"
@@ -265,16 +261,10 @@ def sample_inputs(
 ) -> FusedQkvArguments:
     """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
     sampler = Sampler(device, seed)
-    norms: dict[str, Any] = {}
-    if case.qk_norm:
-        for name in ("q_norm_weight", "k_norm_weight"):
-            norms[name] = sampler.normal(case.head_dim, dtype=case.dtype)
-    return FusedQkvArguments(
-        x=sampler.normal(case.num_tokens, case.hidden, dtype=case.dtype),
-        **sample_weights(case, sampler),
-        **sample_cache(case, sampler),
-        **norms,
-    )
+    values = {**sample_projection(case, sampler), **sample_cache(case, sampler)}
+    if not case.writes_v:
+        values |= {"v_weight": None, "v_bias": None, "v_scale": None, "v_zero": None}
+    return FusedQkvArguments(**values)
 
 
 OP = register(
@@ -287,7 +277,7 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(emitted_kernel("launch_fused_qkv_paged"),),
-        cases=ATTENTION_CASES,
+        cases=(*QKV_CASES, AttentionCase("k_only", writes_v=False, bias=True)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,

@@ -11,8 +11,11 @@ from tilewright.codegen.qkv_kernels import (
     EpilogueProblem,
     HeadFinish,
     InputStrides,
+    Norm,
+    PageTable,
     QkvProblem,
     Rope,
+    WeightStrides,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
 
@@ -20,6 +23,12 @@ TRITON_TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.uint32: "u32",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -34,17 +43,41 @@ def window_views(a: Any, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor | N
     return k_window, CacheWindow.from_ints(a.v_window).view(v_base)
 
 
+# The tensors of each form of addressing, by the kernels' parameter names.
+_ADDRESS_ARGUMENTS = {
+    "flat": ("slot_mapping", None, None),
+    "per_sequence": ("slot_mapping", None, None),
+    "block_table": ("lookup_table", "sequence_ids", "positions"),
+    "ragged": ("lookup_table", "row_offsets", "cache_lengths"),
+}
+
+
+def address_tensors(a: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """slots_ptr, sequences_ptr and positions_ptr of the kernels."""
+    slots, sequences, positions = (
+        None if name is None else getattr(a, name) for name in _ADDRESS_ARGUMENTS[a.slots]
+    )
+    return slots, sequences, positions
+
+
 def finish_values(
-    a: Any, k_window: torch.Tensor, v_window: torch.Tensor | None, q_out: torch.Tensor | None
+    a: Any,
+    num_tokens: int,
+    k_window: torch.Tensor,
+    v_window: torch.Tensor | None,
+    q_out: torch.Tensor | None,
 ) -> dict[str, Any]:
     """Tensors and counts that every kernel of the family takes, by parameter name."""
-    num_pages = k_window.shape[0]
-    num_slots = a.slot_mapping.shape[0]
-    return {
+    slots, sequences, positions = address_tensors(a)
+    values = {
         "q_out_ptr": q_out,
         "k_cache_ptr": k_window,
         "v_cache_ptr": v_window,
-        "slots_ptr": a.slot_mapping,
+        "slots_ptr": slots,
+        "sequences_ptr": sequences,
+        "positions_ptr": positions,
+        "k_cache_scale_ptr": a.k_cache_scale,
+        "v_cache_scale_ptr": a.v_cache_scale,
         "q_bias_ptr": getattr(a, "q_bias", None),
         "k_bias_ptr": getattr(a, "k_bias", None),
         "v_bias_ptr": getattr(a, "v_bias", None),
@@ -52,50 +85,117 @@ def finish_values(
         "k_norm_ptr": getattr(a, "k_norm_weight", None),
         "cos_ptr": a.cos,
         "sin_ptr": a.sin,
-        "num_tokens": num_slots * (num_pages if a.slots == "per_sequence" else 1),
-        "sequence_tokens": num_slots,
+        "num_tokens": num_tokens,
+        "sequence_tokens": slots.shape[0] if sequences is None else 1,
         "rope_tokens": 1 if a.cos is None else a.cos.shape[0],
-        "num_pages": num_pages,
+        "num_pages": k_window.shape[0],
     }
+    if sequences is not None:
+        values |= {
+            "num_sequences": slots.shape[0],
+            "lookup_columns": slots.shape[1],
+            "lookup_stride": slots.stride(0),
+        }
+    return values
 
 
 def head_finish(
-    a: Any, num_heads: int, k_window: torch.Tensor, v_window: torch.Tensor | None
+    a: Any,
+    dtype: torch.dtype,
+    num_heads: int,
+    k_window: torch.Tensor,
+    v_window: torch.Tensor | None,
 ) -> HeadFinish:
-    """The static part of what follows the projection."""
-    rope = None
-    if a.cos is not None:
-        rope = Rope(
-            style=a.rope_style,
-            rotary_dim=a.rotary_dim,
-            full_width=a.cos.shape[1] == a.rotary_dim,
-            table_dtype=TRITON_TYPES[a.cos.dtype],
-            cos_stride=a.cos.stride(0),
-            sin_stride=a.sin.stride(0),
-        )
-    dtype = TRITON_TYPES[k_window.dtype]
+    """The static part of what follows the projection; dtype: of q, or of k where there is none."""
+    slots, sequences, _ = address_tensors(a)
+    kv_repeat = getattr(a, "kv_repeat", 1)
+    q_bias = getattr(a, "q_bias", None)
+    q_weight = getattr(a, "q_weight", None)
     return HeadFinish(
-        dtype=dtype,
+        dtype=TRITON_TYPES[dtype],
         num_heads=num_heads,
-        num_kv_heads=k_window.shape[2],
+        num_kv_heads=k_window.shape[2] // kv_repeat,
         head_dim=k_window.shape[3],
         k_cache=cache_strides(k_window),
         v_cache=None if v_window is None else cache_strides(v_window),
-        cache_dtype=dtype,
-        slot_dtype=TRITON_TYPES[a.slot_mapping.dtype],
-        slots_stride=a.slot_mapping.stride(0),
+        cache_dtype=TRITON_TYPES[k_window.dtype],
+        slot_dtype=TRITON_TYPES[slots.dtype],
+        slots_stride=slots.stride(0) if sequences is None else slots.stride(1),
         per_sequence=a.slots == "per_sequence",
         wrap_negative=a.indexing == "torch",
-        rope=rope,
+        rope=_rope(a),
         biases=tuple(
-            None if bias is None else (bias.stride(0), TRITON_TYPES[bias.dtype])
+            None if bias is None else (bias.stride(-2), TRITON_TYPES[bias.dtype])
             for bias in (getattr(a, f"{letter}_bias", None) for letter in "qkv")
         ),
         norms=tuple(
-            None if weight is None else TRITON_TYPES[weight.dtype]
-            for weight in (getattr(a, f"{letter}_norm_weight", None) for letter in "qk")
+            None if weight is None else TRITON_TYPES[weight.dtype] for weight in _norm_weights(a)
         ),
         norm_eps=getattr(a, "norm_eps", 1e-6),
+        norm=_norm(a),
+        kv_repeat=kv_repeat,
+        group=q_weight.shape[1] if q_weight is not None and q_weight.dim() == 4 else 0,
+        q_bias_group_stride=q_bias.stride(0) if q_bias is not None and q_bias.dim() == 3 else 0,
+        clip=getattr(a, "clip", 0.0),
+        cache_scales=tuple(
+            None if scale is None else _head_stride(scale)
+            for scale in (a.k_cache_scale, a.v_cache_scale)
+        ),  # type: ignore[arg-type]
+        scale_multiplies=a.cache_scale_multiplies,
+        table=_page_table(a),
+    )
+
+
+def _rope(a: Any) -> Rope | None:
+    if a.cos is None:
+        return None
+    return Rope(
+        style=a.rope_style,
+        rotary_dim=a.rotary_dim,
+        full_width=a.cos.shape[1] == a.rotary_dim,
+        table_dtype=TRITON_TYPES[a.cos.dtype],
+        cos_stride=a.cos.stride(0),
+        sin_stride=a.sin.stride(0),
+    )
+
+
+def _norm_weights(a: Any) -> list[torch.Tensor | None]:
+    return [getattr(a, f"{letter}_norm_weight", None) for letter in "qk"]
+
+
+def _norm(a: Any) -> Norm:
+    if not hasattr(a, "norm_kind"):
+        return Norm()
+    q, k = _norm_weights(a)
+    return Norm(
+        kind=a.norm_kind,
+        row=a.norm_width == "row",
+        after_rope=a.norm_after_rope,
+        offset=a.norm_offset,
+        weightless=a.weightless_norm,
+        strides=(
+            0 if q is None or q.dim() == 1 else q.stride(0),
+            0 if k is None or k.dim() == 1 else k.stride(0),
+        ),
+    )
+
+
+def _head_stride(scale: torch.Tensor) -> int:
+    return scale.stride(0) if scale.dim() == 1 and scale.shape[0] > 1 else 0
+
+
+def _page_table(a: Any) -> PageTable | None:
+    slots, sequences, positions = address_tensors(a)
+    if sequences is None or positions is None:
+        return None
+    ragged = a.slots == "ragged"
+    return PageTable(
+        ragged=ragged,
+        sequence_dtype=TRITON_TYPES[sequences.dtype],
+        position_dtype=TRITON_TYPES[positions.dtype],
+        sequence_stride=sequences.stride(0),
+        position_stride=positions.stride(0),
+        search_steps=slots.shape[0].bit_length() if ragged else 0,
     )
 
 
@@ -112,8 +212,9 @@ def qkv_problem(a: Any, values: dict[str, Any], finish: HeadFinish) -> QkvProble
         hidden=a.x.shape[1],
         x_stride=a.x.stride(0),
         weight_strides=tuple(
-            weight.stride()[:2] for weight in (a.q_weight, a.k_weight, a.v_weight)
-        ),
+            None if weight is None else weight_strides(weight)
+            for weight in (a.q_weight, a.k_weight, a.v_weight)
+        ),  # type: ignore[arg-type]
         finish=finish,
         unaligned=unaligned(tensors),
         one_descriptor=_in_reach(a.q_weight, a.k_weight, a.v_weight),
@@ -121,8 +222,18 @@ def qkv_problem(a: Any, values: dict[str, Any], finish: HeadFinish) -> QkvProble
     )
 
 
-def _in_reach(*weights: torch.Tensor) -> bool:
-    addresses = [weight.data_ptr() for weight in weights]
+def weight_strides(weight: torch.Tensor) -> WeightStrides:
+    """The strides of a weight [H, D, K] or [H / G, G, D, K]; those of axes of one element free."""
+    *group, head, row, column = weight.stride()
+    if weight.shape[-1] == 1 or column == 1:
+        column = 1
+    elif weight.shape[-2] == 1:
+        row = 1
+    return WeightStrides(head, row, column, *group)
+
+
+def _in_reach(*weights: torch.Tensor | None) -> bool:
+    addresses = [weight.data_ptr() for weight in weights if weight is not None]
     return max(addresses) - min(addresses) < 2**40
 
 
@@ -134,19 +245,21 @@ def epilogue_problem(
     finish: HeadFinish,
     static_tokens: bool,
 ) -> EpilogueProblem:
-    """Finishing q [T, Hq, D], k and v [T, Hkv, D] of any strides."""
-    strides = [None if t is None else InputStrides(*t.stride()) for t in (q, k, v)]
-    if strides[1] is None:
-        raise ValueError("k: expected a tensor, got None")
+    """Finishing q [T, Hq, D] or [T, Hkv, G, D], k and v [T, Hkv, D] of any strides."""
     return EpilogueProblem(
-        q=strides[0],
-        k=strides[1],
-        v=strides[2],
+        q=None if q is None else input_strides(q),
+        k=input_strides(k),
+        v=None if v is None else input_strides(v),
         finish=finish,
         input_dtype=TRITON_TYPES[k.dtype],
         unaligned=unaligned({**values, "q_ptr": q, "k_ptr": k, "v_ptr": v}),
         **static_counts(values, static_tokens),
     )
+
+
+def input_strides(t: torch.Tensor) -> InputStrides:
+    token, *group, head, dim = t.stride()
+    return InputStrides(token, head, dim, *group)
 
 
 def static_counts(values: dict[str, Any], static_tokens: bool) -> dict[str, int | None]:

@@ -10,7 +10,7 @@ import torch
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 LAYOUTS = ("page_major", "head_major", "static_cache", "vllm_pair", "max_pair")
-PROJECTIONS = ("separate", "packed", "per_head")
+PROJECTIONS = ("separate", "packed", "per_head", "grouped", "n_major")
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,19 @@ class AttentionCase:
     """One setting of an attention op that writes a cache.
 
     projection: how the weights lie in memory: three tensors, one [(Hq + 2 Hkv) D, K] tensor, or
-    q, k and v interleaved per head as GPT-NeoX has them (needs num_heads == num_kv_heads).
+    q, k and v interleaved per head as GPT-NeoX has them (needs num_heads == num_kv_heads), the q
+    heads of a kv head beside its k and v as Falcon has them, or one [K, (Hq + 2 Hkv) D] tensor as
+    GPT-2 has them. Quantised weights: "separate" or "packed".
     table_width: "full" for cos and sin of width rotary_dim, "half" for half of it.
     tokens_per_row: T / T_rope, the tokens that share a row of cos and sin.
     skipped: tokens whose slot is negative.
+    qk_norm: norm weights for each of `normed`, of [D] or, norm_per_head, of [H, D].
+    words: the dtype that nibbles are packed in. transposed: the memory order of the stored weight
+    and its scales is the other one, as GPTQ and AWQ have it.
+    zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
+    x_scale: "none", "tensor", "token" or "block"; read where x has `codes`, and dtype is q's.
+    cache_dtype: None for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
+    new_tokens, cached_tokens: per sequence, for slots "block_table" and "ragged".
     """
 
     name: str
@@ -47,47 +56,29 @@ class AttentionCase:
     table_dtype: torch.dtype = torch.float32
     tokens_per_row: int = 1
     writes_v: bool = True
-
-
-ATTENTION_CASES = (
-    AttentionCase("plain"),
-    AttentionCase("half_rope", rope_style="half", rotary_dim=32, slot_dtype=torch.int32),
-    AttentionCase(
-        "half_table", rope_style="half", rotary_dim=32, table_width="half", layout="head_major"
-    ),
-    AttentionCase("interleaved", rope_style="interleaved", rotary_dim=32, layout="vllm_pair"),
-    AttentionCase(
-        "interleaved_half_table",
-        rope_style="interleaved",
-        rotary_dim=32,
-        table_width="half",
-        table_dtype=torch.bfloat16,
-        projection="packed",
-        layout="max_pair",
-    ),
-    AttentionCase("partial_rope", rope_style="half", rotary_dim=12, bias=True, skipped=2),
-    AttentionCase(
-        "neox", num_kv_heads=4, projection="per_head", bias=True, rope_style="half", rotary_dim=8
-    ),
-    AttentionCase(
-        "static_cache",
-        num_tokens=6,
-        num_pages=3,
-        layout="static_cache",
-        slots="per_sequence",
-        indexing="torch",
-        rope_style="half",
-        rotary_dim=32,
-        tokens_per_row=3,
-        qk_norm=True,
-    ),
-    AttentionCase("negative_wraps", indexing="torch", skipped=1, dtype=torch.float32),
-    AttentionCase("no_tokens", num_tokens=0, rope_style="half", rotary_dim=32),
-    AttentionCase("half_precision", dtype=torch.float16, qk_norm=True, projection="packed"),
-    AttentionCase(
-        "double", dtype=torch.float64, table_dtype=torch.float64, qk_norm=True, bias=True
-    ),
-)
+    kv_repeat: int = 1
+    clip: float = 0.0
+    weightless_norm: bool = False
+    normed: str = "qk"
+    norm_per_head: bool = False
+    norm_kind: str = "rms"
+    norm_width: str = "head"
+    norm_after_rope: bool = False
+    norm_offset: float = 0.0
+    weight_format: str = "dense"
+    scale_block: tuple[int, ...] = ()
+    nibble_order: tuple[int, ...] = ()
+    words: torch.dtype = torch.int32
+    transposed: bool = False
+    zeros: str = "none"
+    zero_point: int = 0
+    codes: bool = False
+    x_scale: str = "none"
+    cache_dtype: torch.dtype | None = None
+    cache_scale: str = "none"
+    cache_scale_multiplies: bool = False
+    new_tokens: tuple[int, ...] = ()
+    cached_tokens: tuple[int, ...] = ()
 
 
 class Sampler:
@@ -101,6 +92,14 @@ class Sampler:
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
         return values.to(dtype).to(self.device)
 
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
+
+    def scales(self, *shape: int, size: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Numbers from size to 2 size."""
+        values = torch.rand(shape, generator=self.generator, dtype=torch.float64) + 1
+        return (values * size).to(dtype).to(self.device)
+
     def permutation(self, n: int) -> torch.Tensor:
         return torch.randperm(n, generator=self.generator)
 
@@ -108,11 +107,17 @@ class Sampler:
 def sample_cache(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     """Caches full of random numbers, their windows, slots and rope table, by argument name."""
     caches = _caches(case, sampler)
-    return {**caches, **_slots(case, sampler, caches), **_rope(case, sampler)}
+    return {
+        **caches,
+        **_cache_scales(case, sampler),
+        **_places(case, sampler, caches),
+        **_rope(case, sampler),
+    }
 
 
 def _caches(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    pages, size, heads, dim = case.num_pages, case.page_size, case.num_kv_heads, case.head_dim
+    pages, size, dim = case.num_pages, case.page_size, case.head_dim
+    heads, dtype = case.num_kv_heads * case.kv_repeat, case.cache_dtype or case.dtype
     shapes = {
         "page_major": (pages, size, heads, dim),
         "head_major": (pages, heads, size, dim),
@@ -120,7 +125,7 @@ def _caches(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         "vllm_pair": (2, pages, size, heads, dim),
         "max_pair": (pages, 2, 3, size, heads, dim),
     }
-    k_cache = sampler.normal(*shapes[case.layout], dtype=case.dtype)
+    k_cache = sampler.normal(*shapes[case.layout], dtype=dtype)
     v_cache = None
     if case.layout == "vllm_pair":
         k_window, v_window = CacheWindow.vllm_pair(k_cache)
@@ -128,7 +133,7 @@ def _caches(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         k_window, v_window = CacheWindow.max_pair(k_cache, layer=1)
     else:
         k_window = v_window = getattr(CacheWindow, case.layout)(k_cache)
-        v_cache = sampler.normal(*k_cache.shape, dtype=case.dtype) if case.writes_v else None
+        v_cache = sampler.normal(*k_cache.shape, dtype=dtype) if case.writes_v else None
     return {
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -139,7 +144,21 @@ def _caches(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     }
 
 
-def _slots(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> dict[str, Any]:
+def _cache_scales(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    shapes: dict[str, tuple[int, ...]] = {"scalar": (), "one": (1,), "head": (case.num_kv_heads,)}
+    if case.cache_scale == "none":
+        return {}
+    scales = [sampler.scales(*shapes[case.cache_scale], size=0.6) for _ in range(2)]
+    return {
+        "k_cache_scale": scales[0],
+        "v_cache_scale": scales[1] if case.writes_v else None,
+        "cache_scale_multiplies": case.cache_scale_multiplies,
+    }
+
+
+def _places(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> dict[str, Any]:
+    if case.slots in ("block_table", "ragged"):
+        return {"slot_mapping": None, **sample_table(case, sampler)}
     window = CacheWindow.from_ints(caches["k_window"])
     count = case.num_tokens
     if case.slots == "per_sequence":
@@ -147,6 +166,27 @@ def _slots(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> dic
     slots = sampler.permutation(slot_limit(window, case.slots))[:count]
     slots[: case.skipped] = -1 - torch.arange(case.skipped)
     return {"slot_mapping": slots.to(case.slot_dtype).to(sampler.device)}
+
+
+def sample_table(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    """A block table whose unassigned entries lie outside the pool, and what goes with it."""
+    new = torch.tensor(case.new_tokens, dtype=torch.int64)
+    cached = torch.tensor(case.cached_tokens, dtype=torch.int64)
+    columns = (-(-(new + cached) // case.page_size)).tolist()
+    table = torch.full((len(new), max(columns, default=0) + 1), case.num_pages)
+    free = iter(sampler.permutation(case.num_pages).tolist())
+    for row, count in enumerate(columns):
+        for column in range(count):
+            table[row, column] = next(free)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
+    if case.slots == "ragged":
+        tensors = {"lookup_table": table, "row_offsets": offsets, "cache_lengths": cached}
+    else:
+        sequences = torch.arange(len(new)).repeat_interleave(new)
+        positions = torch.arange(case.num_tokens) - offsets[sequences] + cached[sequences]
+        sequences[: case.skipped] = -1
+        tensors = {"lookup_table": table, "sequence_ids": sequences, "positions": positions}
+    return {name: t.to(case.slot_dtype).to(sampler.device) for name, t in tensors.items()}
 
 
 def _rope(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
@@ -162,30 +202,3 @@ def _rope(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         "rotary_dim": case.rotary_dim,
         "rope_style": case.rope_style,
     }
-
-
-def sample_weights(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    """q, k and v weights [H, D, K] and biases [H, D] as the case's projection lays them out."""
-    scale = case.hidden**-0.5
-    weights = _project(case, sampler, (case.hidden,), scale)
-    biases = _project(case, sampler, (), 1.0) if case.bias else (None, None, None)
-    names = ("q", "k", "v")
-    return {
-        **{f"{name}_weight": weight for name, weight in zip(names, weights, strict=True)},
-        **{f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)},
-    }
-
-
-def _project(
-    case: AttentionCase, sampler: Sampler, tail: tuple[int, ...], scale: float
-) -> tuple[torch.Tensor, ...]:
-    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
-    if case.projection == "per_head":
-        shape = (case.num_heads, 3, case.head_dim, *tail)
-        return sampler.normal(*shape, dtype=case.dtype, scale=scale).unbind(1)
-    if case.projection == "packed":
-        shape = (sum(heads), case.head_dim, *tail)
-        return sampler.normal(*shape, dtype=case.dtype, scale=scale).split(heads)
-    return tuple(
-        sampler.normal(h, case.head_dim, *tail, dtype=case.dtype, scale=scale) for h in heads
-    )

@@ -15,6 +15,7 @@ from tilewright.codegen.qkv_kernels import (
     QkvProblem,
     Rope,
     TiledConfig,
+    WeightStrides,
     epilogue_spec,
     swapped_spec,
     tiled_spec,
@@ -74,7 +75,7 @@ class Attention:
         )
 
     def problem(self) -> QkvProblem:
-        strides = (self.head_dim * self.hidden, self.hidden)
+        strides = WeightStrides(self.head_dim * self.hidden, self.hidden)
         return QkvProblem(self.hidden, self.hidden, (strides,) * 3, self.finish())
 
 

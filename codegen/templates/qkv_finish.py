@@ -68,11 +68,10 @@ def grouped(
     heads, GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
 ):  # fmt: skip
     """Offsets of heads that lie GROUP to a group; GROUP 0: all in a row."""
-    if GROUP > 0:
-        offsets = heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
+    if GROUP > 0 and GROUP_STRIDE != GROUP * HEAD_STRIDE:
+        return heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
     else:
-        offsets = heads * HEAD_STRIDE
-    return offsets
+        return heads * HEAD_STRIDE
 
 
 @triton.jit
@@ -82,7 +81,7 @@ def load_vectors(
     HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """pointer[heads, dims] of both partners as fp32 [1, heads, pairs]; zeros unless kind_mask."""
-    rows = pointer + grouped(heads, GROUP, GROUP_STRIDE, HEAD_STRIDE)[None, :, None]
+    rows = pointer + grouped(heads[None, :, None], GROUP, GROUP_STRIDE, HEAD_STRIDE)
     mask = kind_mask
     if head_limit is not None:
         mask = kind_mask & (heads < head_limit)[None, :, None]
@@ -315,19 +314,29 @@ def load_rope(
 
 
 @triton.jit
-def load_cache_scale(kind, heads, k_scale_ptr, v_scale_ptr, SCALE_STRIDES: tl.constexpr):
+def head_scales(pointer, is_kind, heads, head_limit, STRIDE: tl.constexpr):
+    """pointer[heads] [1, heads, 1]; 1 unless is_kind."""
+    mask = is_kind
+    if head_limit is not None:
+        mask = is_kind & (heads < head_limit)[None, :, None]
+    return tl.load(pointer + heads[None, :, None] * STRIDE, mask=mask, other=1.0)
+
+
+@triton.jit
+def load_cache_scale(
+    kind, heads, head_limit, k_scale_ptr, v_scale_ptr, SCALE_STRIDES: tl.constexpr
+):  # fmt: skip
     """The scale of heads of one `kind` in the cache: fp32 [1, heads, 1], or None; 1 for q.
 
     SCALE_STRIDES: from one head to the next in k's and v's; 0: one scale for all.
     """
     scale = None
-    if k_scale_ptr is not None:
-        scales = k_scale_ptr + heads[None, :, None] * SCALE_STRIDES[0]
-        scale = tl.load(scales, mask=kind == KEY, other=1.0)
-    if v_scale_ptr is not None:
-        v_scales = v_scale_ptr + heads[None, :, None] * SCALE_STRIDES[1]
-        v_scale = tl.load(v_scales, mask=kind == VALUE, other=1.0)
-        scale = v_scale if scale is None else scale * v_scale
+    if k_scale_ptr is not None or v_scale_ptr is not None:
+        scale = tl.full((1, 1, 1), 1.0, tl.float32)
+        if k_scale_ptr is not None:
+            scale *= head_scales(k_scale_ptr, kind == KEY, heads, head_limit, SCALE_STRIDES[0])
+        if v_scale_ptr is not None:
+            scale *= head_scales(v_scale_ptr, kind == VALUE, heads, head_limit, SCALE_STRIDES[1])
     return scale
 
 

@@ -117,8 +117,9 @@ def cache_places(
         else:
             slot_tokens = tokens
             capacity = tl.full((1,), PAGE_SIZE, tl.int64) * num_pages
-        places = slots_ptr + slot_tokens * ADDRESS_STRIDES[0]
-        slot = tl.load(places, mask=token_mask, other=0).to(tl.int64)
+        slot = tl.load(slots_ptr + slot_tokens * ADDRESS_STRIDES[0], mask=token_mask, other=0).to(
+            tl.int64
+        )
         if WRAP_NEGATIVE:
             slot = tl.where(slot < 0, slot + capacity, slot)
         valid = token_mask & (slot >= 0) & (slot < capacity)

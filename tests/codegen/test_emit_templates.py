@@ -18,6 +18,7 @@ from tilewright.codegen.qkv_kernels import (
     Rope,
     SwappedConfig,
     TiledConfig,
+    WeightStrides,
     epilogue_grid,
     epilogue_spec,
     swapped_grid,
@@ -43,7 +44,7 @@ FINISHES = {"plain": PLAIN, "full": FULL, "interleaved": TURNED}
 
 def case(kind, finish):
     """(spec, grid) of one lowering."""
-    problem = QkvProblem(HIDDEN, HIDDEN, ((DIM * HIDDEN, HIDDEN),) * 3, finish)
+    problem = QkvProblem(HIDDEN, HIDDEN, (WeightStrides(DIM * HIDDEN, HIDDEN),) * 3, finish)
     if kind == "tiled":
         config = TiledConfig(16, 1, 32, 4, 2, group_m=2, persistent=True, flatten=True)
         return tiled_spec(problem, config, "sm100"), (tiled_grid(problem, config, TOKENS, 2),)

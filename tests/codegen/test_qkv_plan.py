@@ -13,6 +13,7 @@ from tilewright.codegen.qkv_kernels import (
     QkvProblem,
     SwappedConfig,
     TiledConfig,
+    WeightStrides,
 )
 from tilewright.codegen.qkv_plan import (
     TOKEN_BUCKETS,
@@ -29,7 +30,7 @@ from tilewright.codegen.targets import SM90, SM100
 def problem(hidden=4096, heads=32, kv_heads=8, dim=128, dtype="bf16", **changes) -> QkvProblem:
     cache = CacheStrides(16, 16 * kv_heads * dim, kv_heads * dim, dim, 1)
     finish = HeadFinish(dtype, heads, kv_heads, dim, cache, cache, dtype)
-    strides = (dim * hidden, hidden)
+    strides = WeightStrides(dim * hidden, hidden)
     return replace(QkvProblem(hidden, hidden, (strides,) * 3, finish), **changes)
 
 
@@ -130,7 +131,7 @@ def test_a_bucket_does_not_depend_on_the_count() -> None:
     [
         (problem(dtype="fp32"), "fp32"),
         (problem(dim=96), None),
-        (problem(weight_strides=((1, 1), (2, 2), (3, 3))), None),
+        (problem(weight_strides=tuple(WeightStrides(n, n) for n in (1, 2, 3))), None),
     ],
     ids=["fp32", "head_dim 96", "weights of different strides"],
 )

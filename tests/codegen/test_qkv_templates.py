@@ -27,17 +27,11 @@ from tilewright.codegen.qkv_kernels import (
     tiled_spec,
 )
 from tilewright.codegen.spec import KernelSpec
-from tilewright.ops import cache_store, qkv_cache
+from tilewright.ops import cache_store, lowerings, qkv_cache
 from tilewright.ops.cache_store import KvStoreArguments
-from tilewright.ops.lowerings import project_packed, weight_places, weight_rows
 from tilewright.ops.qkv_cache import FusedQkvArguments
-from tilewright.ops.qkv_problems import (
-    epilogue_problem,
-    finish_values,
-    head_finish,
-    qkv_problem,
-    window_views,
-)
+from tilewright.ops.qkv_problems import epilogue_problem
+from tilewright.ops.qkv_weights import project_packed, weight_places, weight_rows
 from tilewright.ops.samples import AttentionCase
 
 LLAMA = AttentionCase(
@@ -110,13 +104,9 @@ def run(spec: KernelSpec, grid: tuple[int, ...], values: dict[str, Any]) -> None
 
 def prepare(a: FusedQkvArguments) -> tuple[torch.Tensor, dict[str, Any], Any]:
     """q full of NaN, the kernels' values and the problem."""
-    q = torch.full((a.x.shape[0], *a.q_weight.shape[:2]), torch.nan, dtype=a.x.dtype)
-    k_window, v_window = window_views(a, writes_v=True)
-    values = finish_values(a, k_window, v_window, q)
-    values |= {"x_ptr": a.x}
-    values |= {f"{letter}_weight_ptr": getattr(a, f"{letter}_weight") for letter in "qkv"}
-    finish = head_finish(a, a.q_weight.shape[0], k_window, v_window)
-    return q, values, qkv_problem(a, values, finish)
+    call = lowerings.prepare(a)
+    call.q.fill_(torch.nan)
+    return call.q, call.values, call.problem
 
 
 def run_swapped(a: FusedQkvArguments, config: SwappedConfig) -> torch.Tensor:
@@ -215,11 +205,7 @@ def test_epilogue(case: AttentionCase) -> None:
 
 
 def run_store(a: KvStoreArguments) -> None:
-    k_window, v_window = window_views(a, writes_v=a.v is not None)
-    values = finish_values(a, k_window, v_window, None)
-    finish = head_finish(a, 0, k_window, v_window)
-    problem = epilogue_problem(None, a.k, a.v, values, finish, a.static_tokens)
-    values |= {"k_ptr": a.k, "v_ptr": a.v}
+    problem, values = lowerings.prepare_store(a)
     config = EpilogueConfig(2, 1, 4)
     grid = epilogue_grid(problem, config, a.k.shape[0])
     run(epilogue_spec(problem, config, "sm100"), grid, values)

@@ -45,7 +45,10 @@ def test_order_of_constants_does_not_matter_but_types_do():
     [
         ({"kernel": "no good"}, "kernel: expected a Python identifier"),
         ({"template": "a b"}, "template: expected a Python identifier"),
-        ({"constants": {"A": [1]}}, r"constants\['A'\]: expected int, float, bool, str or None"),
+        (
+            {"constants": {"A": [1]}},
+            r"constants\['A'\]: expected int, float, bool, str, None or a tuple",
+        ),
         ({"constants": {"A": float("nan")}}, r"constants\['A'\]: expected a finite float"),
         ({"constants": {"n": 1}}, r"distinct names, got \['n'\] twice"),
         ({"signature": {"x": "*bf17", "n": "i32"}}, r"signature\['x'\]: expected a Triton type"),

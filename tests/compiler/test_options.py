@@ -31,6 +31,8 @@ BAD_OPTIONS = {
     "only": ("layers.0", "a list of strings or None"),
     "target": ("sm999", "one of ['sm100', 'sm90', 'interpret']"),
     "report": ("/no/such/folder/report.jsonl", "a path in an existing folder"),
+    "tune": (1, "a bool"),
+    "inner_options": (["triton.cudagraphs"], "a dictionary or None"),
 }
 
 
@@ -106,3 +108,60 @@ def test_only_the_patterns_named_are_tried():
     model, args = build("page_offset")
     assert_close(model, args, patterns=["cache_absent"])
     assert patterns_used() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"triton.cudagraph": True}, "'triton.cudagraphs'"),
+        ({"triton.cudagraphs": "yes"}, "a value of <class 'bool'> for 'triton.cudagraphs'"),
+    ],
+)
+def test_a_bad_setting_of_inductor_is_named(given, expected):
+    with pytest.raises(ValueError, match="inner_options") as raised:
+        Options.of({"inner_options": given})
+    assert expected in str(raised.value)
+
+
+def test_settings_of_inductor_need_inductor():
+    with pytest.raises(ValueError, match=r'inner="inductor" beside it'):
+        Options.of({"inner": "eager", "inner_options": {"max_autotune": True}})
+
+
+def test_settings_of_inductor_reach_it_and_go_before_its_mode(monkeypatch):
+    seen = []
+
+    def compile_fx(gm, inputs, config_patches):
+        seen.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(backend._compat, "compile_fx", compile_fx)
+    settings = {"triton.cudagraphs": False, "max_fusion_size": 3}
+    mode = backend._compat.mode_patches("reduce-overhead")
+    assert mode["triton.cudagraphs"] is True
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    backend.tilewright(gm, [torch.ones(1)], options={"inner_options": settings})
+    backend.tilewright(
+        gm, [torch.ones(1)], options={"inner_options": settings}, mode="reduce-overhead"
+    )
+    assert seen[0] == settings
+    assert seen[1] == {**mode, **settings}
+
+
+@pytest.mark.parametrize("tune", [True, False])
+def test_tune_asks_the_op_and_says_what_there_is_to_measure_on(tune):
+    model, inputs = build("static_cache")
+    lowered = lower(model, inputs, tune=tune)
+    notes = [line for line in str(lowered).splitlines() if line.startswith("tune: ")]
+    if not tune:
+        assert notes == []
+    elif torch.cuda.is_available():
+        assert len(notes) == 1
+    else:
+        (note,) = notes
+        assert "no sm100 GPU here to measure on" in note
+        assert "shipped table and the model" in note
+    (graph,) = lowered.graphs
+    asked = [n.kwargs.get("tune", False) for n in graph.after.graph.nodes if "tilewright" in n.meta]
+    assert asked == [tune] * len(lowered.matches)
+    assert asked

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tilewright.codegen.targets import TARGETS
-from tilewright.ops import lowerings
+from tilewright.ops import launches, lowerings
 from tilewright.ops.contract import get_op
 
 LAUNCHERS = {
-    "fused_qkv_paged": lowerings.launch_fused_qkv_paged,
-    "paged_kv_store": lowerings.launch_paged_kv_store,
+    "fused_qkv_paged": launches.launch_fused_qkv_paged,
+    "paged_kv_store": launches.launch_paged_kv_store,
 }
 
 
@@ -35,7 +35,7 @@ def test_a_launch_takes_the_planned_kernel_and_gives_it_all_it_asks_for(name, la
     seen = 0
     for case in op.cases:
         a = op.sample_inputs(case)
-        if a.k_cache.dtype == torch.float64:
+        if op.choose("cuda", a).lowering.name == "reference":
             continue
         launched.clear()
         args, kwargs = op.split(a)

@@ -45,9 +45,16 @@ def test_every_case_has_a_plan_with_a_reason(name):
     assert op in all_ops()
     for case in op.cases:
         a = op.sample_inputs(case)
-        if a.k_cache.dtype == torch.float64:
-            continue  # the reference's own precision: no kernel
         report = op.plan_for(a, "sm100")
         assert report.name
         assert report.reason
+        assert (report.name == "reference") == (not report.specs)
         assert all(spec.target == "sm100" for spec in report.specs)
+
+
+def test_a_plan_says_why_there_is_no_kernel():
+    op = get_op("fused_qkv_paged")
+    case = next(case for case in op.cases if case.dtype == torch.float64)
+    report = op.plan_for(op.sample_inputs(case), "sm100")
+    assert (report.name, report.specs) == ("reference", ())
+    assert report.reason == "emitted_kernel: no kernel for torch.float64"

@@ -1,0 +1,70 @@
+"""Timing GPU work: CUDA graphs replayed in turn, medians.
+
+A variant is a list of calls captured in one CUDA graph. Variants are timed round after round, each
+in its turn, so that clocks and temperature are shared; the median over rounds counts. For a cold
+L2 cache, the calls of a graph work on argument sets that together exceed it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
+    """One CUDA graph of all calls, after `warmup` uncaptured runs of each."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            for call in calls:
+                call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads go on with what they do on the GPU.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    return graph
+
+
+def interleaved_us(
+    graphs: Mapping[str, torch.cuda.CUDAGraph],
+    calls_per_graph: int,
+    rounds: int = 7,
+    replays: int = 5,
+    before_round: Call | None = None,
+) -> dict[str, float]:
+    """Median microseconds per call of each variant, over rounds in which all take their turn.
+
+    The order rotates and turns round: whoever runs after the hottest variant gets the lowest
+    clocks (a fixed order cost the last of three variants 3 % on an H200).
+    """
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for round_number in range(rounds + 1):
+        for name in _order(list(graphs), round_number):
+            graph = graphs[name]
+            if before_round is not None:
+                before_round()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if round_number:  # the first round warms up
+                times[name].append(1e3 * start.elapsed_time(end) / (replays * calls_per_graph))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _order(names: list[str], round_number: int) -> list[str]:
+    shift = round_number // 2 % len(names)
+    turned = names[shift:] + names[:shift]
+    return turned[::-1] if round_number % 2 else turned

@@ -1,0 +1,252 @@
+"""The attention ops written the plain way: float64, one token and one element after the other.
+
+Nothing of tilewright is used. `outcome` gives what a call must leave behind, and which elements of
+the caches it may touch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass
+class Outcome:
+    """q in float64 (None for a store); caches in float64 by name, and masks of what is written."""
+
+    q: torch.Tensor | None
+    caches: dict[str, torch.Tensor]
+    touched: dict[str, torch.Tensor]
+    twice: bool = False
+
+
+def outcome(a):
+    """What `fused_qkv_paged` or `paged_kv_store` does with these arguments."""
+    if hasattr(a, "x"):
+        x = activations(a)
+        q, k = (projected(a, x, letter) for letter in "qk")
+        v = None if a.v_weight is None else projected(a, x, "v")
+        q, k = normed_and_rotated(a, q, "q"), normed_and_rotated(a, k, "k")
+        repeat = a.kv_repeat
+    else:
+        q, k, v, repeat = None, rotated(a, a.k.double()), a.v, 1
+    names = ["k_cache"] if a.v_cache is None else ["k_cache", "v_cache"]
+    result = Outcome(
+        q,
+        {name: strided_copy(getattr(a, name)) for name in names},
+        {name: strided_copy(getattr(a, name)).zero_().bool() for name in names},
+    )
+    places = list(token_places(a, k.shape[0]))
+    written = [place for place in places if place is not None]
+    result.twice = len(set(written)) != len(written)
+    store(a, result, "k_cache", a.k_window, k, a.k_cache_scale, repeat, places)
+    if v is not None:
+        name = "k_cache" if a.v_cache is None else "v_cache"
+        store(a, result, name, a.v_window, v.double(), a.v_cache_scale, repeat, places)
+    return result
+
+
+def strided_copy(tensor):
+    """A float64 copy with the same strides."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float64)
+    return copy.copy_(tensor.double().cpu())
+
+
+def activations(a):
+    x = a.x.double()
+    if a.x_scale is None:
+        return x
+    scaled = x.clone()
+    for t in range(x.shape[0]):
+        for k in range(x.shape[1]):
+            row = a.x_scale[t if a.x_scale.shape[0] > 1 else 0]
+            scaled[t, k] = x[t, k] * row[k // 128 if len(row) > 1 else 0].double()
+    return scaled
+
+
+def projected(a, x, letter):
+    weight, bias = getattr(a, f"{letter}_weight"), getattr(a, f"{letter}_bias")
+    if weight.dim() == 4:
+        weight = weight.reshape(-1, *weight.shape[2:])
+        bias = None if bias is None else bias.reshape(-1, bias.shape[-1])
+    weight = decoded(a, weight, letter)
+    out = torch.stack([F.linear(x, rows) for rows in weight], dim=1)
+    if bias is not None:
+        out = out + bias.double()
+    if a.clip:
+        limit = torch.tensor(a.clip, dtype=torch.float64)
+        out = torch.minimum(torch.maximum(out, -limit), limit)
+    return out
+
+
+def decoded(a, weight, letter):
+    """[H, D, K] in float64; codes gathered element by element."""
+    if a.weight_format == "dense":
+        return weight.double()
+    heads, dim, hidden = weight.shape
+    per = {torch.uint8: 2, torch.int32: 8}.get(weight.dtype, 1)
+    if a.weight_format == "int4_k":
+        hidden *= per
+    if a.weight_format == "int4_n":
+        dim *= per
+    h, d, k = torch.meshgrid(*map(torch.arange, (heads, dim, hidden)), indexing="ij")
+    if a.weight_format == "int4_k":
+        codes = nibble(weight[h, d, k // per], k % per, a.nibble_order)
+    elif a.weight_format == "int4_n":
+        codes = nibble(weight[h, d // per, k], d % per, a.nibble_order)
+    else:
+        codes = weight.double()
+    bn, bk = a.scale_block
+    row, group = (h * dim + d) // bn, k // bk
+    zero = torch.full_like(codes, a.zero_point)
+    given = getattr(a, f"{letter}_zero")
+    scale = getattr(a, f"{letter}_scale")
+    if given is not None and given.shape[0] == scale.shape[0]:
+        zero = zero + given.double()[row, group]
+    elif given is not None:
+        zero = zero + nibble(given[row // 8, group], row % 8, a.nibble_order)
+    return (codes - zero) * scale.double()[row, group]
+
+
+def nibble(words, j, order):
+    """Nibble j of each word, as float64."""
+    table = torch.tensor(list(order) or list(range(8)))
+    unsigned = words.long() % 2**32
+    return (unsigned // 16 ** table[j] % 16).double()
+
+
+def normed_and_rotated(a, x, letter):
+    if a.norm_after_rope:
+        return normed(a, rotated(a, x), letter)
+    return rotated(a, normed(a, x, letter))
+
+
+def normed(a, x, letter):
+    weight = getattr(a, f"{letter}_norm_weight")
+    if weight is None and not a.weightless_norm:
+        return x
+    wide = x.flatten(1) if a.norm_width == "row" else x
+    if a.norm_kind == "rms":
+        out = F.rms_norm(wide, wide.shape[-1:], None, a.norm_eps)
+    else:
+        out = F.layer_norm(wide, wide.shape[-1:], None, None, a.norm_eps)
+    out = out.view(x.shape)
+    return out if weight is None else out * (a.norm_offset + weight.double())
+
+
+def rotated(a, x):
+    """Hugging Face's words: x * cos + rotate_half(x) * sin, and the interleaved forms of it."""
+    if a.rope_style == "none" or x.shape[0] == 0:
+        return x
+    rows = torch.arange(x.shape[0]) % a.cos.shape[0]
+    cos, sin = a.cos.double()[rows, None], a.sin.double()[rows, None]
+    turned, rest = x[..., : a.rotary_dim], x[..., a.rotary_dim :]
+    if a.rope_style == "interleaved":
+        if cos.shape[-1] != a.rotary_dim:
+            cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+        swapped = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+        return torch.cat((turned * cos + swapped * sin, rest), dim=-1)
+    if cos.shape[-1] != a.rotary_dim:
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    if a.rope_style == "interleaved_to_half":
+        turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, rest), dim=-1)
+
+
+def token_places(a, num_tokens):
+    """(page, offset) of each token, None for one that has none."""
+    pages, size = a.k_window[0], a.k_window[1]
+    for token in range(num_tokens):
+        if a.slots == "per_sequence":
+            page, index = divmod(token, len(a.slot_mapping))
+            offset = int(a.slot_mapping[index])
+            offset += size if offset < 0 and a.indexing == "torch" else 0
+            yield (page, offset) if offset >= 0 else None
+            continue
+        slot = int(a.slot_mapping[token]) if a.slots == "flat" else table_slot(a, token, size)
+        slot += pages * size if slot < 0 and a.indexing == "torch" else 0
+        yield divmod(slot, size) if slot >= 0 else None
+
+
+def table_slot(a, token, size):
+    """The flat slot that the block table names; -1 for none."""
+    if a.slots == "block_table":
+        sequence, position = int(a.sequence_ids[token]), int(a.positions[token])
+        if a.indexing == "paged" and (sequence < 0 or position < 0):
+            return -1
+    else:
+        offsets = [int(offset) for offset in a.row_offsets]
+        sequence = next(b for b in range(len(offsets) - 1) if offsets[b] <= token < offsets[b + 1])
+        position = int(a.cache_lengths[sequence]) + token - offsets[sequence]
+    return int(a.lookup_table[sequence, position // size]) * size + position % size
+
+
+def store(a, result, name, window, values, scale, repeat, places):
+    """Writes one token after the other, each head `repeat` times."""
+    shape, strides, offset = window[:4], window[4:8], window[8]
+    cache, touched = (
+        torch.as_strided(base[name], shape, strides, offset)
+        for base in (result.caches, result.touched)
+    )
+    for token, place in enumerate(places):
+        if place is None:
+            continue
+        for head in range(shape[2]):
+            value = values[token, head // repeat]
+            if scale is not None:
+                factor = scale.double().flatten()
+                factor = factor[head // repeat if len(factor) > 1 else 0]
+                value = value * factor if a.cache_scale_multiplies else value / factor
+            cache[place][head], touched[place][head] = value, True
+
+
+GUARD = 256
+
+
+def guarded(a, op):
+    """The arguments with each cache inside a larger buffer of random bits, and a check that
+    nothing but `touched` has changed: in the cache, and in the buffer around it."""
+    checks, caches = [], {}
+    for name in op.mutated:
+        cache = getattr(a, name)
+        if cache is None:
+            continue
+        span = 1 + sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True))
+        size = cache.element_size()
+        noise = torch.randint(0, 256, ((span + 2 * GUARD) * size,), dtype=torch.uint8)
+        buffer = noise.to(cache.device).view(cache.dtype)
+        caches[name] = buffer.as_strided(cache.shape, cache.stride(), GUARD)
+        checks.append((name, buffer, buffer.clone()))
+
+    def problems(touched):
+        for name, buffer, before in checks:
+            mask = torch.zeros(buffer.shape, dtype=torch.bool)
+            there = touched[name]
+            mask.as_strided(there.shape, there.stride(), GUARD).copy_(there)
+            changed = bits(buffer) != bits(before)
+            if bool((changed.cpu() & ~mask).any()):
+                yield f"{name}: an element that no token names has changed"
+
+    return replace(a, **caches), problems
+
+
+def bits(tensor):
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(widths[tensor.element_size()])
+
+
+def mismatches(op, a, q, expected, tolerances=None):
+    """Sentences on what a call left behind against `expected`; `a` holds the caches it wrote."""
+    tolerances = tolerances or op.tolerances
+    if expected.q is not None:
+        problem = tolerances[q.dtype].problem(q, expected.q)
+        if problem:
+            yield f"q: {problem}"
+    for name, exact in expected.caches.items():
+        cache, touched = getattr(a, name), expected.touched[name]
+        problem = tolerances[cache.dtype].problem(cache.cpu()[touched], exact[touched])
+        if problem:
+            yield f"{name}: {problem}"
