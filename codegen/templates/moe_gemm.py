@@ -1,0 +1,265 @@
+"""The two grouped GEMMs of a mixture of experts, over rows sorted by expert.
+
+`moe_up` gathers its rows from the tokens, multiplies them with the gate and up weights of their
+expert in one tile, and applies the activation before anything reaches memory. `moe_down` multiplies
+the result and stores each row at its route's own place, so that a token's rows lie together.
+
+Both are persistent. A tile finds its expert by comparing its number with the running sums of all
+experts' tiles at once: no schedule is built beforehand, and an expert without rows costs nothing.
+Tiles of one expert follow each other, its token blocks innermost, so that a weight is read once.
+
+SWAPPED puts weight rows on the tensor core's M side: for few rows per expert, where the time is
+that of streaming the weights.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expert_tiles(ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+                 BLOCK_M: tl.constexpr):  # fmt: skip
+    """(first row, one past the last row, row blocks) of every expert, each [EXPERTS]."""
+    experts = tl.arange(0, EXPERTS)
+    real = experts < NUM_EXPERTS
+    end = tl.load(ends_ptr + experts, mask=real, other=0)
+    start = tl.load(ends_ptr + experts - 1, mask=real & (experts > 0), other=0)
+    return start, end, tl.where(real, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+
+
+@triton.jit
+def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+               TILES_N: tl.constexpr):  # fmt: skip
+    """(expert, first row, one past the expert's last row, column tile) of one tile."""
+    last = tl.cumsum(blocks, axis=0) * TILES_N
+    expert = tl.sum((last <= tile).to(tl.int32), axis=0)
+    chosen = tl.arange(0, EXPERTS) == expert
+    own_blocks = tl.sum(tl.where(chosen, blocks, 0), axis=0)
+    within = tile - tl.sum(tl.where(chosen, last - blocks * TILES_N, 0), axis=0)
+    first = tl.sum(tl.where(chosen, start, 0), axis=0) + within % own_blocks * BLOCK_M
+    return expert, first, tl.sum(tl.where(chosen, end, 0), axis=0), within // own_blocks
+
+
+@triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+             GATED: tl.constexpr):  # fmt: skip
+    """activation(gate, up) in fp32; up is not looked at where GATED is false."""
+    if ACTIVATION == "silu":
+        value = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "relu":
+        value = tl.maximum(gate, 0.0)
+    elif ACTIVATION == "relu_squared":
+        value = tl.maximum(gate, 0.0)
+        value = value * value
+    elif ACTIVATION == "gelu":
+        value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        value = gate * tl.sigmoid(2.0 * inner)
+    else:
+        if LIMIT > 0.0:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        value = gate * tl.sigmoid(ALPHA * gate)
+        up = up + 1.0
+    if GATED:
+        value = value * up
+    return value
+
+
+@triton.jit
+def halves(accumulator, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(gate, up), each [ROWS, COLUMNS], of [ROWS, 2 * COLUMNS]."""
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(accumulator, (ROWS, COLUMNS, 2)))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(accumulator, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+    return gate, up
+
+
+@triton.jit
+def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: tl.constexpr,
+                 STRIDE: tl.constexpr):  # fmt: skip
+    """values [rows, columns] + bias[expert, columns]; bias_ptr None: values."""
+    if bias_ptr is not None:
+        bias = tl.load(
+            bias_ptr + expert * EXPERT_STRIDE + columns * STRIDE, mask=column_mask, other=0.0
+        )
+        values += bias.to(tl.float32)[None, :]
+    return values
+
+
+@triton.jit
+def moe_up(
+    x_ptr, order_ptr, ends_ptr, weight_ptr, gate_bias_ptr, up_bias_ptr,
+    hidden_ptr, up_distance,
+    NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, N_MAJOR: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """hidden [routes, INNER] = activation of x's gathered rows by each expert's gate and up.
+
+    Grid of any size. weight: where gate and up are one block of rows (INTERLEAVED: 2i gate, 2i + 1
+    up; not GATED: gate alone) a row is ROW_STRIDE apart, or K is where N_MAJOR; else up lies
+    up_distance elements from gate. BLOCK_N columns of hidden, BLOCK_M routes per tile.
+    """
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    ONE_BLOCK: tl.constexpr = INTERLEAVED or not GATED
+    ROWS: tl.constexpr = 2 * INNER if INTERLEAVED else INNER
+    if ONE_BLOCK:
+        if N_MAJOR:
+            weight_desc = tl.make_tensor_descriptor(
+                weight_ptr, [NUM_EXPERTS, HIDDEN, ROWS], [EXPERT_STRIDE, ROW_STRIDE, 1],
+                [1, BLOCK_K, WIDTH],
+            )  # fmt: skip
+        else:
+            weight_desc = tl.make_tensor_descriptor(
+                weight_ptr, [NUM_EXPERTS, ROWS, HIDDEN], [EXPERT_STRIDE, ROW_STRIDE, 1],
+                [1, WIDTH, BLOCK_K],
+            )  # fmt: skip
+    elif not N_MAJOR:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr, [NUM_EXPERTS, 2, INNER, HIDDEN],
+            [EXPERT_STRIDE, up_distance, ROW_STRIDE, 1], [1, 2, BLOCK_N, BLOCK_K],
+        )  # fmt: skip
+    else:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr, [NUM_EXPERTS, 2, HIDDEN, INNER],
+            [EXPERT_STRIDE, up_distance, ROW_STRIDE, 1], [1, 2, BLOCK_K, BLOCK_N],
+        )  # fmt: skip
+    TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+    num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    for tile in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0),
+        flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
+    ):  # fmt: skip
+        expert, first_row, last_row, tile_n = tile_place(
+            tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+        )
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        x_rows = x_ptr + (routes // NUM_SLOTS).to(tl.int64) * X_STRIDE
+        if SWAPPED:
+            accumulator = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+        else:
+            accumulator = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        for column in range(0, HIDDEN, BLOCK_K):
+            columns = column + tl.arange(0, BLOCK_K)
+            x_mask = row_mask[:, None]
+            if HIDDEN % BLOCK_K != 0:
+                x_mask = x_mask & (columns < HIDDEN)[None, :]
+            x = tl.load(x_rows[:, None] + columns[None, :], mask=x_mask, other=0.0)
+            if ONE_BLOCK:
+                if N_MAJOR:
+                    weight = weight_desc.load([expert, column, tile_n * WIDTH])
+                    weight = tl.reshape(weight, (BLOCK_K, WIDTH)).T
+                else:
+                    weight = weight_desc.load([expert, tile_n * WIDTH, column])
+                    weight = tl.reshape(weight, (WIDTH, BLOCK_K))
+            elif N_MAJOR:
+                weight = weight_desc.load([expert, 0, column, tile_n * BLOCK_N])
+                weight = tl.reshape(weight, (2, BLOCK_K, BLOCK_N))
+                weight = tl.reshape(tl.permute(weight, (0, 2, 1)), (WIDTH, BLOCK_K))
+            else:
+                weight = weight_desc.load([expert, 0, tile_n * BLOCK_N, column])
+                weight = tl.reshape(weight, (WIDTH, BLOCK_K))
+            if SWAPPED:
+                accumulator = tl.dot(weight, x.T, accumulator)
+            else:
+                accumulator = tl.dot(x, weight.T, accumulator)
+        if SWAPPED:
+            accumulator = tl.trans(accumulator)
+        out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = out_columns < INNER
+        if GATED:
+            gate, up = halves(accumulator, BLOCK_M, BLOCK_N, INTERLEAVED)
+            up = add_row_bias(
+                up, up_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[2], BIAS_STRIDES[3]
+            )
+        else:
+            gate = accumulator
+            up = accumulator
+        gate = add_row_bias(
+            gate, gate_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
+        )
+        value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
+        tl.store(
+            hidden_ptr + rows.to(tl.int64)[:, None] * INNER + out_columns[None, :],
+            value.to(hidden_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )
+
+
+@triton.jit
+def moe_down(
+    hidden_ptr, order_ptr, ends_ptr, weight_ptr, bias_ptr, y_ptr, num_routes,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, N_MAJOR: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """y [routes, HIDDEN], rows by route = hidden [routes, INNER], rows sorted, by each expert's
+    weight [E, HIDDEN, INNER] (N_MAJOR: stored [E, INNER, HIDDEN]). Grid of any size."""
+    hidden_desc = tl.make_tensor_descriptor(
+        hidden_ptr, [num_routes, INNER], [INNER, 1], [BLOCK_M, BLOCK_K]
+    )
+    if N_MAJOR:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr, [NUM_EXPERTS, INNER, HIDDEN], [EXPERT_STRIDE, ROW_STRIDE, 1],
+            [1, BLOCK_K, BLOCK_N],
+        )  # fmt: skip
+    else:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr, [NUM_EXPERTS, HIDDEN, INNER], [EXPERT_STRIDE, ROW_STRIDE, 1],
+            [1, BLOCK_N, BLOCK_K],
+        )  # fmt: skip
+    TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+    num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    for tile in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0),
+        flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
+    ):  # fmt: skip
+        expert, first_row, last_row, tile_n = tile_place(
+            tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+        )
+        if SWAPPED:
+            accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for column in range(0, INNER, BLOCK_K):
+            # Rows past the expert's last are another's; they are not stored.
+            hidden = hidden_desc.load([first_row, column])
+            if N_MAJOR:
+                weight = weight_desc.load([expert, column, tile_n * BLOCK_N])
+                weight = tl.reshape(weight, (BLOCK_K, BLOCK_N)).T
+            else:
+                weight = weight_desc.load([expert, tile_n * BLOCK_N, column])
+                weight = tl.reshape(weight, (BLOCK_N, BLOCK_K))
+            if SWAPPED:
+                accumulator = tl.dot(weight, hidden.T, accumulator)
+            else:
+                accumulator = tl.dot(hidden, weight.T, accumulator)
+        if SWAPPED:
+            accumulator = tl.trans(accumulator)
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = columns < HIDDEN
+        value = add_row_bias(
+            accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
+        )
+        tl.store(
+            y_ptr + routes.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
+            value.to(y_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )

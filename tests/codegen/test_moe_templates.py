@@ -1,0 +1,99 @@
+"""The emitted mixture-of-experts kernels against the op's reference in float64, on Triton's
+interpreter. What runs is the very source emitted for SM100."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tilewright.codegen import moe_kernels as kernels
+from tilewright.codegen.build import load_interpreted
+from tilewright.ops import fused_moe
+from tilewright.ops.moe_problems import moe_problem
+from tilewright.ops.moe_samples import MOE_CASES, MoeCase
+
+DENSE = [c for c in MOE_CASES if c.weight_format == "dense" and c.dtype != torch.float64]
+DENSE = [c for c in DENSE if c.num_tokens and not c.weight_on_input]
+SWAPPED = kernels.GemmConfig(16, 64, 32, True, 4, 2)
+TILED = kernels.GemmConfig(64, 32, 32, False, 4, 2)
+# Separate tensors lie anywhere; what TMA can reach is the launch's question.
+NUM_PROGRAMS = 3
+
+
+def run(spec, grid, **values):
+    taken = {name: values[name] for name, _ in spec.signature}
+    load_interpreted(spec)[grid](**taken)
+
+
+def sorted_routes(problem, ids, chunk=None):
+    """(order, ends) as the kernels make them."""
+    num_routes = ids.numel()
+    config = kernels.order_config(problem, num_routes)
+    config = config if chunk is None else replace(config, chunk=chunk, chunks_per_load=2)
+    grid = kernels.order_grid(config, num_routes)
+    values = {
+        "ids_ptr": ids,
+        "counts_ptr": torch.full((grid[0], problem.experts), -7, dtype=torch.int32),
+        "order_ptr": torch.full((num_routes,), -7, dtype=torch.int32),
+        "ends_ptr": torch.full((problem.num_experts,), -7, dtype=torch.int32),
+        "num_routes": num_routes,
+        "num_chunks": grid[0],
+    }
+    if grid[0] > 1:
+        run(kernels.count_spec(problem, config, "sm100"), grid, **values)
+    run(kernels.order_spec(problem, config, "sm100", counted=grid[0] > 1), grid, **values)
+    return values["order_ptr"], values["ends_ptr"]
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("routing", ["random", "one", "none"])
+def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk):
+    a = fused_moe.sample_inputs(MoeCase("case", num_tokens=37, num_experts=5, routing=routing))
+    order, ends = sorted_routes(moe_problem(a), a.expert_ids, chunk)
+    ids = a.expert_ids.flatten()
+    expected = [r for e in range(5) for r in range(ids.numel()) if ids[r] == e]
+    assert order[: len(expected)].tolist() == expected
+    assert ends.tolist() == torch.stack([ids == e for e in range(5)]).sum(1).cumsum(0).tolist()
+
+
+def fused(a, config):
+    problem = moe_problem(a)
+    num_tokens, num_routes = a.x.shape[0], a.expert_ids.numel()
+    order, ends = sorted_routes(problem, a.expert_ids)
+    hidden = torch.full((num_routes, problem.inner), float("nan"), dtype=a.x.dtype)
+    y = torch.full((num_routes, problem.hidden), float("nan"), dtype=a.x.dtype)
+    out = torch.full_like(a.x, float("nan"))
+    shared = {"order_ptr": order, "ends_ptr": ends, "hidden_ptr": hidden, "y_ptr": y}
+    run(
+        kernels.up_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared, x_ptr=a.x,
+        weight_ptr=a.gate_weight, gate_bias_ptr=a.gate_bias, up_bias_ptr=a.up_bias,
+    )  # fmt: skip
+    run(
+        kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared,
+        weight_ptr=a.down_weight, bias_ptr=a.down_bias, num_routes=num_routes,
+    )  # fmt: skip
+    combine = kernels.CombineConfig(2, 32)
+    run(
+        kernels.combine_spec(problem, combine, "sm100"),
+        kernels.combine_grid(problem, combine, num_tokens), **shared, out_ptr=out,
+        ids_ptr=a.expert_ids, weights_ptr=a.expert_weights, num_tokens=num_tokens,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("config", [SWAPPED, TILED], ids=["swapped", "tiled"])
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
+def test_kernels_compute_the_op(case, config):
+    a = fused_moe.sample_inputs(case)
+    exact = fused_moe.reference(as_double(a))
+    problem = fused_moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
+    assert problem is None, problem
+
+
+def as_double(a):
+    values = {f.name: getattr(a, f.name) for f in fields(a)}
+    floats = {n: v.double() for n, v in values.items()
+              if isinstance(v, torch.Tensor) and v.is_floating_point()}  # fmt: skip
+    return replace(a, **floats)
