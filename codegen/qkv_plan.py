@@ -40,6 +40,20 @@ from tilewright.codegen.qkv_kernels import (
     tiled_spec,
     tiles_per_head,
 )
+from tilewright.codegen.qkv_quantized_kernels import (
+    dequantize_problems,
+    dequantize_spec,
+    number_dtype,
+    quantized_fits,
+    quantized_obstacle,
+    quantized_spec,
+)
+from tilewright.codegen.qkv_quantized_plan import (
+    numbers_estimate,
+    quantized_configs,
+    quantized_estimate,
+    quantized_row,
+)
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 
@@ -138,11 +152,9 @@ def choose(
 def _fused_choice(
     problem: QkvProblem, num_tokens: int, target: Target, row: dict | None
 ) -> LoweringChoice | None:
-    obstacles = {"tiled": tiled_obstacle(problem), "swapped": swapped_obstacle(problem)}
     if row is not None:
         config = read_config(row["config"])
-        name = _name(config)
-        if obstacles[name] is None and config in candidates(problem, num_tokens, target, [config]):
+        if config in candidates(problem, num_tokens, target, [config]):
             return fused_choice(problem, config, target, row["fused_us"] * 1e-6, measured=True)
     ranked = sorted(
         (estimate(problem, config, num_tokens, target), str(config), config)
@@ -166,6 +178,8 @@ def fused_choice(
 ) -> LoweringChoice:
     if isinstance(config, TiledConfig):
         spec = tiled_spec(problem, config, target.name)
+    elif problem.quantization is not None:
+        spec = quantized_spec(problem, config, target.name)
     else:
         spec = swapped_spec(problem, config, target.name)
     source = TABLE if measured else MODEL
@@ -184,11 +198,16 @@ def library_choice(
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
     gemms = "one library GEMM" if packed else f"{problem.finish.kinds} library GEMMs"
-    reason = f"{gemms}, then {config}: {_us(seconds)} {_WORDS[source]}"
+    specs = [spec]
     obstacle = swapped_obstacle(problem)
+    if problem.quantization is not None:
+        gemms = f"weights as {number_dtype(problem)} numbers, {gemms}"
+        specs += [dequantize_spec(weight, target.name) for weight in dequantize_problems(problem)]
+        obstacle = quantized_obstacle(problem)
+    reason = f"{gemms}, then {config}: {_us(seconds)} {_WORDS[source]}"
     if obstacle is not None:
         reason = f"{reason}; no fused kernel: {obstacle}"
-    return LoweringChoice("library", reason, None, None, config, (spec,), seconds, source)
+    return LoweringChoice("library", reason, None, None, config, tuple(specs), seconds, source)
 
 
 def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProblem:
@@ -200,14 +219,16 @@ def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProbl
     group = finish.group * finish.head_dim
     q, k, v = (InputStrides(row, finish.head_dim, 1, group) for row in rows)
     # The GEMMs write fresh tensors of the allocator, aligned; k and v begin inside a packed one.
-    odd = [f"{x}_ptr" for x in "kv" if packed and q_width * ELEMENT_BYTES[finish.dtype] % 16]
-    mine = {"x_ptr", "q_weight_ptr", "k_weight_ptr", "v_weight_ptr"}
+    dtype = finish.dtype if problem.quantization is None else number_dtype(problem)
+    odd = [f"{x}_ptr" for x in "kv" if packed and q_width * ELEMENT_BYTES[dtype] % 16]
+    mine = {"x_ptr", "x_scale_ptr"}
+    mine |= {f"{x}_{what}_ptr" for x in "qkv" for what in ("weight", "scale", "zero")}
     return EpilogueProblem(
         q,
         k,
         None if finish.v_cache is None else v,
         finish,
-        finish.dtype,
+        dtype,
         problem.num_tokens,
         problem.rope_tokens,
         problem.sequence_tokens,
@@ -248,6 +269,9 @@ def candidates(
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
     """What was worth its while on an H200, in any problem measured."""
+    if problem.quantization is not None:
+        yield from quantized_configs(problem, num_tokens)
+        return
     whole = next_power_of_2(problem.finish.pairs_per_head)
     if num_tokens <= 128:
         block_t = max(16, next_power_of_2(num_tokens))
@@ -291,6 +315,8 @@ def _tiled_configs(
 
 def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     """Whether a config is legal for the problem and within the target's limits."""
+    if problem.quantization is not None:
+        return isinstance(config, SwappedConfig) and quantized_fits(problem, config, target)
     finish = problem.finish
     if shared_bytes(problem, config) > target.max_shared_bytes - 2048:
         return False
@@ -353,6 +379,9 @@ _L2_BYTES_PER_SM_S = 80e9
 
 def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
     """Expected seconds of one fused kernel."""
+    if problem.quantization is not None:
+        assert isinstance(config, SwappedConfig)
+        return quantized_estimate(problem, config, num_tokens, target)
     finish = problem.finish
     size = ELEMENT_BYTES[finish.dtype]
     split = 1
@@ -422,6 +451,10 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
         moved = size * (problem.hidden * rows + num_tokens * (problem.hidden + rows))
         seconds += target.launch_s + _LIBRARY_FILL_S + max(compute, moved / target.hbm_bytes_per_s)
     outputs = 2 * size * num_tokens * problem.num_rows
+    if problem.quantization is not None:
+        # GEMMs of fp32 take no tensor core.
+        seconds *= 10 if problem.quantization.coded_x else 1
+        seconds += numbers_estimate(problem, target)
     return seconds + target.launch_s + 0.5e-6 + outputs / target.hbm_bytes_per_s
 
 
@@ -438,6 +471,8 @@ def measured_table() -> tuple[dict, ...]:
 
 def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
     """The row for the problem's dims at the smallest measured token count that is not below."""
+    if problem.quantization is not None:
+        return quantized_row(problem, num_tokens, target)
     finish = problem.finish
     if problem.weight_strides[0].column != 1 or finish.group or finish.v_cache is None:
         return None

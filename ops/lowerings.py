@@ -39,6 +39,7 @@ from tilewright.ops.qkv_problems import (
     epilogue_problem,
     finish_values,
     head_finish,
+    projection_values,
     qkv_problem,
     window_views,
 )
@@ -49,6 +50,7 @@ from tilewright.ops.qkv_weights import (
     weight_places,
     weight_rows,
 )
+from tilewright.ops.quantized_numbers import numbers_rows, weight_numbers, x_numbers
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,13 @@ def prepare(a: FusedQkvArguments) -> FusedCall:
     q = fake(a)
     k_window, v_window = window_views(a, writes_v=a.v_weight is not None)
     values = finish_values(a, a.x.shape[0], k_window, v_window, q)
-    values |= {
-        "x_ptr": a.x,
-        "q_weight_ptr": a.q_weight,
-        "k_weight_ptr": a.k_weight,
-        "v_weight_ptr": a.v_weight,
-    }
+    values |= projection_values(a)
     problem = qkv_problem(a, values, head_finish(a, q.dtype, q.shape[1], k_window, v_window))
-    return FusedCall(a, q, values, problem, weight_rows(a.q_weight, a.k_weight, a.v_weight))
+    if problem.quantization is None:
+        rows = weight_rows(a.q_weight, a.k_weight, a.v_weight)
+    else:
+        rows = numbers_rows(a)
+    return FusedCall(a, q, values, problem, rows)
 
 
 def run(call: FusedCall, choice: LoweringChoice) -> None:
@@ -130,11 +131,14 @@ def _run_library(call: FusedCall, choice: LoweringChoice) -> None:
 def project_and_plan(call: FusedCall, choice: LoweringChoice) -> tuple[KernelSpec, EpilogueProblem]:
     """Runs the library's GEMMs (nothing, on meta tensors); what the epilogue over them is."""
     a, problem, values = call.a, call.problem, call.values
+    x = a.x
     weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
+    if problem.quantization is not None:
+        x, weights = x_numbers(a), weight_numbers(a, problem, values, choice.specs[0].target)
     if call.rows is not None:
-        q, k, *rest = project_packed(a.x, weights, call.rows)
+        q, k, *rest = project_packed(x, weights, call.rows)
     else:
-        q, k, *rest = (project(a.x, weight) for weight in weights)
+        q, k, *rest = (project(x, weight) for weight in weights)
     v = rest[0] if rest else None
     done = epilogue_problem(q, k, v, values, problem.finish, a.static_tokens)
     values |= {"q_ptr": q, "k_ptr": k, "v_ptr": v}

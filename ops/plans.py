@@ -41,7 +41,8 @@ def plan_fused_qkv_paged(a: Any, target: str) -> LoweringReport:
     def exact(choice: LoweringChoice) -> LoweringChoice:
         if choice.name != "library":
             return choice
-        return replace(choice, specs=(project_and_plan(prepare(a), choice)[0],))
+        epilogue, _ = project_and_plan(prepare(a), choice)
+        return replace(choice, specs=(epilogue, *choice.specs[1:]))
 
     plan = replace(plan, choices=tuple(exact(choice) for choice in plan.choices))
     if call.problem.num_tokens is not None:

@@ -18,20 +18,8 @@ from tilewright.codegen.qkv_kernels import (
     WeightStrides,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-
-TRITON_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.float64: "fp64",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.uint32: "u32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+from tilewright.ops.quantized_problems import quantization, quantized_values, stored_words
+from tilewright.ops.triton_types import TRITON_TYPES
 
 
 def window_views(a: Any, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -205,21 +193,30 @@ def cache_strides(window: torch.Tensor) -> CacheStrides:
 
 def qkv_problem(a: Any, values: dict[str, Any], finish: HeadFinish) -> QkvProblem:
     """The problem of a `fused_qkv_paged` call; `values` are those of `finish_values`."""
-    tensors = {**values, "x_ptr": a.x}
-    for letter in "qkv":
-        tensors[f"{letter}_weight_ptr"] = getattr(a, f"{letter}_weight")
+    weights = [a.q_weight, a.k_weight, a.v_weight]
+    coded = a.weight_format != "dense"
+    if coded:
+        weights, _ = stored_words(a)
     return QkvProblem(
         hidden=a.x.shape[1],
         x_stride=a.x.stride(0),
         weight_strides=tuple(
-            None if weight is None else weight_strides(weight)
-            for weight in (a.q_weight, a.k_weight, a.v_weight)
+            None if weight is None else weight_strides(weight) for weight in weights
         ),  # type: ignore[arg-type]
         finish=finish,
-        unaligned=unaligned(tensors),
+        unaligned=unaligned({**values, **projection_values(a)}),
         one_descriptor=_in_reach(a.q_weight, a.k_weight, a.v_weight),
+        quantization=quantization(a) if coded else None,
         **static_counts(values, a.static_tokens),
     )
+
+
+def projection_values(a: Any) -> dict[str, Any]:
+    """The tensors that the projection kernels multiply, by parameter name."""
+    if a.weight_format != "dense":
+        return quantized_values(a)
+    weights = {f"{letter}_weight_ptr": getattr(a, f"{letter}_weight") for letter in "qkv"}
+    return {"x_ptr": a.x, **weights}
 
 
 def weight_strides(weight: torch.Tensor) -> WeightStrides:

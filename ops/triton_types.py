@@ -1,0 +1,19 @@
+"""Triton's names of torch dtypes."""
+
+from __future__ import annotations
+
+import torch
+
+TRITON_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.uint32: "u32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
