@@ -1,0 +1,121 @@
+"""The CUDA implementation of `fused_moe`: sort the routes, two grouped GEMMs, combine."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.codegen import moe_kernels as kernels
+from tilewright.codegen.moe_kernels import MoeProblem
+from tilewright.codegen.moe_plan import MoePlan, plan_moe
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM90, Target
+from tilewright.ops.contract import LoweringReport
+from tilewright.ops.fused_moe import FusedMoeArguments
+from tilewright.ops.kernel_launch import launch
+from tilewright.ops.lowerings import device_target
+from tilewright.ops.moe_problems import moe_problem
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def unsupported(a: FusedMoeArguments) -> str | None:
+    """Why the emitted kernels cannot take a call; metadata only. None where they can."""
+    if a.x.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {a.x.dtype}"
+    if a.weight_format != "dense":
+        return f"no kernel for {a.weight_format} weights"
+    if a.weight_on_input:
+        return "no kernel that scales the input"
+    return None
+
+
+@cache
+def specs(
+    problem: MoeProblem, plan: MoePlan, num_chunks: int, target: str
+) -> dict[str, KernelSpec]:
+    """The kernels of a call by step."""
+    counted = num_chunks > 1
+    made = {"count": kernels.count_spec(problem, plan.order, target)} if counted else {}
+    return made | {
+        "order": kernels.order_spec(problem, plan.order, target, counted=counted),
+        "up": kernels.up_spec(problem, plan.up, target),
+        "down": kernels.down_spec(problem, plan.down, target),
+        "combine": kernels.combine_spec(problem, plan.combine, target),
+    }
+
+
+@cache
+def cached_plan(problem: MoeProblem, bucket: int, target: Target) -> MoePlan:
+    return plan_moe(problem, bucket, target.name)
+
+
+def launch_fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`fused_moe` on CUDA tensors; see FusedMoeArguments."""
+    a = FusedMoeArguments(*args, **kwargs)
+    num_tokens, num_routes = a.x.shape[0], a.expert_ids.numel()
+    out = torch.zeros_like(a.x) if num_routes == 0 else torch.empty_like(a.x)
+    if num_routes == 0 or a.x.numel() == 0:
+        return out
+    device = a.x.device
+    target = device_target(device) or SM90
+    problem = moe_problem(a)
+    plan = cached_plan(problem, 1 << (num_tokens - 1).bit_length(), target)
+    (num_chunks,) = kernels.order_grid(plan.order, num_routes)
+    made = specs(problem, plan, num_chunks, target.name)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    values = {**_tensors(a, problem, num_chunks), "out_ptr": out}
+    grids = {
+        "count": (num_chunks,),
+        "order": (num_chunks,),
+        "up": kernels.gemm_grid(plan.up, sms),
+        "down": kernels.gemm_grid(plan.down, sms),
+        "combine": kernels.combine_grid(problem, plan.combine, num_tokens),
+    }
+    for step, spec in made.items():
+        own = {"weight_ptr": a.down_weight} if step == "down" else {}
+        launch(spec, grids[step], {**values, **own}, device)
+    return out
+
+
+def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict[str, Any]:
+    """Tensors and counts by the kernels' parameter names; scratch comes from torch's allocator."""
+    num_routes = a.expert_ids.numel()
+
+    def integers(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int32, device=a.x.device)
+
+    return {
+        "x_ptr": a.x,
+        "ids_ptr": a.expert_ids.contiguous(),
+        "weights_ptr": a.expert_weights,
+        "counts_ptr": integers(num_chunks * problem.experts),
+        "order_ptr": integers(num_routes),
+        "ends_ptr": integers(problem.num_experts),
+        "weight_ptr": a.gate_weight,
+        "gate_bias_ptr": a.gate_bias,
+        "up_bias_ptr": a.up_bias,
+        "bias_ptr": a.down_bias,
+        "hidden_ptr": a.x.new_empty((num_routes, problem.inner)),
+        "y_ptr": a.x.new_empty((num_routes, problem.hidden)),
+        "num_routes": num_routes,
+        "num_tokens": a.x.shape[0],
+        "num_chunks": num_chunks,
+    }
+
+
+def plan_fused_moe(a: Any, target: str) -> LoweringReport:
+    """What a call will run on a target; `a` may hold meta tensors."""
+    reason = unsupported(a)
+    if reason is not None:
+        return LoweringReport("reference", reason)
+    problem = moe_problem(a)
+    obstacle = kernels.gemm_obstacle(problem)
+    if obstacle is not None:
+        return LoweringReport("reference", obstacle)
+    plan = plan_moe(problem, max(a.x.shape[0], 1), target)
+    (num_chunks,) = kernels.order_grid(plan.order, max(a.expert_ids.numel(), 1))
+    kinds = specs(problem, plan, num_chunks, target)
+    return LoweringReport("grouped kernels", plan.reason, tuple(kinds.values()))
