@@ -35,6 +35,11 @@ def kernel_obstacle(arguments: Any) -> str | None:
 
 
 def emitted_kernel(function: str) -> Lowering:
-    """The lowering by the emitted kernel that `function` of the kernel module launches."""
-    entry = f"{KERNEL_MODULE}:{function}"
-    return Lowering("emitted_kernel", entry, frozenset({"cuda"}), kernel_obstacle)
+    """The lowering by the emitted kernel that `launch_<function>` of the kernel module launches."""
+    return Lowering(
+        "emitted_kernel",
+        f"{KERNEL_MODULE}:launch_{function}",
+        frozenset({"cuda"}),
+        kernel_obstacle,
+        repeatable=f"{KERNEL_MODULE}:repeatable_{function}",
+    )
