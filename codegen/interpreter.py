@@ -19,11 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
+from triton.language.extra import cuda
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _WIDE = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
 
 
@@ -39,6 +42,12 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x0040
     return np.where(np.isnan(wide), quiet, rounded).astype(np.uint16)
+
+
+def round_to_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Floats to patterns (uint8) of 8-bit floats; Triton loses a carry into the exponent."""
+    wide = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+    return wide.to(dtype).view(torch.uint8).numpy()
 
 
 def _is_bf16(handle: TensorHandle) -> bool:
@@ -84,6 +93,8 @@ def _cast(original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self: InterpreterBuilder, src: Any, dst_type: Any, *args: Any) -> TensorHandle:
         target = dst_type.scalar
+        if target in _FP8 and not src.dtype.scalar.is_fp8():
+            return TensorHandle(round_to_fp8(_widened(src).data, _FP8[target]), target)
         if target == tl.bfloat16 and not _is_bf16(src) and not src.dtype.scalar.is_fp8():
             return TensorHandle(round_to_bf16(src.data), tl.bfloat16)
         if not _is_bf16(src):
@@ -139,6 +150,10 @@ def _bind_method(self: JITFunction, instance: Any, owner: Any = None) -> Any:
     return self if instance is None else functools.partial(self, instance)
 
 
+def _nothing_to_wait_for() -> None:
+    """`gdc_wait`: interpreted kernels run one after the other."""
+
+
 def _replacements() -> list[tuple[Any, str, Any]]:
     builder, reductions = InterpreterBuilder, interpreter.ReduceScanOpInterface
     changes = [
@@ -153,6 +168,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (builder, "get_bf16", _get_bf16),
         (reductions, "apply", _reduction(reductions.apply)),
         (interpreter, "_patch_lang_tensor", _scalar_index(interpreter._patch_lang_tensor)),
+        (cuda, "gdc_wait", _nothing_to_wait_for),
         (JITFunction, "__call__", _call_helper),
         (JITFunction, "__get__", _bind_method),
         (InterpretedFunction, "__call__", _call_helper),

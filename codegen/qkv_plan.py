@@ -241,7 +241,7 @@ def epilogue_config(finish: HeadFinish, num_tokens: int, target: Target) -> Epil
     width = 2 * next_power_of_2(finish.pairs_per_head)
     if finish.row_norm:
         heads = next_power_of_2(max(finish.num_heads, finish.num_kv_heads))
-        return EpilogueConfig(1, heads, num_warps=max(4, min(heads * width // 1024, 16)))
+        return EpilogueConfig(1, heads, num_warps=max(4, min(heads * width // 512, 16)))
     counts = [finish.num_heads, finish.num_kv_heads][finish.num_heads == 0 :]
     heads = math.gcd(*counts) & -math.gcd(*counts)
     heads = max(min(heads, 2, 4096 // width), 1)

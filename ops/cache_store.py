@@ -121,7 +121,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("launch_paged_kv_store"),),
+        lowerings=(emitted_kernel("paged_kv_store"),),
         cases=(*ATTENTION_CASES, AttentionCase("k_only", writes_v=False)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

@@ -23,6 +23,7 @@ import torch
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.repeats import address_key
 
 log = logging.getLogger("tilewright")
 
@@ -38,15 +39,26 @@ class Lowering:
 
     `entry` is called exactly as the op is; it may be "module:function", imported on first use.
     `unsupported` takes the arguments record: None, or why this lowering cannot take them.
+    `repeatable`, where given, is called as `entry` is and gives (result, again): `again()` makes
+    the same call once more while metadata and addresses of all tensors stay (whatever their
+    contents), and is None where nothing can be remembered. It must hold no tensor.
     """
 
     name: str
     entry: OpCallable | str
     device_types: frozenset[str]
     unsupported: Callable[[Any], str | None]
+    repeatable: OpCallable | str | None = None
 
     def load(self) -> OpCallable:
         return _load(self.entry) if isinstance(self.entry, str) else self.entry
+
+    def call(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[], Any] | None]:
+        """The result, and what makes the same call again."""
+        if self.repeatable is None:
+            return self.load()(*args, **kwargs), None
+        run = _load(self.repeatable) if isinstance(self.repeatable, str) else self.repeatable
+        return run(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -269,18 +281,34 @@ def debug_values() -> bool:
 def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     values_of = attrgetter(*(field.name for field in fields(op.arguments)))
     entries: dict[Any, OpCallable] = {}
+    repeats: dict[Any, Callable[[], Any]] = {}
+    # On the CPU values are checked at every call.
+    repeatable = device_type == "cuda" and any(lowering.repeatable for lowering in op.lowerings)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # A decode step calls every layer's op as the step before did, mostly at its addresses.
+        place = address_key(args, kwargs) if repeatable else None
+        again = repeats.get(place)
+        if again is not None and not debug_values() and not _needs_grad(args, kwargs):
+            try:
+                return again()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # the whole way says what is wrong, or goes on by the reference
+                repeats.pop(place, None)
+        result, again = whole(args, kwargs)
+        if again is not None:
+            _remember(repeats, place, again)
+        return result
+
+    def whole(args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any] | None]:
         arguments = op.arguments(*args, **kwargs)
-        # A decode step calls every layer's op with the metadata of the step before.
         key = _metadata(values_of(arguments))
         entry = entries.get(key)
         if entry is None:
             op.validate(arguments)
             entry = _guarded(op, op.choose(device_type, arguments).lowering)
-            if len(entries) >= MAX_REMEMBERED:
-                entries.clear()
-            entries[key] = entry
+            _remember(entries, key, entry)
         if torch.is_grad_enabled():
             _check_needs_no_grad(op, arguments)
         op.validate_values(arguments)
@@ -289,8 +317,21 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     return run
 
 
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= MAX_REMEMBERED:
+        known.clear()
+    known[key] = value
+
+
+def _needs_grad(args: Any, kwargs: Any) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad
+        for value in (*args, *kwargs.values())
+    )
+
+
 def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
-    """The lowering; where it cannot be built or launched, the reference from then on, with a log.
+    """`lowering.call`; where it cannot be built or launched, the reference from then on, and a log.
 
     The writes are pure stores, so what a failed attempt may have written is written again.
     `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory and bad values.
@@ -301,7 +342,7 @@ def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not failed:
             try:
-                return lowering.load()(*args, **kwargs)
+                return lowering.call(*args, **kwargs)
             except (ArgumentError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -309,7 +350,7 @@ def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
                     raise
                 failed.append(error)
                 log.exception("%s: %s failed; using the reference", op.name, lowering.name)
-        return reference(*args, **kwargs)
+        return reference(*args, **kwargs), None
 
     return run
 

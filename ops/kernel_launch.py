@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tilewright.codegen.build import install_allocator, load_jit
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.isolation import apart
+from tilewright.ops.repeats import note_launch
 
 # Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
@@ -20,6 +22,27 @@ _STREAM_COUNTERS = 1024
 _counters_lock = threading.Lock()
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _slabs: dict[int, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel on one grid. names: its run-time parameters, in order."""
+
+    runner: Callable[..., None]
+    names: tuple[str, ...]
+    device_index: int
+    makes_descriptors: bool
+
+    def __call__(self, values: Sequence[Any]) -> None:
+        """Runs it on the current stream of its device; values: tensors, addresses or numbers."""
+        if torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                return self(values)
+        if self.makes_descriptors:
+            # The allocator belongs to the thread (a ContextVar), the kernel to the process.
+            install_allocator()
+        self.runner(*values)
+        return None
 
 
 def launch(
@@ -35,11 +58,12 @@ def launch(
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         kernel = compiled_kernel(spec, index)
-        if kernel.metadata.global_scratch_size:
-            # The allocator belongs to the thread (a ContextVar), the kernel to the process.
-            install_allocator()
         full_grid = (*grid, *(1,) * (3 - len(grid)))
-        kernel[full_grid](*(values[name] for name, _ in spec.signature))
+        names = tuple(name for name, _ in spec.signature)
+        made = Launch(kernel[full_grid], names, index, bool(kernel.metadata.global_scratch_size))
+        given = tuple(values[name] for name in names)
+        made(given)
+    note_launch(made, given)
 
 
 @cache
@@ -83,7 +107,7 @@ def split_k_scratch(
         counters = _counters.get(key)
         if counters is None or counters.numel() < num_tiles:
             counters = _counters[key] = _taken(max(num_tiles, _STREAM_COUNTERS), index)
-        return workspace, counters
+        return workspace, counters[:num_tiles]
 
 
 def _captured_counters(count: int, index: int) -> torch.Tensor:
@@ -100,12 +124,12 @@ def _taken(count: int, index: int) -> torch.Tensor:
     A slab is made apart: it outlives the memory pool of a CUDA graph's warm-up, which the caller's
     allocations may go to, and it is zero before any stream reads it.
     """
-    count = -(-count // 32) * 32  # no two launches share a cache line
+    used = -(-count // 32) * 32  # no two launches share a cache line
     slab = _slabs.get(index)
-    if slab is None or slab.numel() < count:
-        slab = apart(partial(_new_slab, max(count, _SLAB_COUNTERS), index))
-    taken, _slabs[index] = slab[:count], slab[count:]
-    return taken
+    if slab is None or slab.numel() < used:
+        slab = apart(partial(_new_slab, max(used, _SLAB_COUNTERS), index))
+    _slabs[index] = slab[used:]
+    return slab[:count]
 
 
 def _new_slab(count: int, index: int) -> torch.Tensor:

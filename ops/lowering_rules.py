@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from tilewright.ops.contract import Lowering, Tolerance
+from tilewright.ops.formats.fp8 import FP8_DTYPES
 
 KERNEL_MODULE = "tilewright.ops.launches"
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
 
 ONE_ROUNDING = (
     "fp32 accumulation, then one rounding to the output dtype: half a unit in the last place of "
@@ -27,33 +28,18 @@ TOLERANCES = {
 }
 
 
-#: Options without a kernel: by argument name, the value that every kernel takes.
-PENDING: dict[str, Any] = {
-    "kv_repeat": 1,
-    "clip": 0.0,
-    "weightless_norm": False,
-    "norm_kind": "rms",
-    "norm_width": "head",
-    "norm_after_rope": False,
-    "norm_offset": 0.0,
-    "k_cache_scale": None,
-    "v_cache_scale": None,
-    "lookup_table": None,
-}
-
-
 def kernel_obstacle(arguments: Any) -> str | None:
     """None, or why no emitted kernel takes these arguments of an attention op."""
     dtype = arguments.k_cache.dtype
-    if dtype not in KERNEL_DTYPES:
-        return f"no kernel for {dtype}"
-    for name, taken in PENDING.items():
-        if getattr(arguments, name, taken) != taken:
-            return f"no kernel for {name}"
-    return None
+    return None if dtype in KERNEL_DTYPES else f"no kernel for {dtype}"
 
 
 def emitted_kernel(function: str) -> Lowering:
-    """The lowering by the emitted kernel that `function` of the kernel module launches."""
-    entry = f"{KERNEL_MODULE}:{function}"
-    return Lowering("emitted_kernel", entry, frozenset({"cuda"}), kernel_obstacle)
+    """The lowering by the emitted kernel that `launch_<function>` of the kernel module launches."""
+    return Lowering(
+        "emitted_kernel",
+        f"{KERNEL_MODULE}:launch_{function}",
+        frozenset({"cuda"}),
+        kernel_obstacle,
+        repeatable=f"{KERNEL_MODULE}:repeatable_{function}",
+    )

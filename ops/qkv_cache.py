@@ -206,7 +206,7 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
     k = _normed_and_rotated(a, _project(a, x, "k"), a.k_norm_weight)
     v = None if a.v_weight is None else _project(a, x, "v")
     write_kv(a, k, v, a.kv_repeat)
-    return q.to(value_dtype(a))
+    return fake(a).copy_(q)
 
 
 def _compute_dtype(a: FusedQkvArguments) -> torch.dtype:
@@ -232,7 +232,7 @@ def _project(a: FusedQkvArguments, x: torch.Tensor, letter: str) -> torch.Tensor
     weight = weight.flatten(0, -3)
     out = torch.einsum("tk,hdk->thd", x, weight.to(x.dtype))
     if bias is not None:
-        out = out + bias.to(x.dtype).view(weight.shape[:2])
+        out = out + bias.to(x.dtype).flatten(0, -2)
     return out.clamp(-a.clip, a.clip) if a.clip else out
 
 
@@ -276,7 +276,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("launch_fused_qkv_paged"),),
+        lowerings=(emitted_kernel("fused_qkv_paged"),),
         cases=(*QKV_CASES, AttentionCase("k_only", writes_v=False, bias=True)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

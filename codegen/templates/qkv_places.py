@@ -54,8 +54,8 @@ def sequence_of(
 def table_places(
     tokens, token_mask, lookup_ptr, sequences_ptr, positions_ptr,
     num_sequences, lookup_columns, lookup_stride,
-    PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, ADDRESS_STRIDES: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
     """(page, slot in the page, mask) of tokens whose pages stand in a lookup table."""
     if ADDRESSING == "ragged":
@@ -71,11 +71,16 @@ def table_places(
         sequence = sequence.to(tl.int64)
     else:
         sequence = tl.load(
-            sequences_ptr + tokens.to(tl.int64) * ADDRESS_STRIDES[1], mask=token_mask, other=0
+            sequences_ptr + tokens * ADDRESS_STRIDES[1], mask=token_mask, other=0
         ).to(tl.int64)
         position = tl.load(
-            positions_ptr + tokens.to(tl.int64) * ADDRESS_STRIDES[2], mask=token_mask, other=0
+            positions_ptr + tokens * ADDRESS_STRIDES[2], mask=token_mask, other=0
         ).to(tl.int64)
+        if WRAP_NEGATIVE:
+            sequence = tl.where(sequence < 0, sequence + num_sequences, sequence)
+            # The same column and offset from the front: the quotient rounds towards zero.
+            positive = position + lookup_columns.to(tl.int64) * PAGE_SIZE
+            position = tl.where(position < 0, positive, position)
         valid = token_mask & (sequence >= 0) & (sequence < num_sequences)
     column = position // PAGE_SIZE
     valid = valid & (position >= 0) & (column < lookup_columns)
@@ -104,7 +109,7 @@ def cache_places(
         page, slot, valid = table_places(
             tokens, token_mask, slots_ptr, sequences_ptr, positions_ptr,
             num_sequences, lookup_columns, lookup_stride,
-            PAGE_SIZE, ADDRESSING, ADDRESS_STRIDES, SEARCH_STEPS,
+            PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
         )  # fmt: skip
         if WRAP_NEGATIVE:
             page = tl.where(page < 0, page + num_pages, page)

@@ -58,12 +58,10 @@ def activations(a):
     x = a.x.double()
     if a.x_scale is None:
         return x
-    scaled = x.clone()
-    for t in range(x.shape[0]):
-        for k in range(x.shape[1]):
-            row = a.x_scale[t if a.x_scale.shape[0] > 1 else 0]
-            scaled[t, k] = x[t, k] * row[k // 128 if len(row) > 1 else 0].double()
-    return scaled
+    tokens, columns = torch.meshgrid(*map(torch.arange, x.shape), indexing="ij")
+    rows, blocks = a.x_scale.shape
+    scale = a.x_scale.double()
+    return x * scale[tokens if rows > 1 else 0, columns // 128 if blocks > 1 else 0]
 
 
 def projected(a, x, letter):

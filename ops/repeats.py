@@ -1,0 +1,60 @@
+"""The same call again: where metadata and addresses are those of an earlier call, so is the launch.
+
+A decode step makes, layer after layer, calls it made the step before: the same weights, the same
+caches, activations at the same addresses. What was checked, planned and laid out for the first of
+them holds for the others, and one look-up finds it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+#: A launch and the values it was given.
+Noted = tuple[Any, tuple[Any, ...]]
+
+_recording = threading.local()
+
+
+def address_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Shape, strides, dtype and address of every tensor, and every other argument.
+
+    Tensors of equal keys are the same memory seen the same way, unless it was freed in between;
+    their contents may differ.
+    """
+    parts: list[Any] = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            parts += (value.shape, value.stride(), value.dtype, value.data_ptr())
+        else:
+            parts.append(tuple(value) if isinstance(value, list) else value)
+    for name, value in kwargs.items():
+        parts.append(name)
+        if isinstance(value, torch.Tensor):
+            parts += (value.shape, value.stride(), value.dtype, value.data_ptr())
+        else:
+            parts.append(tuple(value) if isinstance(value, list) else value)
+    return tuple(parts)
+
+
+@contextmanager
+def noting_launches() -> Iterator[list[Noted]]:
+    """The launches that this thread makes inside, in order."""
+    before = getattr(_recording, "noted", None)
+    noted: list[Noted] = []
+    _recording.noted = noted
+    try:
+        yield noted
+    finally:
+        _recording.noted = before
+
+
+def note_launch(launch: Any, values: tuple[Any, ...]) -> None:
+    """Called for every launch; kept where somebody asked with `noting_launches`."""
+    noted = getattr(_recording, "noted", None)
+    if noted is not None:
+        noted.append((launch, values))
