@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.language.extra import cuda
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
@@ -85,6 +86,42 @@ def _dot(original: Callable) -> Callable:
         return original(self, _widened(a), _widened(b), d, *args)
 
     return method
+
+
+def _formats_as_constants(original: Callable) -> Callable:
+    """`dot_scaled` of Triton before 3.8 reads `.value` of its formats, which are plain here."""
+
+    @functools.wraps(original)
+    def method(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any,
+               *args: Any) -> Any:  # fmt: skip
+        formats = [f if hasattr(f, "value") else tl.constexpr(f) for f in (a_format, b_format)]
+        return original(self, a, a_scale, formats[0], b, b_scale, formats[1], *args)
+
+    return method
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def _nvfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """fp32 [R, K] of bytes [R, K / 2], low nibble first, and e4m3 patterns [R, K / 16]."""
+    nibbles = np.stack((codes & 15, codes >> 4), axis=-1).reshape(codes.shape[0], -1)
+    values = np.where(nibbles & 8, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
+    magnitude = torch.from_numpy(scales.astype(np.uint8) & 127).view(torch.float8_e4m3fn)
+    return values * np.repeat(magnitude.float().numpy(), 16, axis=1)
+
+
+def _dot_scaled(
+    self: InterpreterBuilder, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any,
+    b_format: Any, fast_math: bool, a_k_pack: bool, b_k_pack: bool, acc: Any,
+) -> TensorHandle:  # fmt: skip
+    """Both operands NVFP4, packed along K: exact products, summed in fp32."""
+    scales = (a_scale, b_scale)
+    if not (a_k_pack and b_k_pack) or any(s.dtype.scalar != tl.float8e4nv for s in scales):
+        raise NotImplementedError("dot_scaled: expected NVFP4 with e4m3 scales, packed along K")
+    left = _nvfp4(a.data.view(np.uint8), a_scale.data)
+    right = _nvfp4(b.data.view(np.uint8).T, b_scale.data)
+    return TensorHandle(left @ right.T + acc.data, acc.dtype.scalar)
 
 
 def _cast(original: Callable) -> Callable:
@@ -158,6 +195,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     builder, reductions = InterpreterBuilder, interpreter.ReduceScanOpInterface
     changes = [
         (builder, "create_dot", _dot(builder.create_dot)),
+        (builder, "create_dot_scaled", _dot_scaled),
+        (TritonSemantic, "dot_scaled", _formats_as_constants(TritonSemantic.dot_scaled)),
         (builder, "cast_impl", _cast(builder.cast_impl)),
         (builder, "create_fp_to_fp", _cast(builder.create_fp_to_fp)),
         (builder, "binary_op", _in_fp32(builder.binary_op, 2)),

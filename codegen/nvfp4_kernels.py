@@ -1,0 +1,70 @@
+"""NVFP4 grouped GEMM: problems, configs and specs of the `grouped_nvfp4` template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.moe_kernels import GemmConfig
+from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class Nvfp4Problem:
+    """The static part of a `grouped_matmul_dynamic_scaled_nvfp4` call; strides in bytes."""
+
+    num_experts: int
+    max_groups: int
+    rows: int
+    inner: int
+    a_stride: int
+    b_expert_stride: int
+    b_stride: int
+    out_dtype: str = "bf16"
+    index_types: tuple[str, str, str] = ("i32", "i32", "i32")
+
+
+def nvfp4_spec(
+    problem: Nvfp4Problem, config: GemmConfig, target: str, *, block_scaled: bool
+) -> KernelSpec:
+    """block_scaled: the target's tensor core multiplies NVFP4 itself."""
+    offsets, deltas, ids = problem.index_types
+    signature = {
+        "a_ptr": "*u8",
+        "b_ptr": "*u8",
+        "a_scales_ptr": "*fp8e4nv",
+        "b_scales_ptr": "*fp8e4nv",
+        "offsets_ptr": f"*{offsets}",
+        "deltas_ptr": f"*{deltas}",
+        "expert_ids_ptr": f"*{ids}",
+        "expert_scales_ptr": "*fp32",
+        "out_ptr": f"*{problem.out_dtype}",
+        "num_rows": "i32",
+        "num_scale_blocks": "i32",
+        "num_groups": "i32",
+    }
+    return KernelSpec.make(
+        "grouped_nvfp4",
+        "grouped_nvfp4",
+        {
+            "GROUPS": next_power_of_2(problem.max_groups),
+            "NUM_EXPERTS": problem.num_experts,
+            "ROWS_OUT": problem.rows,
+            "INNER": problem.inner,
+            "A_STRIDE": problem.a_stride,
+            "B_EXPERT_STRIDE": problem.b_expert_stride,
+            "B_STRIDE": problem.b_stride,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "SWAPPED": config.swapped,
+            "BLOCK_SCALED": block_scaled,
+            "FLATTEN": config.flatten,
+            "WARP_SPECIALIZE": config.warp_specialize,
+        },
+        signature,
+        divisible16=["a_ptr", "b_ptr", "a_scales_ptr", "b_scales_ptr", "out_ptr"],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+    )
