@@ -15,6 +15,8 @@ from tilewright.codegen.spec import Constant, KernelSpec
 # TMA: strides and base addresses in whole 16 bytes, at most 256 elements of a block per dim.
 TMA_BYTES = 16
 TMA_BLOCK = 256
+# A program compares its routes with each other: the square of this many.
+MAX_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,12 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """Routes per program of the counting sort."""
+    """Routes per program of the counting sort, and how it loads what it compares them with."""
 
     chunk: int
-    num_warps: int = 8
+    num_warps: int = 16
     chunks_per_load: int = 16
+    routes_per_step: int = 16
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,8 @@ class CombineConfig:
 
 
 def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
-    """One chunk for few routes; else chunks whose table of hits fits the registers."""
-    most = max(16, 2**15 // problem.experts)
-    return OrderConfig(chunk=min(max(next_power_of_2(num_routes), 16), most))
+    """One chunk for few routes; else chunks of which each program can read all counts."""
+    return OrderConfig(chunk=min(max(next_power_of_2(num_routes), 16), MAX_CHUNK))
 
 
 def count_spec(problem: MoeProblem, config: OrderConfig, target: str) -> KernelSpec:
@@ -128,7 +130,11 @@ def order_spec(
         "num_routes": "i32",
         "num_chunks": "i32",
     }
-    constants = {**_sort_constants(problem, config), "CHUNKS_PER_LOAD": config.chunks_per_load}
+    constants = {
+        **_sort_constants(problem, config),
+        "CHUNKS_PER_LOAD": config.chunks_per_load,
+        "ROUTES_PER_STEP": config.routes_per_step,
+    }
     return _spec("moe_order", "moe_order", problem, constants, arguments, config.num_warps, target)
 
 

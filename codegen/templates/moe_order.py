@@ -9,14 +9,11 @@ import triton.language as tl
 
 
 @triton.jit
-def hits(ids_ptr, chunk, num_routes, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
-         CHUNK: tl.constexpr):  # fmt: skip
-    """(routes [CHUNK], one where route r has expert e [CHUNK, EXPERTS])."""
+def chunk_experts(ids_ptr, chunk, num_routes, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """(routes of a chunk, their experts, whether they have one), each [CHUNK]."""
     routes = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + routes, mask=routes < num_routes, other=-1).to(tl.int32)
-    experts = tl.arange(0, EXPERTS)
-    same = (ids[:, None] == experts[None, :]) & (experts < NUM_EXPERTS)[None, :]
-    return routes, same.to(tl.int32)
+    return routes, ids, (ids >= 0) & (ids < NUM_EXPERTS)
 
 
 @triton.jit
@@ -26,15 +23,16 @@ def moe_count(
 ):  # fmt: skip
     """counts [chunks, EXPERTS]: the routes of each expert in each chunk. Grid (chunks,)."""
     chunk = tl.program_id(0)
-    _, hit = hits(ids_ptr, chunk, num_routes, NUM_EXPERTS, EXPERTS, CHUNK)
-    tl.store(counts_ptr + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.sum(hit, axis=0))
+    _, ids, placed = chunk_experts(ids_ptr, chunk, num_routes, NUM_EXPERTS, CHUNK)
+    counts = tl.histogram(tl.maximum(ids, 0), EXPERTS, mask=placed)
+    tl.store(counts_ptr + chunk * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
 @triton.jit
 def moe_order(
     ids_ptr, counts_ptr, order_ptr, ends_ptr, num_routes, num_chunks,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS_PER_LOAD: tl.constexpr,
+    CHUNKS_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr,
 ):  # fmt: skip
     """order [routes]: the route at each sorted place; ends [NUM_EXPERTS]: where each expert ends.
 
@@ -43,10 +41,9 @@ def moe_order(
     """
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    routes, hit = hits(ids_ptr, chunk, num_routes, NUM_EXPERTS, EXPERTS, CHUNK)
-    own = tl.sum(hit, axis=0)
+    routes, ids, placed = chunk_experts(ids_ptr, chunk, num_routes, NUM_EXPERTS, CHUNK)
     if counts_ptr is None:
-        total = own
+        total = tl.histogram(tl.maximum(ids, 0), EXPERTS, mask=placed)
         before = tl.zeros((EXPERTS,), tl.int32)
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
@@ -62,7 +59,12 @@ def moe_order(
     ends = tl.cumsum(total, axis=0)
     if chunk == 0:
         tl.store(ends_ptr + experts, ends, mask=experts < NUM_EXPERTS)
-    # A route's place: after all lower experts, after its expert's routes before it.
-    rank = tl.cumsum(hit, axis=0) - hit + (ends - total + before)[None, :]
-    place = tl.sum(rank * hit, axis=1)
-    tl.store(order_ptr + place, routes, mask=tl.sum(hit, axis=1) > 0)
+    # A route's place: after all lower experts, after its expert's routes in earlier chunks, and
+    # after those that precede it in its own.
+    place = tl.gather(ends - total + before, tl.maximum(ids, 0), 0)
+    for first in range(0, CHUNK, ROUTES_PER_STEP):
+        others = chunk * CHUNK + first + tl.arange(0, ROUTES_PER_STEP)
+        other_ids = tl.load(ids_ptr + others, mask=others < num_routes, other=-1).to(tl.int32)
+        same = (ids[:, None] == other_ids[None, :]) & (others[None, :] < routes[:, None])
+        place += tl.sum(same.to(tl.int32), axis=1)
+    tl.store(order_ptr + place, routes, mask=placed)
