@@ -16,8 +16,8 @@ from torch import fx
 
 from tilewright.patterns.cache_write import Computed
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, source_of
-from tilewright.patterns.effects import Effect
-from tilewright.patterns.language import Match, Miss, Reject, Stage, reject
+from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.language import Match, Miss, Parts, Reject, Stage, reject
 
 
 def check_legality(match: Match, flow: Dataflow) -> Miss | None:
@@ -183,10 +183,12 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 
 def _nothing_escapes(match: Match, flow: Dataflow) -> None:
     inside = {*match.absorbed, *match.stores}
-    replaced = {r.replaced for r in match.results}
+    replaced = {r.replaced: r for r in match.results}
     for value in match.absorbed:
         if value in replaced:
             _consumed_late(value, inside, match, flow)
+            if isinstance(parts := replaced[value], Parts):
+                _parts_are_held(parts, inside, flow)
             continue
         users = [u for u in flow.users.get(value, ()) if u not in inside]
         if users or value in flow.output_values:
@@ -199,6 +201,22 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
                 *users,
                 hint="read keys and values back from the cache" if match.stores else "",
             )
+
+
+def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
+    """What is read of a value that disappears must be in the op's output, and in no other hands."""
+    value = parts.replaced
+    users = [u for u in flow.users.get(value, ()) if u not in inside]
+    reads = [(u.op, v) for u in users for v in u.operands if v.value is value]
+    reads += [("the graph's output", v) for v in flow.outputs if v.value is value]
+    for who, view in reads:
+        try:
+            parts.restate(view.effect)
+        except InexpressibleError as error:
+            reject("ESCAPES", Stage.HAZARDS, f"{who} uses {value} across its parts: {error}", value)
+    for node in flow.nodes_of(value):
+        if flow.written.get(flow.memory_of[node]):
+            reject("INPUT_MUTATED", Stage.HAZARDS, f"a part of {value} is changed in place", value)
 
 
 def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflow) -> None:

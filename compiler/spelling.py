@@ -55,6 +55,8 @@ _RENAMED = {
     "multiply": "mul",
     "subtract": "sub",
     "negative": "neg",
+    "clip": "clamp",
+    "clip_": "clamp_",
     "concat": "cat",
     "concatenate": "cat",
     "swapaxes": "transpose",
@@ -119,7 +121,7 @@ def _names(text: str) -> frozenset[str]:
 # Plain ATen operations, by name; their arguments stay as they are.
 PLAIN = _names(
     """
-    abs add addcmul all amax amin any arange argmax argsort baddbmm bitwise_and bitwise_not
+    abs add addcmul all amax amin any arange argmax argsort baddbmm bitwise_and bitwise_not einsum
     bitwise_or bitwise_right_shift bitwise_left_shift bmm ceil clamp cos cumsum div embedding
     empty empty_like eq erf exp exp2 floor floor_divide full full_like gather ge gelu gt
     group_norm histc index_put index_select isin le layer_norm log logical_and logical_not

@@ -160,17 +160,6 @@ def rotated_v(m, x, k_cache, v_cache, slots):
     return rotate(q, *table) * 2
 
 
-def einsum(m, x, k_cache, v_cache, slots):
-    """Heads straight from an einsum: a projection, though not one that is read as a linear."""
-    q, k, v = (
-        torch.einsum("tk,hdk->thd", x, p.weight.view(-1, D, K))
-        for p in (m.q_proj, m.k_proj, m.v_proj)
-    )
-    store(k_cache, slots, k)
-    store(v_cache, slots, v)
-    return q * 2
-
-
 @torch.library.custom_op("tilewright_tests::quantised_linear", mutates_args=())
 def quantised_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)

@@ -119,7 +119,6 @@ HAZARDS = {
         broken_args=caches_of(torch.bfloat16),
     ),
     "gelu_k": Hazard("K_PATH", KP, "aten.gelu", paths.gelu_k),
-    "einsum": Hazard("K_PATH", KP, "aten.einsum", paths.einsum),
     "projected_by_a_custom_op": Hazard(
         "K_PATH", KP, "tilewright_tests::quantised_linear", paths.projected_by_a_custom_op
     ),
