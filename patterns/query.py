@@ -16,13 +16,16 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.gemm import match_gemm
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection import Heads, match_heads, on_heads, rope_table
+from tilewright.patterns.rope import same_table
 from tilewright.patterns.rows import rest_of
 from tilewright.patterns.trunk import Trunk
 
 # What lies between a projection and its consumer; a walk from the projection stays inside these.
 _INSIDE = {
     "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "aten.pow", "aten.square",
-    "aten.mean", "aten.rsqrt", "aten.rms_norm", "aten.clamp", "aten.hardtanh", "cast",
+    "aten.mean", "aten.rsqrt", "aten.rms_norm", "aten.clamp", "aten.hardtanh", "cast", "aten.var",
+    "aten.sqrt", "aten.div", "aten.reciprocal", "aten.sum", "aten.layer_norm", "aten._scaled_mm",
+    "aten.view_as_complex", "aten.view_as_real", "aten.conj", "aten._conj",
 }  # fmt: skip
 _REACH = 64
 
@@ -133,8 +136,8 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
     return (
         q.rope.style == k.rope.style
         and q.rope.rotary_dim == k.rope.rotary_dim
-        and rope_table(q, q.rope.cos) == rope_table(k, k.rope.cos)
-        and rope_table(q, q.rope.sin) == rope_table(k, k.rope.sin)
+        and same_table(rope_table(q, q.rope.cos), rope_table(k, k.rope.cos))
+        and same_table(rope_table(q, q.rope.sin), rope_table(k, k.rope.sin))
     )
 
 
@@ -156,8 +159,7 @@ def _rests(k: Heads, v: Heads) -> Iterator[Query]:
             trunk=trunk,
             rows=rows,
             layout=trunk.layout,
-            norm_weight=None,
-            norm_eps=None,
+            norm=None,
             end=trunk.value,
             absorbed=trunk.absorbed,
         )
