@@ -222,7 +222,7 @@ def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
 def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflow) -> None:
     last = insertion_position(match, flow)
     for user in flow.users.get(value, ()):
-        if user not in inside and flow.positions[user.node] < last:
+        if user not in inside and not _can_wait(user, value, last, flow):
             reject(
                 "ORDER",
                 Stage.HAZARDS,
@@ -230,6 +230,31 @@ def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflo
                 user,
                 hint="write the cache before the query is used" if match.stores else "",
             )
+
+
+# What may be computed later than it was written: plain functions of their operands.
+_DEFERRABLE = {"aten.mul", "aten.div", "aten.add", "aten.sub", "aten.neg", "aten.cat", "cast"}
+
+
+def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
+    """Whether a reader of a replaced value stands behind the op, or can be moved there.
+
+    The rewriter moves it, and what depends on it, so nothing that they read may change on the way.
+    """
+    position = flow.positions[user.node]
+    if position > last:
+        return True
+    if user.op not in _DEFERRABLE or user in flow.output_values:
+        return False
+    memories = [flow.memory_of.get(flow.home(v.value)) for v in user.operands]
+    own = flow.memory_of.get(user.node)
+    for memory in (*memories, own):
+        if memory is None:
+            return False
+        for alias in flow.on_storage(memory.storage):
+            if any(position < flow.positions[w.node] < last for w in flow.written.get(alias, ())):
+                return False
+    return all(_can_wait(u, user, last, flow) for u in flow.users.get(user, ()))
 
 
 def _place(match: Match, flow: Dataflow) -> str:

@@ -186,7 +186,7 @@ def _attending(
         return found
     meetings = _Meetings(flow, store)
     if meetings.any():
-        return {p: q for p, q in found.items() if meetings.of(q.heads.linear, kv)}
+        return {p: q for p, q in found.items() if meetings.of(q.result.replaced, kv)}
     packed = {p: q for p, q in found.items() if any(p is h.linear for h in kv)}
     return packed or found
 
@@ -207,11 +207,11 @@ class _Meetings:
     def any(self) -> bool:
         return any(self._meets(u) for v in self.reading for u in self.flow.users.get(v, ()))
 
-    def of(self, product: Value, kv: tuple[Heads, Heads]) -> bool:
-        """Whether a product's values, other than K and V, reach such a place."""
-        own = {value for heads in kv for value in heads.absorbed if value is not product}
-        seen: set[Value] = {product}
-        front = [product]
+    def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
+        """Whether what is made of a value, other than K and V, reaches such a place."""
+        own = {value for heads in kv for value in heads.absorbed if value is not query}
+        seen: set[Value] = {query}
+        front = [query]
         while front:
             for user in self.flow.users.get(front.pop(), ()):
                 if user in self.reading:
