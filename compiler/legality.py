@@ -16,8 +16,8 @@ from torch import fx
 
 from tilewright.patterns.cache_write import Computed
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, source_of
-from tilewright.patterns.effects import Effect
-from tilewright.patterns.language import Match, Miss, Reject, Stage, reject
+from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.language import Match, Miss, Parts, Reject, Stage, reject
 
 
 def check_legality(match: Match, flow: Dataflow) -> Miss | None:
@@ -183,10 +183,12 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 
 def _nothing_escapes(match: Match, flow: Dataflow) -> None:
     inside = {*match.absorbed, *match.stores}
-    replaced = {r.replaced for r in match.results}
+    replaced = {r.replaced: r for r in match.results}
     for value in match.absorbed:
         if value in replaced:
             _consumed_late(value, inside, match, flow)
+            if isinstance(parts := replaced[value], Parts):
+                _parts_are_held(parts, inside, flow)
             continue
         users = [u for u in flow.users.get(value, ()) if u not in inside]
         if users or value in flow.output_values:
@@ -201,10 +203,26 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
             )
 
 
+def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
+    """What is read of a value that disappears must be in the op's output, and in no other hands."""
+    value = parts.replaced
+    users = [u for u in flow.users.get(value, ()) if u not in inside]
+    reads = [(u.op, v) for u in users for v in u.operands if v.value is value]
+    reads += [("the graph's output", v) for v in flow.outputs if v.value is value]
+    for who, view in reads:
+        try:
+            parts.restate(view.effect)
+        except InexpressibleError as error:
+            reject("ESCAPES", Stage.HAZARDS, f"{who} uses {value} across its parts: {error}", value)
+    for node in flow.nodes_of(value):
+        if flow.written.get(flow.memory_of[node]):
+            reject("INPUT_MUTATED", Stage.HAZARDS, f"a part of {value} is changed in place", value)
+
+
 def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflow) -> None:
     last = insertion_position(match, flow)
     for user in flow.users.get(value, ()):
-        if user not in inside and flow.positions[user.node] < last:
+        if user not in inside and not _can_wait(user, value, last, flow):
             reject(
                 "ORDER",
                 Stage.HAZARDS,
@@ -212,6 +230,31 @@ def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflo
                 user,
                 hint="write the cache before the query is used" if match.stores else "",
             )
+
+
+# What may be computed later than it was written: plain functions of their operands.
+_DEFERRABLE = {"aten.mul", "aten.div", "aten.add", "aten.sub", "aten.neg", "aten.cat", "cast"}
+
+
+def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
+    """Whether a reader of a replaced value stands behind the op, or can be moved there.
+
+    The rewriter moves it, and what depends on it, so nothing that they read may change on the way.
+    """
+    position = flow.positions[user.node]
+    if position > last:
+        return True
+    if user.op not in _DEFERRABLE or user in flow.output_values:
+        return False
+    memories = [flow.memory_of.get(flow.home(v.value)) for v in user.operands]
+    own = flow.memory_of.get(user.node)
+    for memory in (*memories, own):
+        if memory is None:
+            return False
+        for alias in flow.on_storage(memory.storage):
+            if any(position < flow.positions[w.node] < last for w in flow.written.get(alias, ())):
+                return False
+    return all(_can_wait(u, user, last, flow) for u in flow.users.get(user, ()))
 
 
 def _place(match: Match, flow: Dataflow) -> str:

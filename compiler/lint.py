@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from tilewright.compiler.spelling import shape_of
-from tilewright.patterns.dataflow import Value
 from tilewright.patterns.language import Match
 
 
@@ -16,11 +15,13 @@ class LintError(RuntimeError):
     """A rewrite left the graph inconsistent; the graph must not be used."""
 
 
-def check_site(match: Match, node: fx.Node, replacements: Sequence[fx.Node]) -> None:
+def check_site(
+    match: Match, node: fx.Node, replacements: Sequence[tuple[fx.Node, fx.Node]]
+) -> None:
     """Order, users, mutated bases and metadata around one fused op. Raises LintError."""
     for operand in node.all_input_nodes:
         _require(operand < node, f"{operand.name} is used by {node.name} before it is computed")
-    for new in replacements:
+    for _, new in replacements:
         for user in new.users:
             _require(new < user, f"{user.name} uses {new.name} before it is computed")
     written = {s.store.memory.root for s in match.stores if s.store is not None}
@@ -28,19 +29,19 @@ def check_site(match: Match, node: fx.Node, replacements: Sequence[fx.Node]) -> 
     _require(caches == written, f"{node.name} writes {caches}, the absorbed writes {written}")
     for store in match.stores:
         _require(store.node._erased, f"{store.node.name} still writes what {node.name} writes")
-    for result, new in zip(match.results, replacements, strict=True):
-        _same_metadata(result.replaced.node, result.replaced, new)
+    for old, new in replacements:
+        _same_metadata(old, new)
 
 
-def _same_metadata(old: fx.Node, value: Value, new: fx.Node) -> None:
-    tensor = new.meta["example_value"]
+def _same_metadata(old: fx.Node, new: fx.Node) -> None:
+    tensor, expected = new.meta["example_value"], old.meta["example_value"]
     same = (
         isinstance(tensor, torch.Tensor)
-        and shape_of(tensor) == value.shape
-        and tensor.dtype == value.dtype
-        and tensor.device == value.device
+        and shape_of(tensor) == shape_of(expected)
+        and tensor.dtype == expected.dtype
+        and tensor.device == expected.device
     )
-    _require(same, f"{new.name} is {tensor}, expected {value} {value.dtype} for {old.name}")
+    _require(same, f"{new.name} is {tensor}, expected {expected} for {old.name}")
 
 
 def check_graph(graph: fx.Graph) -> None:

@@ -15,8 +15,9 @@ from tilewright.compiler import _compat
 from tilewright.compiler.spelling import shape_of
 from tilewright.patterns import effects
 from tilewright.patterns.cache_write import Computed
-from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
+from tilewright.patterns.language import Parts
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -49,6 +50,8 @@ class Materialiser:
         self._made: dict[Any, fx.Node] = {}
         # What an earlier rewrite put in the place of a node.
         self.replaced: dict[fx.Node, fx.Node] = {}
+        # What an earlier rewrite left of a value: the op's output, and which parts it holds.
+        self.parts: dict[Value, tuple[fx.Node, Parts]] = {}
 
     def argument(self, item: Any) -> Any:
         """An argument of a match as something a node's `args` can hold."""
@@ -67,6 +70,10 @@ class Materialiser:
         known = self.flow.nodes_by_view.get(view)
         if known is not None and not known._erased and self._precedes(known):
             return known
+        if view.value in self.parts:
+            output, parts = self.parts[view.value]
+            shape = shape_of(output.meta["example_value"])
+            return self.select(output, shape, parts.restate(view.effect))
         home = self.flow.home(view.value)
         return self.select(self.replaced.get(home, home), view.value.shape, view.effect)
 

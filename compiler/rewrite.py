@@ -17,8 +17,8 @@ from tilewright.compiler.spelling import argument, shape_of
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, get_op
 from tilewright.patterns.dataflow import Dataflow
-from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Match, Miss, PatternError, Result, Stage
+from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.language import Match, Miss, Parts, PatternError, Result, Stage
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def _rewrite(
     try:
         with graph.inserting_before(last):
             node = _insert(op, match, materialiser)
-            replacements = [_restate(r, node, materialiser) for r in match.results]
+            replacements = [
+                pair for r in match.results for pair in _restate(r, node, flow, materialiser)
+            ]
     except (ArgumentError, InexpressibleError) as error:
         _erase_between(graph, before, last)
         return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), (last,))
@@ -70,10 +72,13 @@ def _rewrite(
         "absorbed": tuple(v.node.name for v in match.absorbed),
         "stores": tuple(s.node.name for s in match.stores),
     }
-    for result, new in zip(match.results, replacements, strict=True):
-        _redirect(result.replaced.node, new)
-        materialiser.replaced[result.replaced.node] = new
-    _erase(graph, flow, match)
+    for result in match.results:
+        if isinstance(result, Parts):
+            materialiser.parts[result.replaced] = (_output(result, node, materialiser), result)
+    for old, new in replacements:
+        _redirect(old, new)
+        materialiser.replaced[old] = new
+    _erase(graph, flow, match, [old for old, _ in replacements])
     check_site(match, node, replacements)
     return Rewritten(match, node, node.meta["tilewright"]["absorbed"])
 
@@ -109,12 +114,40 @@ def _check_names(op: FusedOp, match: Match, names: list[str]) -> None:
         )
 
 
-def _restate(result: Result, node: fx.Node, materialiser: Materialiser) -> fx.Node:
-    """The replaced value, as a selection of the op's output."""
-    if isinstance(node.meta["example_value"], (tuple, list)):
-        node = materialiser.call(operator.getitem, node, result.output)
+def _restate(
+    result: Result | Parts, node: fx.Node, flow: Dataflow, materialiser: Materialiser
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Each node that is replaced, and the selection of the op's output that takes its place."""
+    node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
-    return materialiser.select(node, shape, result.effect)
+    if isinstance(result, Result):
+        return [(result.replaced.node, materialiser.select(node, shape, result.effect))]
+    return [(n, materialiser.select(node, shape, e)) for n, e in _held_parts(result, flow)]
+
+
+def _output(result: Result | Parts, node: fx.Node, materialiser: Materialiser) -> fx.Node:
+    if isinstance(node.meta["example_value"], (tuple, list)):
+        return materialiser.call(operator.getitem, node, result.output)
+    return node
+
+
+def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
+    """The views of a value that the op's output holds, without the views of those views."""
+    found: dict[fx.Node, Effect] = {}
+    held: set[fx.Node] = set()
+    for node in flow.nodes_of(parts.replaced):
+        source = node
+        while isinstance(above := argument(source, 0, "input"), fx.Node) and above not in held:
+            source = above
+        if isinstance(above, fx.Node):
+            held.add(node)
+            continue
+        try:
+            found[node] = parts.restate(flow.views[node].effect)
+        except InexpressibleError:
+            continue
+        held.add(node)
+    return list(found.items())
 
 
 def _redirect(old: fx.Node, new: fx.Node) -> None:
@@ -130,7 +163,7 @@ def _redirect(old: fx.Node, new: fx.Node) -> None:
                 front.append(user)
 
 
-def _erase(graph: fx.Graph, flow: Dataflow, match: Match) -> None:
+def _erase(graph: fx.Graph, flow: Dataflow, match: Match, replaced: Sequence[fx.Node]) -> None:
     """Removes the absorbed writes and whatever only they needed."""
     candidates: list[fx.Node] = []
     for store in dict.fromkeys(s.node for s in match.stores):
@@ -140,7 +173,7 @@ def _erase(graph: fx.Graph, flow: Dataflow, match: Match) -> None:
             assert isinstance(target, fx.Node)
             store.replace_all_uses_with(target)
         graph.erase_node(store)
-    candidates += [v.node for v in match.absorbed]
+    candidates += [*(v.node for v in match.absorbed), *replaced]
     while candidates:
         node = candidates.pop()
         if node._erased or node.users or not _removable(node, flow):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ _RENAMED = {
     "multiply": "mul",
     "subtract": "sub",
     "negative": "neg",
+    "clip": "clamp",
+    "clip_": "clamp_",
     "concat": "cat",
     "concatenate": "cat",
     "swapaxes": "transpose",
@@ -119,7 +122,7 @@ def _names(text: str) -> frozenset[str]:
 # Plain ATen operations, by name; their arguments stay as they are.
 PLAIN = _names(
     """
-    abs add addcmul all amax amin any arange argmax argsort baddbmm bitwise_and bitwise_not
+    abs add addcmul all amax amin any arange argmax argsort baddbmm bitwise_and bitwise_not einsum
     bitwise_or bitwise_right_shift bitwise_left_shift bmm ceil clamp cos cumsum div embedding
     empty empty_like eq erf exp exp2 floor floor_divide full full_like gather ge gelu gt
     group_norm histc index_put index_select isin le layer_norm log logical_and logical_not
@@ -419,12 +422,21 @@ def _apply_item(
         tensors[dim] = item
         return effect, dim + 1
     if isinstance(item, list):
-        if len(item) != 1 or not isinstance(item[0], int) or isinstance(item[0], bool):
-            raise InexpressibleError("an index list of several positions")
-        return effects.narrow(effect, dim, _offset(item[0], effect.shape[dim]), 1), dim + 1
+        return _positions(effect, dim, item), dim + 1
     if isinstance(item, bool):
         raise InexpressibleError("a Python bool as an index")
     return effects.select(effect, dim, _offset(size_of(item), effect.shape[dim])), dim
+
+
+def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
+    """A list of positions, where they are evenly spaced and ascend."""
+    if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
+        raise InexpressibleError("an index list that is not of numbers")
+    at = [_offset(i, effect.shape[dim]) for i in item]
+    steps = {b - a for a, b in pairwise(at)}
+    if not all(isinstance(i, int) for i in at) or len(steps) > 1 or any(s < 1 for s in steps):
+        raise InexpressibleError("an index list that is no slice")
+    return effects.narrow(effect, dim, at[0], len(at), next(iter(steps), 1))
 
 
 def _apply_slice(effect: Effect, dim: int, item: slice) -> Effect:

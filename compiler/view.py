@@ -17,6 +17,7 @@ from tilewright.compiler.writes import WRITES, mutated_arguments
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.gemm import is_weight
 
 # Besides `aten.linear`: with a parameter among the operands these project too.
 _PRODUCTS = frozenset(
@@ -400,9 +401,11 @@ class _Builder:
         )
         # An operation that nobody knows may be a product too.
         product = op in _PRODUCTS or not op.startswith(("aten.", "store", "cast", "bitcast"))
-        weighted = product and any(v.value.op == "constant" for v in value.operands)
+        weighted = product and any(is_weight(v) for v in value.operands)
         projected = (
-            weighted or op == "aten.linear" or any(v.value.projected for v in value.operands)
+            weighted
+            or op in ("aten.linear", "aten._scaled_mm")
+            or any(v.value.projected for v in value.operands)
         )
         if projected:
             object.__setattr__(value, "projected", True)

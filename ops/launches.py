@@ -42,7 +42,7 @@ def repeatable_fused_qkv_paged(*args: Any, **kwargs: Any) -> tuple[torch.Tensor,
         lowerings.run(call, choice)
     # Without a config a library has its part; under `tune` the next call may choose otherwise.
     settled = choice.config is not None and not (a.tune and choice.source != HERE)
-    return call.q, _again(noted, call.q) if settled else None
+    return call.q, _again(noted, a, call.q) if settled else None
 
 
 def choose_lowering(call: FusedCall) -> LoweringChoice:
@@ -76,15 +76,21 @@ def repeatable_paged_kv_store(*args: Any, **kwargs: Any) -> tuple[None, Again | 
     grid = lowerings.epilogue_grid(problem, config, num_tokens)
     with noting_launches() as noted:
         lowerings.launch(spec, grid, values, a.k.device)
-    return None, _again(noted, None)
+    return None, _again(noted, a, None)
 
 
-def _again(noted: list[Noted], q: torch.Tensor | None) -> Again | None:
+def _again(noted: list[Noted], a: Any, q: torch.Tensor | None) -> Again | None:
     """Makes the one launch again, by address: a new result, fresh split-K scratch, all else as it
-    was."""
+    was. None where there were more launches, or where one reads what the call itself made."""
     if len(noted) != 1:
         return None
     launch, values = noted[0]
+    scratch_names = ("workspace_ptr", "counters_ptr")
+    known = {_storage(t) for t in vars(a).values() if isinstance(t, torch.Tensor)}
+    for name, value in zip(launch.names, values, strict=True):
+        made_here = isinstance(value, torch.Tensor) and _storage(value) not in known
+        if made_here and value is not q and name not in scratch_names:
+            return None
     addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
     names = launch.names
     result = None
@@ -93,12 +99,16 @@ def _again(noted: list[Noted], q: torch.Tensor | None) -> Again | None:
         result = (at, partial(torch.empty, q.shape, dtype=q.dtype, device=q.device))
     scratch = None
     if "workspace_ptr" in names:
-        places = names.index("workspace_ptr"), names.index("counters_ptr")
+        places = tuple(names.index(name) for name in scratch_names)
         workspace, counters = (values[place] for place in places)
         tiles = counters.numel()
         make = partial(split_k_scratch, tiles, workspace.numel() // tiles, workspace.device)
         scratch = (*places, make)
     return partial(_launch_again, launch, addresses, result, scratch)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _launch_again(

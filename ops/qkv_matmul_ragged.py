@@ -279,7 +279,13 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            Lowering("emitted_kernel", f"{KERNELS}:launch", frozenset({"cuda"}), _unsupported),
+            Lowering(
+                "emitted_kernel",
+                f"{KERNELS}:launch",
+                frozenset({"cuda"}),
+                _unsupported,
+                repeatable=f"{KERNELS}:repeatable",
+            ),
         ),
         cases=RAGGED_CASES,
         sample_inputs=lambda case, device="cpu", seed=0: RaggedQkvArguments(

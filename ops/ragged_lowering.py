@@ -8,15 +8,34 @@ import torch
 
 from tilewright.ops import qkv_cache
 from tilewright.ops.contract import LoweringReport
-from tilewright.ops.launches import launch_fused_qkv_paged
+from tilewright.ops.launches import Again, repeatable_fused_qkv_paged
 from tilewright.ops.plans import plan_fused_qkv_paged
+from tilewright.ops.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv_matmul_ragged import RaggedQkvArguments, as_fused_qkv
 
 
 def launch(*args: Any, **kwargs: Any) -> torch.Tensor:
     """The op on CUDA tensors; see RaggedQkvArguments."""
-    positional, named = qkv_cache.OP.split(as_fused_qkv(RaggedQkvArguments(*args, **kwargs)))
-    return launch_fused_qkv_paged(*positional, **named).flatten(1)
+    return repeatable(*args, **kwargs)[0]
+
+
+def repeatable(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
+    """Also what makes the same call again; None where that takes more than one kernel."""
+    a = RaggedQkvArguments(*args, **kwargs)
+    fused = as_fused_qkv(a)
+    positional, named = qkv_cache.OP.split(fused)
+    q, again = repeatable_fused_qkv_paged(*positional, **named)
+    if again is None or _copied_scales(a, fused):
+        return q.flatten(1), None
+    return q.flatten(1), lambda: again().flatten(1)
+
+
+def _copied_scales(a: RaggedQkvArguments, fused: FusedQkvArguments) -> bool:
+    """Whether the scales are a copy that ends with this call (blocks across projections)."""
+    if a.weight_scale is None or fused.q_scale is None:
+        return False
+    copied, given = (t.untyped_storage().data_ptr() for t in (fused.q_scale, a.weight_scale))
+    return copied != given
 
 
 def plan(a: RaggedQkvArguments, target: str) -> LoweringReport:

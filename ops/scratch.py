@@ -14,8 +14,8 @@ import torch
 
 from tilewright.ops.addressing import ADDRESS_TENSORS
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.lowerings import weight_rows
 from tilewright.ops.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv_weights import weight_rows
 
 #: Arguments with a row per token.
 _PER_TOKEN = ("x", "x_scale")
@@ -65,11 +65,11 @@ class _Maker:
         """Random numbers of this shape with the tensor's strides and dtype."""
         if 0 in tensor.stride():  # expanded: one number is seen at many places
             size = [1 if step == 0 else n for n, step in zip(shape, tensor.stride(), strict=True)]
-            return self._numbers(name, tensor.dtype, tuple(size)).expand(shape)
+            return self.numbers(name, tensor.dtype, tuple(size)).expand(shape)
         out = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-        return out.copy_(self._numbers(name, tensor.dtype, shape))
+        return out.copy_(self.numbers(name, tensor.dtype, shape))
 
-    def _numbers(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    def numbers(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         given: dict[str, Any] = {"device": self.device, "generator": self.generator}
         if name in _ZEROS:
             return torch.randint(0, 16, shape, **given).to(dtype)
@@ -115,16 +115,22 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
 def _weights(a: FusedQkvArguments, maker: _Maker) -> dict[str, Any]:
     """The weights: rows of one tensor where the given ones are."""
     given = {name: getattr(a, name) for name in _WEIGHTS if getattr(a, name) is not None}
-    rows = weight_rows(*given.values()) if len(given) == 3 else None
-    if rows is None:
+    if weight_rows(*given.values()) is None:
         return {n: maker.like(n, w, tuple(w.shape)) for n, w in given.items()}
-    step = a.q_weight.stride(-2)
-    whole = torch.empty(rows.total * step, dtype=a.q_weight.dtype, device=maker.device)
+    lowest = min(weight.storage_offset() for weight in given.values())
+    ends = [weight.storage_offset() - lowest + _extent(weight) for weight in given.values()]
+    whole = torch.empty(max(ends), dtype=a.q_weight.dtype, device=maker.device)
     made = {}
-    for (name, weight), first in zip(given.items(), rows.firsts, strict=True):
-        view = whole.as_strided(weight.shape, weight.stride(), first * step)
-        made[name] = view.copy_(maker._numbers(name, weight.dtype, tuple(weight.shape)))
+    for name, weight in given.items():
+        first = weight.storage_offset() - lowest
+        view = whole.as_strided(weight.shape, weight.stride(), first)
+        made[name] = view.copy_(maker.numbers(name, weight.dtype, tuple(weight.shape)))
     return made
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, both counted."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _caches(a: FusedQkvArguments, tokens: int, maker: _Maker) -> dict[str, Any]:

@@ -216,6 +216,18 @@ class Dataflow:
                 found.setdefault(view, node)
         return found
 
+    def nodes_of(self, value: Value) -> Sequence[fx.Node]:
+        """The nodes that select something of a value, in program order."""
+        return self._nodes_of.get(value, ())
+
+    @cached_property
+    def _nodes_of(self) -> Mapping[Value, Sequence[fx.Node]]:
+        found: dict[Value, list[fx.Node]] = {}
+        for node, view in self.views.items():
+            if isinstance(view, View):
+                found.setdefault(view.value, []).append(node)
+        return found
+
     def on_storage(self, storage: int) -> Sequence[Memory]:
         """All memories that share a storage."""
         return self._by_storage.get(storage, ())

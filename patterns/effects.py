@@ -234,15 +234,72 @@ def compose(outer: Effect, inner: Effect) -> Effect:
                 start[base_axis] = start[base_axis] + offset
     dims = []
     shifted: set[int] = set()
+    digits = {axis: _digits(outer, axis, axes[axis], start) for axis in used - {None}}
     for dim in outer.dims:
         atoms: list[Atom] = []
         for atom in dim:
             if atom.axis is None:
                 atoms.append(atom)
-                continue
-            atoms.extend(_through(atom, outer, axes, start, shifted))
+            elif (known := digits[atom.axis]) is not None:
+                atoms.extend(known[id(atom)])
+            else:
+                atoms.extend(_through(atom, outer, axes, start, shifted))
         dims.append(coalesce(atoms))
     return Effect(tuple(dims), tuple(start))
+
+
+def _digits(
+    outer: Effect, axis: int | None, dim: Dim, start: list[Size]
+) -> dict[int, list[Atom]] | None:
+    """What every atom of the outer effect on a merged dimension takes of that dimension's atoms, by
+    the atom's id; adds to `start`. None where sizes are symbols, or an index would carry over."""
+    assert axis is not None
+    taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
+    left = outer.start[axis]
+    numbers = [left, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
+    if len(dim) < 2 or not all(isinstance(n, int) for n in numbers):
+        return None
+    weights = [product(a.length for a in dim[i + 1 :]) for i in range(len(dim))]
+    first = []
+    for weight in weights:
+        digit, left = divmod(left, weight)
+        first.append(digit)
+    reach = list(first)
+    found: dict[int, list[Atom]] = {}
+    for atom in taken:
+        pieces = _digits_of(atom, dim, weights, reach)
+        if pieces is None:
+            return None
+        found[id(atom)] = pieces
+    if any(last >= piece.length for last, piece in zip(reach, dim, strict=True)):
+        return None
+    for digit, piece in zip(first, dim, strict=True):
+        if piece.axis is not None:
+            start[piece.axis] = start[piece.axis] + digit * piece.step
+    return found
+
+
+def _digits_of(atom: Atom, dim: Dim, weights: Sequence[int], reach: list[int]) -> list[Atom] | None:
+    """One atom along a merged dimension, outermost piece first; adds to how far each is walked."""
+    step, left = atom.step, atom.length
+    found: list[Atom] = []
+    for at in range(len(dim) - 1, -1, -1):
+        piece, weight = dim[at], weights[at]
+        if left == 1 or step >= weight * piece.length:
+            continue
+        stride, odd = divmod(step, weight)
+        if odd or stride == 0:
+            return None
+        length = left
+        if stride * (left - 1) >= piece.length:
+            length, rest = divmod(piece.length, stride)
+            if rest or left % length:
+                return None
+        inner = 0 if piece.axis is None else piece.step * stride
+        found.append(Atom(piece.axis, inner, length))
+        reach[at] += stride * (length - 1)
+        step, left = step * length, left // length
+    return None if left != 1 else found[::-1]
 
 
 def _through(

@@ -79,12 +79,26 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Some of the views of `replaced` are views of the op's output; the value itself disappears.
+
+    restate: turns an effect on `replaced` into the effect on the output that selects the same
+    elements; raises InexpressibleError for elements that the output does not hold.
+    """
+
+    replaced: Value
+    restate: Callable[[Effect], Effect]
+    output: int = 0
+
+
+@dataclass(frozen=True)
 class Match:
     """A subgraph and the fused op that takes its place.
 
     op: name of the op in `torch.ops.tilewright`, or `namespace::name`.
     arguments: by the schema's names: views (the rewriter builds them), numbers, strings, None.
-    results: values of the graph that the op's output replaces. absorbed: values that disappear.
+    results: values of the graph, or parts of one, that the op's output replaces.
+    absorbed: values that disappear.
     stores: the in-place writes that the op performs in their stead; the op goes where the last of
         them stood. Without any, it goes where the last replaced value stood.
     facts: what reports and snapshots print of the site: heads, rotation, kind of write, ...
@@ -94,7 +108,7 @@ class Match:
     op: str
     anchor: Value
     arguments: Mapping[str, Any]
-    results: tuple[Result, ...]
+    results: tuple[Result | Parts, ...]
     absorbed: tuple[Value, ...]
     stores: tuple[Value, ...]
     facts: Mapping[str, Any]
@@ -304,8 +318,8 @@ CODES: dict[str, str] = {
     "K_PATH": "the keys do not come from a projection through known operations",
     "V_PATH": "the values do not come from a projection through layout alone",
     "Q_PATH": "no query projection of the same activation was found",
-    "NORM_WIDTH": "the norm runs over the full width, not per head",
-    "NORM_AFTER_ROPE": "the norm comes after the rotation",
+    "NORM_WIDTH": "the norm runs over neither one head nor all heads of its projection",
+    "NORM_AFTER_ROPE": "the heads are normalised again after the rotation",
     "ROPE_STYLE": "the rotation is neither half-split nor interleaved over the first dimensions",
     "ROPE_TABLE": "cos and sin do not vary by token alone",
     "ACTIVATION": "the projections do not read the same activation",

@@ -18,19 +18,13 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.cache_write import Addressing, Computed, WritePair, address, pairs
-from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.dataflow import Dataflow, common_scope
 from tilewright.patterns.effects import Effect
-from tilewright.patterns.language import Match, Reject, Result, Stage, register, reject
-from tilewright.patterns.projection import Heads, match_heads, on_heads, rope_table
+from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.projection import Heads, match_heads, rope_table
+from tilewright.patterns.query import find_query
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-# What lies between a projection and its consumer; a walk from the projection stays inside these.
-_INSIDE = {
-    "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "aten.pow", "aten.square",
-    "aten.mean", "aten.rsqrt", "aten.rms_norm", "cast",
-}  # fmt: skip
-_REACH = 64
 
 
 @dataclass(frozen=True)
@@ -64,20 +58,30 @@ class QkvCache:
                 k.linear,
                 v.linear,
             )
+        repeats = []
         for heads, place, who, stage in (
             (k, k_place, "K", Stage.K_PATH),
             (v, v_place, "V", Stage.V_PATH),
         ):
-            _check_tokens(heads, place, who, stage)
+            repeats.append(_check_tokens(heads, place, who, stage))
             _check_cast(heads, place, who, stage)
-        q = _find_query(flow, k, v)
-        _guard(flow, q, k, v, k_place, v_place, k_write.memory.dtype)
+        stored = [w.joined for w in (k_write, v_write) if w.joined is not None]
+        inside = frozenset((*k.absorbed, *v.absorbed, *stored, *anchor.stores))
+        if repeats[0] != repeats[1]:
+            reject(
+                "UNSUPPORTED",
+                Stage.GUARDS,
+                f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times",
+                k.linear,
+            )
+        q = find_query(flow, k, v, k_write.store, inside)
+        _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
-        arguments = _arguments(q, k, v, k_place, v_place)
+        arguments = _arguments(q.heads, k, v, k_place, v_place)
+        arguments["kv_repeat"] = repeats[0]
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root
-        joined = [w.joined for w in (k_write, v_write) if w.joined is not None]
-        absorbed = tuple(dict.fromkeys((*q.absorbed, *k.absorbed, *v.absorbed, *joined)))
+        absorbed = tuple(dict.fromkeys((*q.heads.absorbed, *k.absorbed, *v.absorbed, *stored)))
         record = anchor.first.store.store
         assert record is not None
         return Match(
@@ -85,10 +89,10 @@ class QkvCache:
             op=self.op,
             anchor=anchor.first.store,
             arguments=arguments,
-            results=(Result(q.end, on_heads(q, q.layout)),),
+            results=(q.result,),
             absorbed=absorbed,
             stores=anchor.stores,
-            facts=_facts(q, k, v, k_place, record.kind),
+            facts=_facts(q.heads, k, v, k_place, record.kind),
             scope=common_scope(k.linear.scope, anchor.first.store.scope),
         )
 
@@ -121,17 +125,20 @@ def _rotated(place: Addressing) -> Heads | None:
     return heads if heads.rope is not None or heads.norm_weight is not None else None
 
 
-def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
-    """The written dimensions must be exactly the linear's tokens in order, heads, head_dim."""
+def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
+    """How many neighbouring cache heads each head of the projection is written to.
+
+    The written dimensions must be exactly the product's tokens in order, heads, head_dim.
+    """
     source = heads.layout
     lead = effects.reshape(
         Effect(source.dims[: place.token_rank], source.start),
         (effects.product(source.shape[: place.token_rank]),),
     )
-    sizes = heads.linear.shape[:-1]
+    product = (*heads.tokens, 1)
     whole = effects.reshape(
-        Effect(effects.identity(heads.linear.shape).dims[:-1], (0,) * len(heads.linear.shape)),
-        (effects.product(sizes),),
+        Effect(effects.identity(product).dims[:-1], (0,) * len(product)),
+        (effects.product(heads.tokens),),
     )
     if lead.dims != whole.dims or any(s != 0 for s in source.start[:-1]):
         reject(
@@ -141,7 +148,8 @@ def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> No
             heads.linear,
         )
     written = place.window[2:4]
-    if written != (heads.num_heads, heads.head_dim):
+    repeat = effects.divides(heads.num_heads, written[0])
+    if written[1] != heads.head_dim or not isinstance(repeat, int):
         reject(
             "CACHE_LAYOUT",
             stage,
@@ -149,6 +157,15 @@ def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> No
             f"{heads.num_heads} of {heads.head_dim}",
             heads.linear,
         )
+    inner = (*source.dims[place.token_rank :],)
+    if inner != heads.rows.dims(heads.feature, repeat):
+        reject(
+            "LAYOUT",
+            stage,
+            f"{who} is not written head by head, each {repeat} times, with its features in order",
+            heads.linear,
+        )
+    return repeat
 
 
 def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
@@ -168,108 +185,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _find_query(flow: Dataflow, k: Heads, v: Heads) -> Heads:
-    """The projection of the same activation that is neither K nor V, as far as it mirrors K."""
-    found: list[Heads] = []
-    nearest: Reject | None = None
-    for linear in _projections_of(flow, k.x):
-        try:
-            heads = _query_at(flow, linear, k, v)
-        except Reject as rejection:
-            nearest = rejection
-            continue
-        if heads is not None:
-            found.append(heads)
-    if len(found) == 1:
-        return found[0]
-    if not found and nearest is not None:
-        raise nearest
-    what = "no" if not found else f"{len(found)} candidates for the"
-    reject(
-        "Q_PATH",
-        Stage.Q_PATH,
-        f"{what} query projection of {k.x.value} was found beside K and V",
-        k.linear,
-        hint="the query must project the same activation and be rotated with the same cos and sin",
-    )
-
-
-def _projections_of(flow: Dataflow, x: View) -> list[Value]:
-    linears = [u for u in flow.users.get(x.value, ()) if u.op == "aten.linear"]
-    return [u for u in dict.fromkeys(linears) if _flat(u.args[0]) == x]
-
-
-def _flat(activation: Any) -> View | None:
-    if not isinstance(activation, View):
-        return None
-    *tokens, hidden = activation.shape
-    try:
-        flat = effects.reshape(activation.effect, (effects.product(tokens), hidden))
-    except effects.InexpressibleError:
-        return None
-    return View(activation.value, flat)
-
-
-def _query_at(flow: Dataflow, linear: Value, k: Heads, v: Heads) -> Heads | None:
-    """Q's heads on this linear, or None where the linear holds nothing but K and V."""
-    plain = k.rope is None and k.norm_weight is None
-    if plain:
-        return _plain_query(flow, linear, k, v)
-    taken = {k.linear: k.rows, v.linear: v.rows} if k.linear is not v.linear else {}
-    for end in _mirrors(flow, linear, k.end):
-        try:
-            heads = match_heads(end.whole, Stage.Q_PATH)
-        except (Reject, effects.InexpressibleError):
-            continue
-        if heads.linear is not linear or heads.head_dim != k.head_dim:
-            continue
-        if heads.rows == taken.get(linear) or (linear is k.linear and heads.rows == k.rows):
-            continue
-        if _same_rotation(heads, k):
-            return heads
-    return None
-
-
-def _plain_query(flow: Dataflow, linear: Value, k: Heads, v: Heads) -> Heads | None:
-    """Without rotation or norm Q is a whole linear, as wide as a number of heads."""
-    if linear in (k.linear, v.linear):
-        return None
-    width = linear.shape[-1]
-    if not isinstance(width, int) or width % k.head_dim:
-        return None
-    ends = [u for u in flow.users.get(linear, ()) if u.op == "aten.add" and linear.args[2] is None]
-    for end in (*ends, linear):
-        try:
-            return match_heads(end.whole, Stage.Q_PATH, head_dim=k.head_dim)
-        except (Reject, effects.InexpressibleError):
-            continue
-    return None
-
-
-def _mirrors(flow: Dataflow, linear: Value, end: Value) -> list[Value]:
-    """Values downstream of `linear` made by the same operation as K's last one, furthest first."""
-    seen: dict[Value, None] = {}
-    front = [linear]
-    while front and len(seen) < _REACH:
-        for user in flow.users.get(front.pop(0), ()):
-            if user.op in _INSIDE and user not in seen:
-                seen[user] = None
-                front.append(user)
-    same = [v for v in seen if v.op == end.op and v is not end]
-    return sorted(same, key=lambda value: -value.position)
-
-
-def _same_rotation(q: Heads, k: Heads) -> bool:
-    if q.rope is None or k.rope is None:
-        return q.rope is k.rope
-    return (
-        q.rope.style == k.rope.style
-        and q.rope.rotary_dim == k.rope.rotary_dim
-        and rope_table(q, q.rope.cos) == rope_table(k, k.rope.cos)
-        and rope_table(q, q.rope.sin) == rope_table(k, k.rope.sin)
-    )
-
-
 def _guard(
     flow: Dataflow,
     q: Heads,
@@ -279,7 +194,7 @@ def _guard(
     v_place: Addressing,
     cache: torch.dtype,
 ) -> None:
-    dtypes = {p.linear.args[1].value.dtype for p in (q, k, v)} | {cache, k.x.value.dtype}
+    dtypes = {p.weight.value.dtype for p in (q, k, v)} | {cache, k.x.value.dtype}
     dtypes |= {p.linear.dtype for p in (q, k, v)} | {q.end.dtype}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names = ", ".join(sorted(_short(d) for d in dtypes))
@@ -292,6 +207,8 @@ def _guard(
         )
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads or k.head_dim != v.head_dim:
         reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.linear)
+    if len({p.trunk.clip for p in (q, k, v)}) != 1:
+        reject("UNSUPPORTED", Stage.GUARDS, "the projections are clamped differently", k.linear)
     if (q.norm_eps or k.norm_eps) != (k.norm_eps or q.norm_eps):
         reject("UNSUPPORTED", Stage.GUARDS, "q and k norms have different eps", q.linear)
     if not same_slots(k_place, v_place, flow):
@@ -330,29 +247,38 @@ def _arguments(
         "slots": k_place.slots,
         "indexing": "torch",
         "static_tokens": isinstance(q.num_tokens, int),
+        "clip": k.trunk.clip,
     }
 
 
 def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[str, Any]:
     rope = k.rope
-    packed = len({q.linear, k.linear, v.linear}) == 1
     style = "none" if rope is None else rope.style
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
     tokens = q.num_tokens if isinstance(q.num_tokens, int) else "T"
     paged = isinstance(place.slot_mapping, Computed)
-    return {
-        "projection": "packed" if packed else "separate",
+    facts = {
+        "projection": _projection(q, k, v),
         "gqa": q.num_heads // k.num_heads,
         "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
         "rope": style,
-        "bias": "yes" if any(p.bias is not None for p in (q, k, v)) else "no",
+        "bias": "yes" if any(p.trunk.bias is not None for p in (q, k, v)) else "no",
         "norm": "rms" if k.norm_weight is not None else "none",
         "write": kind,
         "slots": "page+offset" if paged else place.slots,
         "cache": "x".join(str(n) for n in place.window[:4]),
         "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
+    if k.trunk.clip:
+        facts["clip"] = k.trunk.clip
+    return facts
+
+
+def _projection(q: Heads, k: Heads, v: Heads) -> str:
+    if q.linear is k.linear is v.linear:
+        return "packed"
+    return "q + packed kv" if k.linear is v.linear else "separate"
 
 
 register(QkvCache())

@@ -1,59 +1,72 @@
 """Recognises rotary position embedding by what it computes, not by how it is spelled.
 
-The head dimension is small and static, so every element of the rotated head is written down as a
-sum of products `sign * x[j] * coefficient[c]`. `rotate_half`, chunked halves, strided pairs with
-stack and flatten, partial rotation: each comes out as the same table, and the table is classified.
+`rope_terms` writes every element of the rotated head down as products of elements of the head with
+coefficients; here that table is read: which elements are paired, and which columns of cos and sin
+they take, with which sign.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Atom, Effect
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import Atom, Effect, Size
+from tilewright.patterns.equality import equal_values
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.norm import is_float_cast, match_rms_norm
+from tilewright.patterns.rope_terms import (
+    Leaf,
+    NotRotation,
+    Term,
+    head_terms,
+    is_arithmetic,
+)
 
-_ARITHMETIC = {"aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "cast"}
-_MAX_TERMS = 4
+
+@dataclass(frozen=True)
+class Table:
+    """cos or sin as the graph has it.
+
+    view: [..., width], dimensions as the rotated head's, width rotary_dim or rotary_dim / 2.
+    part: `real` or `imag` of a complex view. signs: of the first and of the second members of the
+    pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 * sin.
+    """
+
+    view: View
+    part: str = ""
+    signs: tuple[int, int] = (1, 1)
+
+    @property
+    def width(self) -> Size:
+        return self.view.shape[-1]
 
 
 @dataclass(frozen=True)
 class Rope:
-    """style: `half` or `interleaved`. cos, sin: views [..., width] as they enter the product, with
-    width rotary_dim or rotary_dim / 2. x: the unrotated head, dimensions as the rotated one's."""
+    """style: `half`, `interleaved` or `interleaved_to_half`. x: the unrotated head, dimensions as
+    the rotated one's."""
 
     style: str
     rotary_dim: int
-    cos: View
-    sin: View
+    cos: Table
+    sin: Table
     x: View
     absorbed: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
-class _Leaf:
-    """A tensor the rotation multiplies or adds, with its last axis left open.
+class _Pairs:
+    """Of every rotated element: the index of itself and of its partner in x, and which member of
+    its pair it is."""
 
-    value, rest: which one; `rest` is its effect without the open dimension. axis: the base axis the
-    open dimension walks.
-    """
-
-    value: Value
-    rest: Effect
-    axis: int
-
-
-@dataclass(frozen=True)
-class _Term:
-    """factor[i] * prod(leaf[index[i]]) for every element i of the head; factor 0 where absent."""
-
-    factor: np.ndarray
-    leaves: tuple[tuple[_Leaf, np.ndarray], ...]
+    own: np.ndarray
+    partner: np.ndarray
+    second: np.ndarray
 
 
 def match_rope(head: View) -> Rope | None:
@@ -61,313 +74,144 @@ def match_rope(head: View) -> Rope | None:
 
     Raises Reject (ROPE_STYLE, ROPE_TABLE) for a rotation of a kind the ops do not have.
     """
-    if head.value.op not in _ARITHMETIC:
+    if not is_arithmetic(head.value):
         return None
-    absorbed: list[Value] = []
     try:
-        terms = _terms(head, absorbed)
-    except _NotRotation:
+        terms, absorbed = head_terms(head)
+    except NotRotation:
         return None
     if len(terms) == 1 or not any(len(t.leaves) == 2 for t in terms):
         return None
-    return _classify(head, terms, tuple(absorbed))
-
-
-class _NotRotation(Exception):
-    """The arithmetic is not a sum of products of a head with coefficients."""
-
-
-# --- writing the head down ------------------------------------------------------------------------
-
-
-def _terms(view: View, absorbed: list[Value]) -> list[_Term]:
-    """The sum of products that the last dimension of a view of projected data consists of."""
-    value = view.value
-    if value.op not in _ARITHMETIC or not value.projected or _is_boundary(value):
-        return [_leaf_term(view)]
-    width = value.shape[-1]
-    if not isinstance(width, int) or not value.shape:
-        raise _NotRotation
-    parts = _RULES[value.op](value, absorbed)
-    if value not in absorbed:
-        absorbed.append(value)
-    if len(parts) > _MAX_TERMS:
-        raise _NotRotation
-    if view.is_whole:
-        return parts
-    index = _last_index(view)
-    return [_take(term, index) for term in parts]
-
-
-def _is_boundary(value: Value) -> bool:
-    """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections."""
-    if value.op in ("aten.add", "aten.sub"):
-        return len(value.operands) < 2 or not all(v.value.projected for v in value.operands)
-    if value.op == "aten.mul":
-        projected = [v for v in value.operands if v.value.projected]
-        if len(projected) != 1 or len(value.operands) != 2:
-            return True
-        return match_rms_norm(value.whole) is not None
-    if value.op == "cast":
-        return not is_float_cast(value) or value.operands[0].value.op not in _ARITHMETIC
-    return False
-
-
-def _leaf_term(view: View) -> _Term:
-    leaf, index = _leaf(view)
-    return _Term(np.ones(len(index)), ((leaf, index),))
-
-
-def _leaf(view: View) -> tuple[_Leaf, np.ndarray]:
-    """A view with its last dimension opened: the rest, and the base indices that it takes."""
-    *lead, last = view.effect.dims
-    length = effects.product(a.length for a in last)
-    axes = {a.axis for a in last}
-    if not isinstance(length, int) or len(axes) > 1 or None in axes:
-        raise _NotRotation
-    if last == ():
-        raise _NotRotation
-    axis = last[0].axis
-    assert axis is not None
-    index = _walk(last)
-    start = list(view.effect.start)
-    first = start[axis]
-    if not isinstance(first, int):
-        raise _NotRotation
-    start[axis] = 0
-    return _Leaf(view.value, Effect(tuple(lead), tuple(start)), axis), index + first
-
-
-def _walk(dim: tuple[Atom, ...]) -> np.ndarray:
-    """The base indices a mixed-radix dimension takes, in order."""
-    index = np.zeros(1, dtype=np.int64)
-    for atom in dim:
-        steps = np.arange(int(atom.length)) * atom.step
-        index = (index[:, None] + steps[None, :]).reshape(-1)
-    return index
-
-
-def _last_index(view: View) -> np.ndarray:
-    """Which elements of the value's trailing dimension(s) a view's last dimension takes."""
-    value, effect = view.value, view.effect
-    rank = len(value.shape)
-    last = effect.dims[-1]
-    trailing = {a.axis for a in last}
-    depth = rank - min((a for a in trailing if a is not None), default=rank - 1)
-    if None in trailing or depth > 2 or not all(isinstance(n, int) for n in value.shape[-depth:]):
-        raise _NotRotation
-    lead = tuple(effect.dims[:-1])
-    untouched = effects.identity(value.shape).dims[: rank - depth]
-    if tuple(d for d in lead if d) != tuple(d for d in untouched if d):
-        raise _NotRotation
-    strides = {rank - 1: 1, rank - 2: value.shape[-1] if rank > 1 else 1}
-    index = np.array([sum(int(effect.start[a]) * strides[a] for a in range(rank - depth, rank))])
-    for atom in last:
-        assert atom.axis is not None
-        steps = np.arange(int(atom.length)) * atom.step * strides[atom.axis]
-        index = (index[:, None] + steps[None, :]).reshape(-1)
-    return index
-
-
-def _take(term: _Term, index: np.ndarray) -> _Term:
-    return _Term(term.factor[index], tuple((leaf, at[index]) for leaf, at in term.leaves))
-
-
-def _add(value: Value, absorbed: list[Value]) -> list[_Term]:
-    left, right = value.args[0], value.args[1]
-    if value.kwargs.get("alpha", 1) != 1:
-        raise _NotRotation
-    second = _terms(right, absorbed)
-    if value.op == "aten.sub":
-        second = [replace(t, factor=-t.factor) for t in second]
-    return [*_terms(left, absorbed), *second]
-
-
-def _mul(value: Value, absorbed: list[Value]) -> list[_Term]:
-    left, right = value.operands
-    head, coefficient = (left, right) if left.value.projected else (right, left)
-    leaf, index = _leaf(coefficient)
-    terms = []
-    for term in _terms(head, absorbed):
-        if len(term.leaves) != 1 or len(index) != len(term.factor):
-            raise _NotRotation
-        terms.append(_Term(term.factor, (*term.leaves, (leaf, index))))
-    return terms
-
-
-def _neg(value: Value, absorbed: list[Value]) -> list[_Term]:
-    return [replace(t, factor=-t.factor) for t in _terms(value.args[0], absorbed)]
-
-
-def _cast(value: Value, absorbed: list[Value]) -> list[_Term]:
-    return _terms(value.args[0], absorbed)
-
-
-def _cat(value: Value, absorbed: list[Value]) -> list[_Term]:
-    """Concatenation along the last dimension; a stack has one more, of length one per piece."""
-    pieces, dim = value.args
-    if dim != len(value.shape) - 1:
-        raise _NotRotation
-    stacked = all(p.effect.dims[-1] == () for p in pieces)
-    if stacked:
-        pieces = [View(p.value, effects.squeeze(p.effect, [dim])) for p in pieces]
-    parts = [_terms(p, absorbed) for p in pieces]
-    widths = [len(ts[0].factor) for ts in parts]
-    if len(set(widths)) > 1 and stacked:
-        raise _NotRotation
-    total = sum(widths)
-    out: list[_Term] = []
-    for k, terms in enumerate(parts):
-        if stacked:
-            at = np.arange(widths[k]) * len(pieces) + k
-        else:
-            at = np.arange(widths[k]) + sum(widths[:k])
-        out += [_spread(t, at, total) for t in terms]
-    return _merge(out)
-
-
-def _spread(term: _Term, at: np.ndarray, total: int) -> _Term:
-    factor = np.zeros(total)
-    factor[at] = term.factor
-    leaves = []
-    for leaf, index in term.leaves:
-        wide = np.zeros(total, dtype=np.int64)
-        wide[at] = index
-        leaves.append((leaf, wide))
-    return _Term(factor, tuple(leaves))
-
-
-def _merge(terms: list[_Term]) -> list[_Term]:
-    """Joins terms of the same leaves that never overlap: the pieces of one concatenation."""
-    merged: list[_Term] = []
-    for term in terms:
-        key = tuple(leaf for leaf, _ in term.leaves)
-        for k, other in enumerate(merged):
-            same = key == tuple(leaf for leaf, _ in other.leaves)
-            if same and not np.any((other.factor != 0) & (term.factor != 0)):
-                leaves = tuple(
-                    (leaf, np.where(term.factor != 0, b, a))
-                    for (leaf, a), (_, b) in zip(other.leaves, term.leaves, strict=True)
-                )
-                merged[k] = _Term(other.factor + term.factor, leaves)
-                break
-        else:
-            merged.append(term)
-    return merged
-
-
-_RULES = {
-    "aten.add": _add,
-    "aten.sub": _add,
-    "aten.mul": _mul,
-    "aten.neg": _neg,
-    "aten.cat": _cat,
-    "cast": _cast,
-}
+    return _classify(head, terms, absorbed)
 
 
 # --- reading the table ----------------------------------------------------------------------------
 
 
-def _classify(head: View, terms: list[_Term], absorbed: tuple[Value, ...]) -> Rope:
+def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) -> Rope:
     x_leaf = terms[0].leaves[0][0]
     if any(t.leaves[0][0] != x_leaf for t in terms):
         _refuse(head, "its terms read different tensors")
     head_dim = len(terms[0].factor)
-    first = min(int(t.leaves[0][1][t.factor != 0].min()) for t in terms if np.any(t.factor))
-    own, partner, passed = _roles(head, terms, first, head_dim)
+    first = min(int(t.leaves[0][1][t.present].min()) for t in terms if np.any(t.factor))
+    rotary_dim = _rotated(head, terms, first, head_dim)
+    for style, pairs in _styles(rotary_dim).items():
+        own = _column(terms, pairs.own + first, rotary_dim)
+        partner = _column(terms, pairs.partner + first, rotary_dim)
+        if own is not None and partner is not None:
+            # A second member adds its partner, a first one subtracts it.
+            partner = _Column(partner.leaf, partner.index, partner.sign * (2 * pairs.second - 1))
+            cos, sin = (_table(head, c, pairs, style) for c in (own, partner))
+            cos, sin = _same_width(cos, sin, rotary_dim, style)
+            return Rope(style, rotary_dim, cos, sin, _x(head, x_leaf, first, head_dim), absorbed)
+    _refuse(head, "the pairs are neither (i, i + half) nor (2i, 2i + 1)")
+
+
+def _rotated(head: View, terms: Sequence[Term], first: int, head_dim: int) -> int:
+    """How many elements are rotated: the first ones, each a sum of two products."""
+    products, passed = np.zeros(head_dim, dtype=int), np.zeros(head_dim, dtype=bool)
+    for term in terms:
+        if len(term.leaves) == 2:
+            products += term.present
+            continue
+        at = np.flatnonzero(term.present)
+        if np.any(term.factor[at] != 1) or np.any(term.leaves[0][1][at] - first != at):
+            _refuse(head, "unrotated elements change place or sign")
+        passed |= term.present
+    if np.any(products[~passed] != 2) or np.any(products[passed]):
+        _refuse(head, "its elements are not sums of two products")
     rotary_dim = int(np.count_nonzero(~passed))
     if rotary_dim % 2 or not np.array_equal(np.flatnonzero(~passed), np.arange(rotary_dim)):
         _refuse(head, "the rotated elements are not the first ones of the head")
-    if np.any(own.sign[:rotary_dim] != 1):
-        _refuse(head, "an element's own product is negated")
-    style = _style(head, partner, rotary_dim, first)
-    cos, sin = _coefficient(head, own, rotary_dim), _coefficient(head, partner, rotary_dim)
-    for column in (own, partner):
-        _check_columns(head, column, style, rotary_dim)
-    x = _head_view(head, x_leaf, first, head_dim)
-    return Rope(style, rotary_dim, cos, sin, x, absorbed)
+    return rotary_dim
+
+
+def _styles(rotary_dim: int) -> dict[str, _Pairs]:
+    """What each style pairs."""
+    i, half = np.arange(rotary_dim), rotary_dim // 2
+    second = (i >= half).astype(int)
+    other = 2 * (i % half)
+    return {
+        "half": _Pairs(i, (i + half) % rotary_dim, second),
+        "interleaved": _Pairs(i, i ^ 1, i % 2),
+        "interleaved_to_half": _Pairs(other + second, other + 1 - second, second),
+    }
 
 
 @dataclass(frozen=True)
 class _Column:
-    """For each element: sign, index into x, the coefficient leaf and its index."""
+    """For each rotated element: which column of one coefficient it takes, and with which sign."""
 
-    sign: np.ndarray
-    x: np.ndarray
-    leaf: _Leaf
+    leaf: Leaf
     index: np.ndarray
+    sign: np.ndarray
 
 
-def _roles(
-    head: View, terms: list[_Term], first: int, head_dim: int
-) -> tuple[_Column, _Column, np.ndarray]:
-    """Splits the terms: the element's own product, its partner's product, and what passes."""
-    own: list[_Term] = []
-    partner: list[_Term] = []
-    passed = np.zeros(head_dim, dtype=bool)
-    for term in _merge(terms):
-        present = term.factor != 0
-        x = term.leaves[0][1] - first
-        if len(term.leaves) == 1:
-            if np.any(term.factor[present] != 1) or np.any(x[present] != np.flatnonzero(present)):
-                _refuse(head, "unrotated elements change place or sign")
-            passed |= present
-        elif np.array_equal(x[present], np.flatnonzero(present)):
-            own.append(term)
-        else:
-            partner.append(term)
-    both = np.zeros(head_dim, dtype=int)
-    for term in (*own, *partner):
-        both += term.factor != 0
-    if len(own) != 1 or len(partner) != 1 or np.any(both[~passed] != 2) or np.any(both[passed]):
-        _refuse(head, "its elements are not sums of two products")
-    return _column(own[0]), _column(partner[0]), passed
+def _column(terms: Sequence[Term], x: np.ndarray, rotary_dim: int) -> _Column | None:
+    """The coefficient of x[x[i]] in every element i; None where one has none, or several do."""
+    index, sign = np.zeros(rotary_dim, dtype=np.int64), np.zeros(rotary_dim)
+    leaf: Leaf | None = None
+    for term in terms:
+        if len(term.leaves) != 2:
+            continue
+        (_, of), (coefficient, at) = term.leaves
+        here = term.present[:rotary_dim] & (of[:rotary_dim] == x)
+        if not np.any(here):
+            continue
+        if np.any(sign[here]) or leaf not in (None, coefficient):
+            return None
+        leaf = coefficient
+        sign[here] = term.factor[:rotary_dim][here]
+        index[here] = at[:rotary_dim][here]
+    if leaf is None or np.any(np.abs(sign) != 1):
+        return None
+    return _Column(leaf, index, sign)
 
 
-def _column(term: _Term) -> _Column:
-    (_, x), (leaf, index) = term.leaves
-    return _Column(term.factor, x, leaf, index)
-
-
-def _style(head: View, partner: _Column, rotary_dim: int, first: int) -> str:
-    i = np.arange(rotary_dim)
-    half = rotary_dim // 2
-    x, sign = partner.x[:rotary_dim] - first, partner.sign[:rotary_dim]
-    if np.array_equal(x, (i + half) % rotary_dim) and np.array_equal(
-        sign, np.where(i < half, -1, 1)
-    ):
-        return "half"
-    if np.array_equal(x, i ^ 1) and np.array_equal(sign, np.where(i % 2 == 0, -1, 1)):
-        return "interleaved"
-    _refuse(head, "the pairs are neither (i, i + half) nor (2i, 2i + 1)")
-
-
-def _check_columns(head: View, column: _Column, style: str, rotary_dim: int) -> None:
-    i = np.arange(rotary_dim)
-    narrow = i % (rotary_dim // 2) if style == "half" else i // 2
-    index = column.index[:rotary_dim] - column.index[:rotary_dim].min()
-    if not (np.array_equal(index, i) or np.array_equal(index, narrow)):
-        _refuse(head, "cos and sin are not laid out like the pairs")
-
-
-def _coefficient(head: View, column: _Column, rotary_dim: int) -> View:
-    """The coefficient's view with its last dimension cut to the columns in use."""
-    used = column.index[:rotary_dim]
-    low, high = int(used.min()), int(used.max())
+def _table(head: View, column: _Column, pairs: _Pairs, style: str) -> Table:
+    """A coefficient's view with its last dimension cut to the columns in use."""
+    first, second = (column.sign[pairs.second == member] for member in (0, 1))
+    if np.any(first != first[0]) or np.any(second != second[0]):
+        _refuse(head, "its signs alternate")
+    signs = (int(first[0]), int(second[0]))
+    if signs[0] != signs[1] and style == "interleaved":
+        _refuse(head, "the members of a pair take a coefficient with different signs")
+    rotary_dim = len(column.index)
+    each, half = np.arange(rotary_dim), rotary_dim // 2
+    pair = each // 2 if style == "interleaved" else each % half
+    low = int(column.index.min())
+    reach = int(column.index.max()) - low
     leaf = column.leaf
     start = list(leaf.rest.start)
     start[leaf.axis] = low
-    last = (Atom(leaf.axis, 1, high - low + 1),)
-    effect = Effect((*leaf.rest.dims, last), tuple(start))
-    lead = len(head.effect.dims) - 1
-    if len(leaf.rest.dims) > lead:
-        reject("ROPE_TABLE", Stage.K_PATH, "cos has more dimensions than the head", leaf.value)
-    padded = Effect(((),) * (lead - len(leaf.rest.dims)) + effect.dims, effect.start)
-    return View(leaf.value, padded)
+    for place, width in ((each, rotary_dim), (pair, half)):
+        step = reach // (width - 1) if width > 1 else 1
+        if step > 0 and np.array_equal(column.index - low, place * step):
+            last = effects.coalesce([Atom(leaf.axis, step, width)])
+            view = View(leaf.value, Effect((*leaf.rest.dims, last), tuple(start)))
+            return Table(view, leaf.part, signs)
+    _refuse(head, "cos and sin are not laid out like the pairs")
 
 
-def _head_view(head: View, leaf: _Leaf, first: int, head_dim: int) -> View:
+def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Table, Table]:
+    """Both of one width: the op takes a column per pair, or one per element."""
+    both = (cos, sin)
+    if all(t.width == rotary_dim // 2 and t.signs[0] == t.signs[1] for t in both):
+        return both
+    wide = [t if t.width == rotary_dim else _per_element(t, style) for t in both]
+    return wide[0], wide[1]
+
+
+def _per_element(table: Table, style: str) -> Table:
+    """A column per pair, repeated for both of its members."""
+    *lead, last = table.view.effect.dims
+    twice = Atom(None, 0, 2)
+    both = (*last, twice) if style == "interleaved" else (twice, *last)
+    view = View(table.view.value, Effect((*lead, both), table.view.effect.start))
+    return Table(view, table.part, table.signs)
+
+
+def _x(head: View, leaf: Leaf, first: int, head_dim: int) -> View:
     start = list(leaf.rest.start)
     start[leaf.axis] = first
     effect = Effect((*leaf.rest.dims, (Atom(leaf.axis, 1, head_dim),)), tuple(start))
@@ -384,3 +228,87 @@ def _refuse(head: View, why: str) -> NoReturn:
         head,
         hint="half-split and interleaved rotations of the leading dimensions are supported",
     )
+
+
+# --- the op's arguments ---------------------------------------------------------------------------
+
+
+def table_argument(
+    table: Table, layout: Effect, feature: int, tokens: Sequence[Size]
+) -> View | Computed:
+    """cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading axes.
+
+    layout: the rotated head's dimensions on the product's axes [tokens..., N]. feature: the axis of
+    N. Raises Reject (ROPE_TABLE) where the table varies from head to head.
+    """
+    rows = _rows(table.view, layout, feature, tokens)
+    first, second = table.signs
+    if first != second:
+        half = rows.shape[-1] // 2
+        pieces = (
+            View(rows.value, effects.narrow(rows.effect, 1, start, half)) for start in (0, half)
+        )
+        signed = zip(pieces, table.signs, strict=True)
+        return Computed("cat", (tuple(_signed(p, table.part, s) for p, s in signed), -1))
+    item = _signed(rows, table.part, first)
+    return item if _is_dense(rows, item) else Computed("contiguous", (item,))
+
+
+def same_table(a: Any, b: Any) -> bool:
+    """Whether two of these arguments hold the same numbers, though computed twice."""
+    if isinstance(a, View) and isinstance(b, View):
+        return equal_values(a, b)
+    if isinstance(a, Computed) and isinstance(b, Computed):
+        return a.function == b.function and same_table(a.operands, b.operands)
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return all(same_table(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _signed(rows: View, part: str, sign: int) -> View | Computed:
+    item: View | Computed = Computed(part, (rows,)) if part else rows
+    return Computed("neg", (item,)) if sign < 0 else item
+
+
+def _is_dense(rows: View, item: View | Computed) -> bool:
+    """Whether neighbouring columns are neighbours in memory, as the op wants them."""
+    last = rows.effect.dims[-1]
+    if isinstance(item, Computed):
+        return False
+    if len(last) != 1 or not rows.value.shape:
+        return True  # built by a copy
+    held = rows.value.node.meta.get("example_value")
+    inner = held.stride(-1) if isinstance(held, torch.Tensor) and held.dim() else 1
+    return inner == 1 and last == (Atom(len(rows.value.shape) - 1, 1, last[0].length),)
+
+
+def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size]) -> View:
+    """A table's token dimensions merged into one, as the op counts tokens."""
+    by_axis: dict[int, tuple[Atom, ...]] = {}
+    for place, dim in zip(layout.dims[:-1], table.effect.dims[:-1], strict=True):
+        axes = [a.axis for a in place]
+        if feature in axes and dim != ():
+            reject("ROPE_TABLE", Stage.K_PATH, "cos and sin vary from head to head", table)
+        if feature in axes:
+            continue
+        if len(axes) > 1 and dim != ():
+            by_axis.update(_split_tokens(place, dim))
+        elif axes and axes[0] is not None:
+            by_axis[axes[0]] = dim
+        elif dim != ():
+            reject("ROPE_TABLE", Stage.K_PATH, "cos and sin vary along no token axis", table)
+    rows: list[Atom] = []
+    for axis, size in enumerate(tokens):
+        dim = by_axis.get(axis, ())
+        if dim == () and size != 1 and rows:
+            dim = (Atom(None, 0, size),)
+        rows += dim
+    width = table.effect.dims[-1]
+    return View(table.value, Effect((effects.coalesce(rows), width), table.effect.start))
+
+
+def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:
+    """A table whose token dimension is merged like the heads': its atoms per token axis."""
+    flat = Effect((dim,), (0,) * (1 + max(a.axis or 0 for a in dim)))
+    apart = effects.reshape(flat, [a.length for a in place])
+    return {a.axis: d for a, d in zip(place, apart.dims, strict=True) if a.axis is not None}

@@ -288,11 +288,14 @@ def qkv_quantized(
     cache_scale = load_cache_scale(
         kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
     )
-    low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
-        kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
-        BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
-        COS_STRIDE, SIN_STRIDE,
-    )  # fmt: skip
+    # For many tokens the tables would take the registers that the loop needs.
+    ROPE_FIRST: tl.constexpr = BLOCK_T < 64
+    if ROPE_FIRST:
+        low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
+            kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+            BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
+            COS_STRIDE, SIN_STRIDE,
+        )  # fmt: skip
     pointer, row_offsets, target_mask, head_stride, dim_stride = store_target(
         kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr,
         slots_ptr, sequences_ptr, positions_ptr,
@@ -414,6 +417,12 @@ def qkv_quantized(
             accumulator, workspace_ptr, counters_ptr, tile, part, ROWS, BLOCK_T, SPLIT_K
         )
     if is_finisher:
+        if not ROPE_FIRST:
+            low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
+                kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+                BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
+                COS_STRIDE, SIN_STRIDE,
+            )  # fmt: skip
         if IN_ORDER:
             halves = tl.reshape(accumulator, (BLOCK_P, 2, BLOCK_T))
             low, high = tl.split(tl.permute(halves, (0, 2, 1)))

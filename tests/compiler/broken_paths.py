@@ -160,17 +160,6 @@ def rotated_v(m, x, k_cache, v_cache, slots):
     return rotate(q, *table) * 2
 
 
-def einsum(m, x, k_cache, v_cache, slots):
-    """Heads straight from an einsum: a projection, though not one that is read as a linear."""
-    q, k, v = (
-        torch.einsum("tk,hdk->thd", x, p.weight.view(-1, D, K))
-        for p in (m.q_proj, m.k_proj, m.v_proj)
-    )
-    store(k_cache, slots, k)
-    store(v_cache, slots, v)
-    return q * 2
-
-
 @torch.library.custom_op("tilewright_tests::quantised_linear", mutates_args=())
 def quantised_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
@@ -255,19 +244,25 @@ def query_of_two(m, x, k_cache, v_cache, slots):
     return out, m.q_proj(x).sin()
 
 
-def norm_over_all_heads(m, x, k_cache, v_cache, slots):
-    q, v = m.q_proj(x).view(T, HQ, D), m.v_proj(x).view(T, HKV, D)
-    store(k_cache, slots, rms_norm(m.k_proj(x), m.full_norm).view(T, HKV, D))
+def norm_over_half_heads(m, x, k_cache, v_cache, slots):
+    q, k, v = m.qkv(x)
+
+    def halves(y):
+        return rms_norm(y.view(T, -1, D // 2), m.norm[: D // 2]).view(y.shape)
+
+    store(k_cache, slots, halves(k))
     store(v_cache, slots, v)
-    return rms_norm(q, m.norm) * 2
+    return halves(q) * 2
 
 
-def norm_after_rope(m, x, k_cache, v_cache, slots):
+def norm_twice(m, x, k_cache, v_cache, slots):
+    """Before the rotation and after it."""
     q, k, v = m.qkv(x)
     table = cos_sin()
-    store(k_cache, slots, rms_norm(rotate(k, *table), m.norm))
+    q, k = (rms_norm(rotate(rms_norm(y, m.norm), *table), m.norm) for y in (q, k))
+    store(k_cache, slots, k)
     store(v_cache, slots, v)
-    return rms_norm(rotate(q, *table), m.norm) * 2
+    return q * 2
 
 
 def rotated_backwards(m, x, k_cache, v_cache, slots):
@@ -306,10 +301,11 @@ def values_of_something_else(m, x, k_cache, v_cache, slots):
 
 
 def no_weight(m, x, k_cache, v_cache, slots):
+    """K alone is normalised, without a weight."""
     q, k, v = m.qkv(x)
     store(k_cache, slots, F.rms_norm(k, (D,)))
     store(v_cache, slots, v)
-    return F.rms_norm(q, (D,)) * 2
+    return q * 2
 
 
 def two_eps(m, x, k_cache, v_cache, slots):

@@ -119,7 +119,6 @@ HAZARDS = {
         broken_args=caches_of(torch.bfloat16),
     ),
     "gelu_k": Hazard("K_PATH", KP, "aten.gelu", paths.gelu_k),
-    "einsum": Hazard("K_PATH", KP, "aten.einsum", paths.einsum),
     "projected_by_a_custom_op": Hazard(
         "K_PATH", KP, "tilewright_tests::quantised_linear", paths.projected_by_a_custom_op
     ),
@@ -139,12 +138,10 @@ HAZARDS = {
         "Q_PATH", QP, "no query", paths.query_rotated_otherwise, rotated
     ),
     "query_of_two": Hazard("Q_PATH", QP, "2 candidates", paths.query_of_two),
-    "norm_over_all_heads": Hazard(
-        "NORM_WIDTH", KP, "32 elements, head_dim is 16", paths.norm_over_all_heads, paths.one_eps
+    "norm_over_half_heads": Hazard(
+        "NORM_WIDTH", KP, "runs over 8 features", paths.norm_over_half_heads, paths.one_eps
     ),
-    "norm_after_rope": Hazard(
-        "NORM_AFTER_ROPE", KP, "rotated, then norm", paths.norm_after_rope, normed
-    ),
+    "norm_twice": Hazard("NORM_AFTER_ROPE", KP, "normalised twice", paths.norm_twice, normed),
     "rotated_last_half": Hazard("ROPE_STYLE", KP, "first ones", paths.rotated_last_half, rotated),
     "rotated_by_head": Hazard(
         "ROPE_TABLE", KP, "from head to head", paths.rotated_by_head, rotated
@@ -267,8 +264,8 @@ HAZARDS = {
         plain,
         broken_args=column_major_activation,
     ),
-    "no_weight": Hazard("UNSUPPORTED", KP, "without a weight", paths.no_weight, paths.one_eps),
-    "two_eps": Hazard("UNSUPPORTED", G, "different eps", paths.two_eps, paths.one_eps),
+    "no_weight": Hazard("UNSUPPORTED", G, "without a weight", paths.no_weight, paths.one_eps),
+    "two_eps": Hazard("UNSUPPORTED", G, "normalised differently", paths.two_eps, paths.one_eps),
 }
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-PROJECTIONS = ("three_linears", "packed_split", "packed_chunk", "packed_slice", "per_head")
 ROPES = ("none", "half", "half_chunk", "interleaved", "partial")
 NORMS = ("none", "rms_module", "rms_spelled")
 TABLES = ("computed", "gathered")
@@ -20,8 +19,10 @@ TABLES = ("computed", "gathered")
 class Axes:
     """What a matcher has to tolerate, and the dims. Sizes are tiny but structurally true.
 
-    `packed_chunk` and `per_head` need num_kv_heads == num_heads. rotary_dim counts for
-    rope="partial" only.
+    projection: one of `projections.FORMS`. projected_kv_heads: how many kv heads are projected,
+    where the cache has more. clip: what the clamping forms clamp to. rotary_dim counts for
+    rope="partial" only. query_scale: multiplies the rotated query. parallel_mlp: it reads what
+    attention reads.
     """
 
     projection: str = "three_linears"
@@ -29,6 +30,10 @@ class Axes:
     norm: str = "none"
     rope: str = "half"
     table: str = "computed"
+    projected_kv_heads: int = 0
+    clip: float = 0.5
+    query_scale: float = 1.0
+    parallel_mlp: bool = False
     num_layers: int = 1
     hidden: int = 64
     num_heads: int = 4
@@ -43,40 +48,6 @@ class Axes:
     @property
     def rotated(self) -> int:
         return self.rotary_dim if self.rope == "partial" else self.head_dim
-
-
-class Projection(nn.Module):
-    """x [..., K] -> q [..., Hq, D], k and v [..., Hkv, D]."""
-
-    def __init__(self, axes: Axes) -> None:
-        super().__init__()
-        self.form = axes.projection
-        self.heads = (axes.num_heads, axes.num_kv_heads, axes.num_kv_heads)
-        self.head_dim = axes.head_dim
-        self.widths = [heads * axes.head_dim for heads in self.heads]
-        if self.form == "three_linears":
-            self.q_proj = nn.Linear(axes.hidden, self.widths[0], bias=axes.bias)
-            self.k_proj = nn.Linear(axes.hidden, self.widths[1], bias=axes.bias)
-            self.v_proj = nn.Linear(axes.hidden, self.widths[2], bias=axes.bias)
-        else:
-            self.qkv_proj = nn.Linear(axes.hidden, sum(self.widths), bias=axes.bias)
-
-    def forward(self, x):
-        if self.form == "three_linears":
-            parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        elif self.form == "packed_split":
-            parts = self.qkv_proj(x).split(self.widths, dim=-1)
-        elif self.form == "packed_chunk":
-            parts = self.qkv_proj(x).chunk(3, dim=-1)
-        elif self.form == "packed_slice":
-            packed = self.qkv_proj(x)
-            q_width, k_width, _ = self.widths
-            middle = q_width + k_width
-            parts = (packed[..., :q_width], packed[..., q_width:middle], packed[..., middle:])
-        else:
-            by_head = self.qkv_proj(x).view(*x.shape[:-1], self.heads[0], 3 * self.head_dim)
-            return by_head.chunk(3, dim=-1)
-        return [part.view(*x.shape[:-1], -1, self.head_dim) for part in parts]
 
 
 class SpelledRMSNorm(nn.Module):
@@ -166,6 +137,7 @@ class Decoder(nn.Module):
 
     def __init__(self, axes: Axes, attention) -> None:
         super().__init__()
+        self.parallel_mlp = axes.parallel_mlp
         self.layers = nn.ModuleList(
             nn.ModuleDict(
                 {
@@ -180,6 +152,7 @@ class Decoder(nn.Module):
 
     def forward(self, x, *rest):
         for layer in self.layers:
-            x = x + layer["self_attn"](layer["input_norm"](x), *rest)
-            x = x + layer["mlp"](layer["post_norm"](x))
+            normed = layer["input_norm"](x)
+            x = x + layer["self_attn"](normed, *rest)
+            x = x + layer["mlp"](normed if self.parallel_mlp else layer["post_norm"](x))
         return x

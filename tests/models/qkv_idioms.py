@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.models.attention import Axes, Decoder, Projection, Rope, head_norm
+from tests.models.attention import Axes, Decoder, Rope, head_norm
 from tests.models.cache_writes import BATCHED, PAGED, Step, old_tokens
+from tests.models.projections import FORMS
 
 
 class PagedAttention(nn.Module):
@@ -24,7 +25,7 @@ class PagedAttention(nn.Module):
     def __init__(self, axes: Axes, form, layer: int) -> None:
         super().__init__()
         self.axes, self.write, self.gather, self.layer = axes, form.write, form.gather, layer
-        self.projection = Projection(axes)
+        self.projection = FORMS[axes.projection](axes)
         self.q_norm, self.k_norm = head_norm(axes), head_norm(axes)
         self.rope = Rope(axes)
         self.o_proj = nn.Linear(axes.num_heads * axes.head_dim, axes.hidden, bias=False)
@@ -33,6 +34,7 @@ class PagedAttention(nn.Module):
         step = Step(positions, seq, block_table, slots, self.axes.page_size)
         q, k, v = self.projection(x)
         q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
+        q = scaled(q, self.axes)
         changed = self.write(caches, self.layer, k, v, step)
         caches = caches if changed is None else changed
         keys, values = self.gather(caches, self.layer, step)
@@ -53,7 +55,7 @@ class BatchedAttention(nn.Module):
     def __init__(self, axes: Axes, write, layer: int) -> None:
         super().__init__()
         self.axes, self.write, self.layer = axes, write, layer
-        self.projection = Projection(axes)
+        self.projection = FORMS[axes.projection](axes)
         self.q_norm, self.k_norm = head_norm(axes), head_norm(axes)
         self.rope = Rope(axes, heads_first=True)
         self.o_proj = nn.Linear(axes.num_heads * axes.head_dim, axes.hidden, bias=False)
@@ -63,12 +65,17 @@ class BatchedAttention(nn.Module):
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(k).transpose(1, 2)
         q, k = self.rope(q, k, positions.unsqueeze(0))
+        q = scaled(q, self.axes)
         place = positions if start is None else start
         caches = caches[2 * self.layer : 2 * self.layer + 2]
         keys, values = self.write(*caches, k, v.transpose(1, 2), place)
         seen = torch.arange(keys.shape[2], device=x.device) <= positions[:, None]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def scaled(q, axes):
+    return q if axes.query_scale == 1.0 else q * axes.query_scale
 
 
 def finish(module, axes):
@@ -125,6 +132,9 @@ def activations(count, axes):
 
 
 EQUAL_HEADS = {"num_kv_heads": 4}
+ONE_HEAD = {"num_kv_heads": 1}
+REPEATED = {"num_kv_heads": 4, "projected_kv_heads": 2}
+NO_ROPE = {"rope": "none"}
 VARIANTS = {
     "packed_split": {"projection": "packed_split"},
     "packed_slice": {"projection": "packed_slice"},
@@ -139,6 +149,44 @@ VARIANTS = {
     "rope_partial": {"rope": "partial"},
     "table_gathered": {"table": "gathered"},
     "two_layers": {"num_layers": 2},
+}
+
+#: Forms of the projection: with rotation, and where the query is told apart without one.
+PROJECTIONS = {
+    "clamped": {},
+    "scaled_query": NO_ROPE,
+    "packed_clamped": {"bias": True},
+    "packed_unbind": EQUAL_HEADS,
+    "packed_head_split": {},
+    "list_index": ONE_HEAD,
+    "grouped": {"bias": True},
+    "grouped_broadcast": REPEATED,
+    "repeated_heads": REPEATED,
+    "conv1d": {},
+    "unsqueezed": ONE_HEAD,
+    "q_and_kv": {},
+    "einsum": {},
+    "einsum_hidden_first": {},
+    "einsum_packed": {},
+    "from_the_right": {},
+    "matmul_by_head": {},
+    "bmm_of_one": {},
+    "joined_weights": {},
+    "bias_apart": {},
+    "bias_by_head": {},
+    "bias_of_parts": {},
+}
+WITH_ROPE_ONLY = {"clamped", "scaled_query", "einsum_hidden_first", "from_the_right", "bmm_of_one"}
+TOLD_APART = [form for form in PROJECTIONS if form not in WITH_ROPE_ONLY]
+VARIANTS |= {f"p_{form}": {"projection": form, **more} for form, more in PROJECTIONS.items()}
+VARIANTS |= {f"{v}_no_rope": VARIANTS[v] | NO_ROPE for v in (f"p_{form}" for form in TOLD_APART)}
+VARIANTS |= {
+    "per_head_no_rope": VARIANTS["per_head"] | NO_ROPE,
+    "packed_no_rope": {"projection": "packed_split", **NO_ROPE, "num_layers": 2},
+    "scaled_after_rope": {"query_scale": 0.25},
+    "parallel_mlp": {"parallel_mlp": True, "num_layers": 2},
+    "parallel_mlp_no_rope": {"parallel_mlp": True, "num_layers": 2, **NO_ROPE},
+    "packed_parallel_mlp_no_rope": {"projection": "packed_split", "parallel_mlp": True, **NO_ROPE},
 }
 
 #: name -> (write form, Axes changes). Every write form, then the other axes on two of them.

@@ -61,7 +61,7 @@ def activations(a):
     tokens, columns = torch.meshgrid(*map(torch.arange, x.shape), indexing="ij")
     rows, blocks = a.x_scale.shape
     scale = a.x_scale.double()
-    return x * scale[tokens if rows > 1 else 0, columns // 128 if blocks > 1 else 0]
+    return x * scale[tokens if rows != 1 else 0, columns // 128 if blocks > 1 else 0]
 
 
 def projected(a, x, letter):

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tilewright.codegen.targets import TARGETS
-from tilewright.ops import launches, lowerings
+from tilewright.ops import launches, lowerings, ragged_lowering
 from tilewright.ops.contract import get_op
 
 LAUNCHERS = {
     "fused_qkv_paged": launches.launch_fused_qkv_paged,
     "paged_kv_store": launches.launch_paged_kv_store,
+    "fused_qkv_matmul_kv_cache_paged_ragged": ragged_lowering.launch,
 }
 
 

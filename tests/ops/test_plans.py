@@ -39,7 +39,10 @@ def test_a_cache_of_one_slot_has_a_kernel():
     assert "tl.store(" in emit(spec)
 
 
-@pytest.mark.parametrize("name", ["fused_qkv_paged", "paged_kv_store"])
+NAMES = ["fused_qkv_paged", "paged_kv_store", "fused_qkv_matmul_kv_cache_paged_ragged"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_case_has_a_plan_with_a_reason(name):
     op = get_op(name)
     assert op in all_ops()

@@ -206,6 +206,21 @@ def test_a_library_and_what_is_not_measured_yet_are_not_repeated(log, monkeypatc
     assert len(log) == 4
 
 
+def test_what_reads_a_tensor_the_call_made_is_not_repeated(log, monkeypatch):
+    prepare = lowerings.prepare
+
+    def with_a_copy(a):
+        call = prepare(a)
+        call.values["x_ptr"] = a.x.clone()  # as if it were cast first
+        return call
+
+    monkeypatch.setattr(lowerings, "prepare", with_a_copy)
+    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
+    for _ in range(2):
+        run(a)
+    assert run.checks == 2
+
+
 def test_a_repeat_that_fails_goes_the_whole_way(log, monkeypatch):
     run, a = Checked("fused_qkv_paged"), fused(PLAIN)
     run(a)

@@ -10,7 +10,7 @@ import torch
 from tilewright.ops import qkv_cache
 from tilewright.ops.addressing import resolve_places
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.lowerings import weight_rows
+from tilewright.ops.qkv_weights import weight_rows
 from tilewright.ops.scratch import argument_bytes, scratch_arguments
 
 CPU = torch.device("cpu")

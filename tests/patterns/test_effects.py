@@ -136,3 +136,17 @@ def test_a_slice_across_a_merged_dimension_is_refused():
     merged = effects.reshape(effects.permute(effects.identity((4, 6)), (1, 0)), (24,))
     with pytest.raises(InexpressibleError, match="merged"):
         effects.narrow(merged, 0, 3, 7)
+
+
+def test_every_second_of_a_merged_dimension():
+    """How a nibble is picked: of [4, 6, 2] read as [4, 12], the odd ones."""
+    merged = effects.reshape(effects.identity((4, 6, 2)), (4, 12))
+    odd = effects.select(effects.reshape(effects.identity((4, 12)), (4, 6, 2)), 2, 1)
+    assert effects.compose(odd, merged) == effects.select(effects.identity((4, 6, 2)), 2, 1)
+
+
+def test_an_index_that_carries_over_is_refused():
+    merged = effects.reshape(effects.permute(effects.identity((3, 4)), (1, 0)), (12,))
+    shifted = effects.narrow(effects.identity((12,)), 0, 1, 5, step=2)
+    with pytest.raises(InexpressibleError):
+        effects.compose(shifted, merged)

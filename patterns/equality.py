@@ -1,0 +1,56 @@
+"""When two values of a graph are the same numbers, though computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewright.patterns.dataflow import View
+
+# Memory: two of these hold the same numbers only where they are one value.
+_NEVER_EQUAL = {
+    "input", "constant", "store", "aten.empty", "aten.empty_like", "aten.new_empty"
+}  # fmt: skip
+
+
+def equal_values(a: View, b: View) -> bool:
+    """Whether two views hold the same numbers: the same operation on the same operands.
+
+    Dynamo does not merge common subexpressions: K's and V's slots may be computed twice.
+    """
+    if a == b:
+        return True
+    left, right = a.value, b.value
+    if a.effect != b.effect or left.op != right.op or left.op.startswith("opaque"):
+        return False
+    if left.op in _NEVER_EQUAL or len(left.args) != len(right.args):
+        return False
+    if left.dtype != right.dtype or not _repeatable(left.op):
+        return False
+    return left.kwargs.keys() == right.kwargs.keys() and _equal_args(
+        (*left.args, *left.kwargs.values()), (*right.args, *right.kwargs.values())
+    )
+
+
+def _repeatable(op: str) -> bool:
+    """Whether the same operands give the same result again: not so for random numbers."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
+    return not any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
+
+
+def _equal_args(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, View) and isinstance(y, View):
+            if not equal_values(x, y):
+                return False
+        elif isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+            if not _equal_args(x, y):
+                return False
+        elif x != y:
+            return False
+    return True

@@ -1,0 +1,285 @@
+"""Products with a weight, however they were spelled, in one normal form: x @ weight^T + bias.
+
+`F.linear`, `addmm`, `x @ W`, `bmm` with a batch of one, a batched `matmul` and `einsum` differ only
+in how dimensions are named: a dimension that x alone has is a token dimension, one that the weight
+alone has is a feature, one that both have and the result lacks is summed over.
+
+Dimension letters: N output features, K hidden size.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Atom, Dim, Effect, Size
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """x @ weight^T + bias.
+
+    value: the graph's tensor. layout: that tensor's dimensions on `shape`'s axes, which are x's
+    token dimensions in order and then N. x [tokens..., K]; weight [N, K]; bias [N].
+    """
+
+    value: Value
+    shape: tuple[Size, ...]
+    layout: Effect
+    x: View
+    weight: View
+    bias: View | None
+
+    @property
+    def feature(self) -> int:
+        """The axis of N."""
+        return len(self.shape) - 1
+
+    @property
+    def flat_x(self) -> View:
+        """The activation as [T, K]."""
+        *tokens, hidden = self.x.shape
+        flat = effects.reshape(self.x.effect, (effects.product(tokens), hidden))
+        return View(self.x.value, flat)
+
+
+def match_gemm(value: Value) -> Gemm | None:
+    """The product that a value is, or None where it is none, or none with a weight."""
+    rule = _RULES.get(value.op)
+    try:
+        return None if rule is None else rule(value)
+    except effects.InexpressibleError:
+        return None
+
+
+def _linear(value: Value) -> Gemm | None:
+    x, weight, bias = value.args[:3]
+    if not isinstance(x, View) or not isinstance(weight, View) or len(weight.shape) != 2:
+        return None
+    if len(value.shape) < 2:
+        return None
+    identity = effects.identity(value.shape)
+    if bias is not None:
+        rows = bias_rows(bias, identity, len(value.shape) - 1)
+        if rows is None or rows[1] != 0:
+            return None
+        bias = rows[0]
+    return Gemm(value, value.shape, identity, x, weight, bias)
+
+
+def _einsum(value: Value) -> Gemm | None:
+    equation, operands = _equation(value)
+    if equation is None or len(operands) != 2:
+        return None
+    named, result = equation
+    return _either(value, operands, named, result)
+
+
+def _matmul(value: Value) -> Gemm | None:
+    """[..., M, K] @ [..., K, N]: leading dimensions broadcast."""
+    if len(value.operands) != 2 or any(len(v.shape) < 2 for v in value.operands):
+        return None
+    batch = string.ascii_lowercase[: max(len(v.shape) for v in value.operands) - 2]
+    named = tuple(
+        batch[len(batch) - len(v.shape) + 2 :] + two
+        for v, two in zip(value.operands, ("MK", "KN"), strict=True)
+    )
+    return _either(value, value.operands, named, batch + "MN")
+
+
+_RULES = {
+    "aten.linear": _linear,
+    "aten.einsum": _einsum,
+    "aten.matmul": _matmul,
+    "aten.bmm": _matmul,
+}
+
+
+# --- names of dimensions --------------------------------------------------------------------------
+
+
+def _equation(value: Value) -> tuple[tuple[tuple[str, ...], str] | None, tuple[View, ...]]:
+    """(the operands' dimension names and the result's, the operands)."""
+    operands = value.operands
+    text = value.args[0]
+    if not isinstance(text, str):
+        return None, operands
+    text = text.replace(" ", "")
+    left, arrow, right = text.partition("->")
+    named = left.split(",")
+    if len(named) != len(operands):
+        return None, operands
+    missing = [
+        len(v.shape) - len(n.replace("...", "")) for v, n in zip(operands, named, strict=True)
+    ]
+    # What `...` stands for is aligned at its end.
+    extra = string.digits[: max(missing)]
+    filled = [
+        n.replace("...", extra[len(extra) - m :]) for n, m in zip(named, missing, strict=True)
+    ]
+    if not arrow:
+        once = sorted({n for n in "".join(named) if n.isalpha() and left.count(n) == 1})
+        right = ("..." if "..." in left else "") + "".join(once)
+    return (tuple(filled), right.replace("...", extra)), operands
+
+
+def _either(
+    value: Value, operands: Sequence[View], named: Sequence[str], result: str
+) -> Gemm | None:
+    """The product with whichever operand is the weight: the one that is a parameter."""
+    (one, other), (ones, others) = operands, named
+    pairs = [(one, ones, other, others), (other, others, one, ones)]
+    pairs.sort(key=lambda pair: not is_weight(pair[2]))
+    for x, x_names, weight, weight_names in pairs:
+        if not weight.value.projected:
+            found = contraction(value, (x, x_names), (weight, weight_names), result)
+            if found is not None:
+                return found
+    return None
+
+
+def is_weight(view: View) -> bool:
+    """Whether a view is of a parameter, or of parameters joined or cast."""
+    if view.value.op in ("aten.cat", "cast"):
+        return any(is_weight(v) for v in view.value.operands)
+    return view.value.op == "constant"
+
+
+def contraction(
+    value: Value, x: tuple[View, str], weight: tuple[View, str], result: str
+) -> Gemm | None:
+    """The product of two operands with named dimensions, or None where it is no plain one."""
+    named = [_named(*x), _named(*weight)]
+    if None in named:
+        return None
+    xs, ws = (dict(n) for n in named if n is not None)
+    for name in xs.keys() & ws.keys():
+        if name not in result:
+            if bool(xs[name]) != bool(ws[name]):
+                return None
+        # A dimension that only repeats in one operand belongs to the other alone.
+        elif _repeats(ws[name]):
+            del ws[name]
+        elif _repeats(xs[name]):
+            del xs[name]
+        else:
+            return None
+    tokens = [n for n in xs if n not in ws]
+    features = [n for n in result if n in ws]
+    summed = [n for n in xs if n in ws]
+    if sorted(tokens + features) != sorted(result) or len(ws) != len(features) + len(summed):
+        return None
+    if not tokens or not summed or any(_repeats(d) and d for d in (*xs.values(), *ws.values())):
+        return None
+    sizes = [effects.product(a.length for a in ws[n]) for n in features]
+    if not all(isinstance(n, int) for n in sizes):
+        return None
+    hidden = effects.coalesce(a for n in summed for a in xs[n])
+    rows = effects.coalesce(a for n in features for a in ws[n])
+    columns = effects.coalesce(a for n in summed for a in ws[n])
+    x_effect = Effect((*(xs[n] for n in tokens), hidden), x[0].effect.start)
+    weight_effect = Effect((rows, columns), weight[0].effect.start)
+    shape = (*x_effect.shape[:-1], effects.product(sizes))
+    return Gemm(
+        value,
+        shape,
+        _layout(result, tokens, features, sizes, shape),
+        View(x[0].value, x_effect),
+        View(weight[0].value, weight_effect),
+        None,
+    )
+
+
+def _named(view: View, names: str) -> list[tuple[str, Dim]] | None:
+    if len(set(names)) != len(names) or len(names) != len(view.effect.dims):
+        return None
+    return list(zip(names, view.effect.dims, strict=True))
+
+
+def _repeats(dim: Dim) -> bool:
+    """Whether every index of a dimension is the same element."""
+    return all(a.axis is None for a in dim)
+
+
+def _layout(
+    result: str,
+    tokens: Sequence[str],
+    features: Sequence[str],
+    sizes: Sequence[int],
+    shape: Sequence[Size],
+) -> Effect:
+    """The result's dimensions on the axes [tokens..., N]."""
+    dims: list[Dim] = []
+    for name in result:
+        if name in tokens:
+            axis = tokens.index(name)
+            atom = Atom(axis, 1, shape[axis])
+        else:
+            at = features.index(name)
+            atom = Atom(len(tokens), effects.product(sizes[at + 1 :]), sizes[at])
+        dims.append(effects.coalesce([atom]))
+    return Effect(tuple(dims), (0,) * len(shape))
+
+
+# --- bias and pieces ------------------------------------------------------------------------------
+
+
+def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | None:
+    """(bias [n], first row) of a tensor added to a product's features, or None where it is no bias.
+
+    product: what the bias is added to, on the axes [tokens..., N]. A bias varies by feature alone;
+    the product may hold a run of the features only.
+    """
+    if not isinstance(bias, View) or bias.value.projected:
+        return None
+    if len(bias.shape) > len(product.dims):
+        return None
+    wide = effects.expand(bias.effect, product.shape)
+    atoms = [a for dim in product.dims for a in dim]
+    split = effects.reshape(wide, [a.length for a in atoms])
+    if any(not _repeats(d) for a, d in zip(atoms, split.dims, strict=True) if a.axis != feature):
+        return None
+    rows = sorted(
+        ((a, d) for a, d in zip(atoms, split.dims, strict=True) if a.axis == feature),
+        key=lambda row: row[0].step,
+    )
+    step: Size = 1
+    for atom, _ in rows:
+        if atom.step != step:
+            return None
+        step = step * atom.length
+    dims = effects.coalesce(a for _, dim in reversed(rows) for a in dim)
+    start = product.start[feature]
+    return (
+        (View(bias.value, Effect((dims,), wide.start)), start) if isinstance(start, int) else None
+    )
+
+
+def piece_of(view: View) -> View:
+    """The same elements of the one piece that holds them, where a view is of joined tensors."""
+    value = view.value
+    if value.op != "aten.cat":
+        return view
+    pieces, axis = value.args
+    low = view.effect.start[axis]
+    atoms = [a for dim in view.effect.dims for a in dim if a.axis == axis]
+    reach = sum(a.step * (a.length - 1) for a in atoms)
+    first: Size = 0
+    for piece in pieces:
+        length = piece.shape[axis]
+        if not all(isinstance(n, int) for n in (low, reach, first, length)):
+            return view
+        if first <= low and low + reach < first + length:
+            start = list(view.effect.start)
+            start[axis] = low - first
+            try:
+                inside = piece.through(Effect(view.effect.dims, tuple(start)))
+            except effects.InexpressibleError:
+                return view
+            return piece_of(inside)
+        first = first + length
+    return view

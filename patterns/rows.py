@@ -1,0 +1,217 @@
+"""Which rows of a packed weight are one projection's heads.
+
+Dimension letters: N rows of the weight, H heads, G heads of a group, D head_dim, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import View
+from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Heads of `head_dim` rows each, the first of which begins at row `first`.
+
+    heads: (count, step) of the heads, outermost first: none for one head; one for heads that are
+    `step` rows apart; two for heads in groups, [groups, G].
+    """
+
+    first: int
+    heads: tuple[tuple[int, int], ...]
+    head_dim: int
+
+    @property
+    def num_heads(self) -> int:
+        return int(effects.product(count for count, _ in self.heads))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[H, D], or [groups, G, D]."""
+        return (*(count for count, _ in self.heads or ((1, 0),)), self.head_dim)
+
+    def dims(self, feature: int, repeat: int = 1) -> tuple[Dim, Dim]:
+        """(heads, head_dim) on the axes [tokens..., N], each head `repeat` times in a row."""
+        outer = [Atom(feature, step, count) for count, step in self.heads]
+        inner = effects.coalesce([Atom(feature, 1, self.head_dim)])
+        return effects.coalesce([*outer, Atom(None, 0, repeat)]), inner
+
+    def indices(self) -> frozenset[int]:
+        """Every row."""
+        at = np.array([self.first])
+        for count, step in (*self.heads, (self.head_dim, 1)):
+            at = (at[:, None] + np.arange(count) * step).reshape(-1)
+        return frozenset(at.tolist())
+
+    def of(self, view: View, base: int = 0) -> View:
+        """These rows of `view` [N - base, ...], whose first row is row `base`: [H, D, ...]."""
+        if len(view.effect.dims[0]) > 1:
+            return self._of_merged(view, base)
+        rank = len(view.shape)
+        dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
+        dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
+        rest = effects.identity(view.shape).dims[1:]
+        start = (self.first - base, *(0,) * (rank - 1))
+        return view.through(Effect((*dims, *rest), start))
+
+    def _of_merged(self, view: View, base: int) -> View:
+        """The same where the rows are two dimensions of the weight: [K, heads, D] of an einsum."""
+        effect = view.effect
+        first, size = self.first - base, view.shape[0]
+        for dim, (count, step) in enumerate((*self.heads, (self.head_dim, 1))):
+            skip = first % step
+            effect = effects.narrow(effect, dim, first - skip, count * step)
+            if first - skip + count * step > size:
+                raise InexpressibleError("the heads' rows are not whole blocks of the weight")
+            if step == 1:
+                break
+            shape = (*effect.shape[:dim], count, step, *effect.shape[dim + 1 :])
+            effect = effects.reshape(effect, shape)
+            first, size = skip, step
+        if not self.heads:
+            effect = effects.unsqueeze(effect, 0)
+        return View(view.value, effect)
+
+    def restate(self, effect: Effect, tokens: Sequence[Size]) -> Effect:
+        """An effect on [tokens..., N] as one on the op's output [T, H, D].
+
+        Raises InexpressibleError where it takes rows that are none of these.
+        """
+        feature = len(tokens)
+        radices = self._radices()
+        start = _places(effect.start[feature] - self.first, radices)
+        reach = list(start)
+        dims = []
+        for dim in effect.dims:
+            atoms: list[Atom] = []
+            for atom in dim:
+                if atom.axis == feature:
+                    atoms += _digits(atom, radices, reach)
+                elif atom.axis is None:
+                    atoms.append(atom)
+                else:
+                    inner = effects.product(tokens[atom.axis + 1 :])
+                    atoms.append(Atom(0, atom.step * inner, atom.length))
+            dims.append(effects.coalesce(atoms))
+        if any(last >= radix.size for last, radix in zip(reach, radices, strict=True)):
+            raise InexpressibleError("features of another projection")
+        first: list[Size] = [0, 0, 0]
+        for axis, at in enumerate(effect.start[:feature]):
+            first[0] = first[0] + at * effects.product(tokens[axis + 1 :])
+        for at, radix in zip(start, radices, strict=True):
+            first[radix.axis] = first[radix.axis] + at * radix.out
+        return Effect(tuple(dims), tuple(first))
+
+    def _radices(self) -> list[_Radix]:
+        """D, then the heads, innermost first."""
+        found, out = [_Radix(self.head_dim, 1, 2, 1)], 1
+        for count, step in reversed(self.heads):
+            found.append(_Radix(count, step, 1, out))
+            out *= count
+        return found
+
+
+@dataclass(frozen=True)
+class _Radix:
+    """`size` indices, `step` rows apart, that are `out` apart along the output's `axis`."""
+
+    size: int
+    step: int
+    axis: int
+    out: int
+
+
+def _places(row: Size, radices: Sequence[_Radix]) -> list[int]:
+    """A row counted from the first, as one index per radix."""
+    if not isinstance(row, int) or row < 0:
+        raise InexpressibleError("features of another projection")
+    found = []
+    for radix in reversed(radices):
+        at, row = divmod(row, radix.step)
+        found.append(at)
+    return found[::-1]
+
+
+def _digits(atom: Atom, radices: Sequence[_Radix], reach: list[int]) -> list[Atom]:
+    """One atom along the features as atoms along heads and head_dim, outermost first."""
+    step, left = atom.step, int(atom.length)
+    found: list[Atom] = []
+    for at, radix in enumerate(radices):
+        if left == 1 or step >= radix.step * radix.size:
+            continue
+        stride, odd = divmod(step, radix.step)
+        if odd:
+            break
+        taken = left if stride * left <= radix.size else radix.size // stride
+        follows = at + 1 < len(radices) and radix.step * radix.size == radices[at + 1].step
+        if taken != left and (radix.size % stride or left % taken or not follows):
+            break
+        found.append(Atom(radix.axis, stride * radix.out, taken))
+        reach[at] += stride * (taken - 1)
+        step, left = step * taken, left // taken
+    if left != 1:
+        raise InexpressibleError("the heads' features are regrouped")
+    return found[::-1]
+
+
+def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
+    """The rows that a view of [tokens..., N] takes, or None where they are not heads.
+
+    head_dim: None for the length of the dimension that walks neighbouring features.
+    """
+    first = layout.start[feature]
+    by_dim = [[a for a in d if a.axis == feature] for d in layout.dims]
+    atoms = sorted((a for d in by_dim for a in d), key=lambda a: a.step)
+    if not atoms or atoms[0].step != 1 or not all(isinstance(a.length, int) for a in atoms):
+        return None
+    if not isinstance(first, int):
+        return None
+    if head_dim is None:
+        inner = next(d for d in by_dim if atoms[0] in d)
+        head_dim = int(effects.product(a.length for a in inner))
+    run, outer = 1, []
+    for atom in atoms:
+        length = int(atom.length)
+        if run == head_dim:
+            outer.append((length, atom.step))
+        elif atom.step == run and run * length <= head_dim:
+            run *= length
+        elif atom.step == run and run * length % head_dim == 0:
+            outer.append((run * length // head_dim, head_dim))
+            run = head_dim
+        else:
+            return None
+    return None if run != head_dim else rows(first, outer[::-1], head_dim)
+
+
+def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | None:
+    """Rows in normal form, or None where heads would be grouped more than once."""
+    joined: list[tuple[int, int]] = []
+    for count, step in heads:
+        if joined and joined[-1][1] == step * count:
+            joined[-1] = (joined[-1][0] * count, step)
+        elif count != 1:
+            joined.append((count, step))
+    return Rows(first, tuple(joined), head_dim) if len(joined) <= 2 else None
+
+
+def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
+    """The heads that are left of `size` rows, or None where they are none, or not in order."""
+    left = np.setdiff1d(np.arange(size), np.fromiter(taken, dtype=np.int64))
+    if not len(left):
+        return None
+    cuts = np.flatnonzero(np.diff(left) != 1) + 1
+    runs = np.split(left, cuts)
+    starts = np.array([run[0] for run in runs])
+    apart = np.unique(np.diff(starts))
+    length = len(runs[0])
+    if any(len(run) != length for run in runs) or length % head_dim or len(apart) > 1:
+        return None
+    outer = (len(runs), int(apart[0]) if len(apart) else 0)
+    return rows(int(starts[0]), (outer, (length // head_dim, head_dim)), head_dim)

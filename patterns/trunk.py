@@ -1,0 +1,118 @@
+"""A product with what follows it feature by feature, before heads are told apart: bias, clamp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.gemm import Gemm, bias_rows, match_gemm
+from tilewright.patterns.language import Reject, Stage, reject
+from tilewright.patterns.norm import is_float_cast
+
+_CLAMPS = {"aten.clamp": ("min", "max"), "aten.hardtanh": ("min_val", "max_val")}
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """clamp(x @ weight^T + bias, -clip, clip), bias and clamp optional.
+
+    value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N].
+    bias: [n], of the rows from `bias_first` on. clip: 0 for none.
+    """
+
+    gemm: Gemm
+    value: Value
+    layout: Effect
+    bias: View | None
+    bias_first: int
+    clip: float
+    absorbed: tuple[Value, ...]
+
+    @property
+    def bare(self) -> Trunk:
+        """The product alone."""
+        return _of_gemm(self.gemm)
+
+
+def match_trunk(value: Value, stage: Stage) -> Trunk:
+    """The trunk that ends at `value`; raises Reject at `stage`, naming what stands in the way."""
+    gemm = match_gemm(value)
+    if gemm is not None:
+        return _of_gemm(gemm)
+    if is_float_cast(value):
+        return _through(match_trunk(value.args[0].value, stage), value.args[0], value)
+    if value.op in _CLAMPS:
+        return _clamped(value, stage)
+    if value.op == "aten.add" and value.kwargs.get("alpha", 1) == 1 and len(value.operands) == 2:
+        left, right = value.operands
+        for product, bias in ((left, right), (right, left)):
+            found = _biased(value, product, bias, stage)
+            if found is not None:
+                return found
+    reject(*_explain(value, stage), value, hint=_HINTS.get(value.op, ""))
+
+
+def _of_gemm(gemm: Gemm) -> Trunk:
+    return Trunk(gemm, gemm.value, gemm.layout, gemm.bias, 0, 0.0, (gemm.value,))
+
+
+def _through(inner: Trunk, operand: View, value: Value) -> Trunk:
+    layout = effects.compose(operand.effect, inner.layout)
+    return replace(inner, value=value, layout=layout, absorbed=(value, *inner.absorbed))
+
+
+def _biased(value: Value, product: View, bias: View, stage: Stage) -> Trunk | None:
+    try:
+        inner = match_trunk(product.value, stage)
+        trunk = _through(inner, product, value)
+        found = bias_rows(bias, trunk.layout, trunk.gemm.feature)
+    except (Reject, effects.InexpressibleError):
+        return None
+    if found is None or inner.bias is not None or inner.clip or value.shape != product.shape:
+        return None
+    return replace(trunk, bias=found[0], bias_first=found[1])
+
+
+def _clamped(value: Value, stage: Stage) -> Trunk:
+    inner = _through(match_trunk(value.operands[0].value, stage), value.operands[0], value)
+    low, high = _bounds(value)
+    if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
+        reject("UNSUPPORTED", stage, f"the projection is clamped to {low} .. {high}", value)
+    if low != -high or high <= 0 or inner.clip:
+        reject(
+            "UNSUPPORTED",
+            stage,
+            f"the projection is clamped to {low} .. {high}; one clamp to -c .. c can be fused",
+            value,
+            hint="clamp symmetrically, and once",
+        )
+    return replace(inner, clip=float(high))
+
+
+def _bounds(value: Value) -> tuple[Any, Any]:
+    names = _CLAMPS[value.op]
+    given = [*value.args[1:], *([None] * 2)][:2]
+    return tuple(  # type: ignore[return-value]
+        value.kwargs.get(name) if item is None else item
+        for name, item in zip(names, given, strict=True)
+    )
+
+
+_HINTS = {"aten.layer_norm": "LayerNorm on the heads is not fused, RMSNorm is"}
+
+
+def _explain(value: Value, stage: Stage) -> tuple[str, Stage, str]:
+    code = {Stage.K_PATH: "K_PATH", Stage.V_PATH: "V_PATH"}.get(stage, "Q_PATH")
+    if "_c10d_functional" in value.op or "c10d" in value.op:
+        return "COLLECTIVE", stage, f"{value.op} lies between the projection and the cache"
+    if value.op == "cast":
+        steps = (value.operands[0].value.dtype, value.dtype)
+        names = " to ".join(str(d).removeprefix("torch.") for d in steps)
+        return "CAST", stage, f"cast from {names} between the projection and the cache"
+    masks = value.op == "aten.index"
+    if masks and any(str(v.value.dtype) == "torch.bool" for v in value.operands):
+        return "MASKED_WRITE", stage, "a boolean mask selects the tokens that are written"
+    return code, stage, f"expected a linear, a norm or a rotation, found {value}"

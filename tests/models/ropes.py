@@ -1,0 +1,151 @@
+"""Rotary position embedding in the spellings of models and engines.
+
+Each takes heads x [..., D] and cos, sin that broadcast to it, [..., D / 2] wide, and rotates.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.models.norms import wide
+
+
+def rotate_half(x):
+    first = x[..., : x.shape[-1] // 2]
+    second = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def twice(table):
+    return torch.cat((table, table), dim=-1)
+
+
+def half(x, cos, sin):
+    return x * twice(cos) + rotate_half(x) * twice(sin)
+
+
+def half_chunk(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def half_reordered(x, cos, sin):
+    a, b = torch.split(x, x.shape[-1] // 2, -1)
+    return torch.cat([cos * a - sin * b, sin * a + cos * b], dim=-1)
+
+
+def half_wide(x, cos, sin):
+    """fp32 tables and heads, cast back (OLMo 2)."""
+    y = wide(x)
+    return (y * twice(wide(cos)) + rotate_half(y) * twice(wide(sin))).to(x.dtype)
+
+
+def half_sine_signed(x, cos, sin):
+    """The sine's table carries the sign, the heads are only swapped."""
+    a, b = x.chunk(2, dim=-1)
+    return x * twice(cos) + torch.cat((b, a), dim=-1) * torch.cat((-sin, sin), dim=-1)
+
+
+def half_backwards(x, cos, sin):
+    """By the negative angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+def half_swapped_sign(x, cos, sin):
+    """Halves swapped with a plus, against a table that holds the sign for one of them."""
+    a, b = x.chunk(2, dim=-1)
+    return x * twice(cos) + torch.cat((b, -a), dim=-1) * twice(-sin)
+
+
+def half_quarter_turn(x, cos, sin):
+    """The halves of the result change places: a quarter turn more."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((b * cos + a * sin, a * cos - b * sin), dim=-1)
+
+
+def interleaved(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+def interleaved_repeated(x, cos, sin):
+    """Every column of the table twice (GLM-4, Cohere)."""
+    cos, sin = (t.repeat_interleave(2, dim=-1) for t in (cos, sin))
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos + turned * sin
+
+
+def interleaved_pairs(x, cos, sin):
+    """Pairs as a dimension of their own (gpt-fast)."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+def complex_numbers(x, cos, sin):
+    """Pairs as complex numbers (Llama, DeepSeek-V2)."""
+    pairs = torch.view_as_complex(wide(x).reshape(*x.shape[:-1], -1, 2))
+    turn = torch.complex(wide(cos), wide(sin))
+    return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
+
+
+def complex_table(x, cos, sin):
+    """The table is of real pairs, read as complex numbers."""
+    pairs = torch.view_as_complex(wide(x.reshape(*x.shape[:-1], -1, 2)))
+    turn = torch.view_as_complex(torch.stack((wide(cos), wide(sin)), dim=-1))
+    return torch.view_as_real(turn * pairs).flatten(-2).to(x.dtype)
+
+
+def complex_backwards(x, cos, sin):
+    """By the conjugate: the negative angle."""
+    pairs = torch.view_as_complex(wide(x).reshape(*x.shape[:-1], -1, 2))
+    turn = torch.complex(wide(cos), wide(sin)).conj()
+    return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
+
+
+def to_halves(x, cos, sin):
+    """Pairs are brought into halves first (DeepSeek-V3)."""
+    x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
+    return half(x, cos, sin)
+
+
+def to_halves_strided(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def partial(x, cos, sin):
+    """Half of the head passes."""
+    x, rest = x.chunk(2, dim=-1)
+    width = cos.shape[-1] // 2
+    return torch.cat((half(x, cos[..., :width], sin[..., :width]), rest), dim=-1)
+
+
+def with_empty_rest(x, cos, sin):
+    """Phi-3: what passes has no elements."""
+    width = x.shape[-1]
+    return torch.cat((half(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+
+
+#: form -> style
+SPELLINGS = {
+    half: "half",
+    half_chunk: "half",
+    half_reordered: "half",
+    half_wide: "half",
+    half_sine_signed: "half",
+    half_backwards: "half",
+    half_swapped_sign: "half",
+    half_quarter_turn: "half",
+    interleaved: "interleaved",
+    interleaved_repeated: "interleaved",
+    interleaved_pairs: "interleaved",
+    complex_numbers: "interleaved",
+    complex_table: "interleaved",
+    complex_backwards: "interleaved",
+    to_halves: "interleaved_to_half",
+    to_halves_strided: "interleaved_to_half",
+    partial: "half",
+    with_empty_rest: "half",
+}
