@@ -181,8 +181,28 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
                         )
 
 
+def _scratch_is_private(match: Match, flow: Dataflow) -> None:
+    """Memory that a vanishing write wrote is the graph's own, and all that reads it vanishes."""
+    own = {v.node for v in (*match.scratch, *match.absorbed)}
+    own |= {r.replaced.node for r in match.results}
+    for value in match.scratch:
+        assert value.store is not None
+        for memory in flow.on_storage(value.store.memory.storage):
+            first = flow.positions[value.node]
+            outside = [n for p, n in flow.read.get(memory, ()) if p >= first and n not in own]
+            outside += [w.node for w in flow.written.get(memory, ()) if w.node not in own]
+            if memory.is_input or outside:
+                reject(
+                    "ESCAPES",
+                    Stage.HAZARDS,
+                    f"{value} writes in place what is also used elsewhere",
+                    value,
+                    *outside,
+                )
+
+
 def _nothing_escapes(match: Match, flow: Dataflow) -> None:
-    inside = {*match.absorbed, *match.stores}
+    inside = {*match.absorbed, *match.stores, *match.scratch}
     replaced = {r.replaced: r for r in match.results}
     for value in match.absorbed:
         if value in replaced:
@@ -267,8 +287,9 @@ def _place(match: Match, flow: Dataflow) -> str:
 
 def _no_hidden_write(match: Match, flow: Dataflow) -> None:
     """`y *= z` is a value and a store of one node: absorbing the value must not lose the store."""
+    vanishing = {s.node for s in (*match.stores, *match.scratch)}
     for value in match.absorbed:
-        if value.node in flow.store_nodes and not any(s.node is value.node for s in match.stores):
+        if value.node in flow.store_nodes and value.node not in vanishing:
             reject(
                 "INPUT_MUTATED",
                 Stage.HAZARDS,
@@ -283,6 +304,7 @@ _RULES = (
     _no_alias,
     _apart,
     _inputs_unchanged,
+    _scratch_is_private,
     _nothing_escapes,
     _no_hidden_write,
 )

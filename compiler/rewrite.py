@@ -166,7 +166,7 @@ def _redirect(old: fx.Node, new: fx.Node) -> None:
 def _erase(graph: fx.Graph, flow: Dataflow, match: Match, replaced: Sequence[fx.Node]) -> None:
     """Removes the absorbed writes and whatever only they needed."""
     candidates: list[fx.Node] = []
-    for store in dict.fromkeys(s.node for s in match.stores):
+    for store in dict.fromkeys(s.node for s in (*match.stores, *match.scratch)):
         candidates += store.all_input_nodes
         if store.users:
             target = argument(store, 0, "input")

@@ -276,9 +276,11 @@ def _select(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
 
 def _repeat_interleave(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     times, given = argument(node, 1, "repeats"), argument(node, 2, "dim")
-    if not isinstance(times, int) or given is None:
+    # Without a dimension it flattens, which changes nothing where there is one.
+    flattens = given is None and len(effect.dims) > 1
+    if not isinstance(times, int) or flattens:
         raise InexpressibleError("repeat_interleave by a tensor, or of the flattened input")
-    dim = _dim(given, len(effect.dims))
+    dim = _dim(given or 0, len(effect.dims))
     lengths = list(effect.shape)
     wide = effects.expand(
         effects.unsqueeze(effect, dim + 1), [*lengths[: dim + 1], times, *lengths[dim + 1 :]]

@@ -102,6 +102,8 @@ class Match:
     stores: the in-place writes that the op performs in their stead; the op goes where the last of
         them stood. Without any, it goes where the last replaced value stood.
     facts: what reports and snapshots print of the site: heads, rotation, kind of write, ...
+    scratch: in-place writes into memory that the graph made itself and that nothing but absorbed
+        values reads (`y += bias`, `out[order] = y`): they vanish with the match.
     """
 
     pattern: str
@@ -113,6 +115,7 @@ class Match:
     stores: tuple[Value, ...]
     facts: Mapping[str, Any]
     scope: str = ""
+    scratch: tuple[Value, ...] = ()
 
     @property
     def source(self) -> str:

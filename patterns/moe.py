@@ -34,6 +34,9 @@ from tilewright.patterns.routing import (
     match_rows,
 )
 
+# They take a tensor for its shape alone.
+_SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
+
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
@@ -95,7 +98,7 @@ class Moe:
         _check_groups((*firsts, down), order)
         combine = _combine(flow, down, order, num_slots)
         _guard((*firsts, down), x)
-        return _match(self, anchor, x, order, activation, gate, up, down, combine)
+        return _match(self, flow, anchor, x, order, activation, gate, up, down, combine)
 
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
@@ -255,7 +258,7 @@ def _finish(
 
 
 def _only_user(flow: Dataflow, value: Value) -> Value | None:
-    users = list(dict.fromkeys(flow.users.get(value, ())))
+    users = [u for u in dict.fromkeys(flow.users.get(value, ())) if u.op not in _SHAPED_LIKE]
     # An in-place spelling is a computation and a store of it into the same memory.
     users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
                                       and not u.store.index)]  # fmt: skip
@@ -385,6 +388,7 @@ def _guard(gemms: tuple[ExpertGemm, ...], x: View) -> None:
 
 def _match(
     pattern: Moe,
+    flow: Dataflow,
     anchor: Value,
     x: View,
     order: Order,
@@ -414,14 +418,23 @@ def _match(
     firsts = gate.absorbed if up is None else (*gate.absorbed, *up.absorbed)
     gather = () if order.permutation is None else (gate.x.value,)
     absorbed = (*firsts, *gather, *activation.absorbed, *down.absorbed, *combine.absorbed)
+    absorbed += tuple(
+        user
+        for value in absorbed
+        for user in flow.users.get(value, ())
+        if user.op in _SHAPED_LIKE and user.operands[0].value is value
+    )
+    nodes = {value.node for value in absorbed}
+    scratch = tuple(store for store in flow.stores if store.node in nodes)
     return Match(
         pattern=pattern.name,
         op=pattern.op,
         anchor=anchor,
         arguments=arguments,
         results=(Result(combine.end, effects.identity(combine.end.shape)),),
-        absorbed=tuple(dict.fromkeys(absorbed)),
+        absorbed=tuple(v for v in dict.fromkeys(absorbed) if v not in scratch),
         stores=(),
+        scratch=scratch,
         facts=_facts(x, activation, gate, up, down, num_slots),
         scope=common_scope(gate.end.scope, anchor.scope),
     )
