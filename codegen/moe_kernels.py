@@ -15,6 +15,14 @@ from tilewright.codegen.spec import Constant, KernelSpec
 # TMA: strides and base addresses in whole 16 bytes, at most 256 elements of a block per dim.
 TMA_BYTES = 16
 TMA_BLOCK = 256
+# format -> (type of a stored element, None for the activations'; weights in it).
+STORED: dict[str, tuple[str | None, int]] = {
+    "dense": (None, 1),
+    "fp8": ("fp8e4nv", 1),
+    "int4": ("u8", 2),
+    "nvfp4": ("u8", 2),
+    "mxfp4": ("u8", 2),
+}
 # A program compares its routes with each other: the square of this many.
 MAX_CHUNK = 512
 
@@ -36,9 +44,12 @@ class ExpertLayout:
 class MoeProblem:
     """The static part of a `fused_moe` call.
 
-    gated: there is an up weight. interleaved: its rows lie between gate's, in one tensor; else
-    `up_distance` elements from gate's. biases: (expert stride, column stride) or None for gate, up,
-    down; all of one dtype. num_tokens: where it is static.
+    format, scale_block, scale_dtype, scale_strides: of the weights, see ops.formats.expert_weight;
+    strides (expert, row block, column block) for gate, up, down. factors: whether gate, up and
+    down have one more factor per expert. gated: there is an up weight. interleaved: its rows lie
+    between gate's, in one tensor; else `distance` elements from gate's, None where they are two
+    tensors. up_first: up lies at the lower address. biases: (expert stride, column stride) or None
+    for gate, up, down; all of one dtype. num_tokens: where it is static.
     """
 
     dtype: str
@@ -54,14 +65,30 @@ class MoeProblem:
     down: ExpertLayout
     gated: bool
     interleaved: bool
-    up_distance: int
+    distance: int | None
+    up_first: bool
     activation: str
     alpha: float
     limit: float
+    format: str = "dense"
+    scale_block: tuple[int, int] = (1, 1)
+    scale_dtype: str = "fp32"
+    scale_strides: tuple[tuple[int, int, int], ...] = ((0, 0, 0),) * 3
+    factors: tuple[bool, ...] = (False, False, False)
     biases: tuple[tuple[int, int] | None, ...] = (None, None, None)
     bias_dtype: str = "bf16"
     num_tokens: int | None = None
     unaligned: tuple[str, ...] = ()
+
+    @property
+    def per_byte(self) -> int:
+        """Weights in one stored element."""
+        return STORED[self.format][1]
+
+    @property
+    def stored_type(self) -> str:
+        """Triton's type of a stored element."""
+        return STORED[self.format][0] or self.dtype
 
     @property
     def experts(self) -> int:
@@ -152,19 +179,26 @@ def up_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
         "x_ptr": f"*{problem.dtype}",
         "order_ptr": "*i32",
         "ends_ptr": "*i32",
-        "weight_ptr": f"*{problem.dtype}",
+        "weight_ptr": f"*{problem.stored_type}",
+        "gate_scale_ptr": _scale_type(problem),
+        "up_scale_ptr": _scale_type(problem) if problem.gated else None,
+        "gate_factor_ptr": "*fp32" if problem.factors[0] else None,
+        "up_factor_ptr": "*fp32" if problem.factors[1] else None,
         "gate_bias_ptr": _bias_type(problem, 0),
         "up_bias_ptr": _bias_type(problem, 1),
         "hidden_ptr": f"*{problem.dtype}",
+        "distance": "i64",
     }
     strides = [stride for bias in problem.biases[:2] for stride in (bias or (0, 0))]
     constants: dict[str, Constant] = {
         **_gemm_constants(problem, config, layout),
-        "up_distance": problem.up_distance,
         "NUM_SLOTS": problem.num_slots,
         "X_STRIDE": problem.x_stride,
         "GATED": problem.gated,
         "INTERLEAVED": problem.interleaved,
+        "UP_FIRST": problem.up_first,
+        "GATE_SCALE_STRIDES": problem.scale_strides[0],
+        "UP_SCALE_STRIDES": problem.scale_strides[1],
         "ACTIVATION": problem.activation,
         "ALPHA": problem.alpha,
         "LIMIT": problem.limit,
@@ -181,13 +215,16 @@ def down_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpe
         "hidden_ptr": f"*{problem.dtype}",
         "order_ptr": "*i32",
         "ends_ptr": "*i32",
-        "weight_ptr": f"*{problem.dtype}",
+        "weight_ptr": f"*{problem.stored_type}",
+        "scale_ptr": _scale_type(problem),
+        "factor_ptr": "*fp32" if problem.factors[2] else None,
         "bias_ptr": _bias_type(problem, 2),
         "y_ptr": f"*{problem.dtype}",
         "num_routes": "i32",
     }
     constants: dict[str, Constant] = {
         **_gemm_constants(problem, config, problem.down),
+        "SCALE_STRIDES": problem.scale_strides[2],
         "BIAS_STRIDES": problem.biases[2] or (0, 0),
     }
     return _spec(
@@ -207,6 +244,9 @@ def _gemm_constants(
         "EXPERT_STRIDE": layout.expert_stride,
         "ROW_STRIDE": layout.row_stride,
         "N_MAJOR": layout.n_major,
+        "FORMAT": problem.format,
+        "PER_BYTE": problem.per_byte,
+        "SCALE_BLOCK": problem.scale_block,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -237,6 +277,10 @@ def combine_spec(
     return _spec(
         "moe_combine", "moe_combine", problem, constants, arguments, config.num_warps, target
     )
+
+
+def _scale_type(problem: MoeProblem) -> str | None:
+    return None if problem.format == "dense" else f"*{problem.scale_dtype}"
 
 
 def _bias_type(problem: MoeProblem, which: int) -> str | None:
@@ -275,7 +319,7 @@ def _spec(
         divisible16=[
             name
             for name, type_name in signature.items()
-            if type_name.startswith("*") and name not in problem.unaligned
+            if (type_name.startswith("*") or name == "distance") and name not in problem.unaligned
         ],
         ranges={name: (1, 2**31 - 1) for name in ("num_chunks",) if name in signature},
         num_warps=num_warps,
@@ -285,21 +329,22 @@ def _spec(
 
 
 def gemm_obstacle(problem: MoeProblem) -> str | None:
-    """Why TMA cannot reach the weights; None where it can."""
+    """Why TMA cannot reach the operands; None where it can. From metadata alone."""
     size = ELEMENT_BYTES[problem.dtype]
+    weight_size = size if problem.format == "dense" else 1
     strides = {
         "gate_weight": (problem.gate_up.expert_stride, problem.gate_up.row_stride),
         "down_weight": (problem.down.expert_stride, problem.down.row_stride),
-        "up_weight": (problem.up_distance,),
-        "hidden": (problem.inner,),
+        "up_weight": (problem.distance or 0,),
     }
     for name, steps in strides.items():
-        if any(step * size % TMA_BYTES for step in steps):
+        if any(step * weight_size % TMA_BYTES for step in steps):
             return f"{name}: strides {steps} are not whole {TMA_BYTES} bytes"
-    if problem.up_distance < 0:
-        return "up_weight lies before gate_weight"
-    wrong = [name for name in problem.unaligned if "weight" in name]
-    return f"{wrong[0]} is not on a {TMA_BYTES}-byte boundary" if wrong else None
+    if problem.inner * size % TMA_BYTES:
+        return f"{problem.inner} inner columns are not whole {TMA_BYTES} bytes"
+    if problem.format != "dense" and (problem.gate_up.n_major or problem.down.n_major):
+        return f"{problem.format} weights are not contiguous along the inner dimension"
+    return None
 
 
 def gemm_grid(config: GemmConfig, num_sms: int) -> tuple[int]:

@@ -26,10 +26,11 @@ from tilewright.ops.checks import (
     check_last_dim_dense,
     check_shape,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, register
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.grouped_matmul import multiply_by_expert
 from tilewright.ops.grouping import INDEX_DTYPES, check_expert_values
+from tilewright.ops.moe_problems import unsupported
 from tilewright.ops.moe_samples import MOE_CASES, MoeCase, sample_moe
 
 NAME = "fused_moe"
@@ -222,10 +223,18 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(),
+        lowerings=(
+            Lowering(
+                "grouped_kernels",
+                "tilewright.ops.moe_lowerings:launch_fused_moe",
+                frozenset({"cuda"}),
+                unsupported,
+            ),
+        ),
         cases=MOE_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        plan="tilewright.ops.moe_lowerings:plan_fused_moe",
     )
 )

@@ -16,20 +16,7 @@ from tilewright.ops.contract import LoweringReport
 from tilewright.ops.fused_moe import FusedMoeArguments
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
-from tilewright.ops.moe_problems import moe_problem
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-
-
-def unsupported(a: FusedMoeArguments) -> str | None:
-    """Why the emitted kernels cannot take a call; metadata only. None where they can."""
-    if a.x.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.x.dtype}"
-    if a.weight_format != "dense":
-        return f"no kernel for {a.weight_format} weights"
-    if a.weight_on_input:
-        return "no kernel that scales the input"
-    return None
+from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
 
 
 @cache
@@ -74,9 +61,15 @@ def launch_fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
         "down": kernels.gemm_grid(plan.down, sms),
         "combine": kernels.combine_grid(problem, plan.combine, num_tokens),
     }
+    own = {
+        "down": {
+            "weight_ptr": a.down_weight,
+            "scale_ptr": a.down_scale,
+            "factor_ptr": a.down_expert_scale,
+        }
+    }
     for step, spec in made.items():
-        own = {"weight_ptr": a.down_weight} if step == "down" else {}
-        launch(spec, grids[step], {**values, **own}, device)
+        launch(spec, grids[step], values | own[step] if step in own else values, device)
     return out
 
 
@@ -94,7 +87,12 @@ def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict
         "counts_ptr": integers(num_chunks * problem.experts),
         "order_ptr": integers(num_routes),
         "ends_ptr": integers(problem.num_experts),
-        "weight_ptr": a.gate_weight,
+        "weight_ptr": lower_weight(a),
+        "distance": abs(up_distance(a)),
+        "gate_scale_ptr": a.gate_scale,
+        "up_scale_ptr": a.up_scale,
+        "gate_factor_ptr": a.gate_expert_scale,
+        "up_factor_ptr": a.up_expert_scale,
         "gate_bias_ptr": a.gate_bias,
         "up_bias_ptr": a.up_bias,
         "bias_ptr": a.down_bias,
@@ -112,9 +110,6 @@ def plan_fused_moe(a: Any, target: str) -> LoweringReport:
     if reason is not None:
         return LoweringReport("reference", reason)
     problem = moe_problem(a)
-    obstacle = kernels.gemm_obstacle(problem)
-    if obstacle is not None:
-        return LoweringReport("reference", obstacle)
     plan = plan_moe(problem, max(a.x.shape[0], 1), target)
     (num_chunks,) = kernels.order_grid(plan.order, max(a.expert_ids.numel(), 1))
     kinds = specs(problem, plan, num_chunks, target)

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tilewright.codegen.moe_kernels import ExpertLayout, MoeProblem
-from tilewright.ops.fused_moe import FusedMoeArguments
+from tilewright.codegen.moe_kernels import STORED, ExpertLayout, MoeProblem, gemm_obstacle
 from tilewright.ops.qkv_problems import TRITON_TYPES, unaligned
 
 
-def moe_problem(a: FusedMoeArguments, num_tokens: int | None = None) -> MoeProblem:
-    """The problem of a call with dense weights; metadata and addresses only."""
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def unsupported(a: Any) -> str | None:
+    """Why the emitted kernels cannot take a call; None where they can. Metadata only."""
+    if a.x.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {a.x.dtype}"
+    if a.weight_on_input:
+        return "no kernel that scales the input"
+    return gemm_obstacle(moe_problem(a))
+
+
+def moe_problem(a: Any, num_tokens: int | None = None) -> MoeProblem:
+    """The problem of a call; `a` is a FusedMoeArguments. Metadata and addresses only."""
     gate, up, down = a.gate_weight, a.up_weight, a.down_weight
-    num_experts, inner, hidden = gate.shape
-    distance = 0 if up is None else (up.data_ptr() - gate.data_ptr()) // gate.element_size()
+    per_byte = STORED[a.weight_format][1]
+    num_experts, inner, stored = gate.shape
+    hidden = stored * per_byte
+    distance = up_distance(a)
     layout = expert_layout(gate)
-    interleaved = up is not None and abs(distance) == row_step(gate) // 2 != 0 and _woven(gate)
-    if interleaved:
-        # The rows of both, as one tensor has them.
-        half = row_step(gate) // 2
-        layout = ExpertLayout(
-            layout.expert_stride, layout.row_stride if layout.n_major else half, layout.n_major
-        )
+    # One weight's rows where the other's would leave a gap.
+    woven = up is not None and _woven(gate) and abs(distance) == row_step(gate) // 2
+    if woven:
+        row = layout.row_stride if layout.n_major else row_step(gate) // 2
+        layout = ExpertLayout(layout.expert_stride, row, layout.n_major)
+    static = up is None or up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()
+    scales = (a.gate_scale, a.up_scale, a.down_scale)
+    factors = (a.gate_expert_scale, a.up_expert_scale, a.down_expert_scale)
+    experts = a.experts("gate")
+    assert experts is not None
     biases = (a.gate_bias, a.up_bias, a.down_bias)
     bias_types = {TRITON_TYPES[b.dtype] for b in biases if b is not None}
     tensors = {
@@ -42,16 +60,34 @@ def moe_problem(a: FusedMoeArguments, num_tokens: int | None = None) -> MoeProbl
         gate_up=layout,
         down=expert_layout(down),
         gated=up is not None,
-        interleaved=interleaved,
-        up_distance=0 if interleaved else distance,
+        interleaved=woven,
+        distance=0 if woven else abs(distance) if static else None,
+        up_first=distance < 0,
         activation=a.activation,
         alpha=a.alpha,
         limit=a.limit,
+        format=a.weight_format,
+        scale_block=(1, 1) if a.gate_scale is None else experts.block,
+        scale_dtype="fp32" if a.gate_scale is None else TRITON_TYPES[a.gate_scale.dtype],
+        scale_strides=tuple((0, 0, 0) if s is None else s.stride() for s in scales),
+        factors=tuple(f is not None for f in factors),
         biases=tuple(None if b is None else (b.stride(0), b.stride(1)) for b in biases),
         bias_dtype=bias_types.pop() if bias_types else "bf16",
         num_tokens=num_tokens,
-        unaligned=unaligned(tensors),
+        unaligned=unaligned(tensors) + (("distance",) if distance % 16 else ()),
     )
+
+
+def up_distance(a: Any) -> int:
+    """Elements from the gate weight's first to the up weight's; 0 without an up weight."""
+    if a.up_weight is None:
+        return 0
+    return (a.up_weight.data_ptr() - a.gate_weight.data_ptr()) // a.gate_weight.element_size()
+
+
+def lower_weight(a: Any) -> torch.Tensor:
+    """The gate or up weight, whichever lies at the lower address."""
+    return a.gate_weight if a.up_weight is None or up_distance(a) >= 0 else a.up_weight
 
 
 def expert_layout(weight: torch.Tensor) -> ExpertLayout:

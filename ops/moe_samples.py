@@ -19,7 +19,8 @@ class MoeCase:
     """One setting of `fused_moe`.
 
     layout: how gate and up lie: "halves" or "interleaved" of one tensor [E, 2I, H], "transposed"
-    halves of [E, H, 2I] (down then [E, I, H]), "separate" tensors, "plain" (no up).
+    halves of [E, H, 2I] (down then [E, I, H]), "up_first" halves, "separate" tensors, "plain" (no
+    up).
     routing: "random"; "one" (every route to one expert); "none" (some slots have expert -1).
     """
 
@@ -46,6 +47,7 @@ MOE_CASES = (
     MoeCase("transposed", layout="transposed", activation="gelu_tanh", dtype=torch.float16),
     MoeCase("separate", layout="separate", activation="gelu", dtype=torch.float32),
     MoeCase("plain", layout="plain", activation="relu_squared", bias=True),
+    MoeCase("up_first", layout="up_first", weight_format="fp8", hidden=160, inner=144),
     MoeCase("one_expert", routing="one", num_slots=1),
     MoeCase("no_expert", routing="none", bias=True),
     MoeCase("no_tokens", num_tokens=0),
@@ -53,7 +55,7 @@ MOE_CASES = (
     MoeCase("double", dtype=torch.float64, layout="transposed"),
     MoeCase("fp8", weight_format="fp8", hidden=160, inner=144),
     MoeCase("int4", weight_format="int4", inner=64),
-    MoeCase("nvfp4", weight_format="nvfp4"),
+    MoeCase("nvfp4", weight_format="nvfp4", inner=96),
     MoeCase("mxfp4", weight_format="mxfp4", inner=64, layout="separate"),
 )  # fmt: skip
 
@@ -131,6 +133,8 @@ def _laid_out(layout: str, made: dict[str, Any]) -> dict[str, Any]:
     gate, up = made["gate_weight"], made["up_weight"]
     if layout == "halves":
         made["gate_weight"], made["up_weight"] = torch.cat((gate, up), 1).chunk(2, 1)
+    elif layout == "up_first":
+        made["up_weight"], made["gate_weight"] = torch.cat((up, gate), 1).chunk(2, 1)
     elif layout == "interleaved":
         joint = torch.stack((gate, up), 2).flatten(1, 2)
         made["gate_weight"], made["up_weight"] = joint[:, 0::2], joint[:, 1::2]

@@ -15,6 +15,8 @@ that of streaming the weights.
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.moe_weights import block_scales, dequantize_tile
+
 
 @triton.jit
 def expert_tiles(ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -90,13 +92,41 @@ def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: 
 
 
 @triton.jit
+def gate_up_scales(
+    gate_scale_ptr, up_scale_ptr, expert, first_row, column,
+    INNER: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, UP_FIRST: tl.constexpr,
+    GATE_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Scales of a tile's weight rows, gate's and up's in the order of the rows."""
+    rows = first_row + tl.arange(0, BLOCK_N)
+    scales = block_scales(
+        gate_scale_ptr + expert * GATE_STRIDES[0], rows, rows < INNER, column,
+        HIDDEN, BLOCK_N, BLOCK_K, GATE_STRIDES, SCALE_BLOCK, FORMAT,
+    )  # fmt: skip
+    if GATED:
+        up = block_scales(
+            up_scale_ptr + expert * UP_STRIDES[0], rows, rows < INNER, column,
+            HIDDEN, BLOCK_N, BLOCK_K, UP_STRIDES, SCALE_BLOCK, FORMAT,
+        )  # fmt: skip
+        GROUPS: tl.constexpr = scales.shape[1]
+        both = tl.join(up, scales) if UP_FIRST else tl.join(scales, up)
+        order: tl.constexpr = (0, 2, 1) if INTERLEAVED else (2, 0, 1)
+        scales = tl.reshape(tl.permute(both, order), (2 * BLOCK_N, GROUPS))
+    return scales
+
+
+@triton.jit
 def moe_up(
-    x_ptr, order_ptr, ends_ptr, weight_ptr, gate_bias_ptr, up_bias_ptr,
-    hidden_ptr, up_distance,
+    x_ptr, order_ptr, ends_ptr, weight_ptr, gate_scale_ptr, up_scale_ptr,
+    gate_factor_ptr, up_factor_ptr, gate_bias_ptr, up_bias_ptr, hidden_ptr, distance,
     NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, N_MAJOR: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, UP_FIRST: tl.constexpr, N_MAJOR: tl.constexpr,
+    FORMAT: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
@@ -106,7 +136,9 @@ def moe_up(
 
     Grid of any size. weight: where gate and up are one block of rows (INTERLEAVED: 2i gate, 2i + 1
     up; not GATED: gate alone) a row is ROW_STRIDE apart, or K is where N_MAJOR; else up lies
-    up_distance elements from gate. BLOCK_N columns of hidden, BLOCK_M routes per tile.
+    `distance` elements from gate. UP_FIRST: up stands where gate does in the above. BLOCK_N columns
+    of hidden, BLOCK_M routes per tile.
+    FORMAT: "dense", or a quantised one whose rows hold PER_BYTE weights in an element, K-major.
     """
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     ONE_BLOCK: tl.constexpr = INTERLEAVED or not GATED
@@ -119,18 +151,18 @@ def moe_up(
             )  # fmt: skip
         else:
             weight_desc = tl.make_tensor_descriptor(
-                weight_ptr, [NUM_EXPERTS, ROWS, HIDDEN], [EXPERT_STRIDE, ROW_STRIDE, 1],
-                [1, WIDTH, BLOCK_K],
+                weight_ptr, [NUM_EXPERTS, ROWS, HIDDEN // PER_BYTE],
+                [EXPERT_STRIDE, ROW_STRIDE, 1], [1, WIDTH, BLOCK_K // PER_BYTE],
             )  # fmt: skip
     elif not N_MAJOR:
         weight_desc = tl.make_tensor_descriptor(
-            weight_ptr, [NUM_EXPERTS, 2, INNER, HIDDEN],
-            [EXPERT_STRIDE, up_distance, ROW_STRIDE, 1], [1, 2, BLOCK_N, BLOCK_K],
+            weight_ptr, [NUM_EXPERTS, 2, INNER, HIDDEN // PER_BYTE],
+            [EXPERT_STRIDE, distance, ROW_STRIDE, 1], [1, 2, BLOCK_N, BLOCK_K // PER_BYTE],
         )  # fmt: skip
     else:
         weight_desc = tl.make_tensor_descriptor(
             weight_ptr, [NUM_EXPERTS, 2, HIDDEN, INNER],
-            [EXPERT_STRIDE, up_distance, ROW_STRIDE, 1], [1, 2, BLOCK_K, BLOCK_N],
+            [EXPERT_STRIDE, distance, ROW_STRIDE, 1], [1, 2, BLOCK_K, BLOCK_N],
         )  # fmt: skip
     TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
@@ -161,15 +193,24 @@ def moe_up(
                     weight = weight_desc.load([expert, column, tile_n * WIDTH])
                     weight = tl.reshape(weight, (BLOCK_K, WIDTH)).T
                 else:
-                    weight = weight_desc.load([expert, tile_n * WIDTH, column])
-                    weight = tl.reshape(weight, (WIDTH, BLOCK_K))
+                    weight = weight_desc.load([expert, tile_n * WIDTH, column // PER_BYTE])
+                    weight = tl.reshape(weight, (WIDTH, BLOCK_K // PER_BYTE))
             elif N_MAJOR:
                 weight = weight_desc.load([expert, 0, column, tile_n * BLOCK_N])
                 weight = tl.reshape(weight, (2, BLOCK_K, BLOCK_N))
                 weight = tl.reshape(tl.permute(weight, (0, 2, 1)), (WIDTH, BLOCK_K))
             else:
-                weight = weight_desc.load([expert, 0, tile_n * BLOCK_N, column])
-                weight = tl.reshape(weight, (WIDTH, BLOCK_K))
+                weight = weight_desc.load([expert, 0, tile_n * BLOCK_N, column // PER_BYTE])
+                weight = tl.reshape(weight, (WIDTH, BLOCK_K // PER_BYTE))
+            if FORMAT != "dense":
+                scales = gate_up_scales(
+                    gate_scale_ptr, up_scale_ptr, expert, tile_n * BLOCK_N, column,
+                    INNER, HIDDEN, BLOCK_N, BLOCK_K, GATED, INTERLEAVED, UP_FIRST,
+                    GATE_SCALE_STRIDES, UP_SCALE_STRIDES, SCALE_BLOCK, FORMAT,
+                )  # fmt: skip
+                weight = dequantize_tile(
+                    weight, scales, WIDTH, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
+                )
             if SWAPPED:
                 accumulator = tl.dot(weight, x.T, accumulator)
             else:
@@ -180,12 +221,18 @@ def moe_up(
         column_mask = out_columns < INNER
         if GATED:
             gate, up = halves(accumulator, BLOCK_M, BLOCK_N, INTERLEAVED)
+            if UP_FIRST:
+                gate, up = up, gate
+            if up_factor_ptr is not None:
+                up *= tl.load(up_factor_ptr + expert)
             up = add_row_bias(
                 up, up_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[2], BIAS_STRIDES[3]
             )
         else:
             gate = accumulator
             up = accumulator
+        if gate_factor_ptr is not None:
+            gate *= tl.load(gate_factor_ptr + expert)
         gate = add_row_bias(
             gate, gate_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
         )
@@ -199,10 +246,11 @@ def moe_up(
 
 @triton.jit
 def moe_down(
-    hidden_ptr, order_ptr, ends_ptr, weight_ptr, bias_ptr, y_ptr, num_routes,
+    hidden_ptr, order_ptr, ends_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr, num_routes,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, N_MAJOR: tl.constexpr,
-    BIAS_STRIDES: tl.constexpr,
+    FORMAT: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -218,8 +266,8 @@ def moe_down(
         )  # fmt: skip
     else:
         weight_desc = tl.make_tensor_descriptor(
-            weight_ptr, [NUM_EXPERTS, HIDDEN, INNER], [EXPERT_STRIDE, ROW_STRIDE, 1],
-            [1, BLOCK_N, BLOCK_K],
+            weight_ptr, [NUM_EXPERTS, HIDDEN, INNER // PER_BYTE], [EXPERT_STRIDE, ROW_STRIDE, 1],
+            [1, BLOCK_N, BLOCK_K // PER_BYTE],
         )  # fmt: skip
     TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
@@ -242,8 +290,17 @@ def moe_down(
                 weight = weight_desc.load([expert, column, tile_n * BLOCK_N])
                 weight = tl.reshape(weight, (BLOCK_K, BLOCK_N)).T
             else:
-                weight = weight_desc.load([expert, tile_n * BLOCK_N, column])
-                weight = tl.reshape(weight, (BLOCK_N, BLOCK_K))
+                weight = weight_desc.load([expert, tile_n * BLOCK_N, column // PER_BYTE])
+                weight = tl.reshape(weight, (BLOCK_N, BLOCK_K // PER_BYTE))
+            if FORMAT != "dense":
+                weight_rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                scales = block_scales(
+                    scale_ptr + expert * SCALE_STRIDES[0], weight_rows, weight_rows < HIDDEN,
+                    column, INNER, BLOCK_N, BLOCK_K, SCALE_STRIDES, SCALE_BLOCK, FORMAT,
+                )  # fmt: skip
+                weight = dequantize_tile(
+                    weight, scales, BLOCK_N, BLOCK_K, FORMAT, hidden_ptr.dtype.element_ty
+                )
             if SWAPPED:
                 accumulator = tl.dot(weight, hidden.T, accumulator)
             else:
@@ -255,6 +312,8 @@ def moe_down(
         routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < HIDDEN
+        if factor_ptr is not None:
+            accumulator *= tl.load(factor_ptr + expert)
         value = add_row_bias(
             accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
         )

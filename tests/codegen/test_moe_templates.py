@@ -11,15 +11,16 @@ import torch
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.build import load_interpreted
 from tilewright.ops import fused_moe
-from tilewright.ops.moe_problems import moe_problem
+from tilewright.ops.moe_problems import lower_weight, moe_problem, up_distance
 from tilewright.ops.moe_samples import MOE_CASES, MoeCase
 
-DENSE = [c for c in MOE_CASES if c.weight_format == "dense" and c.dtype != torch.float64]
-DENSE = [c for c in DENSE if c.num_tokens and not c.weight_on_input]
+CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
+CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
 SWAPPED = kernels.GemmConfig(16, 64, 32, True, 4, 2)
 TILED = kernels.GemmConfig(64, 32, 32, False, 4, 2)
 # Separate tensors lie anywhere; what TMA can reach is the launch's question.
 NUM_PROGRAMS = 3
+WIDENED = {"x", "expert_weights", "gate_bias", "up_bias", "down_bias"}
 
 
 def run(spec, grid, **values):
@@ -68,11 +69,14 @@ def fused(a, config):
     shared = {"order_ptr": order, "ends_ptr": ends, "hidden_ptr": hidden, "y_ptr": y}
     run(
         kernels.up_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared, x_ptr=a.x,
-        weight_ptr=a.gate_weight, gate_bias_ptr=a.gate_bias, up_bias_ptr=a.up_bias,
+        weight_ptr=lower_weight(a), gate_scale_ptr=a.gate_scale, up_scale_ptr=a.up_scale,
+        gate_factor_ptr=a.gate_expert_scale, up_factor_ptr=a.up_expert_scale,
+        gate_bias_ptr=a.gate_bias, up_bias_ptr=a.up_bias, distance=abs(up_distance(a)),
     )  # fmt: skip
     run(
         kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared,
-        weight_ptr=a.down_weight, bias_ptr=a.down_bias, num_routes=num_routes,
+        weight_ptr=a.down_weight, scale_ptr=a.down_scale, factor_ptr=a.down_expert_scale,
+        bias_ptr=a.down_bias, num_routes=num_routes,
     )  # fmt: skip
     combine = kernels.CombineConfig(2, 32)
     run(
@@ -84,7 +88,7 @@ def fused(a, config):
 
 
 @pytest.mark.parametrize("config", [SWAPPED, TILED], ids=["swapped", "tiled"])
-@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels_compute_the_op(case, config):
     a = fused_moe.sample_inputs(case)
     exact = fused_moe.reference(as_double(a))
@@ -94,6 +98,5 @@ def test_kernels_compute_the_op(case, config):
 
 def as_double(a):
     values = {f.name: getattr(a, f.name) for f in fields(a)}
-    floats = {n: v.double() for n, v in values.items()
-              if isinstance(v, torch.Tensor) and v.is_floating_point()}  # fmt: skip
+    floats = {n: v.double() for n, v in values.items() if n in WIDENED and v is not None}
     return replace(a, **floats)
