@@ -18,9 +18,12 @@ from tilewright.codegen.moe_kernels import (
     order_config,
 )
 from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.targets import Target
 
 # Rows per expert up to which the swapped form is taken.
 SWAPPED_ROWS = 48
+# Tiles of 64 columns that keep a GPU's memory busy.
+STREAMING_TILES = 128
 # Rows per expert from which 128-row tiles are taken.
 WIDE_ROWS = 192
 
@@ -36,7 +39,7 @@ class MoePlan:
     reason: str
 
 
-def plan_moe(problem: MoeProblem, num_tokens: int, target: str) -> MoePlan:
+def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
     """The kernels for `num_tokens` tokens on a target."""
     routes = num_tokens * problem.num_slots
     rows = cdiv(routes, problem.num_experts)
@@ -44,7 +47,7 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: str) -> MoePlan:
         up, down = _swapped(problem, rows, routes)
         kind = "weights stream"
     else:
-        up, down = _tiled(problem, rows)
+        up, down = _tiled(problem, rows, target)
         kind = "tensor cores"
     reason = f"{rows} rows per expert, {kind}: up {up}, down {down}"
     return MoePlan(order_config(problem, routes), up, down, _combine(problem, num_tokens), reason)
@@ -53,17 +56,26 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: str) -> MoePlan:
 def _swapped(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
     # A tile of one expert is as long as its rows, within what a token tile may be.
     block_m = min(max(next_power_of_2(rows), 16), 64)
-    config = GemmConfig(block_m, 64, 128, True, 4, 4)
-    return config, config
+    few_tiles = routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
+    # Two programs on a multiprocessor hide each other's ends; narrower tiles where few experts
+    # are in use, so that all multiprocessors stream.
+    up = GemmConfig(block_m, 32 if few_tiles else 64, 128, True, 4, 4 if few_tiles else 3, 2)
+    down = GemmConfig(block_m, 64, 128, True, 4, 3, 2)
+    if not few_tiles:
+        down = GemmConfig(block_m, 128, 128, True, 8, 4)
+    return up, down
 
 
-def _tiled(problem: MoeProblem, rows: int) -> tuple[GemmConfig, GemmConfig]:
-    block_m = 128 if rows >= WIDE_ROWS else 64
-    warps = 8 if block_m == 128 else 4
-    return (
-        GemmConfig(block_m, 64, 64, False, warps, 4),
-        GemmConfig(block_m, 128, 64, False, warps, 4),
-    )
+def _tiled(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfig, GemmConfig]:
+    if rows < WIDE_ROWS:
+        return GemmConfig(64, 64, 64, False, 4, 4), GemmConfig(64, 128, 64, False, 4, 4)
+    if target.tmem_columns:
+        # The up kernel gathers by pointers and has an epilogue: specialised warps would spill.
+        down = GemmConfig(128, 128, 64, False, 8, 4, flatten=True, warp_specialize=True)
+        return GemmConfig(128, 64, 64, False, 8, 4), down
+    wide = problem.activation != "clamped_swiglu"
+    up = GemmConfig(128, 128 if wide else 64, 64, False, 8, 3 if wide else 4)
+    return up, GemmConfig(128, 256, 64, False, 8, 3)
 
 
 def _combine(problem: MoeProblem, num_tokens: int) -> CombineConfig:

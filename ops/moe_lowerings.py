@@ -11,7 +11,7 @@ from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.moe_kernels import MoeProblem
 from tilewright.codegen.moe_plan import MoePlan, plan_moe
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90, Target
+from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.fused_moe import FusedMoeArguments
 from tilewright.ops.kernel_launch import launch
@@ -36,7 +36,7 @@ def specs(
 
 @cache
 def cached_plan(problem: MoeProblem, bucket: int, target: Target) -> MoePlan:
-    return plan_moe(problem, bucket, target.name)
+    return plan_moe(problem, bucket, target)
 
 
 def launch_fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ def plan_fused_moe(a: Any, target: str) -> LoweringReport:
     if reason is not None:
         return LoweringReport("reference", reason)
     problem = moe_problem(a)
-    plan = plan_moe(problem, max(a.x.shape[0], 1), target)
+    plan = plan_moe(problem, max(a.x.shape[0], 1), TARGETS[target])
     (num_chunks,) = kernels.order_grid(plan.order, max(a.expert_ids.numel(), 1))
     kinds = specs(problem, plan, num_chunks, target)
     return LoweringReport("grouped kernels", plan.reason, tuple(kinds.values()))

@@ -35,7 +35,7 @@ def moe_problem(a: Any, num_tokens: int | None = None) -> MoeProblem:
     if woven:
         row = layout.row_stride if layout.n_major else row_step(gate) // 2
         layout = ExpertLayout(layout.expert_stride, row, layout.n_major)
-    static = up is None or up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()
+    static = up is None or one_storage(gate, up)
     scales = (a.gate_scale, a.up_scale, a.down_scale)
     factors = (a.gate_expert_scale, a.up_expert_scale, a.down_expert_scale)
     experts = a.experts("gate")
@@ -80,9 +80,21 @@ def moe_problem(a: Any, num_tokens: int | None = None) -> MoeProblem:
 
 def up_distance(a: Any) -> int:
     """Elements from the gate weight's first to the up weight's; 0 without an up weight."""
-    if a.up_weight is None:
+    gate, up = a.gate_weight, a.up_weight
+    if up is None:
         return 0
-    return (a.up_weight.data_ptr() - a.gate_weight.data_ptr()) // a.gate_weight.element_size()
+    if one_storage(gate, up):
+        return up.storage_offset() - gate.storage_offset()
+    return (up.data_ptr() - gate.data_ptr()) // gate.element_size()
+
+
+def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of one storage. Meta tensors have no address: they are where
+    they start at different offsets."""
+    address = one.untyped_storage().data_ptr()
+    if address != other.untyped_storage().data_ptr():
+        return False
+    return address != 0 or one.storage_offset() != other.storage_offset()
 
 
 def lower_weight(a: Any) -> torch.Tensor:

@@ -37,7 +37,7 @@ from tilewright.patterns.routing import (
 # They take a tensor for its shape alone.
 _SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
 
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
 register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")

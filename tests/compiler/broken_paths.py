@@ -9,7 +9,6 @@ from tests.compiler.steps import (
     HKV,
     HQ,
     D,
-    K,
     T,
     cos_sin,
     eight_bits,

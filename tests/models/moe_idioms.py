@@ -17,7 +17,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MoeAxes:
-    """ends, rows, order, combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves",
+    """gemm: "grouped", or "batched" with a gathered weight per route (routes stay in their order).
+    ends, rows, order, combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves",
     "interleaved" or "separate". stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows
     times expert_weights[order]) or "tokens" (after the way back)."""
 
@@ -25,6 +26,7 @@ class MoeAxes:
     rows: str = "divide"
     order: str = "sort"
     combine: str = "inverse_setitem"
+    gemm: str = "grouped"
     layout: str = "halves"
     stored: str = "NK"
     activation: str = "silu"
@@ -156,10 +158,25 @@ ACTIVATIONS = {
 }
 
 
+SPLITS = {
+    "halves": lambda both: both.chunk(2, dim=-1),
+    "interleaved": lambda both: (both[..., 0::2], both[..., 1::2]),
+    "separate": None,
+}
+
+
 class Moe(nn.Module):
     def __init__(self, axes: MoeAxes) -> None:
         super().__init__()
         self.axes = axes
+        # Each step by itself, so that a test can break one.
+        self.ends_of = self.weight_of = self.rows_of = lambda x: x
+        self.weights_of = lambda weights, order: weights[order]
+        self.activation = ACTIVATIONS[axes.activation]
+        self.combine = COMBINES[axes.combine]
+        self.split = SPLITS[axes.layout]
+        self.reduce = lambda out: out.sum(1) if out.dim() == 3 else out
+        self.escape = False
         experts, hidden, inner = axes.num_experts, axes.hidden, axes.inner
         self.router = nn.Linear(hidden, experts, bias=False)
         if axes.layout == "separate":
@@ -177,6 +194,7 @@ class Moe(nn.Module):
         return nn.Parameter(torch.empty(experts, *shape))
 
     def multiply(self, x, weight, ends):
+        weight = self.weight_of(weight)
         weight = weight.transpose(1, 2) if self.axes.stored == "NK" else weight
         return torch._grouped_mm(x, weight, offs=ends)
 
@@ -185,21 +203,41 @@ class Moe(nn.Module):
         scores = self.router(x).float().softmax(-1)
         weights, ids = scores.topk(axes.num_slots, -1)
         shape, flat = ids.shape, ids.reshape(-1)
+        if axes.gemm == "batched":
+            return self.batched(x, flat, weights)
         ids_sorted, order = ORDERS[axes.order](flat)
-        ends = ENDS[axes.ends](flat, ids_sorted, axes.num_experts)
-        rows = ROWS[axes.rows](order, *shape)
-        taken = x[rows]
-        gate, up = self.projected(taken, ends, ids_sorted)
-        y = self.multiply(ACTIVATIONS[axes.activation](gate, up), self.down, ends)
+        counted = self.ends_of(flat)
+        counted_sorted = ids_sorted if counted is flat else counted.sort()[0]
+        ends = ENDS[axes.ends](counted, counted_sorted, axes.num_experts)
+        rows = self.rows_of(ROWS[axes.rows](order, *shape))
+        gate, up = self.projected(x[rows], ends, ids_sorted)
+        y = self.multiply(self.activation(gate, up), self.down, ends)
         if axes.bias:
             y = y + self.down_bias[ids_sorted]
-        combine = COMBINES[axes.combine]
         if axes.weigh == "sorted":
-            y = y * weights.reshape(-1)[order][:, None]
-            out = combine(y, order, rows, shape)
+            y = y * self.weights_of(weights.reshape(-1), order)[:, None]
+            out = self.combine(y, order, rows, shape)
         else:
-            out = combine(y, order, rows, shape) * weights[..., None]
-        return (out.sum(1) if out.dim() == 3 else out).to(x.dtype)
+            out = self.combine(y, order, rows, shape) * weights[..., None]
+        out = self.reduce(out).to(x.dtype)
+        return (out, gate) if self.escape else out
+
+    def batched(self, x, ids, weights):
+        rows = x.repeat_interleave(self.axes.num_slots, dim=0)
+        both = self.multiply_each(rows, self.gate_up, ids)
+        if self.axes.bias:
+            both = both + self.gate_up_bias[ids]
+        y = self.multiply_each(self.activation(*self.split(both)), self.down, ids)
+        if self.axes.bias:
+            y = y + self.down_bias[ids]
+        y = y.view(*weights.shape, -1) * weights[..., None]
+        return y.sum(1).to(x.dtype)
+
+    def multiply_each(self, x, weight, ids):
+        weight = self.weight_of(weight)[ids]
+        if self.axes.stored == "NK":
+            return torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(x.unsqueeze(1), weight).squeeze(1)
 
     def projected(self, x, ends, ids_sorted):
         if self.axes.layout == "separate":
@@ -207,9 +245,7 @@ class Moe(nn.Module):
         both = self.multiply(x, self.gate_up, ends)
         if self.axes.bias:
             both = both + self.gate_up_bias[ids_sorted]
-        if self.axes.layout == "interleaved":
-            return both[..., 0::2], both[..., 1::2]
-        return both.chunk(2, dim=-1)
+        return self.split(both)
 
 
 IDIOMS: dict[str, dict] = {"plain": {}}
@@ -226,7 +262,12 @@ IDIOMS |= {
     "bias": {"bias": True},
     "one_slot": {"num_slots": 1},
     "one_token": {"num_tokens": 1},
-}
+    "batched": {"gemm": "batched"},
+    "batched_KN_bias": {
+        "gemm": "batched", "stored": "KN", "bias": True, "layout": "interleaved",
+        "activation": "clamped",
+    },
+}  # fmt: skip
 
 
 def build(name, **changes):

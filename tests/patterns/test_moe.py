@@ -22,3 +22,84 @@ def test_every_idiom_matches_and_is_no_less_accurate(name):
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         fused, eager = compiled(*args), module(*args)
     assert_no_worse(fused, eager, exact(module, *args), name)
+
+
+def misses(name, change, **axes):
+    """The codes of what was not fused after `change`, which rebinds one step of the module."""
+    torch._dynamo.reset()
+    module, args = build(name, **axes)
+    change(module)
+    with torch.no_grad():
+        lowered = lower(module, args)
+    assert not lowered.matches, str(lowered)
+    return {miss.code for miss in lowered.misses}
+
+
+def other_experts(module):
+    """The rows' ends are those of other experts than the rows were sorted by."""
+    module.ends_of = lambda ids: (ids + 1) % module.axes.num_experts
+
+
+def other_tokens(module):
+    module.rows_of = lambda rows: (rows + 1) % module.axes.num_tokens
+
+
+def unknown_activation(module):
+    module.activation = lambda gate, up: torch.sin(gate) * up
+
+
+def other_clamps(module):
+    module.activation = lambda gate, up: (
+        (up.clamp(-2.0, 2.0) + 1)
+        * (gate.clamp(max=1.0) * torch.sigmoid(gate.clamp(max=1.0) * 1.702))
+    )
+
+
+def overlapping_halves(module):
+    inner = module.axes.inner
+    module.split = lambda both: (both[..., :inner], both[..., 1 : inner + 1].flip(-1))
+
+
+def weights_in_token_order(module):
+    module.weights_of = lambda weights, order: weights
+
+
+def no_inverse(module):
+    module.combine = lambda y, order, rows, shape: y[order].view(*shape, -1)
+
+
+def scaled_weight(module):
+    module.weight_of = lambda weight: weight * 0.5
+
+
+def summed_tokens(module):
+    module.reduce = lambda out: out.sum(0, keepdim=True).expand(out.shape[0], -1, -1)[:, 0]
+
+
+NEAR_MISSES = {
+    other_experts: "EXPERT_ENDS",
+    other_tokens: "EXPERT_ORDER",
+    unknown_activation: "EXPERT_ACTIVATION",
+    other_clamps: "EXPERT_ACTIVATION",
+    overlapping_halves: "EXPERT_ACTIVATION",
+    weights_in_token_order: "EXPERT_COMBINE",
+    no_inverse: "EXPERT_COMBINE",
+    scaled_weight: "EXPERT_WEIGHT",
+    summed_tokens: "EXPERT_COMBINE",
+}
+
+
+@pytest.mark.parametrize("change", NEAR_MISSES, ids=lambda change: change.__name__)
+def test_near_misses_say_what_is_wrong(change):
+    assert NEAR_MISSES[change] in misses("plain", change)
+
+
+def test_dtypes_without_a_kernel_are_refused():
+    assert "DTYPE" in misses("batched", lambda module: None, dtype=torch.float32)
+
+
+def test_a_value_that_others_read_is_not_absorbed():
+    def change(module):
+        module.escape = True
+
+    assert "ESCAPES" in misses("plain", change)
