@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from tilewright.patterns.cache_write import Computed
-from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, source_of
+from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.language import Match, Miss, Parts, Reject, Stage, reject
 

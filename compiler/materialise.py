@@ -14,14 +14,16 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.spelling import shape_of
 from tilewright.patterns import effects
-from tilewright.patterns.cache_write import Computed
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import Parts
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "add": operator.add,
     "mul": operator.mul,
+    "arange": torch.arange,
+    "full": torch.full,
+    "to": "to",
     "remainder": torch.remainder,
     "ge": operator.ge,
     "lt": operator.lt,
@@ -190,7 +192,7 @@ class Materialiser:
 
     def _computed(self, item: Computed) -> fx.Node:
         operands = [self.argument(o) for o in item.operands]
-        return self.call(_FUNCTIONS[item.function], *operands)
+        return self.call(_FUNCTIONS[item.function], *operands, **dict(item.options))
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """One new node, or the equal one made before where that precedes the insertion point."""

@@ -152,7 +152,7 @@ class _Builder:
         self.memory.alias(node, place, local, view, why)
 
     def _bitcast(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """`x.view(dtype)` of the same width: the same elements in the same places, read otherwise."""
+        """`x.view(dtype)` of the same width: the same places, read as other numbers."""
         of = self._first_tensor(node)
         if name != "view" or of is None or of.meta["example_value"].shape != result.shape:
             return False

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns import effects
-from tilewright.patterns.cache_write import Addressing, Computed, WritePair, address, pairs
+from tilewright.patterns.cache_address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache_write import WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, common_scope
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
@@ -38,7 +40,7 @@ class QkvCache:
         yield from pairs(flow)
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
-        first = address(anchor.first)
+        first = address(anchor.first, flow)
         if anchor.second is None:
             reject(
                 "LONE_WRITE",
@@ -46,7 +48,7 @@ class QkvCache:
                 "this write has no twin at the same slots: K and V are written in pairs",
                 anchor.first.store,
             )
-        second = address(anchor.second)
+        second = address(anchor.second, flow)
         k, v, (k_place, v_place), (k_write, v_write) = _keys_and_values(
             (first, second), (anchor.first, anchor.second)
         )
@@ -65,7 +67,7 @@ class QkvCache:
         ):
             repeats.append(_check_tokens(heads, place, who, stage))
             _check_cast(heads, place, who, stage)
-        stored = [w.joined for w in (k_write, v_write) if w.joined is not None]
+        stored = (*k_place.absorbed, *v_place.absorbed)
         inside = frozenset((*k.absorbed, *v.absorbed, *stored, *anchor.stores))
         if repeats[0] != repeats[1]:
             reject(
@@ -171,7 +173,7 @@ def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> in
 def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
     """The op rounds once, to the activation's dtype: another dtype in the cache is another op."""
     written, projected = place.source.value.dtype, heads.linear.dtype
-    if written != projected:
+    if written != projected and place.dtype not in FP8_DTYPES:
         reject(
             "CAST",
             stage,
@@ -194,7 +196,8 @@ def _guard(
     v_place: Addressing,
     cache: torch.dtype,
 ) -> None:
-    dtypes = {p.weight.value.dtype for p in (q, k, v)} | {cache, k.x.value.dtype}
+    dtypes = {p.weight.value.dtype for p in (q, k, v)} | {k.x.value.dtype}
+    dtypes |= {cache} - set(FP8_DTYPES)
     dtypes |= {p.linear.dtype for p in (q, k, v)} | {q.end.dtype}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names = ", ".join(sorted(_short(d) for d in dtypes))
@@ -211,14 +214,7 @@ def _guard(
         reject("UNSUPPORTED", Stage.GUARDS, "the projections are clamped differently", k.linear)
     if (q.norm_eps or k.norm_eps) != (k.norm_eps or q.norm_eps):
         reject("UNSUPPORTED", Stage.GUARDS, "q and k norms have different eps", q.linear)
-    if not same_slots(k_place, v_place, flow):
-        reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", k.linear)
-
-
-def same_slots(k: Addressing, v: Addressing, flow: Dataflow) -> bool:
-    """Whether a pair of writes (equal index tensors) addresses pages of one number and size."""
-    sizes = zip(k.window[:2], v.window[:2], strict=True)
-    return k.slots == v.slots and all(flow.same_size(a, b) for a, b in sizes)
+    check_pair(k_place, v_place, flow, k.linear)
 
 
 def _arguments(
@@ -231,9 +227,7 @@ def _arguments(
         "q_weight": q.weight,
         "k_weight": k.weight,
         "v_weight": v.weight,
-        "slot_mapping": k_place.slot_mapping,
-        "k_window": list(k_place.window),
-        "v_window": list(v_place.window),
+        **place_arguments(k_place, v_place),
         "q_bias": q.bias_rows,
         "k_bias": k.bias_rows,
         "v_bias": v.bias_rows,
@@ -244,8 +238,6 @@ def _arguments(
         "sin": None if rope is None else rope_table(k, rope.sin),
         "rotary_dim": 0 if rope is None else rope.rotary_dim,
         "rope_style": "none" if rope is None else rope.style,
-        "slots": k_place.slots,
-        "indexing": "torch",
         "static_tokens": isinstance(q.num_tokens, int),
         "clip": k.trunk.clip,
     }
@@ -257,7 +249,6 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[s
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
     tokens = q.num_tokens if isinstance(q.num_tokens, int) else "T"
-    paged = isinstance(place.slot_mapping, Computed)
     facts = {
         "projection": _projection(q, k, v),
         "gqa": q.num_heads // k.num_heads,
@@ -266,7 +257,7 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[s
         "bias": "yes" if any(p.trunk.bias is not None for p in (q, k, v)) else "no",
         "norm": "rms" if k.norm_weight is not None else "none",
         "write": kind,
-        "slots": "page+offset" if paged else place.slots,
+        "slots": place.form,
         "cache": "x".join(str(n) for n in place.window[:4]),
         "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }

@@ -9,7 +9,6 @@ from tests.compiler.steps import (
     HKV,
     HQ,
     D,
-    K,
     T,
     cos_sin,
     eight_bits,
@@ -26,6 +25,14 @@ def fresh_cache(m, x, k_cache, v_cache, slots):
     store(caches[0], slots, k)
     store(caches[1], slots, v)
     return q * 2, *caches
+
+
+def whole_cache(m, x, k_cache, v_cache, slots):
+    """Nothing of the cache is left out, so every dimension could be the slots."""
+    q, k, v = m.qkv(x)
+    k_cache.copy_(k.view(k_cache.shape))
+    v_cache.copy_(v.view(v_cache.shape))
+    return q * 2
 
 
 def accumulated(m, x, k_cache, v_cache, slots):
@@ -74,8 +81,8 @@ def one_wide_head(m, x, k_cache, v_cache, slots):
 
 def reinterpreted(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
-    store(k_cache.view(torch.int32), slots, k.view(torch.int32))
-    store(v_cache.view(torch.int32), slots, v.view(torch.int32))
+    store(k_cache.view(torch.int16), slots, k.view(torch.int16))
+    store(v_cache.view(torch.int16), slots, v.view(torch.int16))
     return q * 2
 
 

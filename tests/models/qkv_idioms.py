@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models import cache_writes, fp8_writes
 from tests.models.attention import Axes, Decoder, Rope, head_norm
-from tests.models.cache_writes import BATCHED, PAGED, Step, old_tokens
+from tests.models.cache_writes import BATCHED, Step, old_tokens
 from tests.models.projections import FORMS
+
+PAGED = cache_writes.PAGED | fp8_writes.PAGED
 
 
 class PagedAttention(nn.Module):

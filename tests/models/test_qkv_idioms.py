@@ -8,7 +8,7 @@ import torch
 from tests.models.cache_writes import BATCHED, PAGED
 from tests.models.qkv_idioms import IDIOMS, axes_of, build
 
-EXACT = sorted(PAGED.keys() - {"fp8", "fp8_bytes", "masked", "where"})
+EXACT = sorted(PAGED.keys() - {"masked", "where"})
 
 
 def tensors(args):
