@@ -23,6 +23,7 @@ from tilewright.codegen.qkv_heads import (
 )
 from tilewright.codegen.quantization import Quantization
 from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.targets import get_target
 
 __all__ = [
     "ELEMENT_BYTES",
@@ -137,7 +138,9 @@ class EpilogueProblem:
 class TiledConfig:
     """`qkv_projection`: tokens on the M side.
 
-    epilogue_parts: 2 finishes a tile in two goes, which halves the registers it takes.
+    epilogue_parts: 2 finishes a tile in two goes, which halves the registers it takes. The parts
+    are heads, then slices of the pairs; with pairs_first slices of the pairs of all heads, which
+    reads each part of the rope table once.
     persistent: programs_per_sm programs per SM walk all tiles, else there is one per tile.
     flatten: the loads of the next tile start before the epilogue of the last.
     """
@@ -153,12 +156,20 @@ class TiledConfig:
     programs_per_sm: int = 1
     flatten: bool = False
     warp_specialize: bool = False
+    pairs_first: bool = False
+
+    @property
+    def pair_parts(self) -> int:
+        """Into how many slices the pairs of a head fall."""
+        heads = 1 if self.pairs_first else min(self.epilogue_parts, self.heads_per_tile)
+        return self.epilogue_parts // heads
 
     def __str__(self) -> str:
         marks = (
             (f"p{self.programs_per_sm}" if self.persistent else "")
             + ("f" * self.flatten)
             + ("w" * self.warp_specialize)
+            + ("q" * self.pairs_first)
         )
         return (
             f"tiled {self.block_m}x{self.heads_per_tile}h x{self.block_k} "
@@ -169,7 +180,11 @@ class TiledConfig:
 
 @dataclass(frozen=True)
 class SwappedConfig:
-    """`qkv_projection_swapped`: 2 * block_p weight rows on the M side, block_t tokens on N."""
+    """`qkv_projection_swapped` and `qkv_quantized`: 2 * block_p weight rows on the M side, block_t
+    tokens on N.
+
+    ordered_x: x is put into the order of the weight's codes by a kernel of its own, before.
+    """
 
     block_p: int
     block_t: int
@@ -177,11 +192,12 @@ class SwappedConfig:
     num_warps: int
     num_stages: int
     split_k: int = 1
+    ordered_x: bool = False
 
     def __str__(self) -> str:
         return (
             f"swapped {2 * self.block_p}x{self.block_t}x{self.block_k} /{self.split_k} "
-            f"w{self.num_warps} s{self.num_stages}"
+            f"w{self.num_warps} s{self.num_stages}{' ordered' if self.ordered_x else ''}"
         )
 
 
@@ -294,6 +310,10 @@ def fused_obstacle(finish: HeadFinish) -> str | None:
 
 def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelSpec:
     finish = problem.finish
+    if finish.norm_after_rope and config.pair_parts != 1:
+        raise ValueError(
+            f"epilogue_parts: a norm after the rotation needs whole heads, got {config}"
+        )
     weights = tiled_weights(problem)
     constants: dict[str, Constant] = {
         **finish.constants(),
@@ -310,6 +330,8 @@ def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelS
         "EPILOGUE_PARTS": config.epilogue_parts,
         "FLATTEN": config.flatten,
         "WARP_SPECIALIZE": config.warp_specialize,
+        "PAIRS_FIRST": config.pairs_first,
+        "LAUNCH_PDL": get_target(target).has("dependent_launch"),
     }
     pointer = f"*{finish.dtype}"
     arguments: dict[str, str | None] = {
@@ -356,6 +378,7 @@ def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> Ker
         "BLOCK_T": config.block_t,
         "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
+        "LAUNCH_PDL": get_target(target).has("dependent_launch"),
     }
     for letter, strides in zip("QKV", problem.weight_strides, strict=True):
         constants[f"{letter}_WEIGHT_STRIDES"] = (strides or problem.weight_strides[1]).all
@@ -445,4 +468,5 @@ def kernel_spec(
         num_warps=config.num_warps,
         num_stages=getattr(config, "num_stages", 1),
         target=target,
+        launch_pdl=bool(constants.get("LAUNCH_PDL", False)),
     )

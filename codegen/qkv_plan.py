@@ -335,7 +335,7 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     accumulator = config.block_m * width
     # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
     crowded = config.warp_specialize and width == 256 and (finish.has_norm or finish.interleaved)
-    if finish.norm_after_rope and config.epilogue_parts > config.heads_per_tile:
+    if finish.norm_after_rope and config.pair_parts > 1:
         return False
     return (
         heads_fit(problem, config.heads_per_tile)

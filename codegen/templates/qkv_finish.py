@@ -100,29 +100,43 @@ def load_bias(
     BIAS_STRIDES: (q's group, q's head, k's head, v's head).
     """
     low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
-    low_bias = tl.zeros((1, 1, PAIRS), tl.float32)
-    high_bias = tl.zeros((1, 1, PAIRS), tl.float32)
-    if q_bias_ptr is not None:
-        low, high = load_vectors(
-            q_bias_ptr, kind == QUERY, heads, head_limit, first_pair, low_dims, high_dims,
-            GROUP, BIAS_STRIDES[0], BIAS_STRIDES[1], HEAD_DIM, INTERLEAVED,
+    if (
+        q_bias_ptr is not None and k_bias_ptr is not None and v_bias_ptr is not None
+        and (GROUP == 0 or BIAS_STRIDES[0] == GROUP * BIAS_STRIDES[1])
+        and BIAS_STRIDES[1] == BIAS_STRIDES[2] and BIAS_STRIDES[1] == BIAS_STRIDES[3]
+        and q_bias_ptr.dtype.element_ty == k_bias_ptr.dtype.element_ty
+        and q_bias_ptr.dtype.element_ty == v_bias_ptr.dtype.element_ty
+    ):  # fmt: skip
+        # One load in place of three that are masked and added.
+        pointer = tl.where(kind == VALUE, v_bias_ptr, k_bias_ptr)
+        low_bias, high_bias = load_vectors(
+            tl.where(kind == QUERY, q_bias_ptr, pointer), kind >= 0, heads, head_limit,
+            first_pair, low_dims, high_dims, 0, 0, BIAS_STRIDES[1], HEAD_DIM, INTERLEAVED,
         )  # fmt: skip
-        low_bias += low
-        high_bias += high
-    if k_bias_ptr is not None:
-        low, high = load_vectors(
-            k_bias_ptr, kind == KEY, heads, head_limit, first_pair, low_dims, high_dims,
-            0, 0, BIAS_STRIDES[2], HEAD_DIM, INTERLEAVED,
-        )  # fmt: skip
-        low_bias += low
-        high_bias += high
-    if v_bias_ptr is not None:
-        low, high = load_vectors(
-            v_bias_ptr, kind == VALUE, heads, head_limit, first_pair, low_dims, high_dims,
-            0, 0, BIAS_STRIDES[3], HEAD_DIM, INTERLEAVED,
-        )  # fmt: skip
-        low_bias += low
-        high_bias += high
+    else:
+        low_bias = tl.zeros((1, 1, PAIRS), tl.float32)
+        high_bias = tl.zeros((1, 1, PAIRS), tl.float32)
+        if q_bias_ptr is not None:
+            low, high = load_vectors(
+                q_bias_ptr, kind == QUERY, heads, head_limit, first_pair, low_dims, high_dims,
+                GROUP, BIAS_STRIDES[0], BIAS_STRIDES[1], HEAD_DIM, INTERLEAVED,
+            )  # fmt: skip
+            low_bias += low
+            high_bias += high
+        if k_bias_ptr is not None:
+            low, high = load_vectors(
+                k_bias_ptr, kind == KEY, heads, head_limit, first_pair, low_dims, high_dims,
+                0, 0, BIAS_STRIDES[2], HEAD_DIM, INTERLEAVED,
+            )  # fmt: skip
+            low_bias += low
+            high_bias += high
+        if v_bias_ptr is not None:
+            low, high = load_vectors(
+                v_bias_ptr, kind == VALUE, heads, head_limit, first_pair, low_dims, high_dims,
+                0, 0, BIAS_STRIDES[3], HEAD_DIM, INTERLEAVED,
+            )  # fmt: skip
+            low_bias += low
+            high_bias += high
     return low_bias, high_bias
 
 
@@ -164,35 +178,45 @@ def load_norm(
     DENSE: tl.constexpr = INTERLEAVED and NORM_HALVES == 0
     pairs = first_pair + tl.arange(0, PAIRS)
     low_dims, high_dims = output_dims(pairs, PAIR_HALF, INTERLEAVED, NORM_HALVES)
-    low_norm = tl.zeros((1, 1, PAIRS), tl.float32)
-    high_norm = tl.zeros((1, 1, PAIRS), tl.float32)
-    if q_norm_ptr is not None:
-        low, high = norm_vectors(
-            q_norm_ptr, kind == QUERY, heads, head_limit, first_pair, low_dims, high_dims,
-            NORM_STRIDES[0], HEAD_DIM, DENSE, NORM_OFFSET,
+    if (
+        q_norm_ptr is not None and k_norm_ptr is not None
+        and NORM_STRIDES[0] == NORM_STRIDES[1]
+        and q_norm_ptr.dtype.element_ty == k_norm_ptr.dtype.element_ty
+    ):  # fmt: skip
+        low_norm, high_norm = norm_vectors(
+            tl.where(kind == QUERY, q_norm_ptr, k_norm_ptr), kind != VALUE, heads, head_limit,
+            first_pair, low_dims, high_dims, NORM_STRIDES[0], HEAD_DIM, DENSE, NORM_OFFSET,
         )  # fmt: skip
-        low_norm += low
-        high_norm += high
     else:
-        low_norm += tl.where(kind == QUERY, 1.0, 0.0)
-        high_norm += tl.where(kind == QUERY, 1.0, 0.0)
-    if k_norm_ptr is not None:
-        low, high = norm_vectors(
-            k_norm_ptr, kind == KEY, heads, head_limit, first_pair, low_dims, high_dims,
-            NORM_STRIDES[1], HEAD_DIM, DENSE, NORM_OFFSET,
-        )  # fmt: skip
-        low_norm += low
-        high_norm += high
-    else:
-        low_norm += tl.where(kind == KEY, 1.0, 0.0)
-        high_norm += tl.where(kind == KEY, 1.0, 0.0)
+        low_norm = tl.zeros((1, 1, PAIRS), tl.float32)
+        high_norm = tl.zeros((1, 1, PAIRS), tl.float32)
+        if q_norm_ptr is not None:
+            low, high = norm_vectors(
+                q_norm_ptr, kind == QUERY, heads, head_limit, first_pair, low_dims, high_dims,
+                NORM_STRIDES[0], HEAD_DIM, DENSE, NORM_OFFSET,
+            )  # fmt: skip
+            low_norm += low
+            high_norm += high
+        else:
+            low_norm += tl.where(kind == QUERY, 1.0, 0.0)
+            high_norm += tl.where(kind == QUERY, 1.0, 0.0)
+        if k_norm_ptr is not None:
+            low, high = norm_vectors(
+                k_norm_ptr, kind == KEY, heads, head_limit, first_pair, low_dims, high_dims,
+                NORM_STRIDES[1], HEAD_DIM, DENSE, NORM_OFFSET,
+            )  # fmt: skip
+            low_norm += low
+            high_norm += high
+        else:
+            low_norm += tl.where(kind == KEY, 1.0, 0.0)
+            high_norm += tl.where(kind == KEY, 1.0, 0.0)
     return low_norm, high_norm
 
 
 @triton.jit
 def sum_of_heads(low, high, head_limit):
     """The sum of each head [tokens, heads, 1], or of all heads [tokens, 1, 1] (head_limit)."""
-    total = tl.sum(low, axis=2) + tl.sum(high, axis=2)
+    total = tl.sum(low + high, axis=2)
     if head_limit is not None:
         total = tl.sum(total, axis=1)[:, None]
     return total
@@ -245,8 +269,14 @@ def norm_heads(
     square_sum = sum_of_heads(low_part * low_part, high_part * high_part, head_limit)
     scale = tl.rsqrt(square_sum / width + NORM_EPS)[:, :, None]
     normed = ((kind == QUERY) & NORMED[0]) | ((kind == KEY) & NORMED[1])
-    low = tl.where(normed, low_part * scale * low_norm, low)
-    high = tl.where(normed, high_part * scale * high_norm, high)
+    if NORM == "rms":
+        # What has no norm is multiplied by ones, exactly: selects of small tensors only.
+        scale = tl.where(normed, scale, 1.0)
+        low = low * scale * tl.where(normed, low_norm, 1.0)
+        high = high * scale * tl.where(normed, high_norm, 1.0)
+    else:
+        low = tl.where(normed, low_part * scale * low_norm, low)
+        high = tl.where(normed, high_part * scale * high_norm, high)
     return low, high
 
 
@@ -298,7 +328,12 @@ def load_rope(
         mask = token_mask[:, None, None] & (kind != VALUE)
         if FULL_WIDTH:
             DENSE: tl.constexpr = INTERLEAVED and HALVES == 0
-            low_dims, high_dims = output_dims(pairs, PAIR_HALF, INTERLEAVED, HALVES)
+            if HALVES > 0:
+                low_dims = pairs
+                high_dims = pairs + HALVES
+                mask = mask & rotates
+            else:
+                low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
             low_cos, high_cos = load_partners(
                 cos_rows, first_pair, low_dims, high_dims, mask, 1, ROTARY_DIM, DENSE
             )
@@ -358,19 +393,23 @@ def store_pairs(
 ):  # fmt: skip
     """Writes both partners of pairs at `rows` [tokens, heads, 1] of pointers."""
     PAIRS: tl.constexpr = low.shape[2]
-    if INTERLEAVED and HALVES == 0:
+    pairs = first_pair + tl.arange(0, PAIRS)
+    if INTERLEAVED:
         values = tl.reshape(tl.join(low, high), (low.shape[0], low.shape[1], 2 * PAIRS))
         dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
-        tl.store(rows + dims * dim_stride, values, mask=mask & (dims < HEAD_DIM))
+        rest = mask & (dims < HEAD_DIM)
+        if HALVES > 0:
+            # Two stores and not one to selected dims: those would have an address per element.
+            halves = rows + pairs[None, None, :] * dim_stride
+            tl.store(halves, low, mask=mask & rotates)
+            tl.store(halves + HALVES * dim_stride, high, mask=mask & rotates)
+            stays = tl.reshape(tl.join(rotates, rotates), (1, 1, 2 * PAIRS)) == 0
+            rest = rest & stays
+        tl.store(rows + dims * dim_stride, values, mask=rest)
     else:
-        pairs = first_pair + tl.arange(0, PAIRS)
         low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
         low_dims = low_dims[None, None, :]
         high_dims = high_dims[None, None, :]
-        if HALVES > 0:
-            # v does not rotate, and keeps its order.
-            low_dims = tl.where(rotates, pairs[None, None, :], low_dims)
-            high_dims = tl.where(rotates, pairs[None, None, :] + HALVES, high_dims)
         tl.store(rows + low_dims * dim_stride, low, mask=mask & (low_dims < HEAD_DIM))
         tl.store(rows + high_dims * dim_stride, high, mask=mask & (high_dims < HEAD_DIM))
 
