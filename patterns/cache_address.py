@@ -256,6 +256,15 @@ def _two_indices(
 
 def _filled(write: CacheWrite, written: Written) -> Addressing:
     """`cache[:B, start : start + S] = k`: slots that follow each other, the same in every page."""
+    whole = effects.product(write.target.shape) == effects.product(write.memory.shape)
+    if whole and written.view.value.op in ("store", "aten.cat"):
+        reject(
+            "MOVED_CACHE",
+            Stage.ANCHORED,
+            f"{write.record.kind} writes the whole cache anew, old tokens too",
+            write.store,
+            hint="a window that has to move costs a copy of itself: keep a ring of slots instead",
+        )
     found = fill_slices(write.target, write.memory.shape)
     if isinstance(found, str):
         reject(

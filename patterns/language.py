@@ -309,6 +309,7 @@ CODES: dict[str, str] = {
     "OPAQUE_WRITE": "the cache is written by an operator whose effect is not known",
     "MASKED_WRITE": "a boolean mask selects the slots",
     "SLICE_WRITE": "the cache is written at a slice that does not tell which dimension is slots",
+    "MOVED_CACHE": "the whole cache is written anew, so that old tokens change their slots",
     "ACCUMULATED_WRITE": "the write adds to what is there",
     "LONE_WRITE": "a K write without a V write of the same tokens, or the other way round",
     "LAYOUT": "the views select something that has no normal form",

@@ -35,6 +35,17 @@ def whole_cache(m, x, k_cache, v_cache, slots):
     return q * 2
 
 
+def moved_cache(m, x, k_cache, v_cache, slots):
+    """A window that is full: everything in it moves up to make room."""
+    q, k, v = m.qkv(x)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        flat = cache.view(-1, HKV, D)
+        moved = flat.roll(-T, 0)
+        moved[torch.arange(-T, 0)] = new
+        flat.copy_(moved)
+    return q * 2
+
+
 def accumulated(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
     k_cache.view(-1, HKV, D).index_put_((slots,), k, accumulate=True)

@@ -78,6 +78,7 @@ A, X, KP, VP, QP, G, H = list(Stage)[:7]
 HAZARDS = {
     "fresh_cache": Hazard("FRESH_CACHE", A, "allocates", paths.fresh_cache, instead=None),
     "accumulated": Hazard("ACCUMULATED_WRITE", A, "accumulates", paths.accumulated, instead=None),
+    "moved_cache": Hazard("MOVED_CACHE", A, "old tokens too", paths.moved_cache, instead=None),
     "whole_cache": Hazard(
         "SLICE_WRITE",
         A,
