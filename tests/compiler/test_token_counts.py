@@ -6,12 +6,14 @@ kernels. Where there is no GPU only what is said about recompilation is tested.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
 from tilewright.codegen.qkv_plan import SwappedConfig
 from tilewright.compiler import backend, reports
@@ -129,6 +131,42 @@ def test_any_token_count_after_two_compilations(where):
         first += count
     assert_caches_near(ours, eager, untouched, dtype)
     assert [len(r.matches) for r in reports()] == [LAYERS, LAYERS]
+
+
+def static_inputs(compile_):
+    """Positions of the inputs that Inductor is told to stay where they are."""
+    found = []
+
+    def inner(gm, inputs, **kwargs):
+        found.append(list(kwargs["static_input_idxs"]))
+        return compile_fx.compile_fx_inner(gm, inputs, **kwargs)
+
+    torch._dynamo.reset()
+    device, dtype = "cpu", torch.float32
+    model, session = Llama(device, dtype), Session(device, dtype)
+    caches = session.caches()
+    for cache in caches:
+        torch._dynamo.mark_static_address(cache)
+    compile_(model, partial(compile_fx.compile_fx, inner_compile=inner))(
+        *session.step(0, 16), *caches
+    )
+    return found
+
+
+def test_weights_and_marked_caches_stay_where_they_are(monkeypatch):
+    """Else Inductor's CUDA graphs would copy the weights at each step, and refuse the caches."""
+
+    def stock(model, compiler):
+        return torch.compile(model, backend=lambda gm, inputs: compiler(gm, inputs))
+
+    def ours(model, compiler):
+        monkeypatch.setattr(backend._compat, "compile_fx", compiler)
+        return torch.compile(model, backend="tilewright")
+
+    expected = static_inputs(stock)
+    assert len(expected[0]) == 4 * LAYERS + 2 * LAYERS
+    assert static_inputs(ours) == expected
+    assert len(reports()[-1].matches) == LAYERS
 
 
 @pytest.fixture
