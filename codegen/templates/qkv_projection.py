@@ -18,15 +18,14 @@ of a rotation, and K may be split with a reduction of fixed order.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.qkv_finish import (
-    add_bias_and_norm,
+from tilewright.codegen.templates.qkv_finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.templates.qkv_loads import (
     grouped,
     load_bias,
     load_cache_scale,
     load_norm,
     load_rope,
     pair_dims,
-    rotate_and_store,
 )
 from tilewright.codegen.templates.qkv_places import KEY, QUERY, VALUE, head_of_tile, store_target
 

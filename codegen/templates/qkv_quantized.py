@@ -15,15 +15,14 @@ put into their order (`x_in_order`).
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.qkv_finish import (
-    add_bias_and_norm,
+from tilewright.codegen.templates.qkv_finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.templates.qkv_loads import (
     grouped,
     load_bias,
     load_cache_scale,
     load_norm,
     load_rope,
     pair_dims,
-    rotate_and_store,
 )
 from tilewright.codegen.templates.qkv_places import KEY, QUERY, head_of_tile, store_target
 from tilewright.codegen.templates.qkv_projection import part_of, reduce_partials, stride_of
