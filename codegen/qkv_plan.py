@@ -335,6 +335,10 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     accumulator = config.block_m * width
     # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
     crowded = config.warp_specialize and width == 256 and (finish.has_norm or finish.interleaved)
+    # Neighbours in registers besides: pairs that part, weights that are not transposed for them.
+    n_major = problem.weight_strides[0].column != 1
+    if width == 256 and finish.interleaved and (finish.halves or n_major):
+        crowded = config.epilogue_parts < 4
     if finish.norm_after_rope and config.pair_parts > 1:
         return False
     return (
