@@ -22,7 +22,7 @@ from tilewright.patterns.gemm import is_weight
 # Besides `aten.linear`: with a parameter among the operands these project too.
 _PRODUCTS = frozenset(
     f"aten.{name}"
-    for name in ("einsum", "bmm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
+    for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
 )
 
 _ASKED: dict[Any, tuple[str, ...]] = {}
@@ -229,6 +229,8 @@ class _Builder:
         if not isinstance(weight, View) or not isinstance(x, View):
             return None
         if len(weight.effect.dims) != 2 or weight.value.projected:
+            return None
+        if name != "addmm" and is_weight(x) and not is_weight(weight):
             return None
         bias = self._operand(argument(node, 0, "input")) if name == "addmm" else None
         return x, View(weight.value, effects.permute(weight.effect, (1, 0))), bias

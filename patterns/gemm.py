@@ -95,6 +95,7 @@ _RULES = {
     "aten.linear": _linear,
     "aten.einsum": _einsum,
     "aten.matmul": _matmul,
+    "aten.mm": _matmul,
     "aten.bmm": _matmul,
 }
 

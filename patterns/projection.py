@@ -76,10 +76,14 @@ class Heads:
         return piece_of(self.rows.of(self.trunk.gemm.weight))
 
     @property
-    def bias_rows(self) -> View | None:
+    def bias_rows(self) -> View | Computed | None:
         """This projection's part of the bias, shaped as the weight without K."""
         bias = self.trunk.bias
-        return None if bias is None else piece_of(self.rows.of(bias, self.trunk.bias_first))
+        if bias is None:
+            return None
+        rows = piece_of(self.rows.of(bias, self.trunk.bias_first))
+        dense = rows.effect.dims[-1] == (Atom(len(rows.value.shape) - 1, 1, self.head_dim),)
+        return rows if dense else Computed("contiguous", (rows,))
 
 
 def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:

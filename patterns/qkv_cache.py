@@ -76,6 +76,13 @@ class QkvCache:
                 f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times",
                 k.linear,
             )
+        if k.trunk.clip != v.trunk.clip:
+            reject(
+                "UNSUPPORTED",
+                Stage.GUARDS,
+                f"K is clamped to {k.trunk.clip or 'nothing'}, V to {v.trunk.clip or 'nothing'}",
+                k.linear,
+            )
         q = find_query(flow, k, v, k_write.store, inside)
         _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
@@ -210,8 +217,6 @@ def _guard(
         )
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads or k.head_dim != v.head_dim:
         reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.linear)
-    if len({p.trunk.clip for p in (q, k, v)}) != 1:
-        reject("UNSUPPORTED", Stage.GUARDS, "the projections are clamped differently", k.linear)
     if (q.norm_eps or k.norm_eps) != (k.norm_eps or q.norm_eps):
         reject("UNSUPPORTED", Stage.GUARDS, "q and k norms have different eps", q.linear)
     check_pair(k_place, v_place, flow, k.linear)

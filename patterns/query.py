@@ -217,10 +217,15 @@ class _Meetings:
                 if user in self.reading:
                     if self._meets(user):
                         return True
-                elif user not in seen and user not in own and user.op != "store":
+                elif user not in seen and user not in own and self._passes(user):
                     seen.add(user)
                     front.append(user)
         return False
+
+    @staticmethod
+    def _passes(value: Value) -> bool:
+        """Whether a value carries a query on: a choice of experts does not."""
+        return value.op != "store" and value.dtype.is_floating_point
 
     def _meets(self, value: Value) -> bool:
         if value.op in _JOINS or value.op == "store":

@@ -77,6 +77,14 @@ def _biased(value: Value, product: View, bias: View, stage: Stage) -> Trunk | No
 
 
 def _clamped(value: Value, stage: Stage) -> Trunk:
+    if str(value.node.target).endswith("_"):
+        reject(
+            "UNSUPPORTED",
+            stage,
+            "the projection is clamped in place",
+            value,
+            hint="use clamp instead of clamp_",
+        )
     inner = _through(match_trunk(value.operands[0].value, stage), value.operands[0], value)
     low, high = _bounds(value)
     if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):

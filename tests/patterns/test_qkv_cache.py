@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.agreement import cloned
-from tests.models.qkv_idioms import IDIOMS, build
+from tests.models.qkv_idioms import IDIOMS, axes_of, build
 from tests.patterns.running import check_against_eager
 from tilewright.compiler import lower, reports
 
@@ -35,8 +35,7 @@ def fresh_dynamo():
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_and_no_worse_than_eager(name):
     module, args = build(name)
-    layers = 2 if "two_layers" in name else 1
-    check_against_eager(name, module, args, ["qkv_cache"] * layers)
+    check_against_eager(name, module, args, ["qkv_cache"] * axes_of(name).num_layers)
 
 
 @pytest.mark.parametrize("name", STORED)
