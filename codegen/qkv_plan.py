@@ -338,7 +338,7 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     # Neighbours in registers besides: pairs that part, weights that are not transposed for them.
     n_major = problem.weight_strides[0].column != 1
     if width == 256 and finish.interleaved and (finish.halves or n_major):
-        crowded = config.epilogue_parts < 4
+        crowded = crowded or config.epilogue_parts < 4
     if finish.norm_after_rope and config.pair_parts > 1:
         return False
     return (
