@@ -302,11 +302,16 @@ def _tiled_configs(
         yield TiledConfig(64, heads, 64, 8, 5)
         parts = 4 if target.has("tcgen05") else 2
         yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=parts, **walk)
+        if not target.has("tcgen05"):
+            yield TiledConfig(128, heads, 64, 8, 4, **walk)
+            yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, pairs_first=True, **walk)
     if num_tokens > 64 and not target.has("tcgen05"):
         # Two programs per SM: the epilogue of one runs beside the other's tensor cores.
         if width == 128:
-            pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=4, **walk)
-            yield replace(pair, programs_per_sm=2)
+            for parts in (2, 4):
+                pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=parts, **walk)
+                yield replace(pair, programs_per_sm=2)
+            yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2, **walk)
             yield TiledConfig(256, heads, 64, 8, 4, epilogue_parts=4, **walk)
         if width == 256:
             pair = TiledConfig(64, heads, 32, 4, 5, epilogue_parts=4, **walk)
