@@ -12,7 +12,14 @@ from torch import fx
 
 from tilewright.compiler import _compat, spelling
 from tilewright.compiler.memory import MemoryMap, slices_of_fresh_memory
-from tilewright.compiler.spelling import argument, index_effect, name_of, shape_of, size_of
+from tilewright.compiler.spelling import (
+    argument,
+    index_effect,
+    name_of,
+    shape_of,
+    size_of,
+    with_rows,
+)
 from tilewright.compiler.writes import WRITES, mutated_arguments
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Store, Value, View
@@ -243,8 +250,9 @@ class _Builder:
 
     def _gather(self, node: fx.Node) -> tuple[str, tuple[Any, ...]]:
         base = self._operand(node.args[0])
+        index = with_rows(node.args[1]) or node.args[1]
         try:
-            effect, tensors = index_effect(base.effect, node.args[1])
+            effect, tensors = index_effect(base.effect, index)
         except InexpressibleError:
             return "opaque:getitem", (base,)
         indices = tuple((dim, self._operand(t)) for dim, t in tensors.items())
@@ -528,4 +536,4 @@ def _same_kind(source: torch.Tensor, result: torch.Tensor) -> bool:
 
 def _has_index_tensor(index: Any) -> bool:
     items = index if isinstance(index, (tuple, list)) else [index]
-    return any(spelling.is_tensor_node(i) for i in items)
+    return with_rows(index) is not None or any(spelling.is_tensor_node(i) for i in items)

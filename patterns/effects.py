@@ -257,7 +257,8 @@ def _digits(
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     left = outer.start[axis]
     numbers = [left, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
-    if len(dim) < 2 or not all(isinstance(n, int) for n in numbers):
+    plain = not dim or (len(dim) == 1 and dim[0].axis is not None)
+    if plain or not all(isinstance(n, int) for n in numbers):
         return None
     weights = [product(a.length for a in dim[i + 1 :]) for i in range(len(dim))]
     first = []

@@ -323,6 +323,8 @@ CODES: dict[str, str] = {
     "NORM_AFTER_ROPE": "the heads are normalised again after the rotation",
     "ROPE_STYLE": "the rotation is neither half-split nor interleaved over the first dimensions",
     "ROPE_TABLE": "cos and sin do not vary by token alone",
+    "WEIGHT_FORMAT": "the weight is computed from codes in a way that the op does not know",
+    "SCALE_BLOCK": "the scales of a quantised weight do not go by blocks of rows and columns",
     "ACTIVATION": "the projections do not read the same activation",
     "DTYPE": "activation, weights and cache do not share one supported dtype",
     "HEADS": "the query heads are not a multiple of the key-value heads",
