@@ -115,12 +115,12 @@ def _nibbles(rows: View) -> DequantizedWeight | None:
             found = packed(rows, axis, per, dtype)
             if found is not None:
                 words, order, elements = found
-                parts = [[e.scale for e in elements], [e.zero for e in elements]]
                 points = {e.zero_point for e in elements}
                 if len(points) != 1:
                     return None
-                joined = [_joined(views, axis) for views in parts]
-                return DequantizedWeight(words, name, *joined, points.pop(), order)
+                scale = _joined([e.scale for e in elements], axis)
+                zero = _joined([e.zero for e in elements], axis)
+                return DequantizedWeight(words, name, scale, zero, points.pop(), order)
     return None
 
 

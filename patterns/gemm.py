@@ -80,7 +80,9 @@ def _scaled_mm(value: Value) -> Gemm | None:
     names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
     given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
     x, weight, scale_a, scale_b = (given.get(name) for name in names[:4])
-    if not all(isinstance(v, View) for v in (x, weight, scale_a, scale_b)):
+    if not isinstance(x, View) or not isinstance(weight, View):
+        return None
+    if not isinstance(scale_a, View) or not isinstance(scale_b, View):
         return None
     if weight.value.projected or given.get("scale_result") is not None:
         return None

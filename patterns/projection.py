@@ -175,9 +175,10 @@ def _layout_of(view: View, stage: Stage) -> Effect:
 
 def same_activation(one: Heads, other: Heads) -> bool:
     """Whether two products have the same activation: a quantised one may be computed twice."""
-    scales = (one.x_scale, other.x_scale)
-    same = equal_values(*scales) if None not in scales else scales[0] is scales[1]
-    return same and equal_values(one.x, other.x)
+    scale, wanted = one.x_scale, other.x_scale
+    if scale is None or wanted is None:
+        return scale is wanted and equal_values(one.x, other.x)
+    return equal_values(scale, wanted) and equal_values(one.x, other.x)
 
 
 def on_heads(heads: Heads, effect: Effect) -> Effect:

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.patterns.dataflow import View
 from tilewright.patterns.dequant import DequantizedWeight, packed, refuse
-from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError
 from tilewright.patterns.language import Stage, reject
 
 _Block = tuple[int | None, int | None]
@@ -69,7 +69,8 @@ def _order(weight: DequantizedWeight) -> list[int]:
 
 def _blocks(view: View) -> _Blocks:
     """A view [N, K] without what repeats innermost."""
-    dims, block = [], []
+    dims: list[Dim] = []
+    block: list[int | None] = []
     for dim in view.effect.dims:
         if all(a.axis is None for a in dim):
             dims.append(())
