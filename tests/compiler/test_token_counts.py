@@ -145,9 +145,9 @@ def static_inputs(compile_):
     caches = session.caches()
     for cache in caches:
         torch._dynamo.mark_static_address(cache)
-    compile_(model, partial(compile_fx.compile_fx, inner_compile=inner))(
-        *session.step(0, 16), *caches
-    )
+    run = compile_(model, partial(compile_fx.compile_fx, inner_compile=inner))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run(*session.step(0, 16), *caches)
     return found
 
 
