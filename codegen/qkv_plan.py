@@ -44,6 +44,7 @@ from tilewright.codegen.qkv_quantized_kernels import (
     dequantize_problems,
     dequantize_spec,
     number_dtype,
+    order_spec,
     quantized_fits,
     quantized_obstacle,
     quantized_spec,
@@ -176,15 +177,20 @@ def _us(seconds: float) -> str:
 def fused_choice(
     problem: QkvProblem, config: Config, target: Target, seconds: float, measured: bool
 ) -> LoweringChoice:
-    if isinstance(config, TiledConfig):
-        spec = tiled_spec(problem, config, target.name)
-    elif problem.quantization is not None:
-        spec = quantized_spec(problem, config, target.name)
-    else:
-        spec = swapped_spec(problem, config, target.name)
+    specs = _fused_specs(problem, config, target)
     source = TABLE if measured else MODEL
     reason = f"one fused kernel, {config}: {_us(seconds)} {_WORDS[source]}"
-    return LoweringChoice(_name(config), reason, None, config, None, (spec,), seconds, source)
+    return LoweringChoice(_name(config), reason, None, config, None, specs, seconds, source)
+
+
+def _fused_specs(problem: QkvProblem, config: Config, target: Target) -> tuple[KernelSpec, ...]:
+    """The fused kernel, and one that runs before it where the config has one."""
+    if isinstance(config, TiledConfig):
+        return (tiled_spec(problem, config, target.name),)
+    if problem.quantization is None:
+        return (swapped_spec(problem, config, target.name),)
+    spec = quantized_spec(problem, config, target.name)
+    return (spec, order_spec(problem, config, target.name)) if config.ordered_x else (spec,)
 
 
 def library_choice(
