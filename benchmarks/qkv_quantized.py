@@ -43,7 +43,7 @@ TOKENS = (1, 8, 16, 32, 64, 256, 1024, 4096)
 def numbers(form: Format, part: Projection, dtype: torch.dtype) -> torch.Tensor:
     """The weight [N, K] of the codes, computed in `dtype` as models spell it."""
     if form.weight_format == "int4_k":
-        shifts = torch.arange(0, 32, 4, device="cuda")
+        shifts = torch.arange(0, 32, 4, device=part.weight.device)
         codes = ((part.weight.unsqueeze(-1) >> shifts) & 15).flatten(-2).to(dtype) - 8
         blocks = codes.unflatten(1, (part.scale.shape[1], -1)) * part.scale.to(dtype).unsqueeze(-1)
         return blocks.flatten(1)
