@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 
@@ -132,12 +133,13 @@ def test_any_token_count_after_two_compilations(where):
 
 
 def static_inputs(compile_):
-    """Positions of the inputs that Inductor is told to stay where they are."""
+    """Positions of the inputs that Inductor is told to stay where they are; its graph as text."""
+
     found = []
 
     def inner(gm, inputs, **kwargs):
-        found.append(list(kwargs["static_input_idxs"]))
-        return compile_fx.compile_fx_inner(gm, inputs, **kwargs)
+        found.append((list(kwargs["static_input_idxs"]), str(gm.graph)))
+        raise NotImplementedError("seen enough")
 
     torch._dynamo.reset()
     device, dtype = "cpu", torch.float32
@@ -146,9 +148,13 @@ def static_inputs(compile_):
     for cache in caches:
         torch._dynamo.mark_static_address(cache)
     run = compile_(model, partial(compile_fx.compile_fx, inner_compile=inner))
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        pytest.raises(BackendCompilerFailed, match="seen enough"),
+    ):
         run(*session.step(0, 16), *caches)
-    return found
+    (seen,) = found
+    return seen
 
 
 def test_weights_and_marked_caches_stay_where_they_are(monkeypatch):
@@ -159,12 +165,13 @@ def test_weights_and_marked_caches_stay_where_they_are(monkeypatch):
 
     def ours(model, compiler):
         monkeypatch.setattr(backend._compat, "compile_fx", compiler)
-        return torch.compile(model, backend="tilewright")
+        return torch.compile(model, backend="tilewright", options={"strict": True})
 
-    expected = static_inputs(stock)
-    assert len(expected[0]) == 4 * LAYERS + 2 * LAYERS
-    assert static_inputs(ours) == expected
-    assert len(reports()[-1].matches) == LAYERS
+    expected, _ = static_inputs(stock)
+    assert len(expected) == 4 * LAYERS + 2 * LAYERS
+    found, graph = static_inputs(ours)
+    assert found == expected
+    assert graph.count("tilewright.fused_qkv_paged") == LAYERS
 
 
 @pytest.fixture
