@@ -74,7 +74,7 @@ def test_a_mask_inside_the_graph_is_missed_by_name():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["page_offset", "static_cache", "norm_spelled_static"])
+@pytest.mark.parametrize("name", ["page_offset", "static_cache", "norm_rms_spelled_static"])
 def test_other_dtypes(name, dtype):
     module, args = build(name, dtype=dtype)
     check_against_eager(name, module, args, ["qkv_cache"])
