@@ -4,7 +4,10 @@
 
 Microseconds per call, CUDA graphs, L2 cold, three separate weights. Errors are the largest
 difference from float64 arithmetic over the rms of the result, over q and the written cache rows.
-`gemm` is one bare library GEMM over weights packed for it: a bound, not a peer.
+Stock is torch.compile by default, autotuned is mode="max-autotune-no-cudagraphs". Bounds, not
+peers: `gemm` is one bare library GEMM over weights packed for it, `read` a kernel that only reads
+the packed weights; of_copy is the weights' bytes over our time, as a share of the copy bandwidth
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bounds import copy_bytes_per_s, reader
 from qkv_shapes import (
     PAGE_SIZE,
     Cache,
@@ -33,8 +37,17 @@ from tilewright.codegen.qkv_plan import plan_fused_qkv
 from tilewright.ops.lowerings import device_target, prepare
 from tilewright.ops.qkv_cache import OP
 
-SHAPES = (Shape("llama3-8b", 4096, 32, 8), Shape("llama3-70b", 8192, 64, 8))
+SHAPES = (
+    Shape("llama3-8b", 4096, 32, 8),
+    Shape("llama3-70b", 8192, 64, 8),
+    Shape("qwen3-30b-a3b", 2048, 32, 4, norm=True),
+    Shape("gpt-oss", 2880, 64, 8, 64, bias=True),
+)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
+# Autotuning GEMMs takes long: at these token counts, and for the cache stock copies nothing of.
+AUTOTUNED_TOKENS = (16, 64, 1024, 4096)
+AUTOTUNE = "max-autotune-no-cudagraphs"
+EPS = 1e-6
 Step = Callable[..., torch.Tensor]
 
 
@@ -43,12 +56,27 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-high, low), dim=-1)
 
 
-def paged_step(x, q_weight, k_weight, v_weight, cos, sin, slots, keys, values):
+def normed(x, weight):
+    """RMSNorm of each head, as models spell it."""
+    if weight is None:
+        return x
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def project(x, weights, biases, norms, dim):
+    """q, k and v [..., heads, dim], q and k normed where there are norms."""
+    made = [
+        linear(x, weight, None if bias is None else bias.flatten()).unflatten(-1, (-1, dim))
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    return [normed(rows, norm) for rows, norm in zip(made, (*norms, None), strict=True)]
+
+
+def paged_step(x, weights, biases, norms, cos, sin, slots, keys, values):
     """As engines spell it: rows of the flat cache, by slot."""
     heads, dim = keys.shape[2:]
-    q = linear(x, q_weight).view(-1, q_weight.shape[0] // dim, dim)
-    k = linear(x, k_weight).view(-1, heads, dim)
-    v = linear(x, v_weight).view(-1, heads, dim)
+    q, k, v = project(x, weights, biases, norms, dim)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     q = q * cos + rotate_half(q) * sin
     k = k * cos + rotate_half(k) * sin
@@ -57,13 +85,11 @@ def paged_step(x, q_weight, k_weight, v_weight, cos, sin, slots, keys, values):
     return q
 
 
-def static_step(x, q_weight, k_weight, v_weight, cos, sin, positions, keys, values):
+def static_step(x, weights, biases, norms, cos, sin, positions, keys, values):
     """As Hugging Face spells it: [batch, heads, length, dim], index_copy_ along the length."""
-    batch, heads, _, dim = keys.shape
+    batch, _, _, dim = keys.shape
     x = x.view(batch, -1, x.shape[-1])
-    q = linear(x, q_weight).view(batch, x.shape[1], -1, dim).transpose(1, 2)
-    k = linear(x, k_weight).view(batch, x.shape[1], heads, dim).transpose(1, 2)
-    v = linear(x, v_weight).view(batch, x.shape[1], heads, dim).transpose(1, 2)
+    q, k, v = (rows.transpose(1, 2) for rows in project(x, weights, biases, norms, dim))
     q = q * cos + rotate_half(q) * sin
     k = k * cos + rotate_half(k) * sin
     keys.index_copy_(2, positions, k)
@@ -71,12 +97,13 @@ def static_step(x, q_weight, k_weight, v_weight, cos, sin, positions, keys, valu
     return q
 
 
-def step_arguments(layer: Layer, cache: Cache) -> tuple[torch.Tensor, ...]:
+def step_arguments(layer: Layer, cache: Cache) -> tuple[Any, ...]:
     static = cache.layout == "static"
     slots = cache.slots if static else cache.slots[: layer.x.shape[0]]
     rows = slots.shape[0] if static else layer.x.shape[0]
     tables = (layer.cos[:rows], layer.sin[:rows])
-    return (layer.x, *layer.weights, *tables, slots, cache.keys, cache.values)
+    biases, norms = layer.biases or (None,) * 3, layer.norms or (None,) * 2
+    return (layer.x, layer.weights, biases, norms, *tables, slots, cache.keys, cache.values)
 
 
 def written_rows(cache: Cache, num_tokens: int) -> list[torch.Tensor]:
@@ -93,7 +120,12 @@ def exact(layer: Layer, num_tokens: int, rows: int, dim: int) -> list[torch.Tens
     x = layer.x.double()
     repeats = num_tokens // rows
     cos, sin = (t[:rows].double().repeat(repeats, 1).unsqueeze(1) for t in (layer.cos, layer.sin))
-    q, k, v = ((x @ weight.double().t()).view(num_tokens, -1, dim) for weight in layer.weights)
+    made = [(x @ weight.double().t()).view(num_tokens, -1, dim) for weight in layer.weights]
+    if layer.biases is not None:
+        made = [rows + bias.double() for rows, bias in zip(made, layer.biases, strict=True)]
+    for i, norm in enumerate(layer.norms or ()):
+        made[i] = made[i] * (made[i].square().mean(-1, keepdim=True) + EPS).rsqrt() * norm.double()
+    q, k, v = made
     return [q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin, v]
 
 
@@ -104,8 +136,10 @@ def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     return worst
 
 
-def measure(shape: Shape, num_tokens: int, layout: str) -> dict[str, Any]:
-    """One row: times, errors and the lowering taken."""
+def measure(
+    shape: Shape, num_tokens: int, layout: str, autotune: bool, copy: float
+) -> dict[str, Any]:
+    """One row: times, errors and the lowering taken. copy: the GPU's copy rate, in bytes/s."""
     torch._dynamo.reset()
     step: Step = paged_step if layout == "paged" else static_step
     cache = paged_cache(shape) if layout == "paged" else static_cache(shape, num_tokens)
@@ -114,16 +148,21 @@ def measure(shape: Shape, num_tokens: int, layout: str) -> dict[str, Any]:
     peers = [step_arguments(layer, cache) for layer in layers]
     packed = [torch.cat(layer.weights) for layer in layers]
     stock = torch.compile(step)
+    autotuned = torch.compile(step, mode=AUTOTUNE)
+    read = reader(packed)
     variants: dict[str, Callable[[int], Any]] = {
         "tilewright": lambda i: OP.torch_op(*ours[i][0], **ours[i][1]),
         "eager": lambda i: step(*peers[i]),
         "stock": lambda i: stock(*peers[i]),
         "gemm": lambda i: torch.mm(layers[i].x, packed[i].t()),
+        "read": lambda i: read[i](),
     }
+    if autotune:
+        variants["autotuned"] = lambda i: autotuned(*peers[i])
     rows = cache.slots.shape[0] if layout == "static" else num_tokens
     want = exact(layers[0], num_tokens, rows, shape.head_dim)
     errors = {}
-    for name in ("tilewright", "eager", "stock"):
+    for name in ("tilewright", "eager", "stock", *["autotuned"] * autotune):
         for rows_left in (cache.keys, cache.values):
             rows_left.fill_(torch.nan)
         q = variants[name](0)
@@ -142,7 +181,7 @@ def measure(shape: Shape, num_tokens: int, layout: str) -> dict[str, Any]:
     call = prepare(fused_arguments(shape, layers[0], cache))
     target = device_target(layers[0].x.device)
     plan = plan_fused_qkv(call.problem, target, call.rows is not None)
-    best = min(times["eager"], times["stock"])
+    best = min(times[name] for name in ("eager", "stock", "autotuned") if name in times)
     return {
         "model": shape.name,
         "layout": layout,
@@ -150,6 +189,8 @@ def measure(shape: Shape, num_tokens: int, layout: str) -> dict[str, Any]:
         **times,
         "speedup_over_best": best / times["tilewright"],
         "of_gemm": times["tilewright"] / times["gemm"],
+        "of_copy": shape.weight_bytes / (1e-6 * times["tilewright"] * copy),
+        "copy_tb_per_s": copy / 1e12,
         **errors,
         "lowering": plan.choice(num_tokens).reason,
     }
@@ -160,21 +201,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--layouts", nargs="+", default=["paged", "static"])
+    parser.add_argument("--autotuned", type=int, nargs="*", default=AUTOTUNED_TOKENS)
     parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
     options = parser.parse_args()
     torch.manual_seed(0)
+    copy = copy_bytes_per_s()
     rows = []
     for shape in SHAPES:
         for layout in options.layouts if shape.name in options.models else ():
             for tokens in options.tokens:
-                row = measure(shape, tokens, layout)
+                autotune = layout == "static" and tokens in options.autotuned
+                row = measure(shape, tokens, layout, autotune, copy)
                 rows.append(row)
                 keep("qkv_cache", rows, options.out)
                 print(
                     f"{shape.name} {layout:6} T={tokens:5}: ours {row['tilewright']:8.1f}  "
-                    f"eager {row['eager']:8.1f}  stock {row['stock']:8.1f}  gemm {row['gemm']:8.1f}"
-                    f"  {row['speedup_over_best']:5.2f}x  err {row['tilewright_error']:.4f}/"
-                    f"{row['eager_error']:.4f}  {row['lowering']}",
+                    f"eager {row['eager']:8.1f}  stock {row['stock']:8.1f}  auto "
+                    f"{row.get('autotuned', 0):8.1f}  gemm {row['gemm']:8.1f}"
+                    f"  read {row['read']:6.1f} of copy {row['of_copy']:.2f} of gemm "
+                    f"{row['of_gemm']:.3f} {row['speedup_over_best']:5.2f}x  "
+                    f"err {row['tilewright_error']:.4f}/{row['eager_error']:.4f}  "
+                    f"{row['lowering']}",
                     flush=True,
                 )
 

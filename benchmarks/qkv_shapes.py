@@ -23,7 +23,7 @@ REST_S = 0.03
 
 @dataclass(frozen=True)
 class Shape:
-    """Dims of one model's projections. norm: QK-norm."""
+    """Dims of one model's projections. norm: QK-norm. bias: of all three projections."""
 
     name: str
     hidden: int
@@ -31,6 +31,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int = 128
     norm: bool = False
+    bias: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -52,13 +53,14 @@ def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights [H * D, hidden], norm weights and rope table of one layer, and its input."""
+    """Weights [H * D, hidden], norms, biases [H, D] and rope table of one layer, and its input."""
 
     x: torch.Tensor
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     norms: tuple[torch.Tensor, torch.Tensor] | None
     cos: torch.Tensor
     sin: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
@@ -73,7 +75,8 @@ def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
     norms = (normal(dim), normal(dim)) if shape.norm else None
     angles = torch.randn(num_tokens, dim // 2, device="cuda").repeat(1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    return Layer(normal(num_tokens, shape.hidden), tuple(weights), norms, cos, sin)
+    biases = tuple(normal(h, dim) for h in heads) if shape.bias else None
+    return Layer(normal(num_tokens, shape.hidden), tuple(weights), norms, cos, sin, biases)
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def fused_arguments(
     window = cache.window.to_ints()
     by_head = [weight.unflatten(0, (-1, shape.head_dim)) for weight in layer.weights]
     q_norm, k_norm = layer.norms or (None, None)
+    q_bias, k_bias, v_bias = layer.biases or (None, None, None)
     static = cache.layout == "static"
     slots = cache.slots if static else cache.slots[: layer.x.shape[0]]
     rows = slots.shape[0] if static else layer.x.shape[0]
@@ -129,6 +133,9 @@ def fused_arguments(
         slots,
         window,
         window,
+        q_bias=q_bias,
+        k_bias=k_bias,
+        v_bias=v_bias,
         q_norm_weight=q_norm,
         k_norm_weight=k_norm,
         cos=layer.cos[:rows],

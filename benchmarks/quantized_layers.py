@@ -36,7 +36,10 @@ class Format:
     x: str = "bf16"
 
     def scale_block(self, rows: int, columns: int) -> list[int]:
-        return [self.block[0] or rows, self.block[1] or columns]
+        width = self.block[1] or columns
+        while self.weight_format.startswith("int4") and columns % width:
+            width //= 2  # gpt-oss: 2880 columns hold groups of 64
+        return [self.block[0] or rows, width]
 
 
 FORMATS = (

@@ -33,10 +33,11 @@ from tilewright.ops.lowerings import device_target, prepare, run
 SHAPES = (
     Shape("llama3-8b", 4096, 32, 8),
     Shape("llama3-70b", 8192, 64, 8),
+    Shape("qwen3-30b-a3b", 2048, 32, 4, norm=True),
+    Shape("gpt-oss", 2880, 64, 8, 64, bias=True),
     Shape("llama3-70b over 8 GPUs", 8192, 8, 1),
     Shape("llama3.2-1b", 2048, 32, 8, 64),
     Shape("qwen3-8b", 4096, 32, 8, norm=True),
-    Shape("qwen3-30b-a3b", 2048, 32, 4, norm=True),
 )
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FINALISTS = 6
@@ -80,6 +81,8 @@ def wrong(shape: Shape, layer: Layer, cache: Any, choice: LoweringChoice) -> boo
     call.q.fill_(torch.nan)
     run(call, choice)
     q = (layer.x.float() @ layer.weights[0].float().t()).view(call.q.shape)
+    if layer.biases is not None:
+        q = q + layer.biases[0].float()
     if layer.norms is not None:
         scale = torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)
         q = q * scale * layer.norms[0].float()
@@ -157,7 +160,8 @@ def main() -> None:
     bad = compile_all(target, options.tokens)
     for name, why in bad.items():
         print(f"left out: {name}: {why}")
-    rows = []
+    others = [row for row in qkv_plan.measured_table() if row["target"] != target.name]
+    rows: list[dict[str, Any]] = []
     for shape in SHAPES:
         for num_tokens in options.tokens:
             rows.append(measure(shape, num_tokens, target, bad))
@@ -167,9 +171,8 @@ def main() -> None:
                 f"{row['library_us']} packed {row['packed_library_us']} {row['config']}",
                 flush=True,
             )
-    others = [row for row in qkv_plan.measured_table() if row["target"] != target.name]
-    text = json.dumps(environment() | {"rows": [*others, *rows]}, indent=1)
-    options.out.write_text(text + "\n")
+            text = json.dumps(environment() | {"rows": [*others, *rows]}, indent=1)
+            options.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -227,6 +227,8 @@ def load_jit(spec: KernelSpec) -> Launchable:
     options["enable_fp_fusion"] = True  # as worker.py has it: the defaults of releases differ
     if spec.maxnreg is not None:
         options["maxnreg"] = spec.maxnreg
+    if spec.launch_pdl:
+        options["launch_pdl"] = True
     return Launchable(spec, function, options)
 
 

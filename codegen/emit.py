@@ -166,6 +166,7 @@ def _assemble(
         f"NUM_WARPS = {spec.num_warps}",
         f"NUM_STAGES = {spec.num_stages}",
         f"MAXNREG = {spec.maxnreg}",
+        f"LAUNCH_PDL = {spec.launch_pdl}",
         f"TARGET = {_quoted(spec.target)}",
     ]
     for node in nodes:

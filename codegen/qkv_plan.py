@@ -44,6 +44,7 @@ from tilewright.codegen.qkv_quantized_kernels import (
     dequantize_problems,
     dequantize_spec,
     number_dtype,
+    order_spec,
     quantized_fits,
     quantized_obstacle,
     quantized_spec,
@@ -176,15 +177,20 @@ def _us(seconds: float) -> str:
 def fused_choice(
     problem: QkvProblem, config: Config, target: Target, seconds: float, measured: bool
 ) -> LoweringChoice:
-    if isinstance(config, TiledConfig):
-        spec = tiled_spec(problem, config, target.name)
-    elif problem.quantization is not None:
-        spec = quantized_spec(problem, config, target.name)
-    else:
-        spec = swapped_spec(problem, config, target.name)
+    specs = _fused_specs(problem, config, target)
     source = TABLE if measured else MODEL
     reason = f"one fused kernel, {config}: {_us(seconds)} {_WORDS[source]}"
-    return LoweringChoice(_name(config), reason, None, config, None, (spec,), seconds, source)
+    return LoweringChoice(_name(config), reason, None, config, None, specs, seconds, source)
+
+
+def _fused_specs(problem: QkvProblem, config: Config, target: Target) -> tuple[KernelSpec, ...]:
+    """The fused kernel, and one that runs before it where the config has one."""
+    if isinstance(config, TiledConfig):
+        return (tiled_spec(problem, config, target.name),)
+    if problem.quantization is None:
+        return (swapped_spec(problem, config, target.name),)
+    spec = quantized_spec(problem, config, target.name)
+    return (spec, order_spec(problem, config, target.name)) if config.ordered_x else (spec,)
 
 
 def library_choice(
@@ -302,11 +308,16 @@ def _tiled_configs(
         yield TiledConfig(64, heads, 64, 8, 5)
         parts = 4 if target.has("tcgen05") else 2
         yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=parts, **walk)
+        if not target.has("tcgen05"):
+            yield TiledConfig(128, heads, 64, 8, 4, **walk)
+            yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, pairs_first=True, **walk)
     if num_tokens > 64 and not target.has("tcgen05"):
         # Two programs per SM: the epilogue of one runs beside the other's tensor cores.
         if width == 128:
-            pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=4, **walk)
-            yield replace(pair, programs_per_sm=2)
+            for parts in (2, 4):
+                pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=parts, **walk)
+                yield replace(pair, programs_per_sm=2)
+            yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2, **walk)
             yield TiledConfig(256, heads, 64, 8, 4, epilogue_parts=4, **walk)
         if width == 256:
             pair = TiledConfig(64, heads, 32, 4, 5, epilogue_parts=4, **walk)
@@ -335,7 +346,11 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     accumulator = config.block_m * width
     # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
     crowded = config.warp_specialize and width == 256 and (finish.has_norm or finish.interleaved)
-    if finish.norm_after_rope and config.epilogue_parts > config.heads_per_tile:
+    # Neighbours in registers besides: pairs that part, weights that are not transposed for them.
+    n_major = problem.weight_strides[0].column != 1
+    if width == 256 and finish.interleaved and (finish.halves or n_major):
+        crowded = crowded or config.epilogue_parts < 4
+    if finish.norm_after_rope and config.pair_parts > 1:
         return False
     return (
         heads_fit(problem, config.heads_per_tile)

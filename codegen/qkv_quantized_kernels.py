@@ -64,18 +64,21 @@ def _block_k_fits(problem: QkvProblem, block_k: int) -> bool:
         groups = block_k // columns
     if q.coded_x:
         # The tensor core's own sums are short: none is longer than 128 products.
-        return groups == 1 and 32 <= block_k <= 128
+        most = 256 if q.scales_whole_rows(problem.hidden) else 128
+        return groups == 1 and 32 <= block_k <= most
     return block_k // groups >= (32 if q.per_word == 8 and not q.packed_rows else 16)
 
 
 def quantized_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -> bool:
     """Whether a config is legal for the problem and within the target's limits."""
-    finish = problem.finish
+    q, finish = quantization_of(problem), problem.finish
     if quantized_obstacle(problem) is not None or not _block_k_fits(problem, config.block_k):
         return False
     if quantized_shared_bytes(problem, config) > target.max_shared_bytes - 2048:
         return False
     if not 8 <= config.block_p <= next_power_of_2(finish.pairs_per_head):
+        return False
+    if config.ordered_x and (q.packed_rows or q.coded_x):
         return False
     if config.split_k > 1 and cdiv(problem.hidden, config.block_k) < config.split_k:
         return False
@@ -111,7 +114,8 @@ def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> K
     constants: dict[str, Constant] = {
         **finish.constants(),
         "HIDDEN": problem.hidden,
-        "X_STRIDE": problem.x_stride,
+        "X_STRIDE": ordered_width(problem, config) if config.ordered_x else problem.x_stride,
+        "X_IN_ORDER": config.ordered_x,
         "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),
         "X_SCALE_BLOCK": q.x_scale.block if q.x_scale else problem.hidden,
         "PER": q.per_word,
@@ -157,6 +161,42 @@ def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> K
     return kernel_spec(
         "qkv_quantized", "qkv_quantized", problem, constants, arguments, config, target
     )
+
+
+def ordered_width(problem: QkvProblem, config: SwappedConfig) -> int:
+    """Columns of x as `order_x` writes it: whole steps."""
+    return cdiv(problem.hidden, config.block_k) * config.block_k
+
+
+# Tokens of one program of `order_x`.
+_ORDER_TOKENS = 8
+
+
+def order_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
+    """`order_x` for a config with ordered_x."""
+    q = quantization_of(problem)
+    whole = q.block[1] >= problem.hidden
+    constants: dict[str, Constant] = {
+        "HIDDEN": problem.hidden,
+        "X_STRIDE": problem.x_stride,
+        "PER": q.per_word,
+        "INTERLEAVED_NIBBLES": q.order == AWQ_ORDER,
+        "GROUPS": 1 if whole else max(config.block_k // q.block[1], 1),
+        "BLOCK_T": _ORDER_TOKENS,
+        "BLOCK_K": config.block_k,
+    }
+    pointer = f"*{q.x_dtype}"
+    arguments: dict[str, str | None] = {
+        "x_ptr": pointer,
+        "ordered_ptr": pointer,
+        "num_tokens": "i32",
+    }
+    few = SwappedConfig(8, _ORDER_TOKENS, config.block_k, 4, 1)
+    return kernel_spec("qkv_quantized", "order_x", problem, constants, arguments, few, target)
+
+
+def order_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:
+    return cdiv(problem.hidden, config.block_k), cdiv(num_tokens, _ORDER_TOKENS)
 
 
 def _whole(problem: QkvProblem, config: SwappedConfig) -> int:

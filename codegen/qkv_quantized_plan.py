@@ -22,32 +22,51 @@ from tilewright.codegen.qkv_quantized_kernels import (
 from tilewright.codegen.targets import Target
 
 # Codes that an SM unpacks in a second, by bytes of a code; fitted on an H200.
-_CODES_PER_SM_S = {0.5: 6.0e10, 1.0: 6.0e10}
-# Share of the tensor cores' rate that tiles of these kernels reach.
-_MMA_SHARE = 0.55
+_CODES_PER_SM_S = {0.5: 9.0e10, 1.0: 9.0e10}
+# Share of the tensor cores' rate that tiles of few tokens and of more reach; those of fewer than 64
+# take as long as those of 64.
+_MMA_SHARES = (0.75, 0.55)
 _FILL_S = 1.5e-6
 _SPLIT_S = 1.0e-6
+# Of the kernel that puts x in order.
+_ORDER_S = 1.5e-6
 
 
 def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
-    """Few tokens: many programs with little shared memory each. More: tiles that read a code for
-    as many tokens as the registers hold."""
+    """What was worth its while on an H200, in any format measured.
+
+    Few tokens: small tiles in many parts of K. More: x put in order once, and not by every program.
+    """
+    q = quantization_of(problem)
     whole = next_power_of_2(problem.finish.pairs_per_head)
-    steps = (128, 64, 32) if _least_step(problem) >= 128 else (_least_step(problem),)
-    block_t = min(max(16, next_power_of_2(num_tokens)), 128)
-    for block_k in steps[:2]:
-        for block_p in sorted({min(32, whole), whole}):
-            for tokens in sorted({block_t, max(block_t // 2, 16)}):
-                warps = 8 if block_p * tokens >= 64 * 64 else 4
-                for split_k in (1, 2, 4, 8):
-                    for stages in (3, 4, 6):
-                        yield SwappedConfig(block_p, tokens, block_k, warps, stages, split_k)
+    slices = sorted({min(32, whole), whole})
+    block_k = _step(problem)
+    free = q.packed_rows or q.coded_x
+    block_t = max(16, next_power_of_2(num_tokens))
+    if num_tokens <= 32:
+        for block_p in slices:
+            for split_k in (2, 3, 4, 8):
+                yield SwappedConfig(block_p, block_t, block_k, 4, 3, split_k)
+                if not free:
+                    yield SwappedConfig(block_p, block_t, block_k, 4, 3, split_k, ordered_x=True)
+            yield SwappedConfig(block_p, block_t, block_k, 4, 6)
+            yield SwappedConfig(block_p, block_t, 2 * block_k, 4, 6)
+        return
+    tiles = [(block_p, tokens, 4) for block_p in slices for tokens in (32, 64)]
+    tiles += [(whole, 64, 8)]
+    if num_tokens > 64:
+        tiles = [(block_p, tokens, 4) for block_p in slices for tokens in (64, 128)]
+        tiles += [(whole, 64, 8), (whole, 128, 8)]
+    for block_p, tokens, warps in tiles:
+        for split_k in (1, 2) if num_tokens <= 256 else (1,):
+            for stages in (3, 4):
+                yield SwappedConfig(block_p, tokens, block_k, warps, stages, split_k, not free)
 
 
-def _least_step(problem: QkvProblem) -> int:
+def _step(problem: QkvProblem) -> int:
     """The longest step of K, up to 128, that scales allow."""
     columns = quantization_of(problem).block[1]
-    return 128 if columns >= 32 or columns >= problem.hidden else columns
+    return 128 if columns >= problem.hidden or 128 % columns == 0 else columns & -columns
 
 
 def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:
@@ -76,9 +95,14 @@ def quantized_estimate(
     unpacked = 0.0 if q.coded_x else per_sm * rows * depth / _CODES_PER_SM_S[q.code_bytes]
     # One program alone hides little of what it waits for.
     unpacked *= 1.6 if together == 1 and config.num_warps == 4 else 1.0
-    # x is put in order too.
-    unpacked += 0.0 if q.coded_x else per_sm * columns * depth / (2 * _CODES_PER_SM_S[1.0])
-    rate = target.flops_per_s(q.x_dtype) / target.num_sms * _MMA_SHARE
+    if config.ordered_x:
+        overhead += _ORDER_S
+    elif not (q.coded_x or q.packed_rows):
+        unpacked += per_sm * columns * depth / (2 * _CODES_PER_SM_S[1.0])
+    # Words along the rows reach the tensor core by way of shared memory.
+    unpacked *= 2.0 if q.packed_rows else 1.0
+    share = _MMA_SHARES[columns > 32]
+    rate = target.flops_per_s(q.x_dtype) / target.num_sms * share
     multiplied = per_sm * 2 * rows * max(columns, 64) * depth / rate
     staged = (
         config.num_stages

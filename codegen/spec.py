@@ -93,6 +93,8 @@ class KernelSpec:
             masks that this grid never needs are left out.
         ranges: sorted (integer run-time parameter, smallest, largest) that the caller promises.
         maxnreg: register limit per thread, or None.
+        launch_pdl: launched so that it may start while the kernel before it ends; the kernel itself
+            waits for that one (`gdc_wait`) before it touches memory.
     """
 
     template: str
@@ -106,6 +108,7 @@ class KernelSpec:
     grid: tuple[int, ...] | None = None
     ranges: tuple[tuple[str, int, int], ...] = ()
     maxnreg: int | None = None
+    launch_pdl: bool = False
 
     def __post_init__(self) -> None:
         _check_name("kernel", self.kernel)

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-FEATURES = frozenset({"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma"})
+FEATURES = frozenset(
+    {"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch"}
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ SM100 = Target(
     ),
     bytes_in_flight_per_sm=43 * 1000,
     launch_s=2.5e-6,
-    features=frozenset({"tma", "tcgen05", "tma_gather", "block_scaled_mma"}),
+    features=frozenset({"tma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch"}),
     sm_name="sm_100a",
     mma_opcodes=(
         ("bf16", "UTCHMMA"),
@@ -151,7 +153,7 @@ SM90 = Target(
     ),
     bytes_in_flight_per_sm=25 * 1000,
     launch_s=2.5e-6,
-    features=frozenset({"tma", "wgmma"}),
+    features=frozenset({"tma", "wgmma", "dependent_launch"}),
     sm_name="sm_90a",
     mma_opcodes=(
         ("bf16", "HGMMA"),

@@ -12,7 +12,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from tilewright.codegen.cache import KernelCache, key_of
 from tilewright.codegen.emit import source_fingerprint
@@ -66,7 +68,8 @@ def bucket(num_tokens: int) -> int:
     return next((b for b in TOKEN_BUCKETS if num_tokens <= b), 2 * TOKEN_BUCKETS[-1])
 
 
-def trials(case: Case) -> dict[str, LoweringChoice]:
+@lru_cache(maxsize=256)
+def trials(case: Case) -> Mapping[str, LoweringChoice]:
     """The choices worth measuring, by name: what is chosen unmeasured, the model's best, library.
 
     Each is what a plan holds for up to `case.num_tokens` tokens.
@@ -85,7 +88,7 @@ def trials(case: Case) -> dict[str, LoweringChoice]:
     named: dict[str, LoweringChoice] = {}
     for choice in found:
         named.setdefault(name_of(choice), choice)
-    return named
+    return MappingProxyType(named)
 
 
 def name_of(choice: LoweringChoice) -> str:
@@ -96,12 +99,15 @@ def name_of(choice: LoweringChoice) -> str:
 def tuned(
     case: Case, machine: Machine, timer: Timer, store: KernelCache | None = None
 ) -> LoweringChoice:
-    """The fastest trial of a case as measured on this machine, measured now where that is new.
+    """The fastest trial of a case as measured on this machine, measured now where that is new; the
+    only one there is unmeasured.
 
     Processes that ask at once wait for the one that measures. Raises NothingMeasuredError where no
     trial could be timed, and what the timer raises; nothing is kept then.
     """
     tried = trials(case)
+    if len(tried) == 1:
+        return _only(tried)
 
     def measure(folder: Path) -> None:
         times = [float(seconds) for seconds in timer(tuple(tried.values()))]
@@ -126,9 +132,16 @@ def remembered(
 ) -> LoweringChoice | None:
     """What `tuned` has kept for a case, None where that is nothing (or nothing that is whole)."""
     tried = trials(case)
+    if len(tried) == 1:
+        return _only(tried)
     entry = (store or KernelCache()).intact("tuned", _key(case, machine, tried))
     times = {} if entry is None else _times(entry, tried)
     return _fastest(tried, times) if times else None
+
+
+def _only(tried: Mapping[str, LoweringChoice]) -> LoweringChoice:
+    (choice,) = tried.values()
+    return replace(choice, reason=f"{choice.reason}; there is no other to measure it with")
 
 
 def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> str:

@@ -62,6 +62,8 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     options = {"num_warps": module.NUM_WARPS, "num_stages": module.NUM_STAGES}
     if module.MAXNREG is not None:
         options["maxnreg"] = module.MAXNREG
+    if getattr(module, "LAUNCH_PDL", False):
+        options["launch_pdl"] = True
     options["enable_fp_fusion"] = True  # the default of triton 3.9 differs from that of 3.6
     options.update(request.get("options", {}))
     source = ASTSource(

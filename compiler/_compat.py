@@ -20,6 +20,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 __all__ = [
     "DynamoError",
     "GraphTransformObserver",
+    "adopt_origin",
     "as_meta",
     "aten_calls",
     "compile_apart",
@@ -140,6 +141,25 @@ def inductor_option_problem(options: Mapping[str, Any]) -> str | None:
         if get_origin(kind) is None and not isinstance(value, kind):
             return f"a value of {kind} for {name!r}"
     return None
+
+
+def adopt_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Tells a copy what Dynamo told of the original graph beside its nodes.
+
+    By it AOTAutograd knows parameters and marked caches for inputs that stay where they are; else
+    Inductor's CUDA graphs would copy all weights at each call, and refuse caches that are written.
+    """
+    copy.meta.update(original.meta)
+    if hasattr(original, "_param_name_to_source"):
+        copy._param_name_to_source = original._param_name_to_source
+    pairs = zip(_placeholders(copy), _placeholders(original), strict=True)
+    for mine, given in pairs:
+        if hasattr(given, "_dynamo_source"):
+            mine._dynamo_source = given._dynamo_source  # type: ignore[attr-defined]
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def compile_apart(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx
 
-from tilewright.patterns.cache_write import Computed
-from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, source_of
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.ops.formats.paged_cache import strided_disjoint
+from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
+from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.language import Match, Miss, Parts, Reject, Stage, reject
 
 
@@ -117,20 +117,18 @@ def _apart(match: Match, flow: Dataflow) -> None:
 def _disjoint(one: Store, other: Store) -> bool:
     if one.memory is other.memory:
         return _effects_disjoint(one.target, other.target)
-    spans = [_span(one.memory), _span(other.memory)]
-    if None in spans:
+    # Two inputs on one storage. Their places are not guarded: the op looks again at each call.
+    a, b = _bytes(one.memory), _bytes(other.memory)
+    if not all(isinstance(n, int) for n in (*a[0], *a[1], a[2], *b[0], *b[1], b[2])):
         return False
-    lower, upper = sorted(s for s in spans if s is not None)
-    return lower[1] <= upper[0]
+    return strided_disjoint(a[0], a[1], b[0], b[1], b[2] - a[2])
 
 
-def _span(memory: Memory) -> tuple[int, int] | None:
-    """First and one past the last element of a memory's tensor on its storage."""
-    numbers = (*memory.shape, *memory.strides, memory.offset)
-    if not all(isinstance(n, int) for n in numbers):
-        return None
-    reach = sum((n - 1) * s for n, s in zip(memory.shape, memory.strides, strict=True))
-    return memory.offset, memory.offset + reach + 1
+def _bytes(memory: Memory) -> tuple[tuple[Size, ...], tuple[Size, ...], Size]:
+    """Shape, strides and offset of a memory's tensor on its storage, in bytes."""
+    width = memory.dtype.itemsize
+    strides = tuple(s * width for s in memory.strides)
+    return (*memory.shape, width), (*strides, 1), memory.offset * width
 
 
 def _effects_disjoint(one: Effect, other: Effect) -> bool:

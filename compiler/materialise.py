@@ -14,14 +14,21 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.spelling import shape_of
 from tilewright.patterns import effects
-from tilewright.patterns.cache_write import Computed
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import Parts
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "add": operator.add,
     "mul": operator.mul,
+    "arange": torch.arange,
+    "full": torch.full,
+    "to": "to",
+    "contiguous": "contiguous",
+    "real": torch.real,
+    "imag": torch.imag,
+    "neg": operator.neg,
+    "cat": torch.cat,
     "remainder": torch.remainder,
     "ge": operator.ge,
     "lt": operator.lt,
@@ -117,9 +124,16 @@ class Materialiser:
             node = self._narrow(node, dim, size, start, outer)
             return node, dim + 1
         block = outer.step
-        skip = start % block if isinstance(start, int) else 0
-        first = start - skip if isinstance(start, int) else start
-        node = self._narrow(node, dim, size, first, Atom(outer.axis, 1, outer.length * block))
+        skip = _place_in_block(start, size, outer, inner)
+        if skip is None:
+            reach = 1 + sum(a.step * (a.length - 1) for a in inner)
+            span = (outer.length - 1) * block + reach
+            node = self._narrow(node, dim, size, start, Atom(outer.axis, 1, span))
+            node = self.call("unfold", node, dim, reach, block)
+            node = self.call("movedim", node, -1, dim + 1)
+            return self._cut(node, dim + 1, reach, 0, inner)
+        whole = Atom(outer.axis, 1, outer.length * block)
+        node = self._narrow(node, dim, size, start - skip, whole)
         node = self.call("unflatten", node, dim, self.sizes((outer.length, block)))
         return self._cut(node, dim + 1, block, skip, inner)
 
@@ -190,7 +204,7 @@ class Materialiser:
 
     def _computed(self, item: Computed) -> fx.Node:
         operands = [self.argument(o) for o in item.operands]
-        return self.call(_FUNCTIONS[item.function], *operands)
+        return self.call(_FUNCTIONS[item.function], *operands, **dict(item.options))
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """One new node, or the equal one made before where that precedes the insertion point."""
@@ -216,6 +230,23 @@ class Materialiser:
 
 def _itself(node: fx.Node) -> fx.Node:
     return node
+
+
+def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom]) -> Size | None:
+    """Where in whole blocks of `outer.step` indices the inner atoms begin.
+
+    None where the base has no such blocks: the last one is cut off, or each reaches into the next.
+    """
+    block = outer.step
+    reach = 1 + sum(a.step * (a.length - 1) for a in inner)
+    if not all(isinstance(n, int) for n in (start, size, block, reach, outer.length)):
+        return start % block if isinstance(start, int) else 0
+    least = max(0, start + outer.length * block - size)
+    most = min(start, block - reach)
+    usual = start % block
+    if least > most:
+        return None
+    return usual if least <= usual <= most else least
 
 
 def _magnitude(step: Any) -> float:

@@ -413,6 +413,28 @@ def _is_list_index(index: Any) -> bool:
     return isinstance(index, list) and all(isinstance(i, int) for i in index)
 
 
+class Rows:
+    """Positions in no even order, to be gathered as by a tensor."""
+
+    def __init__(self, at: Sequence[int]) -> None:
+        self.at = tuple(at)
+
+
+def with_rows(index: Any) -> Any:
+    """An index whose one list of positions, where it is no slice, is :class:`Rows`; else None."""
+    items = index if isinstance(index, tuple) else (index,)
+    lists = [i for i in items if isinstance(i, list)]
+    if len(lists) != 1 or any(is_tensor_node(i) for i in items):
+        return None
+    (at,) = lists
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in at):
+        return None
+    steps = {b - a for a, b in pairwise(at)}
+    if len(steps) < 2 and all(step > 0 for step in steps):
+        return None
+    return tuple(Rows(i) if isinstance(i, list) else i for i in items)
+
+
 def _apply_item(
     effect: Effect, dim: int, item: Any, tensors: dict[int, fx.Node]
 ) -> tuple[Effect, int]:
@@ -422,6 +444,9 @@ def _apply_item(
         return _apply_slice(effect, dim, item), dim + 1
     if is_tensor_node(item):
         tensors[dim] = item
+        return effect, dim + 1
+    if isinstance(item, Rows):
+        tensors[dim] = item.at  # type: ignore[assignment]
         return effect, dim + 1
     if isinstance(item, list):
         return _positions(effect, dim, item), dim + 1

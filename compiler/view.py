@@ -12,7 +12,14 @@ from torch import fx
 
 from tilewright.compiler import _compat, spelling
 from tilewright.compiler.memory import MemoryMap, slices_of_fresh_memory
-from tilewright.compiler.spelling import argument, index_effect, name_of, shape_of, size_of
+from tilewright.compiler.spelling import (
+    argument,
+    index_effect,
+    name_of,
+    shape_of,
+    size_of,
+    with_rows,
+)
 from tilewright.compiler.writes import WRITES, mutated_arguments
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Store, Value, View
@@ -22,7 +29,7 @@ from tilewright.patterns.gemm import is_weight
 # Besides `aten.linear`: with a parameter among the operands these project too.
 _PRODUCTS = frozenset(
     f"aten.{name}"
-    for name in ("einsum", "bmm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
+    for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
 )
 
 _ASKED: dict[Any, tuple[str, ...]] = {}
@@ -152,7 +159,7 @@ class _Builder:
         self.memory.alias(node, place, local, view, why)
 
     def _bitcast(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """`x.view(dtype)` of the same width: the same elements in the same places, read otherwise."""
+        """`x.view(dtype)` of the same width: the same places, read as other numbers."""
         of = self._first_tensor(node)
         if name != "view" or of is None or of.meta["example_value"].shape != result.shape:
             return False
@@ -230,6 +237,8 @@ class _Builder:
             return None
         if len(weight.effect.dims) != 2 or weight.value.projected:
             return None
+        if name != "addmm" and is_weight(x) and not is_weight(weight):
+            return None
         bias = self._operand(argument(node, 0, "input")) if name == "addmm" else None
         return x, View(weight.value, effects.permute(weight.effect, (1, 0))), bias
 
@@ -241,8 +250,9 @@ class _Builder:
 
     def _gather(self, node: fx.Node) -> tuple[str, tuple[Any, ...]]:
         base = self._operand(node.args[0])
+        index = with_rows(node.args[1]) or node.args[1]
         try:
-            effect, tensors = index_effect(base.effect, node.args[1])
+            effect, tensors = index_effect(base.effect, index)
         except InexpressibleError:
             return "opaque:getitem", (base,)
         indices = tuple((dim, self._operand(t)) for dim, t in tensors.items())
@@ -526,4 +536,4 @@ def _same_kind(source: torch.Tensor, result: torch.Tensor) -> bool:
 
 def _has_index_tensor(index: Any) -> bool:
     items = index if isinstance(index, (tuple, list)) else [index]
-    return any(spelling.is_tensor_node(i) for i in items)
+    return with_rows(index) is not None or any(spelling.is_tensor_node(i) for i in items)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.qkv_plan import HERE, LoweringChoice
+from tilewright.codegen.qkv_plan import LoweringChoice
 from tilewright.codegen.targets import SM90
 from tilewright.ops import lowerings
 from tilewright.ops.cache_store import KvStoreArguments
@@ -37,25 +37,34 @@ def repeatable_fused_qkv_paged(*args: Any, **kwargs: Any) -> tuple[torch.Tensor,
     if a.x.shape[0] == 0:
         return fake(a), None
     call = lowerings.prepare(a)
-    choice = choose_lowering(call)
+    measured = measured_lowering(call)
+    choice = measured or planned_lowering(call)
     with noting_launches() as noted:
         lowerings.run(call, choice)
     # Without a config a library has its part; under `tune` the next call may choose otherwise.
-    settled = choice.config is not None and not (a.tune and choice.source != HERE)
+    settled = choice.config is not None and (measured is not None or not a.tune)
     return call.q, _again(noted, a, call.q) if settled else None
 
 
 def choose_lowering(call: FusedCall) -> LoweringChoice:
     """What was measured here, under `tune`; else what the plan has for the token count."""
+    return measured_lowering(call) or planned_lowering(call)
+
+
+def measured_lowering(call: FusedCall) -> LoweringChoice | None:
+    """Under `tune`, what was measured on the call's GPU, measured now where that can be done."""
     a = call.a
-    target = lowerings.device_target(a.x.device)
-    if a.tune and target is not None:
-        index = torch.cuda.current_device() if a.x.device.index is None else a.x.device.index
-        measured = measured_choice(a, case_of(call, target), index)
-        if measured is not None:
-            return measured
+    target = lowerings.device_target(a.x.device) if a.tune else None
+    if target is None:
+        return None
+    index = torch.cuda.current_device() if a.x.device.index is None else a.x.device.index
+    return measured_choice(a, case_of(call, target), index)
+
+
+def planned_lowering(call: FusedCall) -> LoweringChoice:
+    target = lowerings.device_target(call.a.x.device)
     plan = lowerings.cached_plan(call.problem, target, call.rows is not None)
-    return plan.choice(a.x.shape[0])
+    return plan.choice(call.a.x.shape[0])
 
 
 def launch_paged_kv_store(*args: Any, **kwargs: Any) -> None:

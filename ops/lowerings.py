@@ -30,6 +30,7 @@ from tilewright.codegen.qkv_plan import (
     epilogue_config,
     plan_fused_qkv,
 )
+from tilewright.codegen.qkv_quantized_kernels import order_grid, ordered_width
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, Target, detect_target
 from tilewright.ops.cache_store import KvStoreArguments
@@ -108,6 +109,11 @@ def _run_swapped(call: FusedCall, choice: LoweringChoice) -> None:
         elements = config.split_k * 2 * config.block_p * config.block_t
         workspace, counters = split_k_scratch(tiles, elements, a.x.device)
         values |= {"workspace_ptr": workspace, "counters_ptr": counters}
+    if config.ordered_x:
+        ordered = a.x.new_empty((a.x.shape[0], ordered_width(problem, config)))
+        before = {**values, "ordered_ptr": ordered}
+        launch(choice.specs[1], order_grid(problem, config, a.x.shape[0]), before, a.x.device)
+        values["x_ptr"] = ordered
     launch(choice.specs[0], grid, values, a.x.device)
 
 

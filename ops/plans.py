@@ -33,6 +33,8 @@ from tilewright.ops.tuning import case_of, device_for, measured_choice
 
 def plan_fused_qkv_paged(a: Any, target: str) -> LoweringReport:
     """The lowering of a `fused_qkv_paged` call; `a` is a FusedQkvArguments of meta tensors."""
+    if a.static_tokens and a.x.shape[0] == 0:
+        return LoweringReport("nothing", "no tokens, no launch")
     call = prepare(a)
     plan = cached_plan(call.problem, TARGETS[target], call.rows is not None)
     if a.tune:

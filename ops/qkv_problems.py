@@ -33,8 +33,8 @@ def window_views(a: Any, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor | N
 
 # The tensors of each form of addressing, by the kernels' parameter names.
 _ADDRESS_ARGUMENTS = {
-    "flat": ("slot_mapping", None, None),
-    "per_sequence": ("slot_mapping", None, None),
+    "flat": ("slot_mapping", "", ""),
+    "per_sequence": ("slot_mapping", "", ""),
     "block_table": ("lookup_table", "sequence_ids", "positions"),
     "ragged": ("lookup_table", "row_offsets", "cache_lengths"),
 }
@@ -42,10 +42,10 @@ _ADDRESS_ARGUMENTS = {
 
 def address_tensors(a: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """slots_ptr, sequences_ptr and positions_ptr of the kernels."""
-    slots, sequences, positions = (
-        None if name is None else getattr(a, name) for name in _ADDRESS_ARGUMENTS[a.slots]
-    )
-    return slots, sequences, positions
+    slots, sequences, positions = _ADDRESS_ARGUMENTS[a.slots]
+    if not sequences:
+        return getattr(a, slots), None, None
+    return getattr(a, slots), getattr(a, sequences), getattr(a, positions)
 
 
 def finish_values(

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Match, Miss, Reject, Stage, register
 
+_FACTORIES = {
+    f"aten.{prefix}{kind}{suffix}"
+    for kind in ("zeros", "ones", "empty", "full")
+    for prefix, suffix in (("", ""), ("new_", ""), ("", "_like"))
+}
 _OUT_OF_PLACE = {"aten.index_put", "aten.index_copy", "aten.scatter"}
 
 
@@ -42,7 +47,7 @@ class CacheAbsent:
         updated = tuple(v for v in flow.values if _updates(v, flow))
         if updated:
             yield AbsentCache("FUNCTIONAL_WRITE", updated)
-        fresh = tuple(v for v in flow.stores if _fresh(v))
+        fresh = tuple(v for v in flow.stores if _fresh(v, flow))
         if fresh:
             yield AbsentCache("FRESH_CACHE", fresh)
 
@@ -82,11 +87,14 @@ def _grows(value: Value, flow: Dataflow) -> bool:
     return held and any(v.value.projected for v in new)
 
 
-def _fresh(value: Value) -> bool:
+def _fresh(value: Value, flow: Dataflow) -> bool:
     """An indexed write of projected data into memory allocated in the graph, that is returned."""
     store = value.store
     if store is None or store.memory.is_input or len(store.memory.shape) < 3 or not store.index:
         return False
+    made = flow.views.get(store.memory.root)
+    if not isinstance(made, View) or made.value.op not in _FACTORIES:
+        return False  # a copy of something
     return store.source is not None and store.source.value.projected
 
 

@@ -234,7 +234,7 @@ def compose(outer: Effect, inner: Effect) -> Effect:
                 start[base_axis] = start[base_axis] + offset
     dims = []
     shifted: set[int] = set()
-    digits = {axis: _digits(outer, axis, axes[axis], start) for axis in used - {None}}
+    digits = {axis: _digits(outer, axis, axes[axis], start) for axis in used if axis is not None}
     for dim in outer.dims:
         atoms: list[Atom] = []
         for atom in dim:
@@ -248,16 +248,14 @@ def compose(outer: Effect, inner: Effect) -> Effect:
     return Effect(tuple(dims), tuple(start))
 
 
-def _digits(
-    outer: Effect, axis: int | None, dim: Dim, start: list[Size]
-) -> dict[int, list[Atom]] | None:
+def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
     """What every atom of the outer effect on a merged dimension takes of that dimension's atoms, by
     the atom's id; adds to `start`. None where sizes are symbols, or an index would carry over."""
-    assert axis is not None
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     left = outer.start[axis]
     numbers = [left, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
-    if len(dim) < 2 or not all(isinstance(n, int) for n in numbers):
+    plain = not dim or (len(dim) == 1 and dim[0].axis is not None)
+    if plain or not all(isinstance(n, int) for n in numbers):
         return None
     weights = [product(a.length for a in dim[i + 1 :]) for i in range(len(dim))]
     first = []

@@ -86,7 +86,8 @@ def head_norm(finish: Finish, layout: Effect, feature: int, rows: Rows, stage: S
     norm = finish.norm
     assert norm is not None
     run = (Atom(feature, 1, norm.width),)
-    whole_row = norm.width == rows.num_heads * rows.head_dim and rows.contiguous
+    one_run = all(step == rows.head_dim for _, step in rows.heads) and len(rows.heads) < 2
+    whole_row = one_run and norm.width == rows.num_heads * rows.head_dim
     starts = layout.start[feature] == rows.first
     if layout.dims[-1] != run or not (norm.width == rows.head_dim or (whole_row and starts)):
         reject(

@@ -25,6 +25,8 @@ class Gemm:
 
     value: the graph's tensor. layout: that tensor's dimensions on `shape`'s axes, which are x's
     token dimensions in order and then N. x [tokens..., K]; weight [N, K]; bias [N].
+    x_scale: of an x of eight-bit codes, [T or 1, K / block or 1]. weight_scale: of the weight's
+    codes, [N, K] with what repeats.
     """
 
     value: Value
@@ -33,6 +35,8 @@ class Gemm:
     x: View
     weight: View
     bias: View | None
+    x_scale: View | None = None
+    weight_scale: View | None = None
 
     @property
     def feature(self) -> int:
@@ -71,6 +75,51 @@ def _linear(value: Value) -> Gemm | None:
     return Gemm(value, value.shape, identity, x, weight, bias)
 
 
+def _scaled_mm(value: Value) -> Gemm | None:
+    """Both operands are codes: (x * scale_a) @ (weight * scale_b), scales over blocks."""
+    names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
+    given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
+    x, weight, scale_a, scale_b = (given.get(name) for name in names[:4])
+    if not isinstance(x, View) or not isinstance(weight, View):
+        return None
+    if not isinstance(scale_a, View) or not isinstance(scale_b, View):
+        return None
+    if weight.value.projected or given.get("scale_result") is not None:
+        return None
+    weight_scale = _over_blocks(scale_b, weight.shape)
+    x_scale = _two_dims(scale_a)
+    if weight_scale is None or x_scale is None:
+        return None
+    transposed = effects.permute(weight.effect, (1, 0))
+    scale = View(weight_scale.value, effects.permute(weight_scale.effect, (1, 0)))
+    identity = effects.identity(value.shape)
+    weight = View(weight.value, transposed)
+    return Gemm(value, value.shape, identity, x, weight, given.get("bias"), x_scale, scale)
+
+
+def _two_dims(scale: View) -> View | None:
+    """A scale [rows or 1, blocks or 1]; one number for all comes in any rank."""
+    if len(scale.shape) == 2:
+        return scale
+    if effects.product(scale.shape) != 1:
+        return None
+    return View(scale.value, effects.reshape(scale.effect, (1, 1)))
+
+
+def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
+    """A scale per block as a scale per element."""
+    flat = _two_dims(scale)
+    if flat is None:
+        return None
+    dims = []
+    for dim, count, size in zip(flat.effect.dims, flat.shape, shape, strict=True):
+        repeats = effects.divides(count, size)
+        if repeats is None:
+            return None
+        dims.append(effects.coalesce((*dim, Atom(None, 0, repeats))))
+    return View(flat.value, Effect(tuple(dims), flat.effect.start))
+
+
 def _einsum(value: Value) -> Gemm | None:
     equation, operands = _equation(value)
     if equation is None or len(operands) != 2:
@@ -93,8 +142,10 @@ def _matmul(value: Value) -> Gemm | None:
 
 _RULES = {
     "aten.linear": _linear,
+    "aten._scaled_mm": _scaled_mm,
     "aten.einsum": _einsum,
     "aten.matmul": _matmul,
+    "aten.mm": _matmul,
     "aten.bmm": _matmul,
 }
 

@@ -6,11 +6,19 @@ the linear, K hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.dequant import (
+    DequantizedWeight,
+    flat_rows,
+    match_weight,
+    refuse,
+    repeated,
+)
 from tilewright.patterns.effects import Atom, Effect, Size
+from tilewright.patterns.equality import equal_values
 from tilewright.patterns.finish import HeadNorm, head_norm, match_finish
 from tilewright.patterns.gemm import piece_of
 from tilewright.patterns.language import Stage, reject
@@ -67,6 +75,18 @@ class Heads:
         return self.trunk.gemm.flat_x
 
     @property
+    def x_scale(self) -> View | None:
+        """The scale of an activation of codes, [T or 1, K / block or 1]."""
+        return self.trunk.gemm.x_scale
+
+    @property
+    def numbers(self) -> tuple[Value, ...]:
+        """Of activation and weight those that are no codes."""
+        coded = self.quantized is not None
+        kept = () if coded else (self.weight.value,)
+        return kept if self.x_scale is not None else (self.x.value, *kept)
+
+    @property
     def num_tokens(self) -> Size:
         return effects.product(self.tokens)
 
@@ -76,10 +96,35 @@ class Heads:
         return piece_of(self.rows.of(self.trunk.gemm.weight))
 
     @property
-    def bias_rows(self) -> View | None:
+    def quantized(self) -> DequantizedWeight | None:
+        """What this projection's rows of the weight are computed from, where that is codes.
+
+        Raises Reject (WEIGHT_FORMAT).
+        """
+        gemm, trunk = self.trunk.gemm, self.trunk
+        found = match_weight(self.weight)
+        if found is None:
+            return None
+        scales = [found.scale]
+        if trunk.scale is not None:
+            rows = self.rows.of(trunk.scale, trunk.scale_first)
+            scales.append(repeated(rows, self.weight.shape[-1]))
+        if gemm.weight_scale is not None:
+            scales.append(flat_rows(self.rows.of(gemm.weight_scale)))
+        given = [scale for scale in scales if scale is not None]
+        if len(given) > 1:
+            refuse(self.weight, Stage.GUARDS, "they are scaled twice")
+        return replace(found, scale=given[0] if given else None)
+
+    @property
+    def bias_rows(self) -> View | Computed | None:
         """This projection's part of the bias, shaped as the weight without K."""
         bias = self.trunk.bias
-        return None if bias is None else piece_of(self.rows.of(bias, self.trunk.bias_first))
+        if bias is None:
+            return None
+        rows = piece_of(self.rows.of(bias, self.trunk.bias_first))
+        dense = rows.effect.dims[-1] == (Atom(len(rows.value.shape) - 1, 1, self.head_dim),)
+        return rows if dense else Computed("contiguous", (rows,))
 
 
 def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:
@@ -126,6 +171,14 @@ def _layout_of(view: View, stage: Stage) -> Effect:
     """A view of something between the product and the cache, put on the product's axes."""
     head = match_finish(view, stage).head
     return effects.compose(head.effect, match_trunk(head.value, stage).layout)
+
+
+def same_activation(one: Heads, other: Heads) -> bool:
+    """Whether two products have the same activation: a quantised one may be computed twice."""
+    scale, wanted = one.x_scale, other.x_scale
+    if scale is None or wanted is None:
+        return scale is wanted and equal_values(one.x, other.x)
+    return equal_values(scale, wanted) and equal_values(one.x, other.x)
 
 
 def on_heads(heads: Heads, effect: Effect) -> Effect:

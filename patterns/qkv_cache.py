@@ -16,13 +16,18 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns import effects
-from tilewright.patterns.cache_write import Addressing, Computed, WritePair, address, pairs
+from tilewright.patterns.cache_address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache_write import WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, common_scope
+from tilewright.patterns.dequant import refuse
 from tilewright.patterns.effects import Effect
+from tilewright.patterns.finish import norm_arguments, norm_fact
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
-from tilewright.patterns.projection import Heads, match_heads, rope_table
+from tilewright.patterns.projection import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.query import find_query
+from tilewright.patterns.scales import weight_arguments
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,7 +43,7 @@ class QkvCache:
         yield from pairs(flow)
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
-        first = address(anchor.first)
+        first = address(anchor.first, flow)
         if anchor.second is None:
             reject(
                 "LONE_WRITE",
@@ -46,11 +51,11 @@ class QkvCache:
                 "this write has no twin at the same slots: K and V are written in pairs",
                 anchor.first.store,
             )
-        second = address(anchor.second)
+        second = address(anchor.second, flow)
         k, v, (k_place, v_place), (k_write, v_write) = _keys_and_values(
             (first, second), (anchor.first, anchor.second)
         )
-        if k.x != v.x:
+        if not same_activation(k, v):
             reject(
                 "ACTIVATION",
                 Stage.ACTIVATION,
@@ -65,13 +70,20 @@ class QkvCache:
         ):
             repeats.append(_check_tokens(heads, place, who, stage))
             _check_cast(heads, place, who, stage)
-        stored = [w.joined for w in (k_write, v_write) if w.joined is not None]
+        stored = (*k_place.absorbed, *v_place.absorbed)
         inside = frozenset((*k.absorbed, *v.absorbed, *stored, *anchor.stores))
         if repeats[0] != repeats[1]:
             reject(
                 "UNSUPPORTED",
                 Stage.GUARDS,
                 f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times",
+                k.linear,
+            )
+        if k.trunk.clip != v.trunk.clip:
+            reject(
+                "UNSUPPORTED",
+                Stage.GUARDS,
+                f"K is clamped to {k.trunk.clip or 'nothing'}, V to {v.trunk.clip or 'nothing'}",
                 k.linear,
             )
         q = find_query(flow, k, v, k_write.store, inside)
@@ -109,10 +121,10 @@ def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tu
             raise rejection from None
         k, places, writes = swapped, places[::-1], writes[::-1]
     else:
-        if k.rope is None and k.norm_weight is None and (swapped := _rotated(second)) is not None:
+        if k.rope is None and k.norm is None and (swapped := _rotated(second)) is not None:
             k, places, writes = swapped, places[::-1], writes[::-1]
     v = match_heads(places[1].source, Stage.V_PATH)
-    if v.rope is not None or v.norm_weight is not None:
+    if v.rope is not None or v.norm is not None:
         reject("V_PATH", Stage.V_PATH, "both writes are rotated or normalised", v.end)
     return k, v, places, writes
 
@@ -122,7 +134,7 @@ def _rotated(place: Addressing) -> Heads | None:
         heads = match_heads(place.source, Stage.K_PATH)
     except Reject:
         return None
-    return heads if heads.rope is not None or heads.norm_weight is not None else None
+    return heads if heads.rope is not None or heads.norm is not None else None
 
 
 def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
@@ -171,7 +183,7 @@ def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> in
 def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
     """The op rounds once, to the activation's dtype: another dtype in the cache is another op."""
     written, projected = place.source.value.dtype, heads.linear.dtype
-    if written != projected:
+    if written != projected and place.dtype not in FP8_DTYPES:
         reject(
             "CAST",
             stage,
@@ -194,7 +206,8 @@ def _guard(
     v_place: Addressing,
     cache: torch.dtype,
 ) -> None:
-    dtypes = {p.weight.value.dtype for p in (q, k, v)} | {cache, k.x.value.dtype}
+    dtypes = {t.dtype for p in (q, k, v) for t in p.numbers}
+    dtypes |= {cache} - set(FP8_DTYPES)
     dtypes |= {p.linear.dtype for p in (q, k, v)} | {q.end.dtype}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names = ", ".join(sorted(_short(d) for d in dtypes))
@@ -207,48 +220,45 @@ def _guard(
         )
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads or k.head_dim != v.head_dim:
         reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.linear)
-    if len({p.trunk.clip for p in (q, k, v)}) != 1:
-        reject("UNSUPPORTED", Stage.GUARDS, "the projections are clamped differently", k.linear)
-    if (q.norm_eps or k.norm_eps) != (k.norm_eps or q.norm_eps):
-        reject("UNSUPPORTED", Stage.GUARDS, "q and k norms have different eps", q.linear)
-    if not same_slots(k_place, v_place, flow):
-        reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", k.linear)
-
-
-def same_slots(k: Addressing, v: Addressing, flow: Dataflow) -> bool:
-    """Whether a pair of writes (equal index tensors) addresses pages of one number and size."""
-    sizes = zip(k.window[:2], v.window[:2], strict=True)
-    return k.slots == v.slots and all(flow.same_size(a, b) for a, b in sizes)
+    check_pair(k_place, v_place, flow, k.linear)
 
 
 def _arguments(
     q: Heads, k: Heads, v: Heads, k_place: Addressing, v_place: Addressing
 ) -> dict[str, Any]:
     rope = k.rope
-    eps = k.norm_eps if k.norm_eps is not None else q.norm_eps
     return {
         "x": q.x,
         "q_weight": q.weight,
         "k_weight": k.weight,
         "v_weight": v.weight,
-        "slot_mapping": k_place.slot_mapping,
-        "k_window": list(k_place.window),
-        "v_window": list(v_place.window),
+        **place_arguments(k_place, v_place),
         "q_bias": q.bias_rows,
         "k_bias": k.bias_rows,
         "v_bias": v.bias_rows,
-        "q_norm_weight": q.norm_weight,
-        "k_norm_weight": k.norm_weight,
-        "norm_eps": 1e-6 if eps is None else eps,
+        **norm_arguments(q.norm, k.norm, q.linear),
         "cos": None if rope is None else rope_table(k, rope.cos),
         "sin": None if rope is None else rope_table(k, rope.sin),
         "rotary_dim": 0 if rope is None else rope.rotary_dim,
         "rope_style": "none" if rope is None else rope.style,
-        "slots": k_place.slots,
-        "indexing": "torch",
         "static_tokens": isinstance(q.num_tokens, int),
         "clip": k.trunk.clip,
+        **_codes(q, k, v),
     }
+
+
+def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
+    """The arguments of weights and activations that are quantised."""
+    found = [p.quantized for p in (q, k, v)]
+    weights = [weight for weight in found if weight is not None]
+    if not weights:
+        return {}
+    if len(weights) != len(found):
+        refuse(weights[0].codes, Stage.GUARDS, "not those of all three projections")
+    arguments = weight_arguments(weights)
+    if k.x_scale is not None:
+        arguments |= {"x_scale": k.x_scale, "out_dtype": k.linear.dtype}
+    return arguments
 
 
 def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[str, Any]:
@@ -257,21 +267,22 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[s
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
     tokens = q.num_tokens if isinstance(q.num_tokens, int) else "T"
-    paged = isinstance(place.slot_mapping, Computed)
     facts = {
         "projection": _projection(q, k, v),
         "gqa": q.num_heads // k.num_heads,
         "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
         "rope": style,
         "bias": "yes" if any(p.trunk.bias is not None for p in (q, k, v)) else "no",
-        "norm": "rms" if k.norm_weight is not None else "none",
+        "norm": norm_fact(k.norm),
         "write": kind,
-        "slots": "page+offset" if paged else place.slots,
+        "slots": place.form,
         "cache": "x".join(str(n) for n in place.window[:4]),
         "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
     if k.trunk.clip:
         facts["clip"] = k.trunk.clip
+    if (weight := k.quantized) is not None:
+        facts["weight"] = weight.format + (" with zeros" if weight.zero is not None else "")
     return facts
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.effects import Effect
+from tilewright.patterns.equality import equal_values
 from tilewright.patterns.gemm import match_gemm
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection import Heads, match_heads, on_heads, rope_table
@@ -65,12 +66,16 @@ def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozens
 
 
 def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
-    """Every product of K's activation with a weight."""
+    """Every product of K's activation with a weight; what is quantised is quantised for each."""
+    if k.x_scale is None:
+        users = flow.users.get(k.x.value, ())
+    else:
+        users = [v for v in flow.values if v.op == k.linear.op]
     found = []
-    for user in dict.fromkeys(flow.users.get(k.x.value, ())):
+    for user in dict.fromkeys(users):
         gemm = match_gemm(user)
         try:
-            if gemm is not None and gemm.flat_x == k.x:
+            if gemm is not None and equal_values(gemm.flat_x, k.x):
                 found.append(user)
         except effects.InexpressibleError:
             continue
@@ -217,10 +222,15 @@ class _Meetings:
                 if user in self.reading:
                     if self._meets(user):
                         return True
-                elif user not in seen and user not in own and user.op != "store":
+                elif user not in seen and user not in own and self._passes(user):
                     seen.add(user)
                     front.append(user)
         return False
+
+    @staticmethod
+    def _passes(value: Value) -> bool:
+        """Whether a value carries a query on: a choice of experts does not."""
+        return value.op != "store" and value.dtype.is_floating_point
 
     def _meets(self, value: Value) -> bool:
         if value.op in _JOINS or value.op == "store":

@@ -294,13 +294,8 @@ def _complex(view: View, absorbed: list[Value]) -> _Complex:
     absorbed.append(value)
     if value.op == "aten.view_as_complex":
         pairs = value.operands[0]
-        real, imag = (
-            View(pairs.value, effects.select(pairs.effect, len(pairs.shape) - 1, part))
-            for part in (0, 1)
-        )
-        if not view.is_whole:
-            real, imag = real.through(view.effect), imag.through(view.effect)
-        return _terms(real, absorbed), _terms(imag, absorbed)
+        first, second = _parts(pairs, view)
+        return _terms(first, absorbed), _terms(second, absorbed)
     if value.op == "cast" and value.dtype.is_complex:
         return _complex(_pushed(view, value.operands[0]), absorbed)
     if value.op in _CONJUGATES:
@@ -309,6 +304,15 @@ def _complex(view: View, absorbed: list[Value]) -> _Complex:
     if value.op == "aten.mul" and len(value.operands) == 2:
         return _complex_product(view, absorbed)
     raise NotRotation
+
+
+def _parts(pairs: View, view: View) -> tuple[View, View]:
+    """Real and imaginary part of a view of `view_as_complex(pairs)`."""
+    last = len(pairs.shape) - 1
+    first, second = (View(pairs.value, effects.select(pairs.effect, last, k)) for k in (0, 1))
+    if view.is_whole:
+        return first, second
+    return first.through(view.effect), second.through(view.effect)
 
 
 def _complex_product(view: View, absorbed: list[Value]) -> _Complex:
@@ -334,10 +338,7 @@ def _turn(view: View) -> tuple[tuple[Leaf, np.ndarray], tuple[Leaf, np.ndarray],
         cos, sin, sign = _turn(_pushed(view, value.operands[0]))
         return cos, sin, sign if value.op == "aten.resolve_conj" else -sign
     if value.op == "aten.view_as_complex":
-        pairs = value.operands[0]
-        last = len(pairs.shape) - 1
-        halves = [View(pairs.value, effects.select(pairs.effect, last, k)) for k in (0, 1)]
-        cos, sin = (_leaf(h if view.is_whole else h.through(view.effect)) for h in halves)
-        return cos, sin, 1
+        first, second = _parts(value.operands[0], view)
+        return _leaf(first), _leaf(second), 1
     leaf, index = _leaf(view)
     return (replace(leaf, part="real"), index), (replace(leaf, part="imag"), index), 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.patterns import effects
+from tilewright.patterns.codes import holds_codes
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.gemm import Gemm, bias_rows, match_gemm
@@ -17,10 +18,10 @@ _CLAMPS = {"aten.clamp": ("min", "max"), "aten.hardtanh": ("min_val", "max_val")
 
 @dataclass(frozen=True)
 class Trunk:
-    """clamp(x @ weight^T + bias, -clip, clip), bias and clamp optional.
+    """clamp(x @ weight^T * scale + bias, -clip, clip), all but the product optional.
 
     value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N].
-    bias: [n], of the rows from `bias_first` on. clip: 0 for none.
+    bias, scale: [n], of the rows from `bias_first` or `scale_first` on. clip: 0 for none.
     """
 
     gemm: Gemm
@@ -30,6 +31,8 @@ class Trunk:
     bias_first: int
     clip: float
     absorbed: tuple[Value, ...]
+    scale: View | None = None
+    scale_first: int = 0
 
     @property
     def bare(self) -> Trunk:
@@ -50,6 +53,12 @@ def match_trunk(value: Value, stage: Stage) -> Trunk:
         left, right = value.operands
         for product, bias in ((left, right), (right, left)):
             found = _biased(value, product, bias, stage)
+            if found is not None:
+                return found
+    if value.op == "aten.mul" and len(value.operands) == 2:
+        left, right = value.operands
+        for product, scale in ((left, right), (right, left)):
+            found = _scaled(value, product, scale, stage)
             if found is not None:
                 return found
     reject(*_explain(value, stage), value, hint=_HINTS.get(value.op, ""))
@@ -76,7 +85,31 @@ def _biased(value: Value, product: View, bias: View, stage: Stage) -> Trunk | No
     return replace(trunk, bias=found[0], bias_first=found[1])
 
 
+def _scaled(value: Value, product: View, scale: View, stage: Stage) -> Trunk | None:
+    """Codes are multiplied as they are, and their sums scaled by output feature."""
+    try:
+        inner = match_trunk(product.value, stage)
+        trunk = _through(inner, product, value)
+        found = bias_rows(scale, trunk.layout, trunk.gemm.feature)
+    except (Reject, effects.InexpressibleError):
+        return None
+    plain = inner.bias is None and inner.scale is None and not inner.clip
+    if found is None or not plain or not holds_codes(inner.gemm.weight.value, {}):
+        return None
+    if value.shape != product.shape:
+        return None
+    return replace(trunk, scale=found[0], scale_first=found[1])
+
+
 def _clamped(value: Value, stage: Stage) -> Trunk:
+    if str(value.node.target).endswith("_"):
+        reject(
+            "UNSUPPORTED",
+            stage,
+            "the projection is clamped in place",
+            value,
+            hint="use clamp instead of clamp_",
+        )
     inner = _through(match_trunk(value.operands[0].value, stage), value.operands[0], value)
     low, high = _bounds(value)
     if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):

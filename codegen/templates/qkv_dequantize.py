@@ -8,7 +8,7 @@ in fp32, rounded once. Any order of nibbles, any strides, any blocks.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.qkv_finish import grouped
+from tilewright.codegen.templates.qkv_loads import grouped
 
 
 @triton.jit

@@ -6,8 +6,8 @@ All that follows a projection in one launch, by the helpers that finish the fuse
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.qkv_finish import (
-    add_bias_and_norm,
+from tilewright.codegen.templates.qkv_finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.templates.qkv_loads import (
     grouped,
     load_bias,
     load_cache_scale,
@@ -15,7 +15,6 @@ from tilewright.codegen.templates.qkv_finish import (
     load_partners,
     load_rope,
     pair_dims,
-    rotate_and_store,
 )
 from tilewright.codegen.templates.qkv_places import KEY, QUERY, VALUE, head_of_tile, store_target
 

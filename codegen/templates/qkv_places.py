@@ -7,8 +7,9 @@ QUERY = tl.constexpr(0)
 KEY = tl.constexpr(1)
 VALUE = tl.constexpr(2)
 
-# Up to this many sequences one load of all row offsets beats a search among them.
-COMPARED_SEQUENCES = tl.constexpr(128)
+# Up to so many pairs of token and sequence are compared at once; beyond, a search takes fewer
+# registers than the one load it takes more.
+COMPARED_PAIRS = tl.constexpr(4096)
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def sequence_of(
 
     2 ** SEARCH_STEPS is more than num_sequences.
     """
-    if 2**SEARCH_STEPS <= COMPARED_SEQUENCES:
+    if tokens.shape[0] * 2**SEARCH_STEPS <= COMPARED_PAIRS:
         ends = 1 + tl.arange(0, 2**SEARCH_STEPS)
         offsets = tl.load(
             row_offsets_ptr + ends * OFFSETS_STRIDE, mask=ends <= num_sequences, other=2**31 - 1

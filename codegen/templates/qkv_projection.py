@@ -18,15 +18,14 @@ of a rotation, and K may be split with a reduction of fixed order.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.qkv_finish import (
-    add_bias_and_norm,
+from tilewright.codegen.templates.qkv_finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.templates.qkv_loads import (
     grouped,
     load_bias,
     load_cache_scale,
     load_norm,
     load_rope,
     pair_dims,
-    rotate_and_store,
 )
 from tilewright.codegen.templates.qkv_places import KEY, QUERY, VALUE, head_of_tile, store_target
 
@@ -112,6 +111,7 @@ def qkv_projection(
     BLOCK_M: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """x [T, HIDDEN] by weights [H, D, HIDDEN]; grid of any size, persistent.
 
@@ -123,6 +123,9 @@ def qkv_projection(
     counts (and GROUP), and above 1 asks for heads that lie side by side, one unit apart. The other
     arguments are those of `qkv_epilogue`.
     """
+    # Before the descriptors: where they are made, the kernel before may still be reading.
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     x_desc = tl.make_tensor_descriptor(
         x_ptr, [num_tokens, HIDDEN], [X_STRIDE, 1], [BLOCK_M, BLOCK_K]
     )
@@ -179,7 +182,7 @@ def qkv_projection(
         )  # fmt: skip
         # A tile is finished in parts where the whole would not fit the registers: head by head,
         # then by slices of the pairs.
-        HEAD_PARTS: tl.constexpr = min(EPILOGUE_PARTS, HEADS_PER_TILE)
+        HEAD_PARTS: tl.constexpr = 1 if PAIRS_FIRST else min(EPILOGUE_PARTS, HEADS_PER_TILE)
         PAIR_PARTS: tl.constexpr = EPILOGUE_PARTS // HEAD_PARTS
         HEADS: tl.constexpr = HEADS_PER_TILE // HEAD_PARTS
         PAIRS: tl.constexpr = HEAD_DIM // 2 // PAIR_PARTS
@@ -283,7 +286,7 @@ def qkv_projection_swapped(
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROW_UNIT: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
     BLOCK_P: tl.constexpr, TILES_PER_HEAD: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for few tokens: 2 * BLOCK_P weight rows by BLOCK_T tokens per program.
 
@@ -326,6 +329,8 @@ def qkv_projection_swapped(
     columns = part * PART + tl.arange(0, BLOCK_K)
     weight_ptrs = weight_rows[:, None] + columns[None, :] * column_stride
     x_ptrs = x_ptr + tokens[:, None] * X_STRIDE + columns[None, :]
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     # Before the loop: after it nothing would hide the time these loads take.
     heads = head + tl.arange(0, 1)
     low_bias, high_bias = load_bias(

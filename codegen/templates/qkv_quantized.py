@@ -15,15 +15,14 @@ put into their order (`x_in_order`).
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.qkv_finish import (
-    add_bias_and_norm,
+from tilewright.codegen.templates.qkv_finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.templates.qkv_loads import (
     grouped,
     load_bias,
     load_cache_scale,
     load_norm,
     load_rope,
     pair_dims,
-    rotate_and_store,
 )
 from tilewright.codegen.templates.qkv_places import KEY, QUERY, head_of_tile, store_target
 from tilewright.codegen.templates.qkv_projection import part_of, reduce_partials, stride_of
@@ -41,17 +40,31 @@ def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
+def code_unit(DTYPE: tl.constexpr):
+    """What codes of `nibble_pair` have to be multiplied with."""
+    return 64.0 if tl.bfloat16 == DTYPE else 512.0
+
+
+@triton.jit
 def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
     """The codes at `position` and `position` + 4 of each word: one more axis, of two.
 
-    Both lie in one register as the tensor core wants them, made by one mask.
+    Both lie in one register as the tensor core wants them, made by one mask. They are in parts of
+    `code_unit`: bits that low are a subnormal number, and one multiplication with an addition makes
+    that a code.
     """
-    MAGIC: tl.constexpr = 0x43004300 if tl.bfloat16 == DTYPE else 0x64006400
-    ONE: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
-    both = ((words >> (4 * position)) & 0x000F000F) | MAGIC
+    BIGGEST: tl.constexpr = 2.0**127 if tl.bfloat16 == DTYPE else 2.0**15
+    UNIT: tl.constexpr = 1.0 / code_unit(DTYPE)
+    both = (words >> (4 * position)) & 0x000F000F
+    if position == 3:
+        # The compiler would see through the mask of the last bits, and take two registers.
+        both |= 0x40004000
     low = both.to(tl.int16).to(DTYPE, bitcast=True)
     high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.join(low, high) - (ONE + OFFSET)
+    if position == 3:
+        return tl.join(low, high) - (2.0 + OFFSET * UNIT)
+    else:
+        return tl.join(low, high) * BIGGEST - OFFSET * UNIT
 
 
 @triton.jit
@@ -113,6 +126,29 @@ def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: 
         x = tl.reshape(x, (TOKENS, GROUPS, 4, COLUMNS // (8 * GROUPS), 2))
         x = tl.permute(x, (0, 1, 3, 2, 4))
     return tl.reshape(x, (TOKENS, COLUMNS))
+
+
+@triton.jit
+def order_x(
+    x_ptr, ordered_ptr, num_tokens,
+    HIDDEN: tl.constexpr, X_STRIDE: tl.constexpr, PER: tl.constexpr,
+    INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x [tokens, HIDDEN] as `qkv_quantized` wants it with X_IN_ORDER: its columns go by steps of
+    BLOCK_K, the last one filled up with zeros. Grid (steps, cdiv(tokens, BLOCK_T))."""
+    STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tokens = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    mask = tokens < num_tokens
+    x = tl.load(
+        x_ptr + tokens.to(tl.int64) * X_STRIDE + columns[None, :],
+        mask=mask & (columns < HIDDEN)[None, :],
+        other=0.0,
+    )
+    x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
+    ordered = ordered_ptr + tokens.to(tl.int64) * (STEPS * BLOCK_K) + columns[None, :]
+    tl.store(ordered, x, mask=mask)
 
 
 @triton.jit
@@ -185,7 +221,7 @@ def qkv_quantized(
     V_WEIGHT_STRIDES: tl.constexpr,
     Q_BLOCK_STRIDES: tl.constexpr, K_BLOCK_STRIDES: tl.constexpr, V_BLOCK_STRIDES: tl.constexpr,
     PER: tl.constexpr, PACKED_ROWS: tl.constexpr,
-    INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr,
+    INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, X_IN_ORDER: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     CODE_OFFSET: tl.constexpr, ZERO_OFFSET: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -213,16 +249,18 @@ def qkv_quantized(
     SCALE_COLUMNS columns, which BLOCK_K divides or which divides BLOCK_K, into 1, 2 or 4, unless it
     is at least HIDDEN. The zero of a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value;
     PACKED_ZEROS: words of eight rows. x is 16-bit, or fp8 like the weight with a scale for each
-    token and X_SCALE_BLOCK columns.
+    token and X_SCALE_BLOCK columns. X_IN_ORDER: x is what `order_x` makes of it.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
     kind, head = head_of_tile(row_tile // TILES_PER_HEAD, NUM_HEADS, NUM_KV_HEADS)
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
-    # Rows go as in `qkv_projection_swapped`; in order where a word holds both partners.
+    # Rows go as in `qkv_projection_swapped`; in order where a word holds both partners, or where
+    # words that are neighbours in memory would be torn apart.
     ROWS: tl.constexpr = 2 * BLOCK_P
     rows = tl.arange(0, ROWS)
-    IN_ORDER: tl.constexpr = INTERLEAVED and PACKED_ROWS
+    WHOLE: tl.constexpr = TILES_PER_HEAD == 1 and PAIR_HALF == BLOCK_P
+    IN_ORDER: tl.constexpr = PACKED_ROWS and (INTERLEAVED or WHOLE)
     if IN_ORDER:
         dims = 2 * first_pair + rows
     else:
@@ -303,6 +341,7 @@ def qkv_quantized(
         NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
         SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
+    UNIT: tl.constexpr = code_unit(x_ptr.dtype.element_ty) if PER == 8 and not PACKED_ROWS else 1.0
     # Scales of groups meet the sums of each step, those of whole rows only the last sum.
     HAS_ZEROS: tl.constexpr = q_zero_ptr is not None or ZERO_OFFSET != 0
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= HIDDEN and (
@@ -338,8 +377,9 @@ def qkv_quantized(
             x_mask = token_mask[:, None]
         else:
             WORD_BOUND: tl.constexpr = HIDDEN // STEP
+            X_BOUND: tl.constexpr = X_STRIDE if X_IN_ORDER else HIDDEN
             word_mask = word_row_mask[:, None] & (word_columns + step // STEP < WORD_BOUND)[None, :]
-            x_mask = token_mask[:, None] & (columns + step < HIDDEN)[None, :]
+            x_mask = token_mask[:, None] & (columns + step < X_BOUND)[None, :]
         words = tl.load(
             word_ptrs + step // STEP * column_stride,
             mask=word_mask, other=0.0, eviction_policy="evict_first",
@@ -376,10 +416,12 @@ def qkv_quantized(
             codes = codes_in_order(
                 words, x_ptr.dtype.element_ty, PER, REVERSED, CODE_OFFSET, GROUPS
             )
-            x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
+            if not X_IN_ORDER:
+                x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
         if WHOLE_ROWS:
             if x_ptr.dtype.element_ty == tl.float8e4nv:
-                accumulator = tl.dot(codes, x.T, accumulator, max_num_imprecise_acc=BLOCK_K)
+                SHORT: tl.constexpr = min(BLOCK_K, 128)
+                accumulator = tl.dot(codes, x.T, accumulator, max_num_imprecise_acc=SHORT)
             else:
                 accumulator = tl.dot(codes, x.T, accumulator)
             if HAS_ZEROS:
@@ -394,10 +436,10 @@ def qkv_quantized(
                     zeros = ZERO_OFFSET
                     if q_zero_ptr is not None:
                         zeros = part_of(zero, group, GROUPS) + ZERO_OFFSET
-                    product -= zeros * tl.dot(ones, x_part.T)
+                    product -= zeros / UNIT * tl.dot(ones, x_part.T)
                 if x_scale_ptr is not None:
                     product *= x_scale
-                accumulator += product * part_of(scale, group, GROUPS)
+                accumulator += product * (part_of(scale, group, GROUPS) * UNIT)
         scale = next_scale
         zero = next_zero
         x_scale = next_x_scale
@@ -406,10 +448,10 @@ def qkv_quantized(
             zeros = ZERO_OFFSET
             if q_zero_ptr is not None:
                 zeros = zero + ZERO_OFFSET
-            accumulator -= zeros * sums
+            accumulator -= zeros / UNIT * sums
         if x_scale_ptr is not None:
             accumulator *= x_scale
-        accumulator *= scale
+        accumulator *= scale * UNIT
     is_finisher = True
     if SPLIT_K > 1:
         tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + row_tile
@@ -423,9 +465,12 @@ def qkv_quantized(
                 BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
                 COS_STRIDE, SIN_STRIDE,
             )  # fmt: skip
-        if IN_ORDER:
+        if IN_ORDER and INTERLEAVED:
             halves = tl.reshape(accumulator, (BLOCK_P, 2, BLOCK_T))
             low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+        elif IN_ORDER:
+            halves = tl.reshape(accumulator, (2, BLOCK_P, BLOCK_T))
+            low, high = tl.split(tl.permute(halves, (1, 2, 0)))
         else:
             halves = tl.reshape(accumulator, (BLOCK_P // 8, 2, 8, BLOCK_T))
             low, high = tl.split(tl.permute(halves, (0, 2, 3, 1)))

@@ -174,6 +174,7 @@ TILED = {
     "two heads, persistent": TiledConfig(
         16, 2, 64, 4, 2, group_m=2, epilogue_parts=2, persistent=True, flatten=True
     ),
+    "pairs first": TiledConfig(16, 2, 64, 4, 2, epilogue_parts=2, pairs_first=True),
 }
 
 
@@ -383,3 +384,9 @@ def test_fp32_has_no_fused_kernel() -> None:
     problem = prepare(qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float32)))[2]
     assert "fp32" in (tiled_obstacle(problem) or "")
     assert "fp32" in (swapped_obstacle(problem) or "")
+
+
+def test_a_norm_after_the_rotation_wants_whole_heads() -> None:
+    arguments = qkv_cache.OP.sample_inputs(OPTIONS["norm after rope"])
+    with pytest.raises(ValueError, match="whole heads"):
+        tiled_spec(prepare(arguments)[2], TILED["pairs first"], "sm90")

@@ -160,3 +160,12 @@ def test_the_cache_folder_is_the_users(tmp_path, monkeypatch):
 )
 def test_buckets(tokens, stands_for):
     assert bucket(tokens) == stands_for
+
+
+def test_a_lowering_without_a_rival_is_not_measured(store):
+    scaled = replace(CASE, problem=replace(LLAMA_8B, finish=replace(LLAMA_8B.finish, dtype="fp32")))
+    assert list(trials(scaled)) == ["library"]
+    timer = FakeTimer()
+    assert "no other to measure" in tuned(scaled, H200, timer, store).reason
+    assert tune.remembered(scaled, H200, store) is not None
+    assert timer.calls == 0

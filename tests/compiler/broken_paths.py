@@ -27,6 +27,25 @@ def fresh_cache(m, x, k_cache, v_cache, slots):
     return q * 2, *caches
 
 
+def whole_cache(m, x, k_cache, v_cache, slots):
+    """Nothing of the cache is left out, so every dimension could be the slots."""
+    q, k, v = m.qkv(x)
+    k_cache.copy_(k.view(k_cache.shape))
+    v_cache.copy_(v.view(v_cache.shape))
+    return q * 2
+
+
+def moved_cache(m, x, k_cache, v_cache, slots):
+    """A window that is full: everything in it moves up to make room."""
+    q, k, v = m.qkv(x)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        flat = cache.view(-1, HKV, D)
+        moved = flat.roll(-T, 0)
+        moved[torch.arange(-T, 0)] = new
+        flat.copy_(moved)
+    return q * 2
+
+
 def accumulated(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
     k_cache.view(-1, HKV, D).index_put_((slots,), k, accumulate=True)
@@ -73,8 +92,8 @@ def one_wide_head(m, x, k_cache, v_cache, slots):
 
 def reinterpreted(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
-    store(k_cache.view(torch.int32), slots, k.view(torch.int32))
-    store(v_cache.view(torch.int32), slots, v.view(torch.int32))
+    store(k_cache.view(torch.int16), slots, k.view(torch.int16))
+    store(v_cache.view(torch.int16), slots, v.view(torch.int16))
     return q * 2
 
 

@@ -1,24 +1,25 @@
 """One compiled model serves any number of tokens, in CUDA graphs too, and waits for nothing.
 
-The model is a small Llama with a paged cache; its dims are such that few tokens take split-K
-kernels. Where there is no GPU only what is said about recompilation is tested.
+The model is a small Llama with a paged cache. Without a GPU, only recompilation and what Inductor
+is told are tested.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
-from tilewright.codegen.qkv_plan import SwappedConfig
+from tilewright.codegen.qkv_plan import candidates, fused_choice
 from tilewright.compiler import backend, reports
-from tilewright.ops import kernel_launch
-from tilewright.ops.lowerings import cached_plan, device_target, prepare
-from tilewright.ops.qkv_cache import OP
-from tilewright.ops.samples import AttentionCase
+from tilewright.ops import kernel_launch, launches
+from tilewright.ops.lowerings import device_target
 
 K, HQ, HKV, D, LAYERS = 2048, 4, 1, 128, 2
 PAGES, PAGE, CONTEXT = 64, 16, 512
@@ -131,6 +132,48 @@ def test_any_token_count_after_two_compilations(where):
     assert [len(r.matches) for r in reports()] == [LAYERS, LAYERS]
 
 
+def static_inputs(compile_):
+    """Positions of the inputs that Inductor is told to stay where they are; its graph as text."""
+
+    found = []
+
+    def inner(gm, inputs, **kwargs):
+        found.append((list(kwargs["static_input_idxs"]), str(gm.graph)))
+        raise NotImplementedError("seen enough")
+
+    torch._dynamo.reset()
+    device, dtype = "cpu", torch.float32
+    model, session = Llama(device, dtype), Session(device, dtype)
+    caches = session.caches()
+    for cache in caches:
+        torch._dynamo.mark_static_address(cache)
+    run = compile_(model, partial(compile_fx.compile_fx, inner_compile=inner))
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        pytest.raises(BackendCompilerFailed, match="seen enough"),
+    ):
+        run(*session.step(0, 16), *caches)
+    (seen,) = found
+    return seen
+
+
+def test_weights_and_marked_caches_stay_where_they_are(monkeypatch):
+    """Else Inductor's CUDA graphs would copy the weights at each step, and refuse the caches."""
+
+    def stock(model, compiler):
+        return torch.compile(model, backend=lambda gm, inputs: compiler(gm, inputs))
+
+    def ours(model, compiler):
+        monkeypatch.setattr(backend._compat, "compile_fx", compiler)
+        return torch.compile(model, backend="tilewright", options={"strict": True})
+
+    expected, _ = static_inputs(stock)
+    assert len(expected) == 4 * LAYERS + 2 * LAYERS
+    found, graph = static_inputs(ours)
+    assert found == expected
+    assert graph.count("tilewright.fused_qkv_paged") == LAYERS
+
+
 @pytest.fixture
 def gpu():
     """Model and session on the GPU, and the model compiled."""
@@ -159,15 +202,21 @@ def fill(buffers, step):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 class TestGraphs:
-    def test_few_tokens_take_split_k_here(self):
-        case = AttentionCase(
-            "it", 16, K, HQ, HKV, D, num_pages=PAGES, page_size=PAGE,
-            rope_style="half", rotary_dim=D,
-        )  # fmt: skip
-        call = prepare(OP.sample_inputs(case, device="cuda"))
-        config = cached_plan(call.problem, device_target(call.q.device), False).choice(16).config
-        assert isinstance(config, SwappedConfig)
-        assert config.split_k > 1
+    @pytest.fixture(autouse=True)
+    def split_k(self, monkeypatch):
+        """Few tokens take split-K kernels here, whatever the plan would have."""
+        planned = launches.planned_lowering
+
+        def chosen(call):
+            tokens, target = call.a.x.shape[0], device_target(call.q.device)
+            configs = candidates(call.problem, tokens, target)
+            split = [c for c in configs if getattr(c, "split_k", 1) > 1]
+            assert split or tokens > 128
+            if not split:
+                return planned(call)
+            return fused_choice(call.problem, split[0], target, 0.0, measured=False)
+
+        monkeypatch.setattr(launches, "planned_lowering", chosen)
 
     @pytest.mark.parametrize("count", [1, 16, 70])
     def test_a_captured_step_writes_where_the_buffers_say_at_replay(self, gpu, count):

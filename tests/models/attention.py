@@ -10,8 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-ROPES = ("none", "half", "half_chunk", "interleaved", "partial")
-NORMS = ("none", "rms_module", "rms_spelled")
+from tests.models import ropes
+
+#: rotations, by what they are called here
+ROPES = {
+    "half": ropes.half,
+    "half_chunk": ropes.half_chunk,
+    "interleaved": ropes.interleaved,
+    "complex": ropes.complex_numbers,
+    "to_halves": ropes.to_halves,
+    "partial": ropes.leading,
+}
 TABLES = ("computed", "gathered")
 
 
@@ -20,9 +29,9 @@ class Axes:
     """What a matcher has to tolerate, and the dims. Sizes are tiny but structurally true.
 
     projection: one of `projections.FORMS`. projected_kv_heads: how many kv heads are projected,
-    where the cache has more. clip: what the clamping forms clamp to. rotary_dim counts for
-    rope="partial" only. query_scale: multiplies the rotated query. parallel_mlp: it reads what
-    attention reads.
+    where the cache has more. clip: what the clamping forms clamp to. norm: one of
+    `norms.head_norm`. rope: one of ROPES, or "none". rotary_dim counts for rope="partial" only.
+    query_scale: multiplies the rotated query. parallel_mlp: it reads what attention reads.
     """
 
     projection: str = "three_linears"
@@ -48,33 +57,6 @@ class Axes:
     @property
     def rotated(self) -> int:
         return self.rotary_dim if self.rope == "partial" else self.head_dim
-
-
-class SpelledRMSNorm(nn.Module):
-    """RMSNorm as Hugging Face models spell it, cast to fp32 and back."""
-
-    def __init__(self, width: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x):
-        wide = x.to(torch.float32)
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(variance + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
-def head_norm(axes: Axes) -> nn.Module:
-    if axes.norm == "rms_module":
-        return nn.RMSNorm(axes.head_dim, eps=1e-6)
-    return SpelledRMSNorm(axes.head_dim) if axes.norm == "rms_spelled" else nn.Identity()
-
-
-def rotate_half(x):
-    first = x[..., : x.shape[-1] // 2]
-    second = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-second, first), dim=-1)
 
 
 class Rope(nn.Module):
@@ -103,22 +85,9 @@ class Rope(nn.Module):
         if self.style == "none":
             return q, k
         cos, sin = self.cos_sin(positions, q.dtype)
-        if self.style in ("half", "partial"):
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         cos, sin = cos.unsqueeze(self.head_axis), sin.unsqueeze(self.head_axis)
-        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-
-    def rotate(self, x, cos, sin):
-        if self.style == "half":
-            return x * cos + rotate_half(x) * sin
-        if self.style == "half_chunk":
-            a, b = x.chunk(2, dim=-1)
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        if self.style == "interleaved":
-            a, b = x[..., ::2], x[..., 1::2]
-            return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        turned, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
-        return torch.cat((turned * cos + rotate_half(turned) * sin, rest), dim=-1)
+        rotate = ROPES[self.style]
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 class GatedMLP(nn.Module):

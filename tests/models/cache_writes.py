@@ -87,16 +87,22 @@ def max_blocks(axes):
     return [old_tokens(*shape, dtype=axes.dtype)]
 
 
+def layers_in_pages(axes):
+    """One pool for all layers: [P, L, 2, S, H, D]."""
+    shape = (axes.num_pages, axes.num_layers + 1, 2, *page_major(axes)[1:])
+    return [old_tokens(*shape, dtype=axes.dtype)]
+
+
+def joined_heads(axes):
+    """The heads of K, then those of V: [P, S, 2 * H, D]."""
+    return (axes.num_pages, axes.page_size, 2 * axes.num_kv_heads, axes.head_dim)
+
+
 def layered_slots(axes):
     """One K and one V tensor for all layers: [L, slots, H, D]."""
     slots = axes.num_pages * axes.page_size
     shape = (axes.num_layers + 1, slots, axes.num_kv_heads, axes.head_dim)
     return [old_tokens(*shape, dtype=axes.dtype) for _ in range(2)]
-
-
-def fp8_pages(axes):
-    count = 2 * axes.num_layers
-    return [old_tokens(*page_major(axes), dtype=torch.float8_e4m3fn) for _ in range(count)]
 
 
 def vllm_v1_split(axes, x=8):
@@ -144,18 +150,19 @@ def gather_max(caches, layer, step):
     return gather_pages(blocks[:, 0, layer], step), gather_pages(blocks[:, 1, layer], step)
 
 
+def gather_layer_after_page(caches, layer, step):
+    pool = caches[0]
+    return gather_pages(pool[:, layer, 0], step), gather_pages(pool[:, layer, 1], step)
+
+
+def gather_heads_joined(caches, layer, step):
+    return gather_pages(caches[layer], step).chunk(2, dim=-2)
+
+
 def gather_layered_slots(caches, layer, step):
     within = torch.arange(step.page_size, device=step.slots.device)
     slots = (step.block_table[step.seq][:, :, None] * step.page_size + within).flatten(1)
     return caches[0][layer][slots], caches[1][layer][slots]
-
-
-def gather_fp8(caches, layer, step):
-    read = []
-    for cache in kv(caches, layer):
-        pages = cache.view(torch.uint8)[step.block_table[step.seq]].flatten(1, 2)
-        read.append(pages.view(torch.float8_e4m3fn).to(torch.bfloat16))
-    return tuple(read)
 
 
 def gather_vllm_v1(caches, layer, step):
@@ -213,6 +220,31 @@ def write_gathered_page(caches, layer, k, v, step):
     v_cache[page, offset] = v
 
 
+def write_shifted(caches, layer, k, v, step):
+    """Block and offset by shift and mask, as kernels written by hand have them."""
+    k_cache, v_cache = kv(caches, layer)
+    bits = step.page_size.bit_length() - 1
+    page = step.block_table[step.seq, step.positions >> bits]
+    offset = step.positions & (step.page_size - 1)
+    k_cache[page, offset] = k
+    v_cache[page, offset] = v
+
+
+def write_slots_computed(caches, layer, k, v, step):
+    k_cache, v_cache = kv(caches, layer)
+    slots = step.page * step.page_size + step.offset
+    flat(k_cache)[slots] = k
+    flat(v_cache)[slots] = v
+
+
+def write_batched_rows(caches, layer, k, v, step):
+    """Slots of two dimensions, as a batch of equal lengths has them."""
+    k_cache, v_cache = kv(caches, layer)
+    page, offset = step.page.view(2, -1), step.offset.view(2, -1)
+    k_cache[page, offset] = k.unflatten(0, (2, -1))
+    v_cache[page, offset] = v.unflatten(0, (2, -1))
+
+
 def write_head_major(caches, layer, k, v, step):
     k_cache, v_cache = kv(caches, layer)
     page, offset = step.page, step.offset
@@ -256,21 +288,19 @@ def write_max(caches, layer, k, v, step):
     blocks[page, 1, layer, offset] = v
 
 
+def write_layer_after_page(caches, layer, k, v, step):
+    pool, page, offset = caches[0], step.page, step.offset
+    pool[page, layer, 0, offset] = k
+    pool[page, layer, 1, offset] = v
+
+
+def write_heads_joined(caches, layer, k, v, step):
+    caches[layer][step.page, step.offset] = torch.cat((k, v), dim=-2)
+
+
 def write_layered_slots(caches, layer, k, v, step):
     caches[0][layer][step.slots] = k
     caches[1][layer][step.slots] = v
-
-
-def write_fp8_bytes(caches, layer, k, v, step):
-    for cache, values in zip(kv(caches, layer), (k, v), strict=True):
-        rounded = values.to(torch.float8_e4m3fn).view(torch.uint8)
-        flat(cache.view(torch.uint8))[step.slots] = rounded
-
-
-def write_fp8(caches, layer, k, v, step):
-    k_cache, v_cache = kv(caches, layer)
-    flat(k_cache)[step.slots] = k.to(torch.float8_e4m3fn)
-    flat(v_cache)[step.slots] = v.to(torch.float8_e4m3fn)
 
 
 def write_vllm_v1(caches, layer, k, v, step):
@@ -338,8 +368,11 @@ PAGED = {
     "selected": WriteForm(one(pair_of_pages), write_selected, gather_pair_of_pages),
     "max_blocks": WriteForm(max_blocks, write_max, gather_max),
     "layered_slots": WriteForm(layered_slots, write_layered_slots, gather_layered_slots),
-    "fp8_bytes": WriteForm(fp8_pages, write_fp8_bytes, gather_fp8),
-    "fp8": WriteForm(fp8_pages, write_fp8, gather_fp8),
+    "shifted": WriteForm(pair(page_major), write_shifted, gather_page_major),
+    "slots_computed": WriteForm(pair(page_major), write_slots_computed, gather_page_major),
+    "layer_after_page": WriteForm(layers_in_pages, write_layer_after_page, gather_layer_after_page),
+    "heads_joined": WriteForm(one(joined_heads), write_heads_joined, gather_heads_joined),
+    "batched_rows": WriteForm(pair(page_major), write_batched_rows, gather_page_major),
     "vllm_v1": WriteForm(vllm_v1_split, write_vllm_v1, gather_vllm_v1),
     "custom_op": WriteForm(pair(page_major), write_custom_op, gather_page_major),
     "where": WriteForm(pair(page_major), write_where, gather_page_major),

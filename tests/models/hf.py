@@ -24,6 +24,11 @@ DIMS = {
     "eos_token_id": 2,
 }
 
+# Every expert takes part: which ones a token goes to must not hang on a rounding.
+_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+_WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
 #: name -> (config class, fields that differ from DIMS)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
@@ -32,6 +37,49 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "phi3": ("Phi3Config", {}),
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "rotary_pct": 0.25}),
+    "falcon_7b": (
+        "FalconConfig",
+        {"num_key_value_heads": None, "alibi": False, "new_decoder_architecture": False},
+    ),
+    "falcon_40b": (
+        "FalconConfig",
+        {
+            "num_key_value_heads": None,
+            "num_kv_heads": 2,
+            "alibi": False,
+            "new_decoder_architecture": True,
+        },
+    ),
+    "gpt2": ("GPT2Config", {"num_key_value_heads": None}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {"num_key_value_heads": None, "multi_query": True}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 16, **_WINDOW}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16, **_WINDOW}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        | _LOCAL_EXPERTS
+        | _WINDOW,
+    ),
+    "qwen2_moe": ("Qwen2MoeConfig", {"shared_expert_intermediate_size": 32, **_EXPERTS}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, **_EXPERTS}),
+    "mixtral": ("MixtralConfig", _LOCAL_EXPERTS),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 1,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 64,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 16,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "cohere": ("CohereConfig", {"use_qk_norm": True}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "phi": ("PhiConfig", {}),
 }
 
 CACHE_LENGTH = 32
@@ -50,12 +98,14 @@ def build_hf(
     cache: str = "static",
     phase: str = "decode",
     batch: int = 2,
+    past_tokens: int = PREFILL_TOKENS,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     **changes: Any,
 ) -> HfCase:
-    """One of MODELS with a cache that already holds 7 tokens per sequence (phase="decode": one
-    more token follows) or none ("prefill": 7 follow). `changes` are fields of the config."""
+    """One of MODELS with a cache that already holds `past_tokens` tokens per sequence
+    (phase="decode": one more token follows) or none ("prefill": that many follow). `changes` are
+    fields of the config."""
     import transformers
 
     class_name, fields = MODELS[name]
@@ -66,13 +116,16 @@ def build_hf(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.requires_grad_(False)
     perturb_vectors(model)
-    past = make_cache(transformers, config, cache, batch, dtype)
-    tokens = torch.randint(3, DIMS["vocab_size"], (batch, PREFILL_TOKENS + 1))
-    step = tokens[:, :PREFILL_TOKENS]
-    if phase == "decode":
-        with torch.no_grad():
+    past = make_cache(transformers, config, cache)
+    tokens = torch.randint(3, DIMS["vocab_size"], (batch, past_tokens + 1))
+    step = tokens[:, :past_tokens]
+    with torch.no_grad():
+        if phase == "decode" or cache == "static":
             model(step, past_key_values=past)
-        step = tokens[:, PREFILL_TOKENS:]
+        if phase == "decode":
+            step = tokens[:, past_tokens:]
+        elif cache == "static":
+            past.reset()  # the tensors stay, so that a prompt finds memory to write into
     caches = [(layer.keys, layer.values) for layer in past.layers if layer.is_initialized]
     return HfCase(model, (step,), {"past_key_values": past}, caches)
 
@@ -80,17 +133,12 @@ def build_hf(
 def perturb_vectors(model):
     """Biases start at 0 and norm weights at 1, which would hide a fusion that drops them."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "norm" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape).to(parameter.dtype))
 
 
-def make_cache(transformers, config, cache, batch, dtype):
+def make_cache(transformers, config, cache):
     if cache == "dynamic":
         return transformers.DynamicCache(config=config)
-    past = transformers.StaticCache(config=config, max_cache_len=CACHE_LENGTH)
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    past.early_initialization(batch, heads, head_dim, dtype, torch.device("cpu"))
-    return past
+    return transformers.StaticCache(config=config, max_cache_len=CACHE_LENGTH)

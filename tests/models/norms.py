@@ -27,7 +27,7 @@ class SpelledRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        y = x.to(torch.float32)
+        y = wide(x)
         variance = y.pow(2).mean(-1, keepdim=True)
         y = y * torch.rsqrt(variance + self.eps)
         return self.weight * y.to(x.dtype)

@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.models.attention import Axes, Decoder, Rope, head_norm
-from tests.models.cache_writes import BATCHED, PAGED, Step, old_tokens
+from tests.models import cache_writes, fp8_writes
+from tests.models.attention import Axes, Decoder, Rope
+from tests.models.cache_writes import BATCHED, Step, old_tokens
+from tests.models.norms import AFTER, BEFORE, HeadNorms
 from tests.models.projections import FORMS
+
+PAGED = cache_writes.PAGED | fp8_writes.PAGED
 
 
 class PagedAttention(nn.Module):
@@ -26,14 +30,15 @@ class PagedAttention(nn.Module):
         super().__init__()
         self.axes, self.write, self.gather, self.layer = axes, form.write, form.gather, layer
         self.projection = FORMS[axes.projection](axes)
-        self.q_norm, self.k_norm = head_norm(axes), head_norm(axes)
+        self.norm, self.norm_after = (head_norms(axes, after) for after in (False, True))
         self.rope = Rope(axes)
         self.o_proj = nn.Linear(axes.num_heads * axes.head_dim, axes.hidden, bias=False)
 
     def forward(self, x, positions, seq, block_table, slots, *caches):
         step = Step(positions, seq, block_table, slots, self.axes.page_size)
         q, k, v = self.projection(x)
-        q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
+        q, k = self.rope(*self.norm(q, k), positions)
+        q, k = self.norm_after(q, k)
         q = scaled(q, self.axes)
         changed = self.write(caches, self.layer, k, v, step)
         caches = caches if changed is None else changed
@@ -56,15 +61,14 @@ class BatchedAttention(nn.Module):
         super().__init__()
         self.axes, self.write, self.layer = axes, write, layer
         self.projection = FORMS[axes.projection](axes)
-        self.q_norm, self.k_norm = head_norm(axes), head_norm(axes)
+        self.norm, self.norm_after = (head_norms(axes, after) for after in (False, True))
         self.rope = Rope(axes, heads_first=True)
         self.o_proj = nn.Linear(axes.num_heads * axes.head_dim, axes.hidden, bias=False)
 
     def forward(self, x, positions, start, *caches):
         q, k, v = self.projection(x)
-        q = self.q_norm(q).transpose(1, 2)
-        k = self.k_norm(k).transpose(1, 2)
-        q, k = self.rope(q, k, positions.unsqueeze(0))
+        q, k = (heads.transpose(1, 2) for heads in self.norm(q, k))
+        q, k = self.norm_after(*self.rope(q, k, positions.unsqueeze(0)))
         q = scaled(q, self.axes)
         place = positions if start is None else start
         caches = caches[2 * self.layer : 2 * self.layer + 2]
@@ -76,6 +80,11 @@ class BatchedAttention(nn.Module):
 
 def scaled(q, axes):
     return q if axes.query_scale == 1.0 else q * axes.query_scale
+
+
+def head_norms(axes, after):
+    kv_heads = axes.projected_kv_heads or axes.num_kv_heads
+    return HeadNorms(axes.norm, (axes.num_heads, kv_heads), axes.head_dim, after)
 
 
 def finish(module, axes):
@@ -141,12 +150,13 @@ VARIANTS = {
     "packed_chunk": {"projection": "packed_chunk", **EQUAL_HEADS},
     "per_head": {"projection": "per_head", "bias": True, "rope": "partial", **EQUAL_HEADS},
     "bias": {"bias": True},
-    "norm_module": {"norm": "rms_module"},
-    "norm_spelled": {"norm": "rms_spelled"},
+    **{f"norm_{form}": {"norm": form} for form in (*BEFORE[1:], *AFTER)},
     "rope_none": {"rope": "none"},
     "rope_half_chunk": {"rope": "half_chunk", "table": "gathered"},
     "rope_interleaved": {"rope": "interleaved"},
     "rope_partial": {"rope": "partial"},
+    "rope_complex": {"rope": "complex"},
+    "rope_to_halves": {"rope": "to_halves"},
     "table_gathered": {"table": "gathered"},
     "two_layers": {"num_layers": 2},
 }

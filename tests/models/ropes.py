@@ -122,6 +122,12 @@ def partial(x, cos, sin):
     return torch.cat((half(x, cos[..., :width], sin[..., :width]), rest), dim=-1)
 
 
+def leading(x, cos, sin):
+    """As many elements as the table is for; the others pass."""
+    width = 2 * cos.shape[-1]
+    return torch.cat((half(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+
+
 def with_empty_rest(x, cos, sin):
     """Phi-3: what passes has no elements."""
     width = x.shape[-1]

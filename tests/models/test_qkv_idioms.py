@@ -8,7 +8,7 @@ import torch
 from tests.models.cache_writes import BATCHED, PAGED
 from tests.models.qkv_idioms import IDIOMS, axes_of, build
 
-EXACT = sorted(PAGED.keys() - {"fp8", "fp8_bytes", "masked", "where"})
+EXACT = sorted(PAGED.keys() - {"masked", "where"})
 
 
 def tensors(args):
@@ -43,7 +43,7 @@ PLAIN = {"paged": "page_offset", "static": "static_cache"}
 
 
 @pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("axis", ["bias", "norm_module", "rope_none", "rope_interleaved"])
+@pytest.mark.parametrize("axis", ["bias", "norm_rms_module", "rope_none", "rope_interleaved"])
 def test_an_axis_that_means_something_else_changes_the_answer(axis, form):
     assert not torch.allclose(answer(f"{axis}_{form}"), answer(PLAIN[form]), atol=1e-2)
 
@@ -56,7 +56,7 @@ def test_an_axis_that_means_something_else_changes_the_answer(axis, form):
         ("packed_slice", "packed_split"),
         ("table_gathered", None),
         ("rope_half_chunk", "table_gathered"),
-        ("norm_spelled", "norm_module"),
+        ("norm_rms_spelled", "norm_rms_module"),
     ],
 )
 def test_an_axis_that_only_spells_it_otherwise_does_not(axis, same, form):

@@ -248,3 +248,13 @@ def mismatches(op, a, q, expected, tolerances=None):
         problem = tolerances[cache.dtype].problem(cache.cpu()[touched], exact[touched])
         if problem:
             yield f"{name}: {problem}"
+
+
+def on_cpu(a):
+    """The arguments on the CPU, strides as they are."""
+    moved = {}
+    for name, tensor in vars(a).items():
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            moved[name] = copy.copy_(tensor)
+    return replace(a, **moved)

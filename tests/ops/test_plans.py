@@ -61,3 +61,10 @@ def test_a_plan_says_why_there_is_no_kernel():
     report = op.plan_for(op.sample_inputs(case), "sm100")
     assert (report.name, report.specs) == ("reference", ())
     assert report.reason == "emitted_kernel: no kernel for torch.float64"
+
+
+def test_no_tokens_need_no_kernel():
+    op = get_op("fused_qkv_paged")
+    case = next(case for case in op.cases if case.name == "no_tokens")
+    report = op.plan_for(replace(op.sample_inputs(case), static_tokens=True), "sm90")
+    assert (report.name, report.specs) == ("nothing", ())

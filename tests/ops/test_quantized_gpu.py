@@ -89,6 +89,9 @@ def test_lowerings_are_right_and_repeat_themselves(case: AttentionCase) -> None:
     want: list[Any] = [qkv_cache.reference(exact), exact.k_cache]
     want += [] if exact.v_cache is None else [exact.v_cache]
     tolerance = qkv_cache.OP.tolerances[value_dtype(a)]
+    if case.codes:
+        # The tensor core adds up to 128 products of 8-bit floats in about 14 bits.
+        tolerance = replace(tolerance, of_rms=2.0**-8)
     tried = choices(a)
     assert len(tried) > 1 or case.scale_block == (1, 16) or case.norm_width == "row"
     for choice in tried:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewright.codegen.qkv_plan import candidates, fused_choice
 from tilewright.codegen.targets import SM90
 from tilewright.ops import contract, launches, lowerings
 from tilewright.ops.checks import ArgumentError
@@ -119,10 +120,16 @@ def test_split_k_scratch_is_new_each_time(log, monkeypatch):
         made.append((tiles, elements))
         return torch.empty(tiles * elements), torch.zeros(tiles, dtype=torch.int32)
 
+    def split(call):
+        configs = candidates(call.problem, 16, SM90)
+        config = next(c for c in configs if getattr(c, "split_k", 1) > 1)
+        return fused_choice(call.problem, config, SM90, 0.0, measured=False)
+
     for module in (lowerings, launches):
         monkeypatch.setattr(module, "split_k_scratch", scratch)
-    case = replace(PLAIN, num_tokens=16, hidden=4096, num_heads=4, num_kv_heads=1, head_dim=128)
-    run, arguments = Checked("fused_qkv_paged"), fused(replace(case, rotary_dim=128))
+    monkeypatch.setattr(launches, "planned_lowering", split)
+    case = replace(PLAIN, hidden=4096, head_dim=128, rotary_dim=128)
+    run, arguments = Checked("fused_qkv_paged"), fused(case)
     run(arguments)
     run(arguments)
     assert run.checks == 1

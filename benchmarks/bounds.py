@@ -1,0 +1,40 @@
+"""What one GPU can do at best: memory rates that the other benchmarks are held against."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from timing import Call, capture, interleaved_us
+
+COPY_BYTES = 2**31
+BLOCK = 16384
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read and written per second by an elementwise kernel over 2 GiB."""
+    source = torch.randn(COPY_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    graph = capture([lambda: torch.mul(source, 2.0, out=target)])
+    microseconds = interleaved_us({"copy": graph}, 1)["copy"]
+    return 2 * COPY_BYTES / (1e-6 * microseconds)
+
+
+@triton.jit
+def read_all(pointer, out_ptr, num_elements, BLOCK: tl.constexpr):
+    """Reads everything and keeps nothing: the least time that a kernel over it can take."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(pointer + offsets, mask=offsets < num_elements, other=0.0))
+    if total == float("inf"):
+        tl.store(out_ptr, total)
+
+
+def reader(tensors: list[torch.Tensor]) -> list[Call]:
+    """One call for each tensor, which reads it once."""
+    out = torch.zeros(1, device="cuda")
+
+    def read(tensor: torch.Tensor) -> None:
+        grid = (triton.cdiv(tensor.numel(), BLOCK),)
+        read_all[grid](tensor, out, tensor.numel(), BLOCK=BLOCK, num_warps=8)
+
+    return [lambda tensor=tensor: read(tensor) for tensor in tensors]

@@ -1,0 +1,147 @@
+"""Measures the lowerings of quantised projections and writes the table that plans are made from.
+
+    python benchmarks/tune_quantized.py [--formats int4 ...] [--models llama3-8b ...]
+
+As `tune_qkv.py` does for dense weights: every config that `qkv_plan.candidates` names, and the
+library lowering; CUDA graphs, L2 cold. Rows that are not measured again are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from qkv_shapes import Shape, paged_cache
+from quantized_layers import (
+    BY_NAME,
+    SHAPES,
+    Format,
+    argument_sets,
+    make_quantized,
+    quantized_arguments,
+)
+from timing import capture, environment, interleaved_us
+from tune_qkv import compile_quietly
+
+from tilewright.codegen import qkv_plan
+from tilewright.codegen.qkv_plan import LoweringChoice
+from tilewright.codegen.qkv_quantized_plan import MEASURED_FILE, row_key
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.lowerings import device_target, prepare, run
+
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
+FINALISTS = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of the table to be."""
+
+    form: Format
+    shape: Shape
+    num_tokens: int
+
+    def prepared(self, num_layers: int) -> list[Any]:
+        """Arguments of as many layers, over one cache."""
+        cache = paged_cache(self.shape, 0.1)
+        layers = [make_quantized(self.form, self.shape, self.num_tokens) for _ in range(num_layers)]
+        return [quantized_arguments(self.form, self.shape, layer, cache) for layer in layers]
+
+    def choices(self, target: Target) -> dict[str, LoweringChoice]:
+        """All lowerings to try, by name."""
+        problem = prepare(self.prepared(1)[0]).problem
+        tried = {
+            str(config): qkv_plan.fused_choice(problem, config, target, 0.0, measured=False)
+            for config in qkv_plan.candidates(problem, self.num_tokens, target)
+        }
+        if self.form.x == "bf16":  # else it multiplies in fp32, for want of anything else
+            library = qkv_plan.library_choice(problem, self.num_tokens, target, True, None)
+            tried["library"] = library
+        return tried
+
+
+def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dict[str, Any]:
+    """The row: the fastest config, its time, and the library's."""
+    arguments = job.prepared(argument_sets(job.form, job.shape, job.num_tokens))
+    calls = max(len(arguments), 10 if job.num_tokens < 2048 else 2)
+    turns = [arguments[i % len(arguments)] for i in range(calls)]
+    graphs = {
+        name: capture([lambda a=a, c=c: run(prepare(a), c) for a in turns], warmup=1)
+        for name, c in choices.items()
+    }
+    first = interleaved_us(graphs, calls, rounds=2, replays=2)
+    ranked = sorted(first, key=lambda name: first[name])
+    finalists = {*ranked[:FINALISTS], *({"library"} & set(first))}
+    times = interleaved_us({name: graphs[name] for name in finalists}, calls)
+    fused = {name: us for name, us in times.items() if name != "library"}
+    best = min(fused, key=lambda name: fused[name])
+    library = times.get("library", 1e6)
+    config = choices[best].config
+    assert config is not None
+    return {
+        **row_key(prepare(arguments[0]).problem, target),
+        "num_tokens": job.num_tokens,
+        "fused_us": round(fused[best], 2),
+        "library_us": round(library, 2),
+        "packed_library_us": round(library, 2),
+        "config": qkv_plan.write_config(config),
+    }
+
+
+def compiled(jobs: dict[Job, dict[str, LoweringChoice]]) -> dict[str, str]:
+    """Compiles all kernels in parallel; failures by kernel name."""
+    every = (choice for choices in jobs.values() for choice in choices.values())
+    specs: dict[KernelSpec, None] = dict.fromkeys(s for choice in every for s in choice.specs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        outcomes = list(pool.map(compile_quietly, specs, chunksize=4))
+    return {spec.name: outcome for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default=str(MEASURED_FILE))
+    parser.add_argument("--formats", nargs="+", default=list(BY_NAME))
+    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    target = device_target(torch.device("cuda", 0))
+    if target is None:
+        raise SystemExit("the present GPU has no record in codegen/targets.py")
+    shapes = [shape for shape in SHAPES if shape.name in options.models]
+    jobs = {
+        (job := Job(BY_NAME[name], shape, tokens)): job.choices(target)
+        for name in options.formats
+        for shape in shapes
+        for tokens in options.tokens
+    }
+    bad = compiled(jobs)
+    for name, why in bad.items():
+        print(f"left out: {name}: {why}")
+    rows = json.loads(MEASURED_FILE.read_text())["rows"]
+    for job, choices in jobs.items():
+        good = {n: c for n, c in choices.items() if not any(s.name in bad for s in c.specs)}
+        row = measure(job, good, target)
+        keys = row.keys() - {"fused_us", "library_us", "packed_library_us", "config"}
+        same = {key: row[key] for key in keys}
+        rows = [old for old in rows if not same.items() <= old.items()] + [row]
+        text = json.dumps(environment() | {"rows": rows}, indent=1)
+        with open(options.out, "w") as file:
+            file.write(text + "\n")
+        print(
+            f"{job.form.name} {job.shape.name} T={job.num_tokens}: fused {row['fused_us']} "
+            f"library {row['library_us']} {row['config']}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Eight-bit caches: from what a write stores back to the heads, and the scale in between.
+
+    k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
+
+The op rounds once and saturates. Without the clamp PyTorch turns what does not fit into NaN
+(float8_e4m3fn) or infinity (float8_e5m2); there the rewrite stores the largest number instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Stage, reject
+
+_WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_MIN_BOUND = {"aten.clamp": (1, "min"), "aten.clamp_min": (1, "min")}
+_MAX_BOUND = {"aten.clamp": (2, "max"), "aten.clamp_max": (1, "max")}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a write stores, before it is scaled and rounded to the cache's dtype.
+
+    scale: a number, or a view of `view`'s shape that repeats along whatever it does not vary with.
+    multiplies: the values are multiplied by it, else divided. between: the graph's values from
+    `view` to the cache.
+    """
+
+    view: View
+    scale: View | float | None = None
+    multiplies: bool = False
+    between: tuple[Value, ...] = ()
+
+    def through(self, effect: Effect) -> Written:
+        """A selection of it."""
+        scale = self.scale.through(effect) if isinstance(self.scale, View) else self.scale
+        return replace(self, view=self.view.through(effect), scale=scale)
+
+
+def before_rounding(written: Written, dtype: torch.dtype) -> Written:
+    """As far back as the cache's rounding to `dtype` goes; `written` itself where there is none."""
+    while (earlier := _earlier(written, dtype)) is not None:
+        written = earlier
+    return written
+
+
+def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
+    """One operation nearer to the heads, or None."""
+    value = written.view.value
+    if value.op == "bitcast":
+        return _there_and_back(written)
+    if dtype not in FP8_DTYPES:
+        return None
+    if value.op == "cast":
+        return _before(written, value.args[0]) if _is_rounding(written, dtype) else None
+    if value.dtype not in _WIDE or written.scale is not None:
+        return None
+    if value.op in {*_MIN_BOUND, *_MAX_BOUND}:
+        return _before(written, value.args[0]) if _saturates(value, dtype) else None
+    return _unscaled(written)
+
+
+def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
+    """Whether a cast may go: the op's own, one that loses nothing, or one just before the op's."""
+    value = written.view.value
+    before = value.args[0].value.dtype
+    if before not in _WIDE:
+        return False
+    widens = value.dtype in _WIDE and before.itemsize < value.dtype.itemsize
+    return value.dtype == dtype or widens or (value.dtype in _WIDE and written.scale is None)
+
+
+def _before(written: Written, operand: View) -> Written | None:
+    value = written.view.value
+    if operand.shape != value.shape:
+        return None
+    view = operand.through(written.view.effect)
+    return replace(written, view=view, between=(*written.between, value))
+
+
+def _there_and_back(written: Written) -> Written | None:
+    """`x.view(torch.uint8).view(dtype)` is x."""
+    value = written.view.value
+    inner = value.args[0]
+    if inner.value.op != "bitcast" or inner.value.args[0].value.dtype != value.dtype:
+        return None
+    earlier = _before(written, inner)
+    return None if earlier is None else _before(earlier, inner.value.args[0])
+
+
+def _saturates(value: Value, dtype: torch.dtype) -> bool:
+    """Whether a clamp cuts nothing that saturation would not."""
+    limit = torch.finfo(dtype).max
+    low = _bound(value, _MIN_BOUND, -limit)
+    high = _bound(value, _MAX_BOUND, limit)
+    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    return numbers and low <= -limit and high >= limit
+
+
+def _bound(value: Value, where: dict[str, tuple[int, str]], default: float) -> Any:
+    if value.op not in where:
+        return default
+    position, name = where[value.op]
+    given = value.args[position] if len(value.args) > position else value.kwargs.get(name)
+    return default if given is None else given
+
+
+def _unscaled(written: Written) -> Written | None:
+    """`x / scale` or `x * scale` with a scale that does not depend on the projection."""
+    value = written.view.value
+    if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
+        return None
+    x, scale = value.args
+    if value.op == "aten.mul" and not (isinstance(x, View) and x.value.projected):
+        x, scale = scale, x
+    if not isinstance(x, View) or not _is_scale(scale):
+        return None
+    earlier = _before(written, x)
+    if earlier is None:
+        return None
+    if isinstance(scale, View):
+        wide = View(scale.value, effects.expand(scale.effect, value.shape))
+        scale = wide.through(written.view.effect)
+    return replace(earlier, scale=scale, multiplies=value.op == "aten.mul")
+
+
+def _is_scale(item: Any) -> bool:
+    if isinstance(item, View):
+        return item.value.dtype in _WIDE and not item.value.projected
+    return isinstance(item, (int, float)) and not isinstance(item, bool)
+
+
+def scale_argument(written: Written, device: torch.device) -> View | Computed | None:
+    """The scale of heads [..., H, D] as the op takes it: fp32, [] or [H].
+
+    Raises Reject where it varies from token to token or along head_dim.
+    """
+    scale = written.scale
+    if scale is None:
+        return None
+    if not isinstance(scale, View):
+        options = (("dtype", torch.float32), ("device", device))
+        return Computed("full", ((), float(scale)), options)
+    *tokens, heads, elements = scale.effect.dims
+    if not all(_repeats(dim) for dim in (*tokens, elements)):
+        reject(
+            "CAST",
+            Stage.ANCHORED,
+            "the cache's scale varies from token to token, or along head_dim",
+            scale,
+            hint="scale the cache as a whole, or by head",
+        )
+    dims = () if _repeats(heads) else (heads,)
+    view = View(scale.value, Effect(dims, scale.effect.start))
+    if scale.value.dtype == torch.float32:
+        return view
+    return Computed("to", (view,), (("dtype", torch.float32),))
+
+
+def _repeats(dim: effects.Dim) -> bool:
+    return all(atom.axis is None for atom in dim)

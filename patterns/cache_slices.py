@@ -1,0 +1,79 @@
+"""Slices of a cache as runs of slots: which dimension of `cache[:B, s : s + n]` is which.
+
+A slice has no index tensor that says which dimension the slots are: it is the one that is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.patterns.effects import Dim, Effect, Size
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Dimensions of the slice: page (None: one page), slot, head and element. axis: the slots' axis
+    of the memory."""
+
+    page: int | None
+    slot: int
+    head: int
+    element: int
+    axis: int
+
+
+def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
+    """The parts of a slice `target` of a memory of `shape`, or in words why they are not known."""
+    axes = _axes(target.dims, len(shape))
+    if axes is None or len(axes) not in (3, 4):
+        return "its dimensions are not pages, slots, heads and head_dim"
+    page = 0 if len(axes) == 4 else None
+    choices = [d for d in range(len(axes) - 3, len(axes) - 1) if _is_cut(target, shape, d, axes[d])]
+    if len(choices) != 1:
+        return "which dimension holds the slots is not known"
+    slot = choices[0]
+    (head,) = (d for d in range(len(axes) - 3, len(axes) - 1) if d != slot)
+    if page is not None and not isinstance(target.start[axes[page]], int):
+        return "it starts at a sequence that is not known"
+    return Slots(page, slot, head, len(axes) - 1, axes[slot])
+
+
+def _axes(dims: Sequence[Dim], rank: int) -> list[int] | None:
+    """The memory's axis behind every dimension. A dimension of one names none: it is the axis that
+    is left between its neighbours', where just as many are left as are needed."""
+    known: list[int | None] = []
+    for dim in dims:
+        if len(dim) > 1 or any(a.axis is None or a.step != 1 for a in dim):
+            return None
+        known.append(dim[0].axis if dim else None)
+    taken = {axis for axis in known if axis is not None}
+    found: list[int] = []
+    for place, axis in enumerate(known):
+        if axis is not None:
+            found.append(axis)
+            continue
+        before = max((a for a in known[:place] if a is not None), default=-1)
+        after = min((a for a in known[place:] if a is not None), default=rank)
+        free = [a for a in range(before + 1, after) if a not in taken]
+        run = _run_of_ones(known, place)
+        if len(free) != len(run):
+            return None
+        found.append(free[run.index(place)])
+    return found
+
+
+def _run_of_ones(known: Sequence[int | None], place: int) -> list[int]:
+    """The unnamed dimensions next to each other around `place`."""
+    first = place
+    while first > 0 and known[first - 1] is None:
+        first -= 1
+    last = place
+    while last + 1 < len(known) and known[last + 1] is None:
+        last += 1
+    return list(range(first, last + 1))
+
+
+def _is_cut(target: Effect, shape: Sequence[Size], dim: int, axis: int) -> bool:
+    """Whether less than the whole axis is taken."""
+    return bool(target.start[axis] != 0 or target.shape[dim] != shape[axis])

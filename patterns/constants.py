@@ -1,0 +1,102 @@
+"""Values of a graph that depend on no input: shift tables, orders of columns, group numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+
+_MOST = 1 << 20
+_MADE = {"aten.arange", "aten.tensor", "aten.full", "aten.zeros", "aten.ones"}
+_COMPUTED = {
+    "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.floor_divide", "aten.remainder",
+    "aten.bitwise_and", "aten.bitwise_or", "aten.bitwise_left_shift", "aten.bitwise_right_shift",
+}  # fmt: skip
+
+
+def constant_of(view: View) -> np.ndarray | None:
+    """The numbers of a view that no input goes into, or None where one does, or they are many.
+
+    Broadcast dimensions keep a length of one.
+    """
+    tensor = _evaluate(view.value)
+    return None if tensor is None else _select(tensor, view)
+
+
+def _evaluate(value: Value) -> torch.Tensor | None:
+    if not all(isinstance(n, int) for n in value.shape) or effects.product(value.shape) > _MOST:
+        return None
+    if value.op in _MADE:
+        return _made(value)
+    if value.op == "cast":
+        operand = _operand(value.args[0])
+        return None if operand is None else operand.to(value.dtype)
+    if value.op in _COMPUTED and value.operands and value.kwargs.get("alpha", 1) == 1:
+        operands = [_operand(a) if isinstance(a, View) else a for a in value.args]
+        if any(not isinstance(a, (int, float, torch.Tensor)) for a in operands):
+            return None
+        result: torch.Tensor = getattr(torch, value.op.removeprefix("aten."))(*operands)
+        return result
+    if value.op == "aten.index":
+        return _picked(value)
+    return None
+
+
+def _made(value: Value) -> torch.Tensor | None:
+    numbers = [*value.args, *value.kwargs.values()]
+    if value.operands or not _plain(numbers):
+        return None
+    named = {k: v for k, v in value.kwargs.items() if k in ("start", "end", "step")}
+    positional = value.args
+    if value.op in ("aten.zeros", "aten.ones"):
+        return torch.full(value.shape, float(value.op == "aten.ones")).to(value.dtype)
+    if value.op == "aten.full":
+        fill = value.kwargs.get("fill_value", positional[-1] if positional else None)
+        return torch.full(value.shape, fill).to(value.dtype)
+    if value.op == "aten.tensor":
+        return torch.tensor(positional[0], dtype=value.dtype)
+    return torch.arange(*positional, **named).to(value.dtype)
+
+
+def _plain(items: Any) -> bool:
+    """Whether arguments are numbers, dtypes and the like, none of them a symbol."""
+    if isinstance(items, (list, tuple)):
+        return all(_plain(item) for item in items)
+    plain = (int, float, str, torch.dtype, torch.device, torch.layout)
+    return items is None or isinstance(items, plain)
+
+
+def _picked(value: Value) -> torch.Tensor | None:
+    base, indices = value.args
+    tensor = _operand(base)
+    if tensor is None or len(indices) != 1:
+        return None
+    (dim, index), *_ = indices
+    at = torch.tensor(index) if isinstance(index, tuple) else _operand(index)
+    return None if at is None or at.dim() != 1 else tensor.index_select(dim, at.long())
+
+
+def _operand(view: View) -> torch.Tensor | None:
+    tensor = _evaluate(view.value)
+    if tensor is None:
+        return None
+    return torch.from_numpy(_select(tensor, view)).expand(view.shape)
+
+
+def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
+    """What a view takes of its value's numbers."""
+    strides = tensor.contiguous().stride()
+    at = np.array(sum(int(s) * n for s, n in zip(view.effect.start, strides, strict=True)))
+    for dim in view.effect.dims:
+        steps = np.zeros(1, dtype=np.int64)
+        for atom in dim:
+            if atom.axis is None and len(dim) == 1:
+                continue
+            step = 0 if atom.axis is None else atom.step * strides[atom.axis]
+            steps = (steps[:, None] + np.arange(int(atom.length)) * step).reshape(-1)
+        at = at[..., None] + steps
+    return tensor.contiguous().view(-1).numpy()[at]

@@ -1,0 +1,57 @@
+"""Kernels that start while the one before them ends: they wait before they touch memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tilewright.codegen.emit import emit
+from tilewright.codegen.qkv_kernels import (
+    CacheStrides,
+    HeadFinish,
+    QkvProblem,
+    Rope,
+    SwappedConfig,
+    TiledConfig,
+    WeightStrides,
+    swapped_spec,
+    tiled_spec,
+)
+from tilewright.codegen.spec import KernelSpec
+
+MEMORY = ("tl.load(", "tl.store(", "tl.atomic_add(", "tl.make_tensor_descriptor(")
+
+
+def specs(target: str) -> list[KernelSpec]:
+    cache = CacheStrides(16, 16 * 2 * 64, 2 * 64, 64, 1)
+    rope = Rope("half", 64, True, "bf16", 64, 64)
+    finish = HeadFinish("bf16", 4, 2, 64, cache, cache, "bf16", rope=rope)
+    rows = WeightStrides(64 * 256, 256)
+    problem = QkvProblem(256, 256, (rows, rows, rows), finish)
+    return [
+        swapped_spec(problem, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
+        tiled_spec(problem, TiledConfig(64, 2, 64, 4, 2, persistent=True), target),
+    ]
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_the_wait_is_before_all_memory(target: str) -> None:
+    for spec in specs(target):
+        source = emit(spec)
+        assert spec.launch_pdl
+        assert "LAUNCH_PDL = True" in source
+        wait = source.index("cuda.gdc_wait()")
+        assert all(wait < source.find(name) for name in MEMORY if name in source)
+
+
+def test_only_where_the_chip_can() -> None:
+    for spec in specs("interpret"):
+        assert not spec.launch_pdl
+        assert "gdc_wait" not in emit(spec)
+
+
+def test_a_spec_keeps_it() -> None:
+    spec = specs("sm90")[0]
+    assert KernelSpec.from_json(spec.to_json()) == spec
+    assert replace(spec, launch_pdl=False) != spec

@@ -1,0 +1,313 @@
+"""Linear layers with quantised weights, as checkpoints and their loaders spell them.
+
+A form is a function `(layer, dtype) -> weight [N, K]` that computes the weight from the layer's
+buffers; `QuantizedLinear` makes buffers that suit it, with random codes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+GROUP = 16
+BLOCK = 32
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+class QuantizedLinear(nn.Module):
+    """x [..., K] -> [..., N]. buffers: what `form` needs, by its `STORED` entry."""
+
+    def __init__(self, form, hidden: int, width: int, seed: int = 0, bias: bool = False) -> None:
+        super().__init__()
+        self.form, self.hidden, self.width = form, hidden, width
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in STORED[form](width, hidden, generator).items():
+            self.register_buffer(name, tensor)
+        if bias:
+            values = torch.randn(width, generator=generator).bfloat16()
+            self.bias = nn.Parameter(values, requires_grad=False)
+        else:
+            self.bias = None
+
+    def forward(self, x):
+        if self.form in WHOLE:
+            return WHOLE[self.form](self, x)
+        return F.linear(x, self.form(self, x.dtype), self.bias)
+
+
+def words(generator, *shape):
+    return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+
+def scales(generator, *shape, dtype=torch.bfloat16):
+    return (0.02 * (0.5 + torch.rand(shape, generator=generator))).to(dtype)
+
+
+# --- two nibbles in a byte ------------------------------------------------------------------------
+
+
+def nibble_buffers(rows, hidden, generator):
+    packed = torch.randint(0, 256, (rows, hidden // 2), generator=generator).to(torch.uint8)
+    return {
+        "packed": packed,
+        "scale": scales(generator, rows, hidden // GROUP),
+        "by_column": scales(generator, rows // GROUP, hidden),
+    }
+
+
+def grouped(layer, codes, dtype, zero=8):
+    by_group = codes.view(layer.width, -1, GROUP).to(dtype) - zero
+    return (by_group * layer.scale[:, :, None].to(dtype)).view(layer.width, layer.hidden)
+
+
+def nibbles_low_first(layer, dtype):
+    low, high = layer.packed & 0xF, layer.packed >> 4
+    return grouped(layer, torch.stack((low, high), dim=-1).view(layer.width, -1), dtype)
+
+
+def nibbles_high_first(layer, dtype):
+    low, high = torch.bitwise_and(layer.packed, 15), torch.bitwise_right_shift(layer.packed, 4)
+    return grouped(layer, torch.stack((high, low), dim=-1).flatten(-2), dtype)
+
+
+def nibbles_by_division(layer, dtype):
+    low, high = layer.packed % 16, layer.packed // 16
+    return grouped(layer, torch.stack((low, high), dim=-1).flatten(-2), dtype)
+
+
+def nibbles_in_flat_groups(layer, dtype):
+    low, high = layer.packed & 0xF, layer.packed >> 4
+    codes = torch.stack((low, high), dim=-1).view(-1, GROUP).to(torch.int8) - 8
+    return (codes.to(dtype) * layer.scale.view(-1, 1).to(dtype)).view(layer.width, -1)
+
+
+def nibbles_scaled_apart(layer, dtype):
+    """Both halves are numbers before they are interleaved."""
+    scale = layer.scale[:, :1].to(dtype)
+    low, high = (n.to(dtype) - 8 for n in (layer.packed & 0xF, layer.packed >> 4))
+    return torch.stack((low * scale, high * scale), dim=-1).flatten(-2)
+
+
+def nibbles_scaled_by_column(layer, dtype):
+    """A scale for some rows and every column: the other axis."""
+    low, high = layer.packed & 0xF, layer.packed >> 4
+    codes = torch.stack((low, high), dim=-1).flatten(-2).to(dtype) - 8
+    return codes * layer.by_column.repeat_interleave(GROUP, dim=0).to(dtype)
+
+
+# --- eight nibbles in an int32 --------------------------------------------------------------------
+
+
+def awq_buffers(rows, hidden, generator):
+    return {
+        "packed": words(generator, hidden, rows // 8),
+        "zeros": words(generator, hidden // GROUP, rows // 8),
+        "scale": scales(generator, hidden // GROUP, rows),
+    }
+
+
+def spread(packed):
+    """[R, C] words -> [R, 8 C] numbers, not yet masked."""
+    shifts = torch.arange(0, 32, 4, device=packed.device)
+    wide = torch.bitwise_right_shift(packed[:, :, None], shifts[None, None, :]).to(torch.int8)
+    return wide.view(packed.shape[0], -1)
+
+
+def awq(layer, dtype):
+    """Columns come in AWQ's order, and are put right by an index that the graph computes."""
+    codes, zeros = spread(layer.packed), spread(layer.zeros)
+    order = torch.arange(codes.shape[-1], dtype=torch.int32, device=codes.device)
+    order = order.view(-1, 8)[:, AWQ_ORDER].view(-1)
+    codes, zeros = (torch.bitwise_and(c[:, order], 15) for c in (codes, zeros))
+    zeros = zeros.repeat_interleave(GROUP, dim=0)
+    scale = layer.scale.repeat_interleave(GROUP, dim=0)
+    return ((codes - zeros).to(dtype) * scale.to(dtype)).t()
+
+
+def awq_plain(layer, dtype):
+    codes, zeros = (spread(packed) & 15 for packed in (layer.packed, layer.zeros))
+    codes = codes.view(-1, GROUP, layer.width).to(dtype)
+    weight = (codes - zeros[:, None].to(dtype)) * layer.scale[:, None].to(dtype)
+    return weight.reshape(layer.hidden, layer.width).t()
+
+
+def awq_listed(layer, dtype):
+    """The order is in the shifts."""
+    shifts = torch.tensor(AWQ_ORDER, device=layer.packed.device) * 4
+    codes, zeros = (
+        ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
+        for packed in (layer.packed, layer.zeros)
+    )
+    codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
+    return (codes.to(dtype) * layer.scale[:, None].to(dtype)).flatten(0, 1).t()
+
+
+def awq_other_zeros(layer, dtype):
+    """Zeros in another order than the codes: they are taken as the graph unpacks them."""
+    shifts = torch.tensor(AWQ_ORDER, device=layer.packed.device) * 4
+    codes = ((layer.packed.unsqueeze(-1) >> shifts) & 15).flatten(-2).view(-1, GROUP, layer.width)
+    zeros = spread(layer.zeros) & 15
+    return ((codes - zeros[:, None]).to(dtype) * layer.scale[:, None].to(dtype)).flatten(0, 1).t()
+
+
+def gptq_buffers(rows, hidden, generator):
+    return {
+        "packed": words(generator, hidden // 8, rows),
+        "zeros": words(generator, hidden // GROUP, rows // 8),
+        "scale": scales(generator, hidden // GROUP, rows),
+        "g_idx": torch.arange(hidden, dtype=torch.int32) // GROUP,
+    }
+
+
+def gptq_codes(layer):
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=layer.packed.device)
+    codes = (layer.packed[:, None, :] >> shifts[None, :, None]) & 15
+    zeros = ((layer.zeros[:, :, None] >> shifts[None, None, :]) & 15) + 1
+    return codes.view(layer.hidden, layer.width), zeros.view(-1, layer.width)
+
+
+def gptq(layer, dtype):
+    """Groups are neighbours; zeros are stored less one."""
+    codes, zeros = gptq_codes(layer)
+    codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
+    return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
+
+
+def gptq_indexed(layer, dtype):
+    """Every row's group is looked up; the look-up is computed."""
+    codes, zeros = gptq_codes(layer)
+    group = torch.arange(layer.hidden, device=codes.device) // GROUP
+    return (layer.scale[group].to(dtype) * (codes - zeros[group]).to(dtype)).t()
+
+
+def gptq_act_order(layer, dtype):
+    """The groups are a buffer's: any."""
+    codes, zeros = gptq_codes(layer)
+    return (layer.scale[layer.g_idx].to(dtype) * (codes - zeros[layer.g_idx]).to(dtype)).t()
+
+
+# --- eight bits -----------------------------------------------------------------------------------
+
+
+def int8_buffers(rows, hidden, generator):
+    codes = torch.randint(-128, 128, (rows, hidden), generator=generator).to(torch.int8)
+    zeros = torch.randint(-20, 20, (rows, 1), generator=generator).to(torch.int8)
+    scale = scales(generator, rows, dtype=torch.float32) / 8
+    return {"codes": codes, "scale": scale, "zeros": zeros}
+
+
+def int8(layer, dtype):
+    return (layer.codes.to(layer.scale.dtype) * layer.scale[:, None]).to(dtype)
+
+
+def int8_with_zeros(layer, dtype):
+    return (layer.codes.to(dtype) - layer.zeros.to(dtype)) * layer.scale[:, None].to(dtype)
+
+
+def int8_after(layer, x):
+    """The sums are scaled, not the weight."""
+    out = F.linear(x, layer.codes.to(x.dtype)) * layer.scale.to(x.dtype)
+    return out if layer.bias is None else out + layer.bias
+
+
+def fp8_codes(rows, hidden, generator):
+    return torch.randn(rows, hidden, generator=generator).to(torch.float8_e4m3fn)
+
+
+def fp8_tensor_buffers(rows, hidden, generator):
+    scale = scales(generator, dtype=torch.float32)
+    return {"codes": fp8_codes(rows, hidden, generator), "scale": scale}
+
+
+def fp8_channel_buffers(rows, hidden, generator):
+    scale = scales(generator, rows, 1, dtype=torch.float32)
+    return {"codes": fp8_codes(rows, hidden, generator), "scale": scale}
+
+
+def fp8_block_buffers(rows, hidden, generator):
+    scale = scales(generator, rows // BLOCK, hidden // BLOCK, dtype=torch.float32)
+    return {"codes": fp8_codes(rows, hidden, generator), "scale": scale}
+
+
+def fp8_tensor(layer, dtype):
+    return (layer.codes.to(layer.scale.dtype) * layer.scale).to(dtype)
+
+
+def fp8_channel(layer, dtype):
+    return (layer.codes.to(layer.scale.dtype) * layer.scale).to(dtype)
+
+
+def fp8_blocks_repeated(layer, dtype):
+    scale = layer.scale.repeat_interleave(BLOCK, dim=0).repeat_interleave(BLOCK, dim=1)
+    return (layer.codes.to(layer.scale.dtype) * scale).to(dtype)
+
+
+def fp8_blocks_viewed(layer, dtype):
+    tiles = layer.codes.to(dtype).view(layer.width // BLOCK, BLOCK, layer.hidden // BLOCK, BLOCK)
+    return (tiles * layer.scale[:, None, :, None].to(dtype)).view(layer.width, layer.hidden)
+
+
+def fp8_blocks_expanded(layer, dtype):
+    rows, columns = layer.scale.shape
+    scale = layer.scale[:, None, :, None].expand(rows, BLOCK, columns, BLOCK)
+    return layer.codes.to(dtype) * scale.reshape(layer.width, layer.hidden).to(dtype)
+
+
+def quantized_product(codes, weight, scale_a, scale_b, bias, dtype):
+    """`_scaled_mm`, or what it means where the codes have been made wider."""
+    if codes.dtype == weight.dtype == torch.float8_e4m3fn:
+        return torch._scaled_mm(
+            codes, weight.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype
+        )
+    out = (codes.to(dtype) * scale_a) @ (weight.to(dtype) * scale_b.reshape(-1, 1)).t()
+    return out if bias is None else out + bias
+
+
+def scaled_mm_tensor(layer, x):
+    """The activation is quantised with one scale for all."""
+    rows = x.reshape(-1, layer.hidden)
+    scale = rows.abs().amax().to(layer.scale.dtype) / 448
+    codes = (rows.to(layer.scale.dtype) / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    out = quantized_product(codes, layer.codes, scale, layer.scale, layer.bias, x.dtype)
+    return out.view(*x.shape[:-1], layer.width)
+
+
+def scaled_mm_token(layer, x):
+    """A scale for every token, and one for every output feature."""
+    rows = x.reshape(-1, layer.hidden).to(layer.scale.dtype)
+    scale = rows.abs().amax(dim=-1, keepdim=True) / 448
+    codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    out = quantized_product(codes, layer.codes, scale, layer.scale.t(), layer.bias, x.dtype)
+    return out.view(*x.shape[:-1], layer.width)
+
+
+#: form -> what it stores
+STORED = {
+    nibbles_low_first: nibble_buffers,
+    nibbles_high_first: nibble_buffers,
+    nibbles_by_division: nibble_buffers,
+    nibbles_in_flat_groups: nibble_buffers,
+    nibbles_scaled_apart: nibble_buffers,
+    nibbles_scaled_by_column: nibble_buffers,
+    awq: awq_buffers,
+    awq_plain: awq_buffers,
+    awq_listed: awq_buffers,
+    awq_other_zeros: awq_buffers,
+    gptq: gptq_buffers,
+    gptq_indexed: gptq_buffers,
+    gptq_act_order: gptq_buffers,
+    int8: int8_buffers,
+    int8_with_zeros: int8_buffers,
+    int8_after: int8_buffers,
+    fp8_tensor: fp8_tensor_buffers,
+    fp8_channel: fp8_channel_buffers,
+    fp8_blocks_repeated: fp8_block_buffers,
+    fp8_blocks_viewed: fp8_block_buffers,
+    fp8_blocks_expanded: fp8_block_buffers,
+    scaled_mm_tensor: fp8_tensor_buffers,
+    scaled_mm_token: fp8_channel_buffers,
+}
+
+#: forms that are a whole layer `(layer, x) -> x @ weight^T + bias`, not a weight
+WHOLE = {form: form for form in (int8_after, scaled_mm_tensor, scaled_mm_token)}

@@ -1,0 +1,25 @@
+"""Runs a model beside eager and beside float64."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tilewright.compiler import reports
+
+
+def check_against_eager(name, module, args, patterns, **compile_options):
+    eager, ours, exact = cloned(args), cloned(args), [upcast(a) for a in args]
+    expected = module(*eager)
+    reference = upcast(module)(*exact)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        module, backend="tilewright", options={"inner": "eager"}, **compile_options
+    )
+    actual = compiled(*ours)
+    assert [m.pattern for m in reports()[-1].matches] == patterns, reports()[-1].misses
+    assert_no_worse(actual, expected, reference, f"{name} output")
+    for i, before in enumerate(args):
+        if isinstance(before, torch.Tensor) and before.is_floating_point() and i > 0:
+            assert_no_worse(ours[i], eager[i], exact[i], f"{name} argument {i}")
+            assert_untouched(before, ours[i], exact[i], f"{name} argument {i}")

@@ -1,0 +1,295 @@
+"""Quantised weights are recognised by what they compute; what no op can take is missed by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.models import quantized
+from tests.models.quantized import GROUP, STORED, WHOLE, QuantizedLinear
+from tilewright.compiler import lower, reports
+
+K, HQ, HK, D = 64, 4, 2, 32
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+class Attention(nn.Module):
+    """Three quantised projections, or one that holds them all; K and V are written, q returned."""
+
+    def __init__(self, make, packed=False, heads_first=False):
+        super().__init__()
+        widths = (HQ * D, HK * D, HK * D)
+        self.packed = packed
+        widths = (sum(widths),) if packed else widths
+        self.parts = nn.ModuleList(make(width, seed) for seed, width in enumerate(widths))
+
+    def forward(self, x, slots, k_cache, v_cache):
+        if self.packed:
+            parts = self.parts[0](x).split((HQ * D, HK * D, HK * D), dim=-1)
+        else:
+            parts = [part(x) for part in self.parts]
+        q, k, v = (part.view(*x.shape[:-1], -1, D) for part in parts)
+        k_cache.view(-1, HK, D)[slots] = k.reshape(-1, HK, D)
+        v_cache.view(-1, HK, D)[slots] = v.reshape(-1, HK, D)
+        return q * 2
+
+
+def arguments(*lead):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*lead, K, generator=generator).bfloat16()
+    caches = [torch.randn(4, 4, HK, D, generator=generator).bfloat16() for _ in range(2)]
+    return x, torch.randperm(16, generator=generator)[: x[..., 0].numel()], *caches
+
+
+def linear_of(form, **options):
+    return lambda width, seed: QuantizedLinear(form, K, width, seed, **options)
+
+
+def check(module, args):
+    """One match, no worse than eager, nothing else changed; the match's facts."""
+    eager, ours, exact = cloned(args), cloned(args), [upcast(a) for a in args]
+    expected, reference = module(*eager), upcast(module)(*exact)
+    actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
+    found = reports()[-1]
+    assert [m.pattern for m in found.matches] == ["qkv_cache"], [str(m) for m in found.misses]
+    assert_no_worse(actual, expected, reference, "q")
+    for i in (2, 3):
+        assert_no_worse(ours[i], eager[i], exact[i], f"cache {i}")
+        assert_untouched(args[i], ours[i], exact[i], f"cache {i}")
+    return found.matches[0].shapes
+
+
+MISSED = {quantized.gptq_act_order: "SCALE_BLOCK"}
+FORMATS = {
+    "nibbles": "int4_k",
+    "gptq": "int4_k with zeros",
+    "awq": "int4_n with zeros",
+    "int8": "int8",
+    "fp8": "fp8",
+    "scaled": "fp8",
+}
+MATCHED = [form for form in STORED if form not in MISSED]
+
+
+@pytest.mark.parametrize("form", MATCHED, ids=lambda f: f.__name__)
+def test_every_form_is_matched_and_no_worse(form):
+    facts = check(Attention(linear_of(form)), arguments(5))
+    expected = FORMATS[form.__name__.partition("_")[0]]
+    assert facts["weight"] == expected + (" with zeros" if "with_zeros" in form.__name__ else "")
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        quantized.nibbles_low_first,
+        quantized.awq,
+        quantized.gptq,
+        quantized.int8_after,
+        quantized.fp8_blocks_repeated,
+        quantized.scaled_mm_token,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_one_weight_for_all_three(form, bias):
+    facts = check(Attention(linear_of(form, bias=bias), packed=True), arguments(2, 3))
+    assert facts["projection"] == "packed"
+    assert facts["bias"] == ("yes" if bias else "no")
+
+
+STORED_AS = {
+    quantized.nibbles_low_first: (torch.uint8, None),
+    quantized.awq: (torch.int32, torch.int32),
+    quantized.gptq: (torch.int32, torch.int32),
+    quantized.awq_other_zeros: (torch.int32, torch.int8),
+    quantized.int8_after: (torch.int8, None),
+    quantized.fp8_blocks_repeated: (torch.float8_e4m3fn, None),
+}
+
+
+@pytest.mark.parametrize("form", STORED_AS, ids=lambda f: f.__name__)
+def test_weights_are_read_as_they_are_stored(form):
+    """No node of the rewritten graph makes numbers of the codes."""
+    graph = lower(Attention(linear_of(form)), arguments(5)).graphs[0].after.graph
+    (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]
+    graph.eliminate_dead_code()
+    codes, zeros = STORED_AS[form]
+    for letter, weight in zip("qkv", fused.args[1:4], strict=True):
+        zero = fused.kwargs.get(f"{letter}_zero")
+        assert weight.meta["example_value"].dtype == codes
+        assert (zero is None) == (zeros is None)
+        assert zero is None or zero.meta["example_value"].dtype == zeros
+    shapes = [n.meta.get("example_value") for n in graph.nodes if n.op.startswith("call")]
+    weight = (torch.bfloat16, torch.float32)
+    assert not [t for t in shapes if t is not None and t.dtype in weight and t.numel() >= K * D]
+
+
+# --- what is no such weight -----------------------------------------------------------------------
+
+
+def stored(form):
+    """Registers a form of a test's own, that stores what `form` does."""
+
+    def register(function):
+        STORED[function] = STORED[form]
+        return function
+
+    return register
+
+
+@stored(quantized.nibbles_low_first)
+def signed_nibbles(layer, dtype):
+    """Four bits with a sign."""
+    packed = layer.packed.to(torch.int8)
+    codes = torch.stack(((packed << 4) >> 4, packed >> 4), dim=-1).flatten(-2)
+    return quantized.grouped(layer, codes, dtype, zero=0)
+
+
+@stored(quantized.nibbles_low_first)
+def halves_side_by_side(layer, dtype):
+    """Neighbours in a byte are not neighbours along K."""
+    codes = torch.cat((layer.packed & 0xF, layer.packed >> 4), dim=-1)
+    return quantized.grouped(layer, codes, dtype)
+
+
+@stored(quantized.nibbles_low_first)
+def low_nibble_twice(layer, dtype):
+    low = layer.packed & 0xF
+    return quantized.grouped(layer, torch.stack((low, low), dim=-1).flatten(-2), dtype)
+
+
+@stored(quantized.nibbles_low_first)
+def three_bits(layer, dtype):
+    codes = torch.stack((layer.packed & 7, layer.packed >> 4), dim=-1).flatten(-2)
+    return quantized.grouped(layer, codes, dtype)
+
+
+@stored(quantized.nibbles_low_first)
+def bytes_from_128(layer, dtype):
+    codes = layer.packed.to(dtype).repeat(1, 2) - 128
+    return codes * layer.scale[:, :1].to(dtype)
+
+
+@stored(quantized.nibbles_low_first)
+def scaled_then_moved(layer, dtype):
+    """The minimum is added after the scale."""
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    scale = layer.scale[:, :1].to(dtype)
+    return codes.to(dtype) * scale - layer.scale[:, 1:2].to(dtype)
+
+
+@stored(quantized.nibbles_low_first)
+def scales_in_tiles(layer, dtype):
+    """Columns far apart share a scale."""
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    return (codes.to(dtype) - 8) * layer.scale.repeat(1, GROUP).to(dtype)
+
+
+@stored(quantized.int8)
+def scaled_twice(layer, dtype):
+    return layer.codes.to(dtype) * layer.scale[:, None].to(dtype) * layer.scale[:1].to(dtype)
+
+
+@stored(quantized.int8)
+def scaled_by_nothing(layer, dtype):
+    return layer.codes.to(dtype)
+
+
+@stored(quantized.fp8_tensor)
+def five_bits_of_exponent(layer, dtype):
+    return layer.codes.view(torch.float8_e5m2).to(dtype) * layer.scale.to(dtype)
+
+
+@stored(quantized.fp8_tensor)
+def multiplied_codes(layer, dtype):
+    return (layer.codes.to(dtype) * layer.codes.to(dtype)) * layer.scale.to(dtype)
+
+
+NEAR_MISSES = {
+    signed_nibbles: "WEIGHT_FORMAT",
+    halves_side_by_side: "WEIGHT_FORMAT",
+    low_nibble_twice: "WEIGHT_FORMAT",
+    three_bits: "WEIGHT_FORMAT",
+    bytes_from_128: "WEIGHT_FORMAT",
+    scaled_then_moved: "WEIGHT_FORMAT",
+    scaled_twice: "WEIGHT_FORMAT",
+    scaled_by_nothing: "WEIGHT_FORMAT",
+    five_bits_of_exponent: "WEIGHT_FORMAT",
+    multiplied_codes: "WEIGHT_FORMAT",
+    scales_in_tiles: "SCALE_BLOCK",
+    quantized.gptq_act_order: "SCALE_BLOCK",
+}
+
+
+@pytest.mark.parametrize("form", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_near_misses_are_missed_by_name_and_still_right(form):
+    module, args = Attention(linear_of(form)), arguments(5)
+    missed(module, args, NEAR_MISSES[form])
+
+
+def missed(module, args, code):
+    eager, ours = cloned(args), cloned(args)
+    expected = module(*eager)
+    actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
+    found = reports()[-1]
+    assert "qkv_cache" not in {m.pattern for m in found.matches}
+    assert code in {m.code for m in found.misses}, [str(m) for m in found.misses]
+    for a, b in zip((actual, *ours), (expected, *eager), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_shift_table_that_is_a_buffer_is_not_known():
+    class Shifts(QuantizedLinear):
+        def __init__(self, *args):
+            super().__init__(quantized.awq_plain, *args)
+            self.register_buffer("shifts", torch.arange(0, 32, 4))
+
+        def forward(self, x):
+            codes = ((self.packed.unsqueeze(-1) >> self.shifts) & 15).flatten(-2).to(x.dtype)
+            scale = self.scale.repeat_interleave(GROUP, dim=0).to(x.dtype)
+            return x @ (codes * scale)
+
+    module = Attention(lambda width, seed: Shifts(K, width, seed))
+    missed(module, arguments(5), "WEIGHT_FORMAT")
+
+
+def one_of(forms):
+    """Projections of different forms."""
+    return lambda width, seed: QuantizedLinear(forms[seed], K, width, seed)
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (quantized.nibbles_low_first, quantized.nibbles_high_first, quantized.nibbles_low_first),
+        (quantized.int8, quantized.int8, quantized.fp8_channel),
+        (quantized.awq, quantized.awq_plain, quantized.awq),
+        (quantized.gptq, quantized.awq, quantized.awq),
+    ],
+)
+def test_projections_of_different_formats_are_refused(forms):
+    missed(Attention(one_of(forms)), arguments(5), "WEIGHT_FORMAT")
+
+
+def test_one_dense_projection_among_quantised_ones_is_refused():
+    def make(width, seed):
+        if seed == 2:
+            return nn.Linear(K, width, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        return QuantizedLinear(quantized.int8, K, width, seed)
+
+    missed(Attention(make), arguments(5), "WEIGHT_FORMAT")
+
+
+def test_blocks_of_different_size_are_cut_to_the_smaller():
+    forms = (quantized.fp8_channel, quantized.fp8_tensor, quantized.fp8_blocks_viewed)
+    check(Attention(one_of(forms)), arguments(5))
+
+
+def test_whole_layers_are_all_tested():
+    assert set(WHOLE) <= set(MATCHED)
