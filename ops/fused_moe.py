@@ -59,14 +59,18 @@ Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.T
 
 
 def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
-    def apply(gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float):
+    def apply(
+        gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
+    ) -> torch.Tensor:
         value = function(gate)
         return value if up is None else value * up
 
     return apply
 
 
-def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float):
+def _clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
+) -> torch.Tensor:
     """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within ±limit."""
     assert up is not None
     if limit:
@@ -201,7 +205,7 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
     hidden = ACTIVATIONS[a.activation](gated, upper, a.alpha, a.limit)
     hidden = hidden.to(a.x.dtype).to(compute)
     out = multiply_by_expert(hidden, expert, down, a.down_bias)
-    out = out.view(num_tokens, num_slots, -1)
+    out = out.view(num_tokens, num_slots, a.x.shape[1])
     if not a.weight_on_input:
         out = torch.where(expert.view(num_tokens, num_slots, 1) < 0, 0, out * weight[..., None])
     return out.sum(1).to(a.x.dtype)
@@ -225,7 +229,7 @@ OP = register(
         reference=reference,
         lowerings=(
             Lowering(
-                "grouped_kernels",
+                "emitted_kernel",
                 "tilewright.ops.moe_lowerings:launch_fused_moe",
                 frozenset({"cuda"}),
                 unsupported,

@@ -95,7 +95,7 @@ def _swish(value: Value) -> tuple[View, float, tuple[Value, ...]] | None:
             continue
         inner, more = strip_casts(bare.value.args[0])
         x, wider = strip_casts(other)
-        alpha, scaled = 1.0, ()
+        alpha, scaled = 1.0, tuple[Value, ...]()
         if inner != x:
             found = _scaled(inner)
             if found is None:
