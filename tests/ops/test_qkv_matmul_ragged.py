@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from tests.ops import plain
-from tilewright.ops import ArgumentError, fused_qkv_matmul_kv_cache_paged_ragged
+from tilewright.ops import (
+    ArgumentError,
+    fused_qkv_matmul_kv_cache_paged_ragged,
+    ragged_lowering,
+)
 from tilewright.ops.contract import get_op
 from tilewright.ops.ragged_samples import RAGGED_CASES, RaggedCase
 
@@ -86,6 +90,19 @@ def test_result_and_pages_are_those_of_the_description(case):
     assert not list(plain.mismatches(OP, a, q, expected))
     assert not list(changes(expected.touched))
     assert bool(expected.touched["blocks"].any()) == (sum(case.new_tokens) > 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "mla", "mla_whole_heads", "gptq_zeros", "fp8_blocks_across_heads"]
+)
+def test_its_kernels_do_the_same(name, interpreted, chosen):
+    a, changes = plain.guarded(OP.sample_inputs(CASES[name]), OP)
+    expected = outcome(a)
+    args, kwargs = OP.split(a)
+    q = ragged_lowering.launch(*args, **kwargs)
+    tolerances = plain.LIBRARY if "library" in chosen else OP.tolerances
+    assert not list(plain.mismatches(OP, a, q, expected, tolerances))
+    assert not list(changes(expected.touched))
 
 
 def test_values_beyond_an_8_bit_floats_range_saturate():
