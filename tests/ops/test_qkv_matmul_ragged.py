@@ -160,6 +160,22 @@ def test_called_by_hand_as_a_serving_engine_would():
         fused_qkv_matmul_kv_cache_paged_ragged(*args[:6], torch.tensor([1, 2]))
 
 
+@pytest.mark.parametrize("name", ["plain", "mla", "gptq_zeros", "fp8_blocks_across_heads"])
+@pytest.mark.parametrize("sizes", ["tokens", "all"])
+def test_traced_with_unknown_sizes(name, sizes):
+    a, b = (OP.sample_inputs(CASES[name]) for _ in range(2))
+    args, options = OP.split(a)
+    if sizes == "tokens":
+        torch._dynamo.mark_dynamic(a.hidden_state, 0)
+
+    @torch.compile(backend="aot_eager", dynamic=sizes == "all" or None, fullgraph=True)
+    def run(*args):
+        return fused_qkv_matmul_kv_cache_paged_ragged(*args, **options)
+
+    assert torch.equal(run(*args), OP.call(b))
+    assert torch.equal(plain.bits(a.blocks), plain.bits(b.blocks))
+
+
 def uint32(*values):
     return torch.tensor(values, dtype=torch.uint32)
 

@@ -61,7 +61,7 @@ def launch(op, a):
 def test_interpreted_kernels_are_plain_code(name, interpreted, chosen):
     op, seen = get_op(name), set()
 
-    @bounded(14)
+    @bounded(10)
     @given(KERNEL_CASES, st.integers(0, 2**16), st.booleans())
     def run(case, seed, static):
         a = random_arguments(op, case, seed, static)
