@@ -171,6 +171,18 @@ def three_bits(layer, dtype):
 
 
 @stored(quantized.nibbles_low_first)
+def nibbles_that_wrap_around(layer, dtype):
+    """Less than zero, bytes without a sign start over."""
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2) - 8
+    return quantized.grouped(layer, codes, dtype, zero=0)
+
+
+@stored(quantized.int8_with_zeros)
+def codes_that_wrap_around(layer, dtype):
+    return (layer.codes - layer.zeros).to(dtype) * layer.scale[:, None].to(dtype)
+
+
+@stored(quantized.nibbles_low_first)
 def bytes_from_128(layer, dtype):
     codes = layer.packed.to(dtype).repeat(1, 2) - 128
     return codes * layer.scale[:, :1].to(dtype)
@@ -216,6 +228,8 @@ NEAR_MISSES = {
     halves_side_by_side: "WEIGHT_FORMAT",
     low_nibble_twice: "WEIGHT_FORMAT",
     three_bits: "WEIGHT_FORMAT",
+    nibbles_that_wrap_around: "WEIGHT_FORMAT",
+    codes_that_wrap_around: "WEIGHT_FORMAT",
     bytes_from_128: "WEIGHT_FORMAT",
     scaled_then_moved: "WEIGHT_FORMAT",
     scaled_twice: "WEIGHT_FORMAT",
