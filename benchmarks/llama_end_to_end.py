@@ -1,6 +1,6 @@
 """Hugging Face Llama-3-8B (true dims, fewer layers), static cache: eager, stock, tilewright.
 
-    python benchmarks/llama_end_to_end.py [--layers 8] [--out DIR]
+    python benchmarks/llama_end_to_end.py [--layers 8] [--cases 1x1 64x1] [--out DIR]
 
 Whole forward passes in CUDA graphs, in microseconds. The weights of one pass exceed the L2 cache
 many times, so every pass is cold.
@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from tilewright.compiler import reports
 
 MAX_LENGTH = 2048
-CASES = ((1, 1), (16, 1), (64, 1), (1, 1024))
+CASES = ("1x1", "16x1", "64x1", "1x1024")  # batch x tokens
 START = 1000
 
 
@@ -90,12 +90,13 @@ def measure(model: Any, batch: int, tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()
     model = build(given.layers)
     rows = []
     with torch.no_grad():
-        for batch, tokens in CASES:
+        for batch, tokens in (map(int, case.split("x")) for case in given.cases):
             rows.append(measure(model, batch, tokens))
             r = rows[-1]
             print(

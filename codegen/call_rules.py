@@ -279,6 +279,14 @@ def _elementwise(call: Call, context: Context) -> Folded:
     return call.gives(value.dtype if not value.weak else None, value.shape)
 
 
+def _clamp(call: Call, context: Context) -> Folded:
+    """Between two numbers; Triton widens the narrow floats."""
+    value, bounds = call.args[0].value, call.args[1:3]
+    if len(bounds) < 2 or not all(bound.value.literal for bound in bounds):
+        return call.unknown()
+    return call.gives("float32" if value.dtype == "float32" else None, value.shape)
+
+
 def _reshape(call: Call, context: Context) -> Folded:
     shape = _shape_arguments(call)
     return call.gives(call.args[0].value.dtype, shape)
@@ -391,6 +399,7 @@ FUNCTIONS: dict[str, Rule] = {
     "store": _store,
     "where": _where,
     "cast": _cast_function,
+    "clamp": _clamp,
     "join": _join,
     "dot": _dot,
     "make_tensor_descriptor": _descriptor,

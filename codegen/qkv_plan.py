@@ -8,7 +8,7 @@ Three lowerings compute `fused_qkv_paged`:
                `qkv_epilogue` over their results
 
 Times come from the measured table where it has the problem's dims (`measured_qkv.json`, written by
-`benchmarks/qkv_cache.py`), else from the model below, which knows waves of tiles, memory traffic
+`benchmarks/tune_qkv.py`), else from the model below, which knows waves of tiles, memory traffic
 and launches. The model ranks; it does not promise.
 """
 
@@ -380,16 +380,18 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
 # --- the time model -----------------------------------------------------------------------------
 
 # Share of the chip's GEMM rate by warp groups at work on an SM. Fitted, like all constants below,
-# on an H200 over Llama-3 8B and 70B with 1 to 8192 tokens.
-_WARP_GROUP_SHARE = {1: 0.62, 2: 0.88, 3: 0.92}
+# on an H200 over the measured table: within a quarter of it, but for few tiles of long columns.
+_WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
 # An epilogue nothing overlaps with, for a tile of 128 x 256.
-_EPILOGUE_S = 2.0e-6
+_EPILOGUE_S = 1.6e-6
 # Beside the launch: first loads, last stores (15 us for 50 MB of weights, 41 us for 168 MB).
 _FILL_S = 1.0e-6
 _DESCRIPTOR_S = 1.0e-6
 _SPLIT_S = 1.2e-6
 _LIBRARY_FILL_S = 2.5e-6
-_L2_BYTES_PER_SM_S = 80e9
+# What one SM takes in: by TMA, and by loads of its threads.
+_TMA_BYTES_PER_SM_S = 115e9
+_LOAD_BYTES_PER_SM_S = 85e9
 
 
 def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
@@ -425,12 +427,13 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     epilogue = _EPILOGUE_S * rows * columns / (128 * 256) / together
     compute = per_sm * (2 * rows * columns * problem.hidden / split / rate + epilogue)
     stream = (rows + columns) * problem.hidden * size / split
-    on_chip = per_sm * stream / _L2_BYTES_PER_SM_S
+    intake = _TMA_BYTES_PER_SM_S if isinstance(config, TiledConfig) else _LOAD_BYTES_PER_SM_S
+    on_chip = per_sm * stream / intake
     staged = shared_bytes(problem, config)
-    in_flight = together * staged * (1 - 1 / config.num_stages)
-    reach = min(in_flight / target.bytes_in_flight_per_sm, 1.0)
-    busy = min(tiles / target.num_sms / 0.7, 1.0)
-    memory = problem.bytes_moved(num_tokens) / (target.hbm_bytes_per_s * reach * busy)
+    running = min(tiles, target.num_sms * resident)
+    in_flight = running * staged * (1 - 1 / config.num_stages)
+    reach = min(in_flight / (target.num_sms * target.bytes_in_flight_per_sm), 1.0)
+    memory = problem.bytes_moved(num_tokens) / (target.hbm_bytes_per_s * reach)
     return overhead + max(compute, memory, on_chip)
 
 

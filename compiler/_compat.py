@@ -155,7 +155,7 @@ def adopt_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
     pairs = zip(_placeholders(copy), _placeholders(original), strict=True)
     for mine, given in pairs:
         if hasattr(given, "_dynamo_source"):
-            mine._dynamo_source = given._dynamo_source  # type: ignore[attr-defined]
+            mine._dynamo_source = given._dynamo_source
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:

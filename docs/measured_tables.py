@@ -65,20 +65,31 @@ def attention_layer(data: dict[str, Any]) -> str:
     rows = [
         (
             f"{row['model']}, {row['layout']}, {row['tokens']}",
-            *(microseconds(row[n]) for n in ("gemm", "eager", "stock", "tilewright")),
+            *(microseconds(row[n]) for n in ("read", "gemm", "eager", "stock")),
+            microseconds(row["autotuned"]) if "autotuned" in row else "",
+            microseconds(row["tilewright"]),
             f"{row['speedup_over_best']:.2f}",
+            f"{row['of_gemm']:.2f}",
+            f"{100 * row['of_copy']:.0f} %",
         )
         for row in data["rows"]
     ]
-    head = "**The same by model, cache and number of tokens**, µs; `one GEMM` is a single library "
-    head += "GEMM of all three weights, without rotation or cache write:"
+    head = "**The same by model, cache and number of tokens**, µs. Bounds: `read` reads all three "
+    head += "weights and does nothing else, `GEMM` is a single library GEMM of all three, without "
+    head += "rotation or cache write. Best is the best of eager and both kinds of torch.compile; "
+    head += "`of copy` is the weights' bytes over our time, as a share of the "
+    head += f"{data['rows'][0]['copy_tb_per_s']:.2f} TB/s that copying 2 GiB reached:"
     header = (
         "dims, cache, tokens",
-        "one GEMM",
+        "read",
+        "GEMM",
         "eager",
         "torch.compile",
+        "max-autotune",
         "tilewright",
-        "best of eager and torch.compile / tilewright",
+        "best / tilewright",
+        "tilewright / GEMM",
+        "of copy",
     )
     return f"{head}\n\n{table(header, rows)}"
 

@@ -2,8 +2,8 @@
 
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
-The op rounds once and saturates. Without the clamp PyTorch turns what does not fit into NaN
-(float8_e4m3fn) or infinity (float8_e5m2); there the rewrite stores the largest number instead.
+The op rounds once and saturates. Without the clamp PyTorch turns what does not fit into infinity
+(float8_e5m2) or, in some versions, NaN (float8_e4m3fn); the rewrite stores the largest number.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -223,7 +223,7 @@ def _from_code(value: Value) -> bool:
 
 
 def _scaled(view: View) -> Element | None:
-    if len(view.value.operands) != 2:
+    if len(view.value.operands) != 2 or not view.value.dtype.is_floating_point:
         return None
     coded, scale = _code_first(view)
     inner = None if coded is None or scale is None else _element(coded)
@@ -257,12 +257,33 @@ def _offset(view: View) -> Element | None:
     if inner is None or inner.scale is not None:
         return None
     other = value.args[1]
-    if isinstance(other, (int, float)) and int(other) == other:
+    if not _has_room(view, inner, other):
+        return None
+    if isinstance(other, (int, float)) and float(other).is_integer():
         sign = 1 if value.op == "aten.sub" else -1
         return replace(inner, zero_point=inner.zero_point + sign * int(other))
     if not isinstance(other, View) or value.op == "aten.add" or inner.zero is not None:
         return None
     return replace(inner, zero=_bare(pushed(view, other)))
+
+
+def _has_room(view: View, code: Element, other: Any) -> bool:
+    """Whether a difference is what it is on paper: integers of eight bits wrap around."""
+    dtype = view.value.dtype
+    if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
+        return True
+    if isinstance(other, View):
+        zero = _element(pushed(view, other))
+        return dtype.is_signed and _is_small(code) and zero is not None and _is_small(zero)
+    small = isinstance(other, (int, float)) and abs(other) <= 64
+    return dtype.is_signed and _is_small(code) and small
+
+
+def _is_small(element: Element) -> bool:
+    """Whether an element is a nibble, but for a small number."""
+    nibble = isinstance(element.code, Bits) and element.code.width <= 4
+    plain = element.scale is None and element.zero is None
+    return nibble and plain and abs(element.zero_point) <= 32
 
 
 def _bare(view: View) -> View:

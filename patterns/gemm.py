@@ -224,7 +224,9 @@ def contraction(
     summed = [n for n in xs if n in ws]
     if sorted(tokens + features) != sorted(result) or len(ws) != len(features) + len(summed):
         return None
-    if not tokens or not summed or any(_repeats(d) and d for d in (*xs.values(), *ws.values())):
+    if not (tokens and features and summed):
+        return None
+    if any(_repeats(d) and d for d in (*xs.values(), *ws.values())):
         return None
     sizes = [effects.product(a.length for a in ws[n]) for n in features]
     if not all(isinstance(n, int) for n in sizes):

@@ -83,12 +83,6 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
     return replace(inner, weight=weight, offset=offset, factor=factor, absorbed=absorbed)
 
 
-def match_rms_norm(head: View) -> Norm | None:
-    """The RMS norm whose result is `head`, or None."""
-    norm = match_norm(head)
-    return norm if norm is not None and norm.kind == "rms" else None
-
-
 # --- one operation --------------------------------------------------------------------------------
 
 _FUSED = ("aten.rms_norm", "aten.layer_norm")

@@ -7,6 +7,7 @@ the linear, K hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
@@ -95,7 +96,7 @@ class Heads:
         """This projection's rows of the weight, [H, D, K], or [groups, G, D, K]."""
         return piece_of(self.rows.of(self.trunk.gemm.weight))
 
-    @property
+    @cached_property
     def quantized(self) -> DequantizedWeight | None:
         """What this projection's rows of the weight are computed from, where that is codes.
 

@@ -22,6 +22,7 @@ from tilewright.codegen.qkv_kernels import (
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.tools.audit_options import option_problems
 
 PAGE_SIZE = 64
 # Tokens per step: single-sequence decode, decode batches, prefill.
@@ -89,8 +90,10 @@ MODELS = (
 
 
 def audit_cases(target: Target) -> list[AuditCase]:
-    """For every model and token count the best fused kernel by the model, and the epilogue."""
+    """For every model and token count the best fused kernel by the model, and the epilogue; then
+    the first model with each option of the op."""
     cases = [case for model in MODELS for case in _model_cases(model, target)]
+    cases += _option_cases(MODELS[0], target)
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
 
@@ -98,17 +101,30 @@ def audit_cases(target: Target) -> list[AuditCase]:
 def _model_cases(model: Attention, target: Target) -> Iterator[AuditCase]:
     problem = model.problem()
     for tokens in TOKEN_COUNTS:
-        ranked = sorted(
-            (qkv_plan.estimate(problem, config, tokens, target), str(config), config)
-            for config in qkv_plan.candidates(problem, tokens, target)
-        )
         name = f"{model.name} T={tokens}"
-        if ranked:
-            yield fused_case(name, problem, ranked[0][2], target)
+        yield from _best_fused(name, problem, tokens, target)
         yield epilogue_case(name, qkv_plan.library_epilogue_problem(problem, False), tokens, target)
     packed = qkv_plan.library_epilogue_problem(problem, True)
     yield epilogue_case(f"{model.name} packed", packed, TOKEN_COUNTS[-1], target)
     yield epilogue_case(f"{model.name} store", _store_problem(problem), TOKEN_COUNTS[-1], target)
+
+
+def _option_cases(model: Attention, target: Target) -> Iterator[AuditCase]:
+    for option, problem in option_problems(model.problem()).items():
+        for tokens in (TOKEN_COUNTS[0], TOKEN_COUNTS[-1]):
+            yield from _best_fused(f"{model.name}, {option} T={tokens}", problem, tokens, target)
+        epilogue = qkv_plan.library_epilogue_problem(problem, False)
+        yield epilogue_case(f"{model.name}, {option}", epilogue, TOKEN_COUNTS[-1], target)
+
+
+def _best_fused(name: str, problem: QkvProblem, tokens: int, target: Target) -> Iterator[AuditCase]:
+    """The best fused kernel by the model, where there is one."""
+    ranked = sorted(
+        (qkv_plan.estimate(problem, config, tokens, target), str(config), config)
+        for config in qkv_plan.candidates(problem, tokens, target)
+    )
+    if ranked:
+        yield fused_case(name, problem, ranked[0][2], target)
 
 
 def _store_problem(problem: QkvProblem) -> EpilogueProblem:

@@ -85,7 +85,8 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     first = next(kind for _, kind in kernel.spec.signature if kind.startswith("*"))
     dtype = first.removeprefix("*")
     constants = dict(kernel.spec.constants)
-    short = 2 * int(constants.get("BLOCK_P") or MMA_ROWS) < MMA_ROWS
+    pairs = constants.get("BLOCK_P")
+    short = isinstance(pairs, int) and 2 * pairs < MMA_ROWS
     return Expectations(
         mma=dtype if dtype in dict(target.mma_opcodes) else None,
         legacy_mma_reason=SHORT_TILE_REASON if short else "",

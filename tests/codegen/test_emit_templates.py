@@ -14,6 +14,8 @@ from tilewright.codegen.qkv_kernels import (
     EpilogueProblem,
     HeadFinish,
     InputStrides,
+    Norm,
+    PageTable,
     QkvProblem,
     Rope,
     SwappedConfig,
@@ -31,6 +33,7 @@ TOKENS, HIDDEN, HEADS, KV_HEADS, DIM = 21, 64, 2, 1, 32
 PAGES, PAGE_SIZE = 3, 16
 ROWS = HEADS + 2 * KV_HEADS
 CACHE = CacheStrides(PAGE_SIZE, PAGE_SIZE * KV_HEADS * DIM, KV_HEADS * DIM, DIM, 1)
+CACHES = CacheStrides(PAGE_SIZE, 2 * PAGE_SIZE * KV_HEADS * DIM, 2 * KV_HEADS * DIM, DIM, 1)
 PLAIN = HeadFinish("bf16", HEADS, KV_HEADS, DIM, CACHE, CACHE, "bf16")
 FULL = replace(
     PLAIN,
@@ -39,7 +42,18 @@ FULL = replace(
     norms=("bf16", "bf16"),
 )
 TURNED = replace(PLAIN, rope=Rope("interleaved", DIM, True, "fp32", DIM, DIM), wrap_negative=True)
-FINISHES = {"plain": PLAIN, "full": FULL, "interleaved": TURNED}
+OPTIONS = replace(
+    FULL,
+    rope=Rope("interleaved_to_half", 16, True, "bf16", 16, 16),
+    k_cache=CACHES,
+    v_cache=CACHES,
+    kv_repeat=2,
+    clip=0.5,
+    norm=Norm("layer", after_rope=True, offset=1.0),
+    cache_scales=(1, 0),
+    table=PageTable(True, "i64", "i64", 1, 1, search_steps=2),
+)
+FINISHES = {"plain": PLAIN, "full": FULL, "interleaved": TURNED, "options": OPTIONS}
 
 
 def case(kind, finish):
@@ -75,7 +89,7 @@ def arguments(finish):
     slots[2] = -1
     qkv = random(TOKENS, ROWS, DIM)
     poison = torch.full((TOKENS, HEADS, DIM), float("nan")).bfloat16()
-    cache = random(PAGES, PAGE_SIZE, KV_HEADS, DIM)
+    cache = random(PAGES, PAGE_SIZE, KV_HEADS * finish.kv_repeat, DIM)
     values = {"x_ptr": random(TOKENS, HIDDEN), "weight_ptr": weight, "q_out_ptr": poison}
     values |= {"k_cache_ptr": cache, "v_cache_ptr": cache.clone(), "slots_ptr": slots}
     values |= {"cos_ptr": cos, "sin_ptr": sin, "num_tokens": TOKENS, "rope_tokens": TOKENS}
@@ -88,6 +102,13 @@ def arguments(finish):
         values[f"{letter}_bias_ptr"] = bias[start:]
         values[f"{letter}_ptr"] = qkv[:, start:]
     values |= {"q_norm_ptr": norm[0], "k_norm_ptr": norm[1]}
+    if finish.table:
+        # Two sequences; the second begins in the middle of a page and fills the next.
+        values["slots_ptr"] = torch.tensor([[2, -1], [0, 1]])
+        values |= {"sequences_ptr": torch.tensor([0, 1, TOKENS]), "lookup_columns": 2}
+        values |= {"positions_ptr": torch.tensor([15, 12]), "lookup_stride": 2}
+        values |= {"num_sequences": 2, "k_cache_scale_ptr": torch.tensor([2.0])}
+        values["v_cache_scale_ptr"] = torch.tensor([0.5])
     values["workspace_ptr"] = torch.zeros(1 << 16)
     values["counters_ptr"] = torch.zeros(64, dtype=torch.int32)
     return values

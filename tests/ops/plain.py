@@ -1,7 +1,7 @@
 """The attention ops written the plain way: float64, one token and one element after the other.
 
-Nothing of tilewright is used. `outcome` gives what a call must leave behind, and which elements of
-the caches it may touch.
+Nothing of tilewright is used in it. `outcome` gives what a call must leave behind, and which
+elements of the caches it may touch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+
+from tilewright.ops.contract import Tolerance
 
 
 @dataclass
@@ -200,6 +202,15 @@ def store(a, result, name, window, values, scale, repeat, places):
                 value = value * factor if a.cache_scale_multiplies else value / factor
             cache[place][head], touched[place][head] = value, True
 
+
+#: A library GEMM rounds before the epilogue, as the graph it replaces does.
+LIBRARY = {
+    torch.bfloat16: Tolerance(relative=2.0**-7, of_rms=2.0**-6),
+    torch.float16: Tolerance(relative=2.0**-10, of_rms=2.0**-9),
+    torch.float32: Tolerance(relative=2.0**-16, of_rms=2.0**-16),
+    torch.float8_e4m3fn: Tolerance(relative=2.0**-3, of_rms=2.0**-6, absolute=2.0**-9),
+    torch.float8_e5m2: Tolerance(relative=2.0**-2, of_rms=2.0**-6, absolute=2.0**-16),
+}
 
 GUARD = 256
 

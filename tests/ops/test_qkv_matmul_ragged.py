@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from tests.ops import plain
-from tilewright.ops import ArgumentError, fused_qkv_matmul_kv_cache_paged_ragged
+from tilewright.ops import (
+    ArgumentError,
+    fused_qkv_matmul_kv_cache_paged_ragged,
+    ragged_lowering,
+)
 from tilewright.ops.contract import get_op
 from tilewright.ops.ragged_samples import RAGGED_CASES, RaggedCase
 
@@ -88,6 +92,19 @@ def test_result_and_pages_are_those_of_the_description(case):
     assert bool(expected.touched["blocks"].any()) == (sum(case.new_tokens) > 0)
 
 
+@pytest.mark.parametrize(
+    "name", ["plain", "mla", "mla_whole_heads", "gptq_zeros", "fp8_blocks_across_heads"]
+)
+def test_its_kernels_do_the_same(name, interpreted, chosen):
+    a, changes = plain.guarded(OP.sample_inputs(CASES[name]), OP)
+    expected = outcome(a)
+    args, kwargs = OP.split(a)
+    q = ragged_lowering.launch(*args, **kwargs)
+    tolerances = plain.LIBRARY if "library" in chosen else OP.tolerances
+    assert not list(plain.mismatches(OP, a, q, expected, tolerances))
+    assert not list(changes(expected.touched))
+
+
 def test_values_beyond_an_8_bit_floats_range_saturate():
     a = OP.sample_inputs(replace(CASES["fp8_cache"], cache_scale=()))
     a = replace(a, k_cache_scale=torch.tensor(1e-4), bias=torch.full((256,), 1.0))
@@ -141,6 +158,22 @@ def test_called_by_hand_as_a_serving_engine_would():
     assert torch.equal(by_hand, a.blocks)
     with pytest.raises(ArgumentError, match="layer_idx: expected one number on the CPU"):
         fused_qkv_matmul_kv_cache_paged_ragged(*args[:6], torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("name", ["plain", "mla", "gptq_zeros", "fp8_blocks_across_heads"])
+@pytest.mark.parametrize("sizes", ["tokens", "all"])
+def test_traced_with_unknown_sizes(name, sizes):
+    a, b = (OP.sample_inputs(CASES[name]) for _ in range(2))
+    args, options = OP.split(a)
+    if sizes == "tokens":
+        torch._dynamo.mark_dynamic(a.hidden_state, 0)
+
+    @torch.compile(backend="aot_eager", dynamic=sizes == "all" or None, fullgraph=True)
+    def run(*args):
+        return fused_qkv_matmul_kv_cache_paged_ragged(*args, **options)
+
+    assert torch.equal(run(*args), OP.call(b))
+    assert torch.equal(plain.bits(a.blocks), plain.bits(b.blocks))
 
 
 def uint32(*values):

@@ -171,6 +171,18 @@ def three_bits(layer, dtype):
 
 
 @stored(quantized.nibbles_low_first)
+def nibbles_that_wrap_around(layer, dtype):
+    """Less than zero, bytes without a sign start over."""
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2) - 8
+    return quantized.grouped(layer, codes, dtype, zero=0)
+
+
+@stored(quantized.int8_with_zeros)
+def codes_that_wrap_around(layer, dtype):
+    return (layer.codes - layer.zeros).to(dtype) * layer.scale[:, None].to(dtype)
+
+
+@stored(quantized.nibbles_low_first)
 def bytes_from_128(layer, dtype):
     codes = layer.packed.to(dtype).repeat(1, 2) - 128
     return codes * layer.scale[:, :1].to(dtype)
@@ -216,6 +228,8 @@ NEAR_MISSES = {
     halves_side_by_side: "WEIGHT_FORMAT",
     low_nibble_twice: "WEIGHT_FORMAT",
     three_bits: "WEIGHT_FORMAT",
+    nibbles_that_wrap_around: "WEIGHT_FORMAT",
+    codes_that_wrap_around: "WEIGHT_FORMAT",
     bytes_from_128: "WEIGHT_FORMAT",
     scaled_then_moved: "WEIGHT_FORMAT",
     scaled_twice: "WEIGHT_FORMAT",
@@ -257,6 +271,50 @@ def test_a_shift_table_that_is_a_buffer_is_not_known():
 
     module = Attention(lambda width, seed: Shifts(K, width, seed))
     missed(module, arguments(5), "WEIGHT_FORMAT")
+
+
+class BlockScaled(nn.Module):
+    """`_scaled_mm` with a scale for every 128 of K of a token, and one per 128 x 128 weights."""
+
+    def __init__(self, hidden, width, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randn(width, hidden, generator=generator).to(torch.float8_e4m3fn)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", torch.rand(width // 128, hidden // 128, generator=generator))
+
+    def forward(self, x):
+        blocks = x.float().unflatten(-1, (-1, 128))
+        scale = blocks.abs().amax(dim=-1, keepdim=True) / 448
+        codes = (blocks / scale).to(torch.float8_e4m3fn).flatten(-2)
+        weight = self.codes.t()
+        return torch._scaled_mm(
+            codes, weight, scale.squeeze(-1), self.scale.t(), out_dtype=torch.bfloat16
+        )
+
+
+def test_activations_scaled_by_block():
+    """Runs on a GPU alone; what is matched can be seen everywhere."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(BlockScaled(256, 128, seed) for seed in range(3))
+
+        def forward(self, x, slots, k_cache, v_cache):
+            q, k, v = (part(x).view(-1, 4, D) for part in self.parts)
+            k_cache.view(-1, 4, D)[slots] = k
+            v_cache.view(-1, 4, D)[slots] = v
+            return q * 2
+
+    caches = [torch.zeros(4, 4, 4, D, dtype=torch.bfloat16) for _ in range(2)]
+    x = torch.randn(5, 256).bfloat16()
+    graph = lower(Blocks(), (x, torch.arange(5), *caches)).graphs[0].after.graph
+    (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]
+    assert fused.kwargs["scale_block"] == [128, 128]
+    assert fused.kwargs["out_dtype"] == torch.bfloat16
+    assert fused.kwargs["x_scale"].meta["example_value"].shape == (5, 2)
+    assert fused.args[0].meta["example_value"].dtype == torch.float8_e4m3fn
 
 
 def one_of(forms):

@@ -111,9 +111,15 @@ def test_without_transformers_the_zoo_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("llama3-8b", 8.03), ("llama3-70b", 70.6), ("qwen3-8b", 8.19)]
+    ("name", "billions", "heads"),
+    [
+        ("llama3-8b", 8.03, 8),
+        ("llama3-70b", 70.6, 8),
+        ("qwen3-8b", 8.19, 8),
+        ("qwen3-30b-a3b", 30.5, 4),
+    ],
 )
-def test_zoo_models_have_their_published_size_and_no_memory(name, billions):
+def test_zoo_models_have_their_published_size_and_no_memory(name, billions, heads):
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     model, args, kwargs = load_model(name)
     parameters = list(model.parameters())
@@ -124,7 +130,7 @@ def test_zoo_models_have_their_published_size_and_no_memory(name, billions):
     )
     assert args[0].shape == (1, 1)
     layer = kwargs["past_key_values"].layers[-1]
-    assert layer.keys.shape == (1, 8, 2048, 128)
+    assert layer.keys.shape == (1, heads, 2048, 128)
     assert layer.keys.device.type == "meta"
 
 

@@ -1,0 +1,406 @@
+"""Where a write goes and what becomes of it on the way: tables, slices, one storage, 8 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.compiler.steps import HKV, D, Layer, T, make_args, plain, store
+from tests.models.fp8_writes import LARGEST
+from tests.models.qkv_idioms import build
+from tests.patterns.running import check_against_eager
+from tilewright.compiler import lower, reports
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def run(layer, *args, **options):
+    """The layer compiled by tilewright alone; its report is the last one."""
+    compiled = torch.compile(layer, backend="tilewright", options={"inner": "eager"}, **options)
+    return compiled(*args)
+
+
+def patterns():
+    return [m.pattern for m in reports()[-1].matches]
+
+
+def codes():
+    return {m.code for m in reports()[-1].misses}
+
+
+# --- slots --------------------------------------------------------------------------------------
+
+#: what each form's slots are taken for
+SLOTS = {
+    "setitem_on_view": "flat",
+    "scatter": "flat",
+    "where": "flat",
+    "page_offset": "block_table",
+    "gathered_page": "block_table",
+    "shifted": "block_table",
+    "slots_computed": "block_table",
+    "batched_rows": "block_table",
+    "head_major": "block_table",
+    "head_index": "block_table",
+    "stacked": "block_table",
+    "heads_joined": "block_table",
+    "max_blocks": "block_table",
+    "layer_after_page": "block_table",
+    "static_cache": "per_sequence",
+    "llama_reference": "slice",
+    "narrow_copy": "slice",
+    "fp8_stacked": "block_table",
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_slots_are_taken_for_what_they_are(name):
+    (site,) = lower(*build(name)).matches
+    assert (site.pattern, site.shapes["slots"]) == ("qkv_cache", SLOTS[name])
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("name", ["max_blocks", "slots_computed"])
+def test_pages_of_every_size(name, page_size):
+    module, args = build(name, page_size=page_size)
+    check_against_eager(name, module, args, ["qkv_cache"])
+    assert reports()[-1].matches[0].shapes["slots"] == "block_table"
+
+
+class ByTable(torch.nn.Module):
+    """K and V at `locate(m, table, seq, positions)` = (page, offset)."""
+
+    def __init__(self, locate):
+        super().__init__()
+        self.layer, self.locate = Layer(plain), locate
+
+    def forward(self, x, k_cache, v_cache, table, seq, positions):
+        q, k, v = self.layer.qkv(x)
+        page, offset = self.locate(table, seq, positions)
+        k_cache[page, offset] = k
+        v_cache[page, offset] = v
+        return q * 2
+
+
+def table_args():
+    x, k_cache, v_cache, _ = make_args()
+    table = torch.tensor([[3, 1], [0, 5], [2, 4]])
+    return x, k_cache, v_cache, table, torch.tensor([0, 0, 1, 1, 2]), torch.tensor([7, 8, 0, 15, 3])
+
+
+def bumped(table, seq, positions):
+    """The graph moves the positions on, so the op could not read them in the end."""
+    place = table[seq, positions // 8], positions % 8
+    positions.add_(1)
+    return place
+
+
+OTHER_TABLES = {
+    "other page size": lambda t, s, p: (t[s, p // 16], p % 8),
+    "other positions": lambda t, s, p: (t[s, p // 8], (p + 1) % 8),
+    "shifted table": lambda t, s, p: (t[s, p // 8] - 0 * p, p % 8),
+    "towards zero": lambda t, s, p: (t[s, torch.div(p, 8, rounding_mode="trunc")], p % 8),
+    "positions that move": bumped,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TABLES)
+def test_what_is_no_block_table_gets_slots_computed(name):
+    args = table_args()
+    check_against_eager(name, ByTable(OTHER_TABLES[name]), args, ["qkv_cache"])
+    assert reports()[-1].matches[0].shapes["slots"] == "page+offset"
+
+
+def test_pages_and_sequences_count_from_the_end_as_in_pytorch():
+    x, k_cache, v_cache, table, seq, positions = table_args()
+    args = (x, k_cache, v_cache, table - 6, seq - 3, positions)
+    module = ByTable(lambda t, s, p: (t[s, p // 8], p % 8))
+    check_against_eager("negative", module, args, ["qkv_cache"])
+    assert reports()[-1].matches[0].shapes["slots"] == "block_table"
+
+
+def test_positions_count_from_the_end_as_in_pytorch():
+    x, k_cache, v_cache, table, seq, positions = table_args()
+    args = (x, k_cache, v_cache, table, seq, positions - 16)
+    module = ByTable(lambda t, s, p: (t[s, p // 8], p % 8))
+    check_against_eager("negative positions", module, args, ["qkv_cache"])
+
+
+# --- slices -------------------------------------------------------------------------------------
+
+
+class Sliced(torch.nn.Module):
+    """`write(cache, heads [B, S, H, D], start)` for K and V."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.layer, self.write = Layer(plain), write
+
+    def forward(self, x, k_cache, v_cache, start):
+        q, k, v = (p(x).unflatten(-1, (-1, D)) for p in self.projections())
+        self.write(k_cache, k, start)
+        self.write(v_cache, v, start)
+        return q * 2
+
+    def projections(self):
+        return self.layer.q_proj, self.layer.k_proj, self.layer.v_proj
+
+
+def by_slice(cache, heads, start):
+    cache[: heads.shape[0], start : start + heads.shape[1]] = heads
+
+
+def by_narrow(cache, heads, start):
+    cache.narrow(0, 0, heads.shape[0]).narrow(1, start, heads.shape[1]).copy_(heads)
+
+
+def first_sequence_only(cache, heads, start):
+    cache[0, start : start + heads.shape[1]] = heads[0]
+
+
+def sliced_args(batch, length, start=3, rows=4):
+    x = torch.randn(batch, length, 64, generator=torch.Generator().manual_seed(0))
+    return x, *(torch.randn(rows, 16, HKV, D) for _ in range(2)), start
+
+
+@pytest.mark.parametrize("write", [by_slice, by_narrow])
+@pytest.mark.parametrize(("batch", "length"), [(2, 5), (3, 1), (1, 5), (1, 1)])
+def test_a_slice_is_a_run_of_slots(write, batch, length):
+    args = sliced_args(batch, length)
+    check_against_eager("slice", Sliced(write), args, ["qkv_cache"])
+    assert reports()[-1].matches[0].shapes["slots"] == "slice"
+
+
+def test_a_slice_of_one_sequence_is_a_run_of_slots():
+    check_against_eager("slice", Sliced(first_sequence_only), sliced_args(1, 5), ["qkv_cache"])
+
+
+def test_one_compilation_serves_every_start():
+    eager, compiled = Sliced(by_slice), None
+    graphs = len(reports())
+    compiled = torch.compile(eager, backend="tilewright", options={"inner": "eager"})
+    for start in (3, 5, 6, 11):
+        args, expected = sliced_args(2, 5, start), sliced_args(2, 5, start)
+        for cache, other in zip(args[1:3], expected[1:3], strict=True):
+            other.copy_(cache)
+        compiled(*args)
+        eager(*expected)
+        for cache, other in zip(args[1:3], expected[1:3], strict=True):
+            torch.testing.assert_close(cache, other, rtol=1e-5, atol=1e-5)
+    assert len(reports()) - graphs == 2  # the first start as a number, the others as a symbol
+    assert patterns() == ["qkv_cache"]
+
+
+def strided(cache, heads, start):
+    cache[: heads.shape[0], start : start + 2 * heads.shape[1] : 2] = heads
+
+
+def cut_twice(cache, heads, start):
+    cache[: heads.shape[0], start : start + heads.shape[1], : heads.shape[2]] = heads
+
+
+@pytest.mark.parametrize("write", [strided, cut_twice])
+def test_a_slice_whose_slots_are_not_known_is_left_alone(write):
+    x, k_cache, v_cache, start = sliced_args(2, 5)
+    wide = [torch.cat((c, c), 2) if write is cut_twice else c for c in (k_cache, v_cache)]
+    check_against_eager("slice", Sliced(write), (x, *wide, start), [])
+    assert codes() == {"SLICE_WRITE"}
+
+
+def test_k_and_v_at_different_starts_are_no_pair():
+    def apart(cache, heads, start):
+        by_slice(cache, heads, start if cache.shape[0] == 4 else start + 1)
+
+    x, k_cache, v_cache, start = sliced_args(2, 5)
+    args = (x, k_cache, torch.cat((v_cache, v_cache)), start)
+    module = Sliced(apart)
+    check_against_eager("apart", module, args, [])
+    assert codes() == {"SLOT_INDEX"}
+
+
+# --- one storage --------------------------------------------------------------------------------
+
+
+def interleaved():
+    """K and V of every page side by side, `[P, 2, S, H, D].unbind(1)`, handed in as two inputs."""
+    x, k_cache, v_cache, slots = make_args()
+    return x, *torch.stack((k_cache, v_cache), 1).unbind(1), slots
+
+
+def overlapping():
+    """The same shapes and strides, with V half a page further on."""
+    x, k_cache, _, slots = make_args()
+    page = k_cache[0].numel()
+    pool = torch.randn(6 * 2 * page)
+    views = (
+        pool.as_strided(k_cache.shape, (2 * page, *k_cache.stride()[1:]), at)
+        for at in (0, page // 2)
+    )
+    return x, *views, slots
+
+
+def by_page(m, x, k_cache, v_cache, slots):
+    q, k, v = m.qkv(x)
+    page, offset = slots // 8, slots % 8
+    k_cache[page, offset] = k
+    v_cache[page, offset] = v
+    return q * 2
+
+
+def test_two_inputs_that_interleave_on_one_storage_are_fused():
+    layer, ours, eager = Layer(by_page), interleaved(), interleaved()
+    torch.testing.assert_close(run(layer, *ours), layer(*eager), rtol=1e-4, atol=1e-5)
+    assert patterns() == ["qkv_cache"]
+    for a, b in zip(ours[1:3], eager[1:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_two_inputs_that_overlap_are_not():
+    run(Layer(by_page), *overlapping())
+    assert patterns() == []
+    assert "CACHE_OVERLAP" in codes()
+
+
+def test_an_overlap_on_a_later_call_is_an_error_and_nothing_is_written():
+    """Nothing guards where two inputs lie: the op looks at every call, before it writes."""
+    layer = Layer(by_page)
+    compiled = torch.compile(layer, backend="tilewright", options={"inner": "eager"})
+    compiled(*interleaved())
+    assert patterns() == ["qkv_cache"]
+    args = overlapping()
+    before = [c.clone() for c in args[1:3]]
+    with pytest.raises(ValueError, match="overlapping windows on one storage"):
+        compiled(*args)
+    assert all(torch.equal(a, b) for a, b in zip(args[1:3], before, strict=True))
+
+
+# --- 8-bit floats -------------------------------------------------------------------------------
+
+
+class Eight(torch.nn.Module):
+    """`k` and `v` say how the heads are rounded; the caches are of 8-bit floats."""
+
+    def __init__(self, k, v=None, before=lambda heads: heads):
+        super().__init__()
+        self.layer, self.k, self.v, self.before = Layer(plain), k, v or k, before
+
+    def forward(self, x, k_cache, v_cache, slots, scale):
+        q, k, v = self.layer.qkv(x)
+        store(k_cache, slots, self.k(self.before(k), scale))
+        store(v_cache, slots, self.v(self.before(v), scale))
+        return q * 2
+
+
+def eight_args(scale, dtype=FP8):
+    x, k_cache, v_cache, slots = make_args()
+    return x, k_cache.to(dtype), v_cache.to(dtype), slots, scale
+
+
+def bits(cache):
+    return cache.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
+def test_what_does_not_fit_saturates(dtype):
+    """Whatever this PyTorch makes of it (float8_e5m2: infinity; float8_e4m3fn: NaN once, the
+    largest number now), the op stores the largest number."""
+    eager, ours = (eight_args(torch.tensor(1e-6), dtype) for _ in range(2))
+    module = Eight(lambda heads, scale: (heads / scale).to(dtype))
+    module(*eager)
+    run(module, *ours)
+    assert patterns() == ["qkv_cache"]
+    for a, b in zip(ours[1:3], eager[1:3], strict=True):
+        largest, lost = torch.finfo(dtype).max, ~b.float().isfinite()
+        assert lost.any() or dtype == FP8
+        assert (a.float().abs() == largest).sum() > T * HKV * D * 0.9
+        assert (a.float()[lost].abs() == largest).all()
+        assert torch.equal(bits(a)[~lost], bits(b)[~lost])
+
+
+KNOWN = {
+    "plain": lambda h, s: h.to(FP8),
+    "divided": lambda h, s: (h / s).to(FP8),
+    "multiplied": lambda h, s: (s * h).to(FP8),
+    "by the reciprocal": lambda h, s: (h * s.reciprocal()).to(FP8),
+    "clamped": lambda h, s: (h / s).clamp(-LARGEST, LARGEST).to(FP8),
+    "clamped twice": lambda h, s: (h / s).clamp_min(-LARGEST).clamp_max(LARGEST).to(FP8),
+    "by a number": lambda h, s: (h * 3).to(FP8),
+    "through half": lambda h, s: (h / s).half().to(FP8),
+    "there and back": lambda h, s: (h / s).to(FP8).view(torch.uint8).view(FP8),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("scale", [torch.tensor(0.7), torch.full((1,), 0.7, dtype=torch.bfloat16)])
+def test_scales_and_clamps_are_the_op_s(name, scale):
+    eager, ours = eight_args(scale), eight_args(scale)
+    module = Eight(KNOWN[name])
+    module(*eager)
+    run(module, *ours)
+    assert patterns() == ["qkv_cache"], reports()[-1].misses
+    for a, b in zip(ours[1:3], eager[1:3], strict=True):
+        near = (a.float() - b.float()).abs() <= b.float().abs() / 8
+        assert near.all()
+        assert (bits(a) == bits(b)).float().mean() > 0.98
+
+
+BY_TOKEN = torch.linspace(0.5, 1.5, T)[:, None, None]
+REFUSED = {
+    "clamped lower": (lambda h, s: (h / s).clamp(-1.0, 1.0).to(FP8), None, "K_PATH"),
+    "scaled twice": (lambda h, s: (h / s * s).to(FP8), None, "K_PATH"),
+    "by token": (lambda h, s: (h / BY_TOKEN).to(FP8), None, "CAST"),
+    "by element": (lambda h, s: (h * torch.ones(D)).to(FP8), None, "CAST"),
+    "one each way": (lambda h, s: (h / s).to(FP8), lambda h, s: (h * s).to(FP8), "CAST"),
+    "by its own size": (lambda h, s: (h / h.abs().amax()).to(FP8), None, "K_PATH"),
+    "rounded twice": (
+        lambda h, s: h.to(torch.float8_e5m2).to(torch.float32).to(FP8),
+        None,
+        "CAST",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_roundings_are_refused_by_name(name):
+    k, v, code = REFUSED[name]
+    scale = torch.tensor(0.7)
+    eager, ours = eight_args(scale), eight_args(scale)
+    module = Eight(k, v)
+    module(*eager)
+    run(module, *ours)
+    assert code in codes()
+    assert "qkv_cache" not in patterns()
+    for a, b in zip(ours[1:3], eager[1:3], strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("name", ["divided", "clamped"])
+def test_the_write_alone_rounds_too(name):
+    """The projection is not known, the write still is."""
+    scale = torch.tensor(0.7)
+    eager, ours = eight_args(scale), eight_args(scale)
+    module = Eight(KNOWN[name], before=torch.nn.functional.gelu)
+    module(*eager)
+    run(module, *ours)
+    assert patterns() == ["cache_store"]
+    for a, b in zip(ours[1:3], eager[1:3], strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def test_a_cache_of_bytes_is_not_known():
+    """Only through a view: the op is not told which 8-bit float a byte is."""
+
+    def bytes_of(heads, scale):
+        return heads.to(FP8).view(torch.uint8)
+
+    args = eight_args(torch.tensor(1.0), torch.uint8)
+    run(Eight(bytes_of), *args)
+    assert patterns() == []
+    assert codes() == {"K_PATH", "DTYPE"}

@@ -1,0 +1,250 @@
+"""Norms of heads: every spelling is the same norm, and what is none is refused or left alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models import ropes
+from tilewright.compiler import lower, reports
+
+T, K, H, D = 5, 16, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+class Attention(nn.Module):
+    """Projects, applies `norm(self, heads, is_key)` to q and k, writes K and V; returns q."""
+
+    def __init__(self, norm):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"q": (H * D, K), "k": (H * D, K), "v": (H * D, K)}
+        shapes |= {
+            "weight": (D,),
+            "other": (D,),
+            "by_head": (H, D),
+            "row": (H * D,),
+            "by": (T, 1, D),
+        }
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator) * 0.5 + 0.1
+            setattr(self, name, nn.Parameter(values, requires_grad=False))
+        self.norm = norm
+
+    def forward(self, x, slots, k_cache, v_cache):
+        q, k, v = (F.linear(x, w).view(-1, H, D) for w in (self.q, self.k, self.v))
+        q, k = self.norm(self, q, False), self.norm(self, k, True)
+        k_cache.view(-1, H, D)[slots] = k
+        v_cache.view(-1, H, D)[slots] = v
+        return q * 2
+
+
+def arguments(dtype=torch.float32, tokens=T):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, K, generator=generator).to(dtype)
+    caches = [torch.randn(4, 4, H, D, generator=generator).to(dtype) for _ in range(2)]
+    return x, torch.randperm(16, generator=generator)[:tokens], *caches
+
+
+def run(norm, dtype=torch.float32, tokens=T):
+    """(compiled results, eager results) of the same step."""
+    model = Attention(norm).to(dtype)
+    eager, ours = arguments(dtype, tokens), arguments(dtype, tokens)
+    expected = model(*eager)
+    actual = torch.compile(model, backend="tilewright", options={"inner": "eager"})(*ours)
+    return (actual, *ours), (expected, *eager)
+
+
+def matched(norm, fact, **how):
+    actual, expected = run(norm, **how)
+    found = reports()[-1]
+    assert [m.pattern for m in found.matches] == ["qkv_cache"], [str(m) for m in found.misses]
+    assert found.matches[0].shapes["norm"] == fact
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def mean_square(x):
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+def gemma(m, x, is_key):
+    return x * torch.rsqrt(mean_square(x) + 1e-6) * (1.0 + m.weight)
+
+
+SPELLINGS = {
+    "by_rsqrt": (lambda m, x, _: x * torch.rsqrt(mean_square(x) + 1e-6) * m.weight, "rms"),
+    "by_root": (lambda m, x, _: x / torch.sqrt(mean_square(x) + 1e-6) * m.weight, "rms"),
+    "by_power": (lambda m, x, _: m.weight * (x * (mean_square(x) + 1e-6) ** -0.5), "rms"),
+    "by_reciprocal": (
+        lambda m, x, _: x * (1 / (x.square().mean(-1, True) + 1e-6).sqrt()) * m.weight,
+        "rms",
+    ),
+    "by_sum": (
+        lambda m, x, _: x * torch.rsqrt((x * x).sum(-1, keepdim=True) / D + 1e-6) * m.weight,
+        "rms",
+    ),
+    "fused": (lambda m, x, _: F.rms_norm(x, (D,), m.weight, 1e-6), "rms"),
+    "fused_offset": (lambda m, x, _: F.rms_norm(x, (D,), 1 + m.weight, 1e-6), "rms"),
+    "fused_then_weight": (lambda m, x, _: F.rms_norm(x, (D,), None, 1e-6) * m.weight, "rms"),
+    "weightless": (lambda m, x, _: F.rms_norm(x, (D,), eps=1e-6), "rms, weightless"),
+    "gemma": (gemma, "rms"),
+    "offset_of_one_half": (lambda m, x, _: F.rms_norm(x, (D,), eps=1e-6) * (m.weight + 0.5), "rms"),
+    "by_head": (lambda m, x, _: F.rms_norm(x, (D,), eps=1e-6) * m.by_head, "rms"),
+    "row": (
+        lambda m, x, _: F.rms_norm(x.flatten(1), (H * D,), m.row, 1e-6).view(-1, H, D),
+        "rms, row",
+    ),
+    "layer": (lambda m, x, _: F.layer_norm(x, (D,), m.weight), "layer"),
+    "layer_weightless": (lambda m, x, _: F.layer_norm(x, (D,)), "layer, weightless"),
+    "layer_by_variance": (
+        lambda m, x, _: (
+            (x - x.mean(-1, keepdim=True))
+            * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5)
+            * m.by_head
+        ),
+        "layer",
+    ),
+    "layer_by_division": (
+        lambda m, x, _: (
+            (x - x.mean(-1, True)) / (mean_square(x - x.mean(-1, True)) + 1e-5).sqrt() * m.weight
+        ),
+        "layer",
+    ),
+    "layer_row": (
+        lambda m, x, _: F.layer_norm(x.flatten(1), (H * D,), m.row).view(-1, H, D),
+        "layer, row",
+    ),
+    "weight_of_q_counts_from_one": (
+        lambda m, x, is_key: F.rms_norm(x, (D,), m.weight if is_key else 1 + m.other, 1e-6),
+        "rms",
+    ),
+    "weight_of_k_alone": (
+        lambda m, x, is_key: F.rms_norm(x, (D,), m.weight if is_key else None, 1e-6),
+        "rms",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_is_matched(name):
+    matched(*SPELLINGS[name])
+
+
+def angles(width=D // 2):
+    return torch.rand(T, 1, width, generator=torch.Generator().manual_seed(2)) * 6
+
+
+@pytest.mark.parametrize("form", [ropes.half, ropes.interleaved, ropes.complex_numbers])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_before_and_after_the_rotation(form, weighted, after):
+    table = angles()
+    cos, sin = table.cos(), table.sin()
+
+    def norm(m, x, _):
+        x = form(x, cos, sin) if after else x
+        x = F.rms_norm(x, (D,), m.weight if weighted else None, 1e-6)
+        return x if after else form(x, cos, sin)
+
+    fact = ["rms", *(["after rope"] if after else []), *([] if weighted else ["weightless"])]
+    matched(norm, ", ".join(fact))
+
+
+def test_a_weightless_norm_of_one_rotated_token():
+    """cos has the shape of a weight then, and is none."""
+    table = angles()[:1]
+
+    def norm(m, x, _):
+        return ropes.half(F.rms_norm(x, (D,), eps=1e-6), table.cos(), table.sin())
+
+    matched(norm, "rms, weightless", tokens=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_default_epsilon_is_pytorch_s(dtype):
+    """Small heads, so that the epsilon decides."""
+
+    class Small(Attention):
+        def __init__(self):
+            super().__init__(lambda m, x, _: F.rms_norm(x, (D,), m.weight))
+            for weight in (self.q, self.k):
+                weight.mul_(1e-3)
+
+    model = Small().to(dtype)
+    eager, ours = arguments(dtype), arguments(dtype)
+    expected = model(*eager)
+    actual = torch.compile(model, backend="tilewright", options={"inner": "eager"})(*ours)
+    assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"]
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- what is no such norm -------------------------------------------------------------------------
+
+
+NEAR_MISSES = {
+    "bias": (lambda m, x, _: F.layer_norm(x, (D,), m.weight, m.other), "UNSUPPORTED"),
+    "bias_apart": (lambda m, x, _: F.rms_norm(x, (D,), m.weight, 1e-6) + m.other, "UNSUPPORTED"),
+    "over_heads": (
+        lambda m, x, _: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6),
+        "K_PATH",
+    ),
+    "over_tokens": (
+        lambda m, x, _: x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6),
+        "K_PATH",
+    ),
+    "half_a_head": (
+        lambda m, x, _: F.rms_norm(x.view(-1, 2 * H, D // 2), (D // 2,), eps=1e-6).view(-1, H, D),
+        "NORM_WIDTH",
+    ),
+    "weight_by_token": (lambda m, x, _: F.rms_norm(x, (D,), eps=1e-6) * m.by, "UNSUPPORTED"),
+    "corrected_variance": (
+        lambda m, x, _: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5),
+        "K_PATH",
+    ),
+    "another_s_variance": (
+        lambda m, x, _: x * torch.rsqrt(mean_square(x * 2) + 1e-6) * m.weight,
+        "K_PATH",
+    ),
+    "not_centred": (
+        lambda m, x, _: x * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
+        "K_PATH",
+    ),
+    "twice": (
+        lambda m, x, _: F.rms_norm(F.rms_norm(x, (D,), eps=1e-6), (D,), eps=1e-6),
+        "NORM_AFTER_ROPE",
+    ),
+    "another_kind_for_k": (
+        lambda m, x, is_key: (F.layer_norm if is_key else F.rms_norm)(x, (D,), m.weight, eps=1e-5),
+        "UNSUPPORTED",
+    ),
+    "k_alone_weightless": (
+        lambda m, x, is_key: F.rms_norm(x, (D,), eps=1e-6) if is_key else x,
+        "UNSUPPORTED",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_missed_by_name_and_still_right(name):
+    norm, code = NEAR_MISSES[name]
+    actual, expected = run(norm)
+    found = reports()[-1]
+    assert "qkv_cache" not in {m.pattern for m in found.matches}
+    assert code in {m.code for m in found.misses}, [str(m) for m in found.misses]
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_weight_that_counts_from_one_needs_no_kernel_of_its_own():
+    graph = lower(Attention(gemma), arguments()).graphs[0].after.graph
+    (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]
+    assert fused.kwargs["norm_offset"] == 1.0
+    assert fused.kwargs["q_norm_weight"].op == "placeholder"
