@@ -9,7 +9,6 @@ import torch
 from tilewright.codegen.moe_kernels import STORED, ExpertLayout, MoeProblem, gemm_obstacle
 from tilewright.ops.qkv_problems import TRITON_TYPES, unaligned
 
-
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 

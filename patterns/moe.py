@@ -254,6 +254,14 @@ def _finish(
     if user is not None and user.op == "cast" and end not in flow.output_values:
         absorbed.append(user)
         end = user
+    if end.store is not None:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            "the sum is in memory that was written in place, under more than one name",
+            end,
+            hint="use index_add instead of index_add_",
+        )
     return Combine(weights, num_slots, end, tuple(absorbed))
 
 

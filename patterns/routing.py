@@ -190,7 +190,7 @@ def _counted(view: View) -> tuple[View, Size] | None:
 def _histogram(value: Value) -> tuple[View, Size] | None:
     given = [a for a in value.args[1:] if isinstance(a, (int, float))]
     named = [value.kwargs.get(name) for name in ("bins", "min", "max")]
-    bins, low, high = [*given, *named[len(given) :]]
+    bins, low, high = ([*given, *named[len(given) :]])[:3]
     if low != 0 or not isinstance(bins, int) or high not in (bins - 1, bins):
         return None
     # With max = bins each bin is one wide; with bins - 1 the last one holds E - 1 alone.

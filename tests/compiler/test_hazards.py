@@ -40,6 +40,7 @@ from tests.compiler.steps import (
     store,
 )
 from tests.models import qkv_idioms
+from tests.patterns.test_moe import NEAR_MISSES as MOE_NEAR_MISSES
 from tilewright.compiler import backend, lower, reports
 from tilewright.patterns import effects, language
 from tilewright.patterns.language import CODES, Match, Result, Stage
@@ -420,6 +421,7 @@ def test_norms_of_one_plus_weight_match():
 def test_every_code_has_a_test_that_reaches_it():
     reached = {h.code for h in HAZARDS.values()} | {"CLAIMED", "COLLECTIVE"}
     reached |= {"WEIGHT_FORMAT", "SCALE_BLOCK"}  # tests/patterns/test_dequant.py
+    reached |= set(MOE_NEAR_MISSES.values())
     assert reached | set(IDIOMS_MISSED) == set(CODES)
 
 

@@ -103,3 +103,22 @@ def test_a_value_that_others_read_is_not_absorbed():
         module.escape = True
 
     assert "ESCAPES" in misses("plain", change)
+
+
+def test_a_sum_written_in_place_and_used_as_it_is_is_refused():
+    def change(module):
+        module.reduce = lambda out: out * out
+
+    assert "EXPERT_COMBINE" in misses("combine_index_add_", change)
+
+
+def test_rows_written_in_place_that_others_read_stay():
+    def stored_and_kept(y, order, rows, shape):
+        out = torch.zeros_like(y)
+        out[order] = y
+        return out.view(*shape, -1) + out[0]
+
+    def change(module):
+        module.combine = stored_and_kept
+
+    assert "EXPERT_COMBINE" in misses("plain", change)
