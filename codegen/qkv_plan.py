@@ -198,9 +198,10 @@ def library_choice(
 ) -> LoweringChoice:
     config = epilogue_config(problem.finish, num_tokens, target)
     spec = epilogue_spec(library_epilogue_problem(problem, packed), config, target.name)
-    source = MODEL if row is None else TABLE
-    if row is not None:
-        seconds = row["packed_library_us" if packed else "library_us"] * 1e-6
+    measured = None if row is None else row["packed_library_us" if packed else "library_us"]
+    source = MODEL if measured is None else TABLE
+    if measured is not None:
+        seconds = measured * 1e-6
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
     gemms = "one library GEMM" if packed else f"{problem.finish.kinds} library GEMMs"

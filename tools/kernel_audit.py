@@ -12,6 +12,7 @@ from tilewright.codegen.build import BuildError
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import Kernel
 from tilewright.tools.audit_cases import MMA_ROWS, SHORT_TILE_REASON, SPECIALISED_STACK_BYTES
+from tilewright.tools.audit_quantized import fresh_sums_reason
 
 WORKERS = 2
 
@@ -78,7 +79,8 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     """What a kernel's own spec commits it to.
 
     One that multiplies tiles does so on the tensor cores meant for its dtype, unless its tiles are
-    too short for them; a warp-specialised one may keep a little on the stack.
+    too short for them; a warp-specialised one, or one that unpacks codes, may keep a little on the
+    stack.
     """
     if "tl.dot" not in kernel.source:
         return Expectations()
@@ -87,8 +89,10 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     constants = dict(kernel.spec.constants)
     pairs = constants.get("BLOCK_P")
     short = isinstance(pairs, int) and 2 * pairs < MMA_ROWS
+    roomy = constants.get("WARP_SPECIALIZE") or "CODE_OFFSET" in constants
     return Expectations(
         mma=dtype if dtype in dict(target.mma_opcodes) else None,
         legacy_mma_reason=SHORT_TILE_REASON if short else "",
-        stack_bytes=SPECIALISED_STACK_BYTES if constants.get("WARP_SPECIALIZE") else 0,
+        stack_bytes=SPECIALISED_STACK_BYTES if roomy else 0,
+        fresh_sums_reason=fresh_sums_reason(constants),
     )

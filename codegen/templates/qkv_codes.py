@@ -1,0 +1,158 @@
+"""Words of 4- and 8-bit codes as operands of the tensor cores, exactly; their scales and zeros."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """The code of 4 bits at `position` of each word, less OFFSET, exactly."""
+    code = ((words >> (4 * position)) & 0xF).to(tl.int16)
+    # The code as the last bits of the mantissa of 128 (bf16) or 1024 (fp16).
+    if tl.bfloat16 == DTYPE:
+        return (code | 0x4300).to(DTYPE, bitcast=True) - (128.0 + OFFSET)
+    else:
+        return (code | 0x6400).to(DTYPE, bitcast=True) - (1024.0 + OFFSET)
+
+
+@triton.jit
+def code_unit(DTYPE: tl.constexpr):
+    """What codes of `nibble_pair` have to be multiplied with."""
+    return 64.0 if tl.bfloat16 == DTYPE else 512.0
+
+
+@triton.jit
+def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes at `position` and `position` + 4 of each word: one more axis, of two.
+
+    Both lie in one register as the tensor core wants them, made by one mask. They are in parts of
+    `code_unit`: bits that low are a subnormal number, and one multiplication with an addition makes
+    that a code.
+    """
+    BIGGEST: tl.constexpr = 2.0**127 if tl.bfloat16 == DTYPE else 2.0**15
+    UNIT: tl.constexpr = 1.0 / code_unit(DTYPE)
+    both = (words >> (4 * position)) & 0x000F000F
+    if position == 3:
+        # The compiler would see through the mask of the last bits, and take two registers.
+        both |= 0x40004000
+    low = both.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    if position == 3:
+        return tl.join(low, high) - (2.0 + OFFSET * UNIT)
+    else:
+        return tl.join(low, high) * BIGGEST - OFFSET * UNIT
+
+
+@triton.jit
+def widened(codes, DTYPE: tl.constexpr):
+    """int8 and fp8 codes, exactly."""
+    if codes.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
+        # The direct conversion takes four times as long on SM90.
+        return codes.to(tl.float16).to(tl.float32).to(DTYPE)
+    else:
+        return codes.to(DTYPE)
+
+
+@triton.jit
+def codes_in_order(
+    words, DTYPE: tl.constexpr, PER: tl.constexpr, REVERSED: tl.constexpr,
+    OFFSET: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Words [rows, columns] as codes [rows, PER * columns], K in the order of `x_in_order`.
+
+    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: of two, the first is the high.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    COLUMNS: tl.constexpr = words.shape[1]
+    if PER == 8:
+        even = tl.join(nibble_pair(words, 0, OFFSET, DTYPE), nibble_pair(words, 1, OFFSET, DTYPE))
+        odd = tl.join(nibble_pair(words, 2, OFFSET, DTYPE), nibble_pair(words, 3, OFFSET, DTYPE))
+        codes = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, COLUMNS // (4 * GROUPS), 2, 2, 2))
+        codes = tl.permute(codes, (0, 1, 3, 6, 5, 2, 4))
+    else:
+        if PER == 2:
+            first = nibble(words, 1 if REVERSED else 0, OFFSET, DTYPE)
+            second = nibble(words, 0 if REVERSED else 1, OFFSET, DTYPE)
+            codes = tl.join(first, second)
+        else:
+            codes = widened(words, DTYPE)
+        codes = tl.reshape(codes, (ROWS, GROUPS, 4, PER * COLUMNS // (8 * GROUPS), 2))
+        codes = tl.permute(codes, (0, 1, 3, 2, 4))
+    return tl.reshape(codes, (ROWS, PER * COLUMNS))
+
+
+@triton.jit
+def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr):
+    """x [tokens, K] with K as `codes_in_order` has it.
+
+    INTERLEAVED_NIBBLES: of eight codes the even ones are the low half of the word (AWQ), else the
+    first four are.
+    """
+    TOKENS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    if PER == 8:
+        WORDS: tl.constexpr = COLUMNS // (32 * GROUPS)
+        if INTERLEAVED_NIBBLES:
+            x = tl.reshape(x, (TOKENS, GROUPS, 4, WORDS, 4, 2))
+            x = tl.permute(x, (0, 1, 3, 4, 2, 5))
+        else:
+            x = tl.reshape(x, (TOKENS, GROUPS, 4, WORDS, 2, 4))
+            x = tl.permute(x, (0, 1, 3, 5, 2, 4))
+    else:
+        x = tl.reshape(x, (TOKENS, GROUPS, 4, COLUMNS // (8 * GROUPS), 2))
+        x = tl.permute(x, (0, 1, 3, 2, 4))
+    return tl.reshape(x, (TOKENS, COLUMNS))
+
+
+@triton.jit
+def codes_of_rows(
+    words, DTYPE: tl.constexpr, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr,
+    REVERSED: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Words [rows / PER, K] packed along the rows as codes [rows, K]."""
+    ROWS: tl.constexpr = PER * words.shape[0]
+    COLUMNS: tl.constexpr = words.shape[1]
+    if PER == 2:
+        first = nibble(words, 1 if REVERSED else 0, OFFSET, DTYPE)
+        second = nibble(words, 0 if REVERSED else 1, OFFSET, DTYPE)
+        codes = tl.permute(tl.join(first, second), (0, 2, 1))
+    else:
+        # Joined by the bits of the row's place in the word, lowest first.
+        STEP: tl.constexpr = 4 if INTERLEAVED_NIBBLES else 1
+        NEXT: tl.constexpr = 1 if INTERLEAVED_NIBBLES else 2
+        LAST: tl.constexpr = 2 if INTERLEAVED_NIBBLES else 4
+        low = tl.join(
+            tl.join(nibble(words, 0, OFFSET, DTYPE), nibble(words, STEP, OFFSET, DTYPE)),
+            tl.join(nibble(words, NEXT, OFFSET, DTYPE), nibble(words, NEXT + STEP, OFFSET, DTYPE)),
+        )
+        high = tl.join(
+            tl.join(nibble(words, LAST, OFFSET, DTYPE), nibble(words, LAST + STEP, OFFSET, DTYPE)),
+            tl.join(
+                nibble(words, LAST + NEXT, OFFSET, DTYPE),
+                nibble(words, LAST + NEXT + STEP, OFFSET, DTYPE),
+            ),
+        )
+        codes = tl.permute(tl.join(low, high), (0, 4, 3, 2, 1))
+    return tl.reshape(codes, (ROWS, COLUMNS))
+
+
+@triton.jit
+def load_blocks(
+    pointer, rows, row_mask, columns, row_stride, column_stride,
+    PACKED: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """Scales or zeros [rows, columns] as fp32, zeros past column BOUND.
+
+    PACKED: a word holds those of eight rows.
+    """
+    mask = row_mask[:, None] & (columns < BOUND)[None, :]
+    offsets = columns[None, :] * column_stride
+    if PACKED:
+        words = tl.load(pointer + (rows // 8 * row_stride)[:, None] + offsets, mask=mask, other=0)
+        place = rows % 8
+        if INTERLEAVED_NIBBLES:
+            place = place % 2 * 4 + place // 2
+        values = (words >> (4 * place)[:, None]) & 0xF
+    else:
+        values = tl.load(pointer + (rows * row_stride)[:, None] + offsets, mask=mask, other=0.0)
+    return values.to(tl.float32)
