@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.moe_kernels import GemmConfig
-from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,22 @@ class Nvfp4Problem:
     b_stride: int
     out_dtype: str = "bf16"
     index_types: tuple[str, str, str] = ("i32", "i32", "i32")
+
+
+# Rows per group up to which weights stand on the M side.
+SWAPPED_ROWS = 64
+
+
+def nvfp4_config(problem: Nvfp4Problem, num_rows: int, target: Target) -> GemmConfig:
+    """Tiles by the rows that a group gets on average."""
+    rows = cdiv(num_rows, problem.max_groups)
+    scaled = "block_scaled_mma" in target.features
+    wide = 256 if scaled else 128
+    if rows <= SWAPPED_ROWS:
+        block_m = min(max(next_power_of_2(rows), 16), 64)
+        return GemmConfig(block_m, 128, wide, True, 4, 4)
+    warps, stages = (4, 4) if scaled else (8, 3)
+    return GemmConfig(128, 128, wide, False, warps, stages)
 
 
 def nvfp4_spec(

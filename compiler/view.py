@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat, spelling
+from tilewright.compiler.aten_names import Hole, aten_names
 from tilewright.compiler.memory import MemoryMap, slices_of_fresh_memory
 from tilewright.compiler.spelling import (
     argument,
@@ -266,7 +267,7 @@ class _Builder:
             held = item.meta.get("example_value")
             if isinstance(held, torch.Tensor):
                 tensors.append(held)
-                return _Hole(len(tensors) - 1)
+                return Hole(len(tensors) - 1)
             return held
 
         args = fx.node.map_arg(node.args, leaf)
@@ -275,7 +276,7 @@ class _Builder:
         key = (str(node.target), repr(args), repr(kwargs), repr(described))
         if key not in _ASKED:
             try:
-                _ASKED[key] = _aten_names(node, args, kwargs, tensors)
+                _ASKED[key] = aten_names(node, args, kwargs, tensors)
             except Exception:  # an untraceable node is a fact about it, not a failure
                 _ASKED[key] = ()
         names = _ASKED[key]
@@ -488,38 +489,6 @@ class _Builder:
             ),
             unknown=tuple(self.unknown),
         )
-
-
-class _Hole:
-    """Stands for a tensor argument while a node is asked for its ATen name."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"<{self.index}>"
-
-
-def _aten_names(
-    node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
-) -> tuple[str, ...]:
-    def fill(item: Any, given: Sequence[torch.Tensor]) -> Any:
-        if isinstance(item, _Hole):
-            return given[item.index]
-        if isinstance(item, (tuple, list)):
-            return type(item)(fill(i, given) for i in item)
-        if isinstance(item, dict):
-            return {k: fill(v, given) for k, v in item.items()}
-        return item
-
-    def call(*given: torch.Tensor) -> Any:
-        positional, named = fill(tuple(args), given), fill(dict(kwargs), given)
-        if isinstance(node.target, str):
-            return getattr(positional[0], node.target)(*positional[1:], **named)
-        return node.target(*positional, **named)
-
-    calls = _compat.aten_calls(call, tensors)
-    return tuple(name if ":" in (name := name_of(c)) else f"aten.{name}" for c in calls)
 
 
 def _leading(node: fx.Node) -> list[str]:

@@ -3,14 +3,17 @@
 from tilewright.ops.cache_store import paged_kv_store
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.fused_moe import OP as _fused_moe  # noqa: F401  registers the op
+from tilewright.ops.grouped_matmul_nvfp4 import grouped_matmul_dynamic_scaled_nvfp4
+from tilewright.ops.moe import fused_moe
 from tilewright.ops.qkv_cache import fused_qkv_paged
 from tilewright.ops.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
 
 __all__ = [
     "ArgumentError",
     "CacheWindow",
+    "fused_moe",
     "fused_qkv_matmul_kv_cache_paged_ragged",
     "fused_qkv_paged",
+    "grouped_matmul_dynamic_scaled_nvfp4",
     "paged_kv_store",
 ]

@@ -13,6 +13,7 @@ they are zero here.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -24,14 +25,16 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.expert_matmul import multiply_by_expert
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.formats.scale_layout import (
     group_scale_offsets,
     layout_shape,
+    swizzle,
     unswizzle,
 )
-from tilewright.ops.grouped_matmul import multiply_by_expert
 from tilewright.ops.grouping import (
     INDEX_DTYPES,
     check_expert_values,
@@ -165,3 +168,94 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
     )
     expert = expert_of_rows(offsets[1:], a.expert_ids[: a.num_groups], num_rows)
     return multiply_by_expert(x, expert, weight, None).to(a.result_dtype)
+
+
+@dataclass(frozen=True)
+class Nvfp4Case:
+    """Rows per group and each group's expert; rows (N) and inner (K) of the weights. spare: rows
+    that belong to no group."""
+
+    name: str
+    sizes: tuple[int, ...]
+    ids: tuple[int, ...]
+    rows: int = 144
+    inner: int = 160
+    num_experts: int = 5
+    spare: int = 0
+    dtype: torch.dtype = torch.bfloat16
+
+
+CASES = (
+    Nvfp4Case("one_block_each", (31, 97, 63), (0, 3, 2)),
+    Nvfp4Case("across_blocks", (65, 130, 3), (2, 0, 1)),
+    Nvfp4Case("empty_first", (0, 1, 2, 3), (0, 3, 2, 4), dtype=torch.float32),
+    Nvfp4Case("no_expert", (20, 40, 10), (-1, 0, 2), dtype=torch.float16),
+    Nvfp4Case("repeated", (5, 0, 129), (1, 1, 1), rows=256, inner=64, spare=3),
+)
+
+
+def sample_inputs(
+    case: Nvfp4Case, device: str | torch.device = "cpu", seed: int = 0
+) -> Nvfp4MatmulArguments:
+    """Random arguments of a case: quantised normal activations and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *case.sizes]).cumsum(0).to(torch.int32)
+    x = torch.randn(int(offsets[-1]) + case.spare, case.inner, generator=generator)
+    w = torch.randn(case.num_experts, case.rows, case.inner, generator=generator)
+    a, a_scales = nvfp4.quantize_grouped(x, offsets)
+    b, b_scales = nvfp4.quantize(w * case.inner**-0.5)
+    factors = 1 + (torch.arange(case.num_experts) + 1.0) / case.num_experts
+    layout = swizzle(b_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+    ids = torch.tensor(case.ids, dtype=torch.int32)
+    tensors = (a, b, a_scales, layout, offsets, group_scale_offsets(offsets), ids, factors)
+    return Nvfp4MatmulArguments(*(t.to(device) for t in tensors), out_dtype=case.dtype)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=Nvfp4MatmulArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.nvfp4_lowerings:launch_grouped_nvfp4",
+                frozenset({"cuda"}),
+                lambda arguments: None,
+            ),
+        ),
+        cases=CASES,
+        sample_inputs=sample_inputs,
+        tolerances={
+            torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
+            torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
+            torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
+        },
+        error_model="products are exact in fp32; sums of them in fp32, one rounding of the result",
+        plan="tilewright.ops.nvfp4_lowerings:plan_grouped_nvfp4",
+    )
+)
+
+
+def grouped_matmul_dynamic_scaled_nvfp4(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    group_offsets: torch.Tensor,
+    group_scale_offsets: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_scales: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand; arguments and options are those of Nvfp4MatmulArguments.
+
+    `ops.formats.nvfp4.quantize_grouped` makes `a` and `a_scales` of sorted rows. Raises
+    ArgumentError. Not differentiable.
+    """
+    scales = (a_scales, b_scales, group_offsets, group_scale_offsets, expert_ids, expert_scales)
+    return OP.torch_op(a, b, *scales, **options)

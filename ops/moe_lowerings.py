@@ -13,9 +13,9 @@ from tilewright.codegen.moe_plan import MoePlan, plan_moe
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
-from tilewright.ops.fused_moe import FusedMoeArguments
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
+from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
 
 

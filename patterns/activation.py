@@ -14,7 +14,7 @@ _DEFAULT_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """`name(gate, up)`; see ops.fused_moe.ACTIVATIONS. up None: not gated.
+    """`name(gate, up)`; see ops.moe.ACTIVATIONS. up None: not gated.
 
     gate, up: what enters. alpha, limit: clamped_swiglu's; limit 0: unclamped.
     """

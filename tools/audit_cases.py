@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tilewright.codegen import qkv_plan
+from tilewright.codegen import qkv_plan, qkv_time
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.qkv_kernels import (
     CacheStrides,
@@ -120,7 +120,7 @@ def _option_cases(model: Attention, target: Target) -> Iterator[AuditCase]:
 def _best_fused(name: str, problem: QkvProblem, tokens: int, target: Target) -> Iterator[AuditCase]:
     """The best fused kernel by the model, where there is one."""
     ranked = sorted(
-        (qkv_plan.estimate(problem, config, tokens, target), str(config), config)
+        (qkv_time.estimate(problem, config, tokens, target), str(config), config)
         for config in qkv_plan.candidates(problem, tokens, target)
     )
     if ranked:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tilewright.codegen import qkv_plan
+from tilewright.codegen import qkv_plan, qkv_time
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.qkv_kernels import QkvProblem, SwappedConfig, WeightStrides
 from tilewright.codegen.qkv_quantized_kernels import (
@@ -123,7 +123,7 @@ def _cases(model: Attention, fmt: str, target: Target) -> Iterator[AuditCase]:
     name = f"{model.name} {fmt}"
     for tokens in TOKEN_COUNTS:
         ranked = sorted(
-            (qkv_plan.estimate(problem, config, tokens, target), str(config), config)
+            (qkv_time.estimate(problem, config, tokens, target), str(config), config)
             for config in qkv_plan.candidates(problem, tokens, target)
         )
         config = ranked[0][2]

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.build import load_interpreted
-from tilewright.ops import fused_moe
+from tilewright.ops import moe
 from tilewright.ops.moe_problems import lower_weight, moe_problem, up_distance
 from tilewright.ops.moe_samples import MOE_CASES, MoeCase
 
@@ -51,7 +51,7 @@ def sorted_routes(problem, ids, chunk=None):
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("routing", ["random", "one", "none"])
 def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk):
-    a = fused_moe.sample_inputs(MoeCase("case", num_tokens=37, num_experts=5, routing=routing))
+    a = moe.sample_inputs(MoeCase("case", num_tokens=37, num_experts=5, routing=routing))
     order, ends = sorted_routes(moe_problem(a), a.expert_ids, chunk)
     ids = a.expert_ids.flatten()
     expected = [r for e in range(5) for r in range(ids.numel()) if ids[r] == e]
@@ -90,9 +90,9 @@ def fused(a, config):
 @pytest.mark.parametrize("config", [SWAPPED, TILED], ids=["swapped", "tiled"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels_compute_the_op(case, config):
-    a = fused_moe.sample_inputs(case)
-    exact = fused_moe.reference(as_double(a))
-    problem = fused_moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
+    a = moe.sample_inputs(case)
+    exact = moe.reference(as_double(a))
+    problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
 
 

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.moe_kernels import GemmConfig
 from tilewright.codegen.nvfp4_kernels import Nvfp4Problem, nvfp4_spec
+from tilewright.ops import ArgumentError
 from tilewright.ops import grouped_matmul_nvfp4 as op
-from tilewright.ops.formats import nvfp4, scale_layout
 
 CONFIGS = {
     "tiled": GemmConfig(128, 128, 128, False, 4, 2),
     "swapped": GemmConfig(16, 128, 128, True, 4, 2),
 }
-
-
-def arguments(sizes, ids, rows=144, inner=160, num_experts=5, spare=3):
-    """A call whose last rows belong to no group."""
-    generator = torch.Generator().manual_seed(0)
-    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-    x = torch.randn(int(offsets[-1]) + spare, inner, generator=generator)
-    w = torch.randn(num_experts, rows, inner, generator=generator) * inner**-0.5
-    a, a_scales = nvfp4.quantize_grouped(x, offsets)
-    b, b_scales = nvfp4.quantize(w)
-    layout = scale_layout.swizzle(b_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
-    return op.Nvfp4MatmulArguments(
-        a, b, a_scales, layout, offsets, scale_layout.group_scale_offsets(offsets),
-        torch.tensor(ids, dtype=torch.int32), 1 + (torch.arange(num_experts) + 1.0) / num_experts,
-    )  # fmt: skip
 
 
 def run(a, config, block_scaled):
@@ -46,22 +33,43 @@ def run(a, config, block_scaled):
     return out
 
 
-GROUPS = {
-    "one block each": ([31, 97, 63], [0, 3, 2]),
-    "across blocks": ([65, 130, 3], [2, 0, 1]),
-    "empty first": ([0, 1, 2, 3], [0, 3, 2, 4]),
-    "no expert": ([20, 40, 10], [-1, 0, 2]),
-}
-
-
 @pytest.mark.parametrize("block_scaled", [False, True], ids=["dequantised", "block_scaled"])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("groups", GROUPS)
-def test_kernel_computes_the_op(groups, config, block_scaled):
-    a = arguments(*GROUPS[groups])
+@pytest.mark.parametrize("case", op.CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_op(case, config, block_scaled):
+    a = op.sample_inputs(case)
     got = run(a, CONFIGS[config], block_scaled)
     end = int(a.group_offsets[-1])
-    want = op.reference(a)
+    want = op.reference(replace(a, out_dtype=torch.bfloat16))
     # Products are exact in fp32: only the order of the sum can turn the one rounding.
     torch.testing.assert_close(got[:end].float(), want[:end].float(), rtol=2**-7, atol=1e-4)
     assert got[end:].isnan().all()
+
+
+def test_a_call_is_planned_for_both_chips():
+    a = op.sample_inputs(op.CASES[1])
+    for target, how in (("sm100", "block-scaled"), ("sm90", "dequantised exactly")):
+        report = op.OP.plan_for(a, target)
+        assert how in report.reason
+        assert [spec.kernel for spec in report.specs] == ["grouped_nvfp4"]
+
+
+BAD = {
+    "group_offsets": lambda a: replace(a, group_offsets=a.group_offsets.flip(0)),
+    "expert_ids": lambda a: replace(a, expert_ids=a.expert_ids + 9),
+    "group_scale_offsets": lambda a: replace(a, group_scale_offsets=a.group_scale_offsets + 1),
+    "a_scales": lambda a: replace(a, a_scales=a.a_scales[:1].contiguous()),
+    "b_scales": lambda a: replace(a, b_scales=a.b_scales[:, :, :1].contiguous()),
+    "b": lambda a: replace(a, b=a.b[..., :64].contiguous()),
+    "a": lambda a: replace(a, a=a.a[:, :72].contiguous(), b=a.b[..., :72].contiguous()),
+    "expert_scales": lambda a: replace(a, expert_scales=a.expert_scales[:2]),
+    "out_dtype": lambda a: replace(a, out_dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_input_is_named(argument):
+    a = op.sample_inputs(op.CASES[0])
+    op.OP.call(a)
+    with pytest.raises(ArgumentError, match=f": {argument}: "):
+        op.OP.call(BAD[argument](a))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ from tilewright.ops.checks import (
     check_shape,
 )
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.expert_matmul import multiply_by_expert
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
-from tilewright.ops.grouped_matmul import multiply_by_expert
 from tilewright.ops.grouping import INDEX_DTYPES, check_expert_values
 from tilewright.ops.moe_problems import unsupported
 from tilewright.ops.moe_samples import MOE_CASES, MoeCase, sample_moe
@@ -242,3 +243,21 @@ OP = register(
         plan="tilewright.ops.moe_lowerings:plan_fused_moe",
     )
 )
+
+
+def fused_moe(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand: x [T, H] through the experts that its slots name, [T, H].
+
+    The arguments and options are those of FusedMoeArguments. Raises ArgumentError. Not
+    differentiable.
+    """
+    weights = (gate_weight, up_weight, down_weight)
+    return OP.torch_op(x, expert_ids, expert_weights, *weights, **options)

@@ -1,0 +1,22 @@
+"""Rows times the weight of each row's expert, as the references of the ops have it."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.ops.formats.expert_weight import ExpertWeight
+
+
+def multiply_by_expert(
+    x: torch.Tensor, expert: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [M, K] times the weight of each row's expert (-1: zeros), in x's precision: [M, N]."""
+    out = x.new_zeros(x.shape[0], weight.shape[1])
+    for index in range(weight.shape[0]):
+        rows = (expert == index).nonzero().flatten()
+        if rows.numel() == 0:
+            continue
+        which = torch.tensor([index], device=x.device)
+        product = x[rows] @ weight.dequantize(which, x.dtype)[0].T
+        out[rows] = product if bias is None else product + bias[index].to(x.dtype)
+    return out
