@@ -8,6 +8,7 @@ The op rounds once and saturates. Without the clamp PyTorch turns what does not 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,7 +135,8 @@ def _unscaled(written: Written) -> Written | None:
 def _is_scale(item: Any) -> bool:
     if isinstance(item, View):
         return item.value.dtype in _WIDE and not item.value.projected
-    return isinstance(item, (int, float)) and not isinstance(item, bool)
+    number = isinstance(item, (int, float)) and not isinstance(item, bool)
+    return number and item != 0 and math.isfinite(item)
 
 
 def scale_argument(written: Written, device: torch.device) -> View | Computed | None:

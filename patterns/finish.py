@@ -121,6 +121,11 @@ def _weight(
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
         reject("UNSUPPORTED", stage, "the norm's weight varies from token to token", view)
+    # The op goes by rows of the projection: heads in descending steps.
+    split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
+    steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
+    if along and (along != split or steps != sorted(steps, reverse=True)):
+        reject("UNSUPPORTED", stage, "the norm's weight has the heads in another order", view)
     if by_head and not along:
         return View(view.value, Effect((last,), view.effect.start))
     flat = (*(a for i in along for a in lead[i]), *last)
