@@ -324,3 +324,41 @@ def test_near_miss_is_named_and_changes_nothing(name):
     assert found[0].stage == near.stage
     assert near.culprit in found[0].message + found[0].hint
     assert {m.pattern for m in report.matches} <= {"cache_store"}
+
+
+def _normed(x, weight):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_norm_weight_goes_by_the_projection_s_heads(turned):
+    """Heads that are transposed before the norm meet another head's weight."""
+
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = (heads(F.linear(x, w)) for w in (m.q, m.k, m.v))
+        k = k.view(T, 2, 2, D)
+        k = _normed(k.transpose(1, 2) if turned else k, m.norm)
+        k = (k.transpose(1, 2) if turned else k).reshape(T, 4, D)
+        write(k_cache, v_cache, slots, k, v)
+        return _normed(q, m.own) + 0
+
+    shapes = {"q": (4 * D, K), "k": (4 * D, K), "v": (4 * D, K), "norm": (2, 2, D), "own": (D,)}
+    report = compare(Layer(step, **shapes), make_args(heads=4), exactly=False)
+    expected = "cache_store" if turned else "qkv_cache"
+    assert [match.pattern for match in report.matches] == [expected]
+
+
+def test_a_cache_scale_of_zero_is_no_scale():
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = (heads(F.linear(x, w)) for w in (m.q, m.k, m.v))
+        write(k_cache, v_cache, slots, (k * 0).to(k_cache.dtype), (v * 0).to(v_cache.dtype))
+        return q + 0
+
+    x, *caches, slots = make_args()
+    args = (x, *(cache.to(torch.float8_e4m3fn) for cache in caches), slots)
+    layer = Layer(step, q=(4 * D, K), k=(2 * D, K), v=(2 * D, K))
+    eager, ours = ([a.clone() for a in args] for _ in range(2))
+    layer(*eager)
+    torch.compile(layer, backend="tilewright", options={"inner": "eager"})(*ours)
+    for a, b in zip(eager, ours, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
