@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
@@ -98,6 +99,7 @@ class Moe:
         _check_groups((*firsts, down), order)
         combine = _combine(flow, down, order, num_slots)
         _guard((*firsts, down), x)
+        _check_device(x)
         return _match(self, flow, anchor, x, order, activation, gate, up, down, combine)
 
 
@@ -392,6 +394,13 @@ def _guard(gemms: tuple[ExpertGemm, ...], x: View) -> None:
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", gemms[0].end)
+
+
+def _check_device(x: View) -> None:
+    """Without kernels for the GPU at hand the op would run its reference: slower than the graph."""
+    device = x.value.device
+    if device.type == "cuda" and detect_target(device.index) is None:
+        reject("UNSUPPORTED", Stage.CAPABILITY, "there are no kernels for this GPU's generation", x)
 
 
 def _match(

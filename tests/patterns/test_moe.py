@@ -3,12 +3,16 @@ what only looks like a mixture does not."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.agreement import assert_no_worse
 from tests.models.moe_idioms import IDIOMS, build, exact
+from tilewright.codegen import targets
 from tilewright.compiler import lower
+from tilewright.patterns import language, moe
 
 
 @pytest.mark.parametrize("name", IDIOMS)
@@ -122,3 +126,19 @@ def test_rows_written_in_place_that_others_read_stay():
         module.combine = stored_and_kept
 
     assert "EXPERT_COMBINE" in misses("plain", change)
+
+
+@pytest.mark.parametrize(("device", "known", "refused"), [
+    ("cuda", False, True), ("cuda", True, False), ("cpu", False, False),
+])  # fmt: skip
+def test_a_gpu_without_kernels_keeps_its_graph(monkeypatch, device, known, refused):
+    target = targets.SM90 if known else None
+    monkeypatch.setattr(moe, "detect_target", lambda index: target)
+    value = SimpleNamespace(device=torch.device(device))
+    view = SimpleNamespace(value=value, meta={})
+    if refused:
+        with pytest.raises(language.Reject) as caught:
+            moe._check_device(view)
+        assert caught.value.miss.code == "UNSUPPORTED"
+    else:
+        moe._check_device(view)
