@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
-# TMA: strides and base addresses in whole 16 bytes, at most 256 elements of a block per dim.
+# TMA: strides and base addresses in whole 16 bytes.
 TMA_BYTES = 16
-TMA_BLOCK = 256
 # format -> (type of a stored element, None for the activations'; weights in it).
 STORED: dict[str, tuple[str | None, int]] = {
     "dense": (None, 1),
@@ -49,7 +48,7 @@ class MoeProblem:
     down have one more factor per expert. gated: there is an up weight. interleaved: its rows lie
     between gate's, in one tensor; else `distance` elements from gate's, None where they are two
     tensors. up_first: up lies at the lower address. biases: (expert stride, column stride) or None
-    for gate, up, down; all of one dtype. num_tokens: where it is static.
+    for gate, up, down; all of one dtype.
     """
 
     dtype: str
@@ -77,7 +76,6 @@ class MoeProblem:
     factors: tuple[bool, ...] = (False, False, False)
     biases: tuple[tuple[int, int] | None, ...] = (None, None, None)
     bias_dtype: str = "bf16"
-    num_tokens: int | None = None
     unaligned: tuple[str, ...] = ()
 
     @property
@@ -256,13 +254,11 @@ def _gemm_constants(
     }
 
 
-def combine_spec(
-    problem: MoeProblem, config: CombineConfig, target: str, *, weighted: bool = True
-) -> KernelSpec:
+def combine_spec(problem: MoeProblem, config: CombineConfig, target: str) -> KernelSpec:
     arguments: dict[str, str | None] = {
         "y_ptr": f"*{problem.dtype}",
         "ids_ptr": f"*{problem.id_dtype}",
-        "weights_ptr": f"*{problem.weight_dtype}" if weighted else None,
+        "weights_ptr": f"*{problem.weight_dtype}",
         "out_ptr": f"*{problem.dtype}",
         "num_tokens": "i32",
     }
@@ -270,7 +266,6 @@ def combine_spec(
         "NUM_SLOTS": problem.num_slots,
         "HIDDEN": problem.hidden,
         "WEIGHT_STRIDES": problem.weight_strides,
-        "WEIGHTED": weighted,
         "BLOCK_T": config.block_t,
         "BLOCK_H": config.block_h,
     }
@@ -297,12 +292,9 @@ def _spec(
     target: str,
     num_stages: int = 2,
 ) -> KernelSpec:
-    """Absent tensors and static counts become constants, the rest is the signature."""
+    """Absent tensors and a static distance become constants, the rest is the signature."""
     fixed = dict(constants)
-    tokens = problem.num_tokens
-    known = (
-        {} if tokens is None else {"num_tokens": tokens, "num_routes": tokens * problem.num_slots}
-    )
+    known = {} if problem.distance is None else {"distance": problem.distance}
     signature: dict[str, str] = {}
     for name, type_name in arguments.items():
         if type_name is None:

@@ -9,27 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops.checks import ArgumentError, check_device, check_dtype, check_shape
+from tilewright.ops.checks import ArgumentError
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-def check_groups(
-    op: str,
-    group_ends: torch.Tensor,
-    expert_ids: torch.Tensor | None,
-    num_experts: int,
-    device: torch.device,
-) -> None:
-    """Metadata of group_ends [G] and expert_ids [G]; without ids G is num_experts."""
-    num_groups = num_experts if expert_ids is None else None
-    check_shape(op, "group_ends", group_ends, "[G]", (num_groups,))
-    check_dtype(op, "group_ends", group_ends, INDEX_DTYPES)
-    check_device(op, "group_ends", group_ends, device)
-    if expert_ids is not None:
-        check_shape(op, "expert_ids", expert_ids, "[G]", (group_ends.shape[0],))
-        check_dtype(op, "expert_ids", expert_ids, INDEX_DTYPES)
-        check_device(op, "expert_ids", expert_ids, device)
 
 
 def check_group_values(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.qkv_kernels import (
     EpilogueConfig,
     EpilogueProblem,
@@ -177,13 +178,9 @@ def prepare_store(a: KvStoreArguments) -> tuple[EpilogueProblem, dict[str, Any]]
 
 def store_config(finish: HeadFinish, num_tokens: int, target: Target) -> EpilogueConfig:
     """The tiles of a store: one kernel serves all token counts up to the next power of two."""
-    return _store_config(finish, _bucket(num_tokens), target)
+    return _store_config(finish, next_power_of_2(num_tokens), target)
 
 
 @cache
 def _store_config(finish: HeadFinish, num_tokens: int, target: Target) -> EpilogueConfig:
     return epilogue_config(finish, num_tokens, target)
-
-
-def _bucket(num_tokens: int) -> int:
-    return 1 << (num_tokens - 1).bit_length()

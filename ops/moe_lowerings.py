@@ -10,6 +10,7 @@ import torch
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.moe_kernels import MoeProblem
 from tilewright.codegen.moe_plan import MoePlan, plan_moe
+from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -49,7 +50,7 @@ def launch_fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
     device = a.x.device
     target = device_target(device) or SM90
     problem = moe_problem(a)
-    plan = cached_plan(problem, 1 << (num_tokens - 1).bit_length(), target)
+    plan = cached_plan(problem, next_power_of_2(num_tokens), target)
     (num_chunks,) = kernels.order_grid(plan.order, num_routes)
     made = specs(problem, plan, num_chunks, target.name)
     sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,7 +21,7 @@ def unsupported(a: Any) -> str | None:
     return gemm_obstacle(moe_problem(a))
 
 
-def moe_problem(a: Any, num_tokens: int | None = None) -> MoeProblem:
+def moe_problem(a: Any) -> MoeProblem:
     """The problem of a call; `a` is a FusedMoeArguments. Metadata and addresses only."""
     gate, up, down = a.gate_weight, a.up_weight, a.down_weight
     per_byte = STORED[a.weight_format][1]
@@ -72,7 +72,6 @@ def moe_problem(a: Any, num_tokens: int | None = None) -> MoeProblem:
         factors=tuple(f is not None for f in factors),
         biases=tuple(None if b is None else (b.stride(0), b.stride(1)) for b in biases),
         bias_dtype=bias_types.pop() if bias_types else "bf16",
-        num_tokens=num_tokens,
         unaligned=unaligned(tensors) + (("distance",) if distance % 16 else ()),
     )
 

@@ -9,6 +9,7 @@ import torch
 
 from tilewright.codegen.moe_kernels import GemmConfig, gemm_grid
 from tilewright.codegen.nvfp4_kernels import Nvfp4Problem, nvfp4_config, nvfp4_spec
+from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -50,7 +51,7 @@ def launch_grouped_nvfp4(*args: Any, **kwargs: Any) -> torch.Tensor:
     if out.numel() == 0 or a.num_groups == 0:
         return out
     target = device_target(a.a.device) or SM90
-    config, spec = chosen(problem_of(a), _bucket(a.a.shape[0]), target)
+    config, spec = chosen(problem_of(a), next_power_of_2(a.a.shape[0]), target)
     values = {
         "a_ptr": a.a,
         "b_ptr": a.b,
@@ -72,12 +73,8 @@ def launch_grouped_nvfp4(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def plan_grouped_nvfp4(a: Any, target: str) -> LoweringReport:
     """What a call will run on a target; `a` may hold meta tensors."""
-    config, spec = chosen(problem_of(a), _bucket(max(a.a.shape[0], 1)), TARGETS[target])
+    config, spec = chosen(problem_of(a), next_power_of_2(a.a.shape[0]), TARGETS[target])
     how = (
         "block-scaled" if "block_scaled_mma" in TARGETS[target].features else "dequantised exactly"
     )
     return LoweringReport("grouped kernel", f"{how}, {config}", (spec,))
-
-
-def _bucket(num_rows: int) -> int:
-    return 1 << (num_rows - 1).bit_length()

@@ -8,12 +8,12 @@ import triton.language as tl
 def moe_combine(
     y_ptr, ids_ptr, weights_ptr, out_ptr, num_tokens,
     NUM_SLOTS: tl.constexpr, HIDDEN: tl.constexpr, WEIGHT_STRIDES: tl.constexpr,
-    WEIGHTED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out [T, HIDDEN] = sum over slots of weights [T, S] * y [T * S, HIDDEN], in fp32.
 
     Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot of expert -1 adds nothing: its row of y
-    was never written. WEIGHTED false: the rows are summed as they are.
+    was never written.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -25,11 +25,9 @@ def moe_combine(
         there = token_mask & (tl.load(ids_ptr + routes, mask=token_mask, other=-1) >= 0)
         rows = y_ptr + routes.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
         y = tl.load(rows, mask=there[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
-        if WEIGHTED:
-            places = tokens * WEIGHT_STRIDES[0] + slot * WEIGHT_STRIDES[1]
-            weight = tl.load(weights_ptr + places, mask=there, other=0.0).to(tl.float32)
-            y = y * weight[:, None]
-        total += y
+        places = tokens * WEIGHT_STRIDES[0] + slot * WEIGHT_STRIDES[1]
+        weight = tl.load(weights_ptr + places, mask=there, other=0.0).to(tl.float32)
+        total += y * weight[:, None]
     out = out_ptr + tokens.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
     tl.store(
         out, total.to(out_ptr.dtype.element_ty), mask=token_mask[:, None] & column_mask[None, :]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from tilewright.ops.formats.quantized_weight import pack_nibbles, unpack_nibbles
+
 MAX = 6.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -50,9 +52,9 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     """
     if codes.shape[-1] % 2:
         raise ValueError(f"codes: expected an even last dimension, got {list(codes.shape)}")
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    return pack_nibbles(codes, torch.uint8, -1)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """Bytes [..., K/2] to codes [..., K]; the inverse of `pack`."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return unpack_nibbles(packed, -1).to(torch.uint8)

@@ -26,6 +26,7 @@ from tilewright.ops.formats.scale_layout import (
     swizzle,
     unswizzle,
 )
+from tilewright.ops.grouping import group_of_rows
 
 BLOCK = 16
 E4M3_MAX = 448.0
@@ -85,8 +86,7 @@ def quantize_grouped(
     if tensor_scales is None:
         packed, scales = quantize(x)
     else:
-        token = torch.arange(x.shape[0], device=x.device)
-        group = torch.searchsorted(group_offsets[1:].long().contiguous(), token, right=True)
+        group = group_of_rows(group_offsets[1:], x.shape[0])
         packed, scales = quantize(x, tensor_scales[group.clamp_max(tensor_scales.shape[0] - 1)])
     return packed, place_scales(scales, group_offsets)
 

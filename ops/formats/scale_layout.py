@@ -18,19 +18,18 @@ from collections.abc import Sequence
 
 import torch
 
+from tilewright.codegen.qkv_heads import cdiv
+from tilewright.ops.grouping import group_of_rows
+
 BLOCK_ROWS = 128
 BLOCK_SCALES = 4
 ATOM = (32, 4, 4)
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
     """Row-major scales [..., R, C] to [..., ceil(R/128), ceil(C/4), 32, 4, 4], zero padded."""
     *batch, rows, columns = scales.shape
-    row_blocks, column_blocks = ceil_div(rows, BLOCK_ROWS), ceil_div(columns, BLOCK_SCALES)
+    row_blocks, column_blocks = cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_SCALES)
     padded = scales.new_zeros(*batch, row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
     padded[..., :rows, :columns] = scales
     atoms = padded.view(*batch, row_blocks, 4, 32, column_blocks, BLOCK_SCALES)
@@ -47,8 +46,8 @@ def unswizzle(layout: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     held = (row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
     if layout.shape[-3:] != ATOM or rows > held[0] or columns > held[1]:
         raise ValueError(
-            f"layout: expected [..., {ceil_div(rows, BLOCK_ROWS)}, "
-            f"{ceil_div(columns, BLOCK_SCALES)}, 32, 4, 4], got {list(layout.shape)}"
+            f"layout: expected [..., {cdiv(rows, BLOCK_ROWS)}, "
+            f"{cdiv(columns, BLOCK_SCALES)}, 32, 4, 4], got {list(layout.shape)}"
         )
     n = len(batch)
     matrix = layout.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4).reshape(*batch, *held)
@@ -74,7 +73,7 @@ def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: in
     """
     token = torch.arange(num_tokens, device=group_offsets.device)
     ends = group_offsets[1:].long()
-    group = torch.searchsorted(ends.contiguous(), token, right=True)
+    group = group_of_rows(ends, num_tokens)
     inside = group < ends.shape[0]
     group = group.clamp_max(max(ends.shape[0] - 1, 0))
     start = group_offsets.long()[group]
@@ -85,9 +84,9 @@ def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: in
 
 def max_scale_blocks(num_tokens: int, num_groups: int) -> int:
     """Blocks that suffice for any split of the tokens over the groups: what a graph allocates."""
-    return ceil_div(num_tokens, BLOCK_ROWS) + num_groups
+    return cdiv(num_tokens, BLOCK_ROWS) + num_groups
 
 
 def layout_shape(rows: int, columns: int, batch: Sequence[int] = ()) -> tuple[int, ...]:
     """Shape of `swizzle`'s result for row-major [*batch, rows, columns]."""
-    return (*batch, ceil_div(rows, BLOCK_ROWS), ceil_div(columns, BLOCK_SCALES), *ATOM)
+    return (*batch, cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_SCALES), *ATOM)

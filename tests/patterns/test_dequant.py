@@ -244,10 +244,10 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("form", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses_are_missed_by_name_and_still_right(form):
     module, args = Attention(linear_of(form)), arguments(5)
-    missed(module, args, NEAR_MISSES[form])
+    assert_missed(module, args, NEAR_MISSES[form])
 
 
-def missed(module, args, code):
+def assert_missed(module, args, code):
     eager, ours = cloned(args), cloned(args)
     expected = module(*eager)
     actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
@@ -270,7 +270,7 @@ def test_a_shift_table_that_is_a_buffer_is_not_known():
             return x @ (codes * scale)
 
     module = Attention(lambda width, seed: Shifts(K, width, seed))
-    missed(module, arguments(5), "WEIGHT_FORMAT")
+    assert_missed(module, arguments(5), "WEIGHT_FORMAT")
 
 
 class BlockScaled(nn.Module):
@@ -332,7 +332,7 @@ def one_of(forms):
     ],
 )
 def test_projections_of_different_formats_are_refused(forms):
-    missed(Attention(one_of(forms)), arguments(5), "WEIGHT_FORMAT")
+    assert_missed(Attention(one_of(forms)), arguments(5), "WEIGHT_FORMAT")
 
 
 def test_one_dense_projection_among_quantised_ones_is_refused():
@@ -341,7 +341,7 @@ def test_one_dense_projection_among_quantised_ones_is_refused():
             return nn.Linear(K, width, bias=False, dtype=torch.bfloat16).requires_grad_(False)
         return QuantizedLinear(quantized.int8, K, width, seed)
 
-    missed(Attention(make), arguments(5), "WEIGHT_FORMAT")
+    assert_missed(Attention(make), arguments(5), "WEIGHT_FORMAT")
 
 
 def test_blocks_of_different_size_are_cut_to_the_smaller():

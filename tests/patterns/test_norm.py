@@ -61,7 +61,7 @@ def run(norm, dtype=torch.float32, tokens=T):
     return (actual, *ours), (expected, *eager)
 
 
-def matched(norm, fact, **how):
+def assert_matched(norm, fact, **how):
     actual, expected = run(norm, **how)
     found = reports()[-1]
     assert [m.pattern for m in found.matches] == ["qkv_cache"], [str(m) for m in found.misses]
@@ -134,7 +134,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_every_spelling_is_matched(name):
-    matched(*SPELLINGS[name])
+    assert_matched(*SPELLINGS[name])
 
 
 def angles(width=D // 2):
@@ -154,7 +154,7 @@ def test_before_and_after_the_rotation(form, weighted, after):
         return x if after else form(x, cos, sin)
 
     fact = ["rms", *(["after rope"] if after else []), *([] if weighted else ["weightless"])]
-    matched(norm, ", ".join(fact))
+    assert_matched(norm, ", ".join(fact))
 
 
 def test_a_weightless_norm_of_one_rotated_token():
@@ -164,7 +164,7 @@ def test_a_weightless_norm_of_one_rotated_token():
     def norm(m, x, _):
         return ropes.half(F.rms_norm(x, (D,), eps=1e-6), table.cos(), table.sin())
 
-    matched(norm, "rms, weightless", tokens=1)
+    assert_matched(norm, "rms, weightless", tokens=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
