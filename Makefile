@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # mypy does not follow setuptools' package-dir, so it reads the folders through links.
 lint: $(STAMP)
