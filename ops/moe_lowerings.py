@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,18 @@ from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a call."""
+
+    spec: KernelSpec
+    grid: tuple[int, ...]
+    values: dict[str, Any]
+
+    def run(self, device: torch.device) -> None:
+        launch(self.spec, self.grid, self.values, device)
 
 
 @cache
@@ -43,35 +56,42 @@ def cached_plan(problem: MoeProblem, bucket: int, target: Target) -> MoePlan:
 def launch_fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`fused_moe` on CUDA tensors; see FusedMoeArguments."""
     a = FusedMoeArguments(*args, **kwargs)
-    num_tokens, num_routes = a.x.shape[0], a.expert_ids.numel()
-    out = torch.zeros_like(a.x) if num_routes == 0 else torch.empty_like(a.x)
-    if num_routes == 0 or a.x.numel() == 0:
-        return out
-    device = a.x.device
-    target = device_target(device) or SM90
+    if a.expert_ids.numel() == 0 or a.x.numel() == 0:
+        return torch.zeros_like(a.x)
+    out = torch.empty_like(a.x)
     problem = moe_problem(a)
-    plan = cached_plan(problem, next_power_of_2(num_tokens), target)
-    (num_chunks,) = kernels.order_grid(plan.order, num_routes)
-    made = specs(problem, plan, num_chunks, target.name)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    target = device_target(a.x.device) or SM90
+    plan = cached_plan(problem, next_power_of_2(a.x.shape[0]), target)
+    for step in moe_steps(a, problem, plan, target, out).values():
+        step.run(a.x.device)
+    return out
+
+
+def moe_steps(
+    a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target, out: torch.Tensor
+) -> dict[str, Step]:
+    """The launches of a call with at least one route, in order, over scratch of their own."""
+    (num_chunks,) = kernels.order_grid(plan.order, a.expert_ids.numel())
+    sms = torch.cuda.get_device_properties(a.x.device).multi_processor_count
     values = {**_tensors(a, problem, num_chunks), "out_ptr": out}
-    grids = {
+    grids: dict[str, tuple[int, ...]] = {
         "count": (num_chunks,),
         "order": (num_chunks,),
         "up": kernels.gemm_grid(plan.up, sms),
         "down": kernels.gemm_grid(plan.down, sms),
-        "combine": kernels.combine_grid(problem, plan.combine, num_tokens),
+        "combine": kernels.combine_grid(problem, plan.combine, a.x.shape[0]),
     }
-    own = {
-        "down": {
-            "weight_ptr": a.down_weight,
-            "scale_ptr": a.down_scale,
-            "factor_ptr": a.down_expert_scale,
-        }
+    down = {
+        "x_ptr": values["hidden_ptr"],
+        "num_rows": a.expert_ids.numel(),
+        "weight_ptr": a.down_weight,
+        "scale_ptr": a.down_scale,
+        "factor_ptr": a.down_expert_scale,
     }
-    for step, spec in made.items():
-        launch(spec, grids[step], values | own[step] if step in own else values, device)
-    return out
+    return {
+        name: Step(spec, grids[name], values | down if name == "down" else values)
+        for name, spec in specs(problem, plan, num_chunks, target.name).items()
+    }
 
 
 def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict[str, Any]:

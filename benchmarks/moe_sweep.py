@@ -1,0 +1,230 @@
+"""Times tile configs of the two expert GEMMs and of the sort: what the planner's rules come from.
+
+    python benchmarks/moe_sweep.py CASES [--top 5]
+
+CASES: a file of lines `model format tokens stage config ...`, stage up, down or order. A config is
+written as GemmConfig prints it, without spaces: `s16x64x128w4s3p2` (s swapped, t not, f flattened),
+that of a sort `c512w16l16r16`. CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the
+weights of the experts in use); torch._grouped_mm on sorted rows for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from moe_layers import BY_NAME, WEIGHT_BYTES, Experts, MoeShape, arguments, make_experts
+from timing import capture, interleaved_us
+from tune_qkv import compile_quietly
+
+from tilewright.codegen import moe_kernels as kernels
+from tilewright.codegen.moe_kernels import GemmConfig, OrderConfig
+from tilewright.codegen.moe_plan import plan_moe
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM90
+from tilewright.ops.moe import FusedMoeArguments
+from tilewright.ops.moe_lowerings import Step, moe_steps
+from tilewright.ops.moe_problems import moe_problem
+
+GEMM = re.compile(r"([st])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)")
+ORDER = re.compile(r"c(\d+)w(\d+)l(\d+)r(\d+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: MoeShape
+    form: str
+    tokens: int
+    stage: str
+    configs: tuple[str, ...]
+
+
+def read_cases(path: Path) -> list[Case]:
+    lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
+    return [
+        Case(next(s for n, s in BY_NAME.items() if n.startswith(model)), form, int(tokens), stage,
+             tuple(configs))
+        for model, form, tokens, stage, *configs in lines
+    ]  # fmt: skip
+
+
+def gemm_config(text: str) -> GemmConfig:
+    found = GEMM.fullmatch(text)
+    if found is None:
+        raise SystemExit(f"config: expected one like s16x64x128w4s3p2, got {text!r}")
+    kind, m, n, k, warps, stages, programs, flat = found.groups()
+    numbers = (int(warps), int(stages), int(programs or 1), bool(flat))
+    return GemmConfig(int(m), int(n), int(k), kind == "s", *numbers)
+
+
+def order_config(text: str) -> OrderConfig:
+    found = ORDER.fullmatch(text)
+    if found is None:
+        raise SystemExit(f"config: expected one like c512w16l16r16, got {text!r}")
+    return OrderConfig(*(int(number) for number in found.groups()))
+
+
+def steps_of(case: Case, text: str, a: FusedMoeArguments) -> dict[str, Step]:
+    """The steps of a call with one stage's config replaced."""
+    problem = moe_problem(a)
+    plan = plan_moe(problem, case.tokens, SM90)
+    made = order_config(text) if case.stage == "order" else gemm_config(text)
+    plan = replace(plan, **{case.stage: made})
+    return moe_steps(a, problem, plan, SM90, torch.empty_like(a.x))
+
+
+def stage_steps(case: Case, steps: dict[str, Step]) -> list[Step]:
+    names = ("count", "order") if case.stage == "order" else (case.stage,)
+    return [steps[name] for name in names if name in steps]
+
+
+def with_spec(case: Case, text: str, base: dict[str, Step], problem: Any) -> list[Step]:
+    """The stage of another config over the scratch of `base`."""
+    if case.stage == "order":
+        raise AssertionError("sorts have scratch of their own")
+    config = gemm_config(text)
+    make = kernels.up_spec if case.stage == "up" else kernels.down_spec
+    grid = kernels.gemm_grid(config, SM90.num_sms)
+    return [Step(make(problem, config, SM90.name), grid, base[case.stage].values)]
+
+
+def specs_of(case: Case, experts: Experts) -> dict[str, tuple[KernelSpec, ...]]:
+    """Kernels by config."""
+    a = arguments(case.shape, experts, case.tokens)
+    return {
+        text: tuple(step.spec for step in stage_steps(case, steps_of(case, text, a)))
+        for text in case.configs
+    }
+
+
+def library(case: Case, experts: Experts, base: dict[str, Step]) -> Any:
+    """torch._grouped_mm of the stage on sorted rows; None for codes."""
+    if experts.gate_up is None or experts.down is None or case.stage == "order":
+        return None
+    values = base["up"].values
+    rows, ends = values["num_routes"], values["ends_ptr"]
+    up = case.stage == "up"
+    x = (
+        torch.randn(rows, case.shape.hidden, device="cuda").bfloat16()
+        if up
+        else values["hidden_ptr"]
+    )
+    weight = experts.gate_up if up else experts.down
+    weight = weight if case.shape.oss else weight.mT
+    return lambda: torch._grouped_mm(x, weight, ends)
+
+
+def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None:
+    shape, device = case.shape, torch.device("cuda")
+    sets = [
+        arguments(shape, experts, case.tokens)
+        for _ in range(min(shape.argument_sets(case.tokens, case.form), 16))
+    ]
+    problem = moe_problem(sets[0])
+    plan = plan_moe(problem, case.tokens, SM90)
+    bases = [moe_steps(a, problem, plan, SM90, torch.empty_like(a.x)) for a in sets]
+    for base in bases:
+        for name in ("count", "order", "up"):
+            if name in base:
+                base[name].run(device)
+    hit = sum(int(a.expert_ids.unique().numel()) for a in sets) / len(sets)
+    calls = max(len(sets), 6 if case.tokens <= 1024 else 2)
+    graphs: dict[str, Any] = {}
+    result = "hidden_ptr" if case.stage == "up" else "y_ptr" if case.stage == "down" else "ends_ptr"
+    want: torch.Tensor | None = None
+    for text in case.configs:
+        if text in bad:
+            print(f"    {text}: {bad[text]}")
+            continue
+        if case.stage == "order":
+            runs = [stage_steps(case, steps_of(case, text, a)) for a in sets]
+        else:
+            runs = [with_spec(case, text, base, problem) for base in bases]
+        try:
+            got = runs[0][-1].values[result]
+            got.fill_(0 if case.stage == "order" else torch.nan)
+            for step in runs[0]:
+                step.run(device)
+            if want is None:
+                want = got.float().clone()
+            error = float((got.float() - want).norm() / want.norm())
+            if not error < 1e-2:
+                print(f"    {text}: WRONG, differs by {error:.3e}")
+                continue
+
+            def call(i: int, runs: Any = runs) -> None:
+                for step in runs[i % len(runs)]:
+                    step.run(device)
+
+            graphs[text] = capture([lambda i=i, c=call: c(i) for i in range(calls)], warmup=1)
+        except Exception as error:  # what cannot be launched is a result here
+            print(f"    {text}: {type(error).__name__}: {str(error)[:150]}")
+    peer = library(case, experts, bases[0])
+    if peer is not None:
+        peers = [library(case, experts, base) for base in bases]
+        graphs["grouped_mm"] = capture([peers[i % len(peers)] for i in range(calls)], warmup=1)
+    times = interleaved_us(graphs, calls, rounds=3, replays=2)
+    per_route = (
+        4 * shape.hidden * shape.inner if case.stage == "up" else (2 * shape.hidden * shape.inner)
+    )
+    flop = per_route * case.tokens * shape.num_slots
+    read = hit * per_route / 2 * WEIGHT_BYTES[case.form]
+    print(f"{shape.name} {case.form} T={case.tokens} {case.stage} ({hit:.1f} experts)")
+    ranked = sorted(times, key=lambda name: times[name])
+    for name in [*ranked[:top], *[n for n in ranked[top:] if n == "grouped_mm"]]:
+        us = times[name]
+        print(f"    {us:9.1f} us {flop / us / 1e6:6.0f} TF {read / us / 1e6:5.2f} TB/s  {name}")
+
+
+def compiled(wanted: list[KernelSpec]) -> dict[str, str]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        outcomes = list(pool.map(compile_quietly, wanted, chunksize=2))
+    return {spec.name: outcome for spec, outcome in zip(wanted, outcomes, strict=True) if outcome}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--top", type=int, default=5)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cases = read_cases(options.cases)
+    groups: dict[tuple[MoeShape, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.shape, case.form), []).append(case)
+    start = time.time()
+    made: dict[Case, dict[str, tuple[KernelSpec, ...]]] = {}
+    for (shape, form), members in groups.items():
+        experts = make_experts(shape, form)
+        made |= {case: specs_of(case, experts) for case in members}
+        del experts
+        torch.cuda.empty_cache()
+    wanted = list(dict.fromkeys(s for by in made.values() for specs in by.values() for s in specs))
+    bad = compiled(wanted)
+    print(f"{len(wanted)} kernels in {time.time() - start:.0f} s", flush=True)
+    for (shape, form), members in groups.items():
+        experts = make_experts(shape, form)
+        for case in members:
+            failed = {
+                text: next(bad[s.name] for s in specs if s.name in bad)
+                for text, specs in made[case].items()
+                if any(s.name in bad for s in specs)
+            }
+            measure(case, experts, failed, options.top)
+            print(end="", flush=True)
+        del experts
+        torch.cuda.empty_cache()
+    print(f"all in {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""`fused_moe` on the GPU at sizes that reach every tile form, against the reference in float64."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tilewright.ops import moe
+from tilewright.ops.moe_samples import MoeCase
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+
+BASE = MoeCase("base", hidden=320, inner=192, num_experts=16, num_slots=4)
+FORMS = {
+    "dense": BASE,
+    "interleaved": replace(
+        BASE, layout="interleaved", activation="clamped_swiglu", limit=1.0, bias=True
+    ),
+    "transposed": replace(BASE, layout="transposed", dtype=torch.float16, activation="gelu_tanh"),
+    "plain": replace(BASE, layout="plain", activation="relu_squared", bias=True),
+    "no expert": replace(BASE, routing="none"),
+    "one expert": replace(BASE, routing="one"),
+    "fp8": replace(BASE, weight_format="fp8", hidden=384, inner=272),
+    "int4": replace(BASE, weight_format="int4"),
+    "nvfp4": replace(BASE, weight_format="nvfp4", hidden=288),
+    "mxfp4": replace(BASE, weight_format="mxfp4", layout="interleaved"),
+    "mxfp4 separate": replace(BASE, weight_format="mxfp4", layout="separate"),
+}
+WIDENED = {"x", "expert_weights", "gate_bias", "up_bias", "down_bias"}
+
+
+def as_double(a):
+    values = {f.name: getattr(a, f.name) for f in fields(a)}
+    widened = WIDENED
+    if a.weight_format == "dense":
+        widened = WIDENED | {"gate_weight", "up_weight", "down_weight"}
+    return replace(a, **{n: values[n].double() for n in widened if values[n] is not None})
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 300, 1300])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_tile_form_computes_the_op(name, num_tokens, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    case = replace(FORMS[name], num_tokens=num_tokens)
+    a = moe.sample_inputs(case, "cuda", seed=num_tokens)
+    got = moe.OP.call(a)
+    problem = moe.OP.tolerances[case.dtype].problem(got, moe.reference(as_double(a)))
+    assert problem is None, problem
+    assert torch.equal(got, moe.OP.call(a))
