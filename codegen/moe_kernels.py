@@ -9,34 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilewright.codegen.grouped_kernels import (
+    STORED,
+    TMA_BYTES,
+    ExpertLayout,
+    GemmConfig,
+    GroupedProblem,
+    grouped_spec,
+    make_spec,
+    tile_constants,
+    weight_constants,
+    weight_obstacle,
+)
+from tilewright.codegen.grouped_kernels import (
+    gemm_grid as gemm_grid,
+)
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
-# TMA: strides and base addresses in whole 16 bytes.
-TMA_BYTES = 16
-# format -> (type of a stored element, None for the activations'; weights in it).
-STORED: dict[str, tuple[str | None, int]] = {
-    "dense": (None, 1),
-    "fp8": ("fp8e4nv", 1),
-    "int4": ("u8", 2),
-    "nvfp4": ("u8", 2),
-    "mxfp4": ("u8", 2),
-}
 # A program compares its routes with each other: the square of this many.
 MAX_CHUNK = 512
-
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """A weight [E, N, K] in memory; strides in elements.
-
-    n_major: N is the contiguous dim and row_stride leads from one k to the next; else K is, and it
-    leads from one row to the next.
-    """
-
-    expert_stride: int
-    row_stride: int
-    n_major: bool
 
 
 @dataclass(frozen=True)
@@ -79,11 +71,6 @@ class MoeProblem:
     unaligned: tuple[str, ...] = ()
 
     @property
-    def per_byte(self) -> int:
-        """Weights in one stored element."""
-        return STORED[self.format][1]
-
-    @property
     def stored_type(self) -> str:
         """Triton's type of a stored element."""
         return STORED[self.format][0] or self.dtype
@@ -91,28 +78,6 @@ class MoeProblem:
     @property
     def experts(self) -> int:
         return next_power_of_2(self.num_experts)
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tiles of one grouped GEMM: block_m routes, block_n columns, block_k of the inner dim."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swapped: bool
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int = 1
-    flatten: bool = False
-    warp_specialize: bool = False
-
-    def __str__(self) -> str:
-        kind = "swapped " if self.swapped else ""
-        more = f" p{self.programs_per_sm}" + ("f" if self.flatten else "")
-        more += " ws" if self.warp_specialize else ""
-        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{kind}{tile} w{self.num_warps} s{self.num_stages}{more}"
 
 
 @dataclass(frozen=True)
@@ -189,7 +154,11 @@ def up_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
     }
     strides = [stride for bias in problem.biases[:2] for stride in (bias or (0, 0))]
     constants: dict[str, Constant] = {
-        **_gemm_constants(problem, config, layout),
+        "NUM_EXPERTS": problem.num_experts,
+        "EXPERTS": problem.experts,
+        "HIDDEN": problem.hidden,
+        "INNER": problem.inner,
+        **weight_constants(layout, problem.format, problem.scale_block),
         "NUM_SLOTS": problem.num_slots,
         "X_STRIDE": problem.x_stride,
         "GATED": problem.gated,
@@ -201,6 +170,7 @@ def up_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
         "ALPHA": problem.alpha,
         "LIMIT": problem.limit,
         "BIAS_STRIDES": tuple(strides),
+        **tile_constants(config),
     }
     return _spec(
         "moe_gemm", "moe_up", problem, constants, arguments, config.num_warps, target,
@@ -209,49 +179,31 @@ def up_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
 
 
 def down_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
-    arguments: dict[str, str | None] = {
-        "hidden_ptr": f"*{problem.dtype}",
-        "order_ptr": "*i32",
-        "ends_ptr": "*i32",
-        "weight_ptr": f"*{problem.stored_type}",
-        "scale_ptr": _scale_type(problem),
-        "factor_ptr": "*fp32" if problem.factors[2] else None,
-        "bias_ptr": _bias_type(problem, 2),
-        "y_ptr": f"*{problem.dtype}",
-        "num_routes": "i32",
-    }
-    constants: dict[str, Constant] = {
-        **_gemm_constants(problem, config, problem.down),
-        "SCALE_STRIDES": problem.scale_strides[2],
-        "BIAS_STRIDES": problem.biases[2] or (0, 0),
-    }
-    return _spec(
-        "moe_gemm", "moe_down", problem, constants, arguments, config.num_warps, target,
-        config.num_stages,
-    )  # fmt: skip
+    return grouped_spec(down_problem(problem), config, target)
 
 
-def _gemm_constants(
-    problem: MoeProblem, config: GemmConfig, layout: ExpertLayout
-) -> dict[str, Constant]:
-    return {
-        "NUM_EXPERTS": problem.num_experts,
-        "EXPERTS": problem.experts,
-        "HIDDEN": problem.hidden,
-        "INNER": problem.inner,
-        "EXPERT_STRIDE": layout.expert_stride,
-        "ROW_STRIDE": layout.row_stride,
-        "N_MAJOR": layout.n_major,
-        "FORMAT": problem.format,
-        "PER_BYTE": problem.per_byte,
-        "SCALE_BLOCK": problem.scale_block,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "SWAPPED": config.swapped,
-        "FLATTEN": config.flatten,
-        "WARP_SPECIALIZE": config.warp_specialize,
-    }
+def down_problem(problem: MoeProblem) -> GroupedProblem:
+    """The second GEMM alone: its rows are the sorted routes, which it stores in their own order."""
+    moved = {"down_weight_ptr": "weight_ptr", "bias_ptr": "bias_ptr"}
+    return GroupedProblem(
+        dtype=problem.dtype,
+        out_dtype=problem.dtype,
+        num_groups=problem.num_experts,
+        num_experts=problem.num_experts,
+        rows=problem.hidden,
+        inner=problem.inner,
+        x_stride=problem.inner,
+        weight=problem.down,
+        format=problem.format,
+        scale_block=problem.scale_block,
+        scale_dtype=problem.scale_dtype,
+        scale_strides=problem.scale_strides[2],
+        factor=problem.factors[2],
+        bias=problem.biases[2],
+        bias_dtype=problem.bias_dtype,
+        ordered=True,
+        unaligned=tuple(moved[name] for name in problem.unaligned if name in moved),
+    )
 
 
 def combine_spec(problem: MoeProblem, config: CombineConfig, target: str) -> KernelSpec:
@@ -292,56 +244,28 @@ def _spec(
     target: str,
     num_stages: int = 2,
 ) -> KernelSpec:
-    """Absent tensors and a static distance become constants, the rest is the signature."""
-    fixed = dict(constants)
-    known = {} if problem.distance is None else {"distance": problem.distance}
-    signature: dict[str, str] = {}
-    for name, type_name in arguments.items():
-        if type_name is None:
-            fixed[name] = None
-        elif name in known:
-            fixed[name] = known[name]
-        else:
-            signature[name] = type_name
-    return KernelSpec.make(
-        template,
-        kernel,
-        fixed,
-        signature,
-        divisible16=[
-            name
-            for name, type_name in signature.items()
-            if (type_name.startswith("*") or name == "distance") and name not in problem.unaligned
-        ],
-        ranges={name: (1, 2**31 - 1) for name in ("num_chunks",) if name in signature},
-        num_warps=num_warps,
-        num_stages=num_stages,
-        target=target,
-    )
+    """A static distance becomes a constant, the rest of the arguments is the signature."""
+    fixed, given = dict(constants), dict(arguments)
+    if problem.distance is not None and "distance" in given:
+        fixed["distance"] = problem.distance
+        del given["distance"]
+    unaligned = problem.unaligned
+    return make_spec(template, kernel, fixed, given, unaligned, num_warps, num_stages, target)
 
 
 def gemm_obstacle(problem: MoeProblem) -> str | None:
     """Why TMA cannot reach the operands; None where it can. From metadata alone."""
     size = ELEMENT_BYTES[problem.dtype]
-    weight_size = size if problem.format == "dense" else 1
-    strides = {
-        "gate_weight": (problem.gate_up.expert_stride, problem.gate_up.row_stride),
-        "down_weight": (problem.down.expert_stride, problem.down.row_stride),
-        "up_weight": (problem.distance or 0,),
-    }
-    for name, steps in strides.items():
-        if any(step * weight_size % TMA_BYTES for step in steps):
-            return f"{name}: strides {steps} are not whole {TMA_BYTES} bytes"
+    for name, layout in (("gate_weight", problem.gate_up), ("down_weight", problem.down)):
+        obstacle = weight_obstacle(name, layout, problem.dtype, problem.format)
+        if obstacle is not None:
+            return obstacle
+    distance = problem.distance or 0
+    if distance * (size if problem.format == "dense" else 1) % TMA_BYTES:
+        return f"up_weight: {distance} elements from gate_weight are not whole {TMA_BYTES} bytes"
     if problem.inner * size % TMA_BYTES:
         return f"{problem.inner} inner columns are not whole {TMA_BYTES} bytes"
-    if problem.format != "dense" and (problem.gate_up.n_major or problem.down.n_major):
-        return f"{problem.format} weights are not contiguous along the inner dimension"
     return None
-
-
-def gemm_grid(config: GemmConfig, num_sms: int) -> tuple[int]:
-    """Persistent: the tiles are known on the device only."""
-    return (num_sms * config.programs_per_sm,)
 
 
 def order_grid(config: OrderConfig, num_routes: int) -> tuple[int]:

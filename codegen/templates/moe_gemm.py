@@ -1,8 +1,9 @@
 """The two grouped GEMMs of a mixture of experts, over rows sorted by expert.
 
 `moe_up` gathers its rows from the tokens, multiplies them with the gate and up weights of their
-expert in one tile, and applies the activation before anything reaches memory. `moe_down` multiplies
-the result and stores each row at its route's own place, so that a token's rows lie together.
+expert in one tile, and applies the activation before anything reaches memory. `grouped_gemm`
+multiplies the result and stores each row at its route's own place, so that a token's rows lie
+together; alone it is `grouped_matmul`, whose rows stay where they are.
 
 Both are persistent. A tile finds its expert by comparing its number with the running sums of all
 experts' tiles at once: no schedule is built beforehand, and an expert without rows costs nothing.
@@ -245,20 +246,52 @@ def moe_up(
 
 
 @triton.jit
-def moe_down(
-    hidden_ptr, order_ptr, ends_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr, num_routes,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+                NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """(first row, one past the last row, row blocks, blocks of rows without a weight, weight) of
+    every group, each [GROUPS].
+
+    expert_ids_ptr None: a group's weight is its own. Rows after the last end are one more group,
+    without a weight. Ends that are out of range reach no memory.
+    """
+    groups = tl.arange(0, GROUPS)
+    real = groups < NUM_GROUPS
+    end = tl.load(ends_ptr + groups, mask=real, other=0).to(tl.int32)
+    end = tl.where(real, tl.minimum(end, num_rows), num_rows)
+    after_one = (groups > 0) & (groups <= NUM_GROUPS)
+    start = tl.load(ends_ptr + groups - 1, mask=after_one, other=0).to(tl.int32)
+    start = tl.maximum(start, 0)
+    rows = tl.where(groups <= NUM_GROUPS, tl.maximum(end - start, 0), 0)
+    blocks = (rows + BLOCK_M - 1) // BLOCK_M
+    if expert_ids_ptr is None:
+        expert = groups
+        known = real
+    else:
+        expert = tl.load(expert_ids_ptr + groups, mask=real, other=-1).to(tl.int32)
+        known = (expert >= 0) & (expert < NUM_EXPERTS)
+    return start, end, tl.where(known, blocks, 0), tl.where(known, 0, blocks), expert
+
+
+@triton.jit
+def grouped_gemm(
+    x_ptr, order_ptr, ends_ptr, expert_ids_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr,
+    num_rows,
+    NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, N_MAJOR: tl.constexpr,
     FORMAT: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """y [routes, HIDDEN], rows by route = hidden [routes, INNER], rows sorted, by each expert's
-    weight [E, HIDDEN, INNER] (N_MAJOR: stored [E, INNER, HIDDEN]). Grid of any size."""
-    hidden_desc = tl.make_tensor_descriptor(
-        hidden_ptr, [num_routes, INNER], [INNER, 1], [BLOCK_M, BLOCK_K]
-    )
+    """y [num_rows, HIDDEN] = x [num_rows, INNER], rows sorted by group, times the weight
+    [HIDDEN, INNER] of each group's expert (N_MAJOR: stored [INNER, HIDDEN]). Grid of any size.
+
+    order_ptr: where each sorted row goes in y. None: it stays where it is, group g's weight is
+    expert_ids[g], and rows without a weight are zero.
+    GROUPS: a power of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS.
+    """
+    x_desc = tl.make_tensor_descriptor(x_ptr, [num_rows, INNER], [X_STRIDE, 1], [BLOCK_M, BLOCK_K])
     if N_MAJOR:
         weight_desc = tl.make_tensor_descriptor(
             weight_ptr, [NUM_EXPERTS, INNER, HIDDEN], [EXPERT_STRIDE, ROW_STRIDE, 1],
@@ -270,22 +303,29 @@ def moe_down(
             [1, BLOCK_N, BLOCK_K // PER_BYTE],
         )  # fmt: skip
     TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-    start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+    if order_ptr is None:
+        start, end, blocks, idle, experts = group_tiles(
+            ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS, GROUPS, NUM_EXPERTS, BLOCK_M
+        )
+    else:
+        start, end, blocks = expert_tiles(ends_ptr, NUM_GROUPS, GROUPS, BLOCK_M)
     num_tiles = tl.sum(blocks, axis=0) * TILES_N
     for tile in tl.range(
         tl.program_id(0), num_tiles, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
         expert, first_row, last_row, tile_n = tile_place(
-            tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+            tile, start, end, blocks, GROUPS, BLOCK_M, TILES_N
         )
+        if expert_ids_ptr is not None:
+            expert = tl.sum(tl.where(tl.arange(0, GROUPS) == expert, experts, 0), axis=0)
         if SWAPPED:
             accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         else:
             accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for column in range(0, INNER, BLOCK_K):
             # Rows past the expert's last are another's; they are not stored.
-            hidden = hidden_desc.load([first_row, column])
+            x = x_desc.load([first_row, column])
             if N_MAJOR:
                 weight = weight_desc.load([expert, column, tile_n * BLOCK_N])
                 weight = tl.reshape(weight, (BLOCK_K, BLOCK_N)).T
@@ -299,17 +339,19 @@ def moe_down(
                     column, INNER, BLOCK_N, BLOCK_K, SCALE_STRIDES, SCALE_BLOCK, FORMAT,
                 )  # fmt: skip
                 weight = dequantize_tile(
-                    weight, scales, BLOCK_N, BLOCK_K, FORMAT, hidden_ptr.dtype.element_ty
+                    weight, scales, BLOCK_N, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
                 )
             if SWAPPED:
-                accumulator = tl.dot(weight, hidden.T, accumulator)
+                accumulator = tl.dot(weight, x.T, accumulator)
             else:
-                accumulator = tl.dot(hidden, weight.T, accumulator)
+                accumulator = tl.dot(x, weight.T, accumulator)
         if SWAPPED:
             accumulator = tl.trans(accumulator)
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
-        routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        places = rows
+        if order_ptr is not None:
+            places = tl.load(order_ptr + rows, mask=row_mask, other=0)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < HIDDEN
         if factor_ptr is not None:
@@ -318,7 +360,20 @@ def moe_down(
             accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
         )
         tl.store(
-            y_ptr + routes.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
+            y_ptr + places.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
             value.to(y_ptr.dtype.element_ty),
             mask=row_mask[:, None] & column_mask[None, :],
         )
+    if order_ptr is None:
+        num_idle = tl.sum(idle, axis=0) * TILES_N
+        for idle_tile in range(tl.program_id(0), num_idle, tl.num_programs(0)):
+            _, idle_row, idle_end, idle_n = tile_place(
+                idle_tile, start, end, idle, GROUPS, BLOCK_M, TILES_N
+            )
+            idle_rows = idle_row + tl.arange(0, BLOCK_M)
+            idle_columns = idle_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            tl.store(
+                y_ptr + idle_rows.to(tl.int64)[:, None] * HIDDEN + idle_columns[None, :],
+                tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty),
+                mask=(idle_rows < idle_end)[:, None] & (idle_columns < HIDDEN)[None, :],
+            )

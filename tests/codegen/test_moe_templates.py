@@ -74,9 +74,9 @@ def fused(a, config):
         gate_bias_ptr=a.gate_bias, up_bias_ptr=a.up_bias, distance=abs(up_distance(a)),
     )  # fmt: skip
     run(
-        kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared,
-        weight_ptr=a.down_weight, scale_ptr=a.down_scale, factor_ptr=a.down_expert_scale,
-        bias_ptr=a.down_bias, num_routes=num_routes,
+        kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared, x_ptr=hidden,
+        num_rows=num_routes, weight_ptr=a.down_weight, scale_ptr=a.down_scale,
+        factor_ptr=a.down_expert_scale, bias_ptr=a.down_bias,
     )  # fmt: skip
     combine = kernels.CombineConfig(2, 32)
     run(
