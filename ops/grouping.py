@@ -20,18 +20,19 @@ def check_group_values(
     expert_ids: torch.Tensor | None,
     num_experts: int,
     num_rows: int,
+    name: str = "group_ends",
 ) -> None:
-    """Ends must not decrease nor pass the rows; ids lie in [-1, num_experts)."""
+    """Ends must not decrease nor pass the rows; ids lie in [-1, num_experts). name: of the ends."""
     ends = group_ends.long()
     sizes = ends.diff(prepend=ends.new_zeros(1))
     if bool((sizes < 0).any()):
         group = int((sizes < 0).nonzero()[0])
         raise ArgumentError(
-            op, "group_ends", "non-decreasing row counts from 0 on",
+            op, name, "non-decreasing row counts from 0 on",
             f"{int(ends[group])} at {group} after {int(ends[group] - sizes[group])}",
         )  # fmt: skip
     if ends.numel() and int(ends[-1]) > num_rows:
-        raise ArgumentError(op, "group_ends", f"at most {num_rows} rows", int(ends[-1]))
+        raise ArgumentError(op, name, f"at most {num_rows} rows", int(ends[-1]))
     if expert_ids is not None:
         check_expert_values(op, "expert_ids", expert_ids, num_experts)
 

@@ -47,9 +47,13 @@ def as_double(arguments):
 
 
 def outputs(op, arguments, result):
-    caches = {name: getattr(arguments, name) for name in op.mutated}
-    named = {"result": result, **caches}
+    named = {f"result {i}": tensor for i, tensor in enumerate(results_of(result))}
+    named |= {name: getattr(arguments, name) for name in op.mutated}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def results_of(result):
+    return result if isinstance(result, tuple) else (result,)
 
 
 def meta_text(tensor):
@@ -88,22 +92,24 @@ def test_fake_result_has_the_metadata_of_the_real_one(op, case):
     real = op.call(clone(arguments))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake = op.call(arguments)
-    assert (fake is None) == (real is None)
-    if real is not None:
-        assert meta_text(fake) == meta_text(real)
+    for made, expected in zip(results_of(fake), results_of(real), strict=True):
+        assert (made is None) == (expected is None)
+        if expected is not None:
+            assert meta_text(made) == meta_text(expected)
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_only_declared_arguments_change_and_the_result_is_fresh(op, case):
     arguments = op.sample_inputs(case)
     before = clone(arguments)
-    result = op.call(arguments)
+    results = results_of(op.call(arguments))
     for field in fields(arguments):
         value = getattr(arguments, field.name)
         if isinstance(value, torch.Tensor) and field.name not in op.mutated:
             assert torch.equal(value, getattr(before, field.name)), field.name
-            if result is not None and result.numel():
-                assert result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+            for result in results:
+                if result is not None and result.numel():
+                    assert result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
@@ -171,7 +177,7 @@ def test_a_gradient_is_refused_not_lost(op):
     with torch.no_grad():
         result = op.call(learned)
     assert not any(cache.requires_grad for cache in caches)
-    assert result is None or not result.requires_grad
+    assert not any(r is not None and r.requires_grad for r in results_of(result))
 
 
 def test_registering_the_same_op_again_changes_nothing():
