@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 __all__ = [
+    "GROUPED_MM",
     "DynamoError",
     "GraphTransformObserver",
     "adopt_origin",
@@ -36,6 +37,18 @@ __all__ = [
     "storage_key",
     "unlimited_compiles",
 ]
+
+
+#: Every spelling of the grouped GEMM that a Dynamo graph may call.
+GROUPED_MM = frozenset(
+    target
+    for place, name in (
+        (torch, "_grouped_mm"),
+        (torch.nn.functional, "grouped_mm"),
+        (torch.ops.aten._grouped_mm, "default"),
+    )
+    if (target := getattr(place, name, None)) is not None
+)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

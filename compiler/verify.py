@@ -47,11 +47,13 @@ class Difference:
 
 def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Difference]:
     """Runs both graphs eagerly on copies of the inputs; outputs and inputs are compared after."""
-    ours, theirs = _clone(inputs), _clone(inputs)
+    ours, theirs = clone_inputs(inputs), clone_inputs(inputs)
     fused = report.after(*ours)
     plain = report.before(*theirs)
-    outputs = _differences("output", _flat(fused), _flat(plain))
-    return outputs + _differences("input", _flat(ours), _flat(theirs), _flat(inputs))
+    outputs = _differences("output", flat_tensors(fused), flat_tensors(plain))
+    return outputs + _differences(
+        "input", flat_tensors(ours), flat_tensors(theirs), flat_tensors(inputs)
+    )
 
 
 def verified(
@@ -82,33 +84,38 @@ def verified(
     return run
 
 
-def _clone(inputs: Sequence[Any]) -> list[Any]:
-    """Copies that keep the aliasing among inputs: one clone of each storage."""
+def clone_inputs(
+    inputs: Sequence[Any],
+    convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    shared: Callable[[torch.Tensor], bool] = lambda tensor: False,
+) -> list[Any]:
+    """Copies that keep the aliasing among inputs: one clone of each storage.
+
+    convert: makes another dtype of a storage's elements. shared: which tensors are not copied.
+    """
     storages: dict[int, torch.Tensor] = {}
     copies: list[Any] = []
     for item in inputs:
-        if not isinstance(item, torch.Tensor):
+        if not isinstance(item, torch.Tensor) or shared(item):
             copies.append(item)
             continue
         key = item.untyped_storage().data_ptr()
         if key not in storages:
             whole = torch.empty(0, dtype=item.dtype, device=item.device)
             whole.set_(item.untyped_storage())
-            storages[key] = whole.clone()
-        copy = (
-            storages[key]
-            .view(item.dtype)
-            .as_strided(item.size(), item.stride(), item.storage_offset())
-        )
-        copies.append(copy)
+            storages[key] = convert(whole.clone())
+        held, dtype = storages[key], convert(torch.empty(0, dtype=item.dtype)).dtype
+        held = held if held.dtype == dtype else held.view(dtype)
+        copies.append(held.as_strided(item.size(), item.stride(), item.storage_offset()))
     return copies
 
 
-def _flat(items: Any) -> list[torch.Tensor]:
+def flat_tensors(items: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples and lists, in order."""
     if isinstance(items, torch.Tensor):
         return [items]
     if isinstance(items, (tuple, list)):
-        return [t for item in items for t in _flat(item)]
+        return [t for item in items for t in flat_tensors(item)]
     return []
 
 

@@ -39,7 +39,7 @@ def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: in
     parts += [Text(f"note: {note}", style="yellow") for note in lowered.notes]
     if audits:
         parts += [Text(f"\nKernels for {lowered.target}", style="bold")]
-        parts += [kernel_table(audits, get_target(lowered.target)), *_kernel_errors(audits)]
+        parts.append(render_kernels(audits, lowered.target))
     return Group(*parts)
 
 
@@ -101,6 +101,25 @@ def _fields(values: dict[str, str], width: int) -> Text:
         text.append(f"\n{indent}".join(lines)).append("\n")
     text.right_crop(1)
     return text
+
+
+def graph_text(lowered: Lowered, *, before: bool, after: bool) -> str:
+    """The graphs as readable Python, as captured and as rewritten."""
+    parts = []
+    for number, graph in enumerate(lowered.graphs):
+        for wanted, what, module in (
+            (before, "before", graph.before),
+            (after, "after", graph.after),
+        ):
+            if wanted:
+                parts.append(f"# graph {number}, {what}")
+                parts.append(module.print_readable(print_output=False))
+    return "\n".join(parts)
+
+
+def render_kernels(audits: Sequence[KernelAudit], target: str) -> Group:
+    """The kernels of a report with their machine code's facts and broken rules."""
+    return Group(kernel_table(audits, get_target(target)), *_kernel_errors(audits))
 
 
 _COLUMNS = ("kernel", "tensor core", "regs", "spills", "stack", "shared", "TMEM", "warps", "rules")

@@ -122,6 +122,9 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(
     }
 )
 
+#: What config classes call the number of routed experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 PREFILL = "-prefill"
 PREFILL_TOKENS = 1024
 
@@ -131,6 +134,23 @@ def zoo_names() -> tuple[str, ...]:
     return tuple(name for model in ZOO for name in (model, model + PREFILL))
 
 
+def is_zoo_name(spec: str) -> bool:
+    return spec in zoo_names()
+
+
+def zoo_facts(name: str) -> dict[str, Any]:
+    """What a list of models says of one: its transformers config class and its main dims."""
+    fields = ZOO[name].fields
+    return {
+        "config": ZOO[name].config_class,
+        "layers": fields["num_hidden_layers"],
+        "hidden": fields["hidden_size"],
+        "heads": fields["num_attention_heads"],
+        "kv heads": fields["num_key_value_heads"],
+        "experts": next((fields[field] for field in EXPERT_COUNTS if field in fields), 0),
+    }
+
+
 def load_model(spec: str, **options: Any) -> LoadedModel:
     """The model that `spec` names, with its arguments.
 
@@ -138,7 +158,7 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
     tokens), "module:function" or "file.py:function"; the function returns (model, args, kwargs).
     `options` go to `build_zoo_model` or to the function. Raises ModelError.
     """
-    if spec in zoo_names():
+    if is_zoo_name(spec):
         return build_zoo_model(spec, **options)
     place, colon, function_name = spec.rpartition(":")
     if not colon or not place or not function_name:
@@ -160,21 +180,28 @@ def build_zoo_model(
     tokens: int | None = None,
     batch: int = 1,
     layers: int | None = None,
+    experts: int | None = None,
     cache_length: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "meta",
 ) -> LoadedModel:
     """A zoo model with `tokens` new tokens for each of `batch` sequences.
 
-    `layers` takes that many layers only; `cache_length` is what the StaticCache holds per
-    sequence. On a device other than meta the weights are random. Raises ModelError.
+    `layers` takes that many layers only, `experts` at most that many experts of a mixture;
+    `cache_length` is what the StaticCache holds per sequence. On a device other than meta the
+    weights are random. Raises ModelError.
     """
     if name not in zoo_names():
         raise ModelError(f"{name!r} is not in the zoo: {', '.join(zoo_names())}")
     entry = ZOO[name.removesuffix(PREFILL)]
     if tokens is None:
         tokens = PREFILL_TOKENS if name.endswith(PREFILL) else 1
-    for option, value in (("tokens", tokens), ("batch", batch), ("layers", layers)):
+    for option, value in (
+        ("tokens", tokens),
+        ("batch", batch),
+        ("layers", layers),
+        ("experts", experts),
+    ):
         if value is not None and value < 1:
             raise ModelError(f"{name}: {option}: expected at least 1, got {value}")
     if tokens > cache_length:
@@ -184,6 +211,9 @@ def build_zoo_model(
     fields = dict(entry.fields)
     if layers is not None:
         fields["num_hidden_layers"] = layers
+    for field in EXPERT_COUNTS if experts is not None else ():
+        if field in fields:
+            fields[field] = min(fields[field], experts)
     config = getattr(transformers, entry.config_class)(**fields)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

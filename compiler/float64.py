@@ -1,0 +1,89 @@
+"""A captured graph computed in float64: the yardstick of the graph and of its rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+
+_WIDENED = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_CASTS = {"half": "double", "bfloat16": "double", "float": "double"}
+
+
+class NoFloat64Error(RuntimeError):
+    """An operator of the graph does not take float64; the message names it."""
+
+
+class Float64(fx.Interpreter):
+    """Runs a Dynamo graph in float64, wherever the graph itself asks for a 16 or 32-bit float.
+
+    Casts to 8-bit floats and to integers stay: they are what the model means. Raises
+    NoFloat64Error.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise NoFloat64Error(f"{n.target}: {str(error).splitlines()[0]}") from error
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return _widened(args), _widened(kwargs)
+
+    def fetch_attr(self, target: str) -> Any:
+        return widen(super().fetch_attr(target))
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_method(_CASTS.get(target, target), args, kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _compat.GROUPED_MM:
+            return _grouped_mm(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def widen(value: Any) -> Any:
+    """A tensor of 16 or 32-bit floats as float64, anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.dtype in _WIDENED:
+        return value.double()
+    return value
+
+
+def _widened(items: Any) -> Any:
+    """Nested arguments with every dtype that is to be float64, and weights widened at their use."""
+    if isinstance(items, torch.Tensor):
+        return widen(items)
+    if isinstance(items, dict):
+        return {key: _widened(value) for key, value in items.items()}
+    if isinstance(items, (tuple, list)):
+        return type(items)(_widened(value) for value in items)
+    return torch.float64 if isinstance(items, torch.dtype) and items in _WIDENED else items
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """torch's grouped_mm of 2-D rows and 3-D weights [groups, K, N]: the library has no float64."""
+    if offs is None or x.dim() != 2 or weight.dim() != 3 or bias is not None:
+        raise NotImplementedError("only rows [M, K] with weights [groups, K, N] and offsets")
+    out = x.new_zeros(x.shape[0], weight.shape[-1])
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        out[start:end] = x[start:end] @ weight[group]
+        start = end
+    return out
+
+
+def run_in_float64(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """The outputs of `gm`. Inputs that it writes to are given as float64; others may be."""
+    runner: Callable[..., Any] = Float64(gm).run
+    return runner(*inputs)

@@ -1,0 +1,140 @@
+"""Each kind of rewrite beside the graph it replaces, both measured against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
+from tilewright.compiler.fuse import fuse
+from tilewright.compiler.options import Options
+from tilewright.compiler.report import GraphReport, collapse_sites
+from tilewright.compiler.verify import clone_inputs, flat_tensors
+
+#: What a rewrite may add to the error of the graph it replaces: both round, in other places.
+SLACK = 1.25
+
+
+@dataclass(frozen=True)
+class SiteError:
+    """One kind of rewrite. Errors: the largest ||x - exact|| / ||exact|| of outputs and caches.
+
+    exact is the graph in float64. allowed: `SLACK` times the graph's own error and one rounding of
+    the dtype. note: why nothing was measured; empty otherwise.
+    """
+
+    pattern: str
+    op: str
+    scope: str
+    count: int
+    plain_error: float
+    fused_error: float
+    allowed: float
+    note: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.note and self.fused_error <= self.allowed
+
+
+def verify_sites(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    patterns: Sequence[str] | None = None,
+    dynamic: bool | None = None,
+) -> list[SiteError]:
+    """Runs the model on its arguments, each kind of rewrite alone and beside the original.
+
+    args, kwargs: real tensors; they are used as they are, and caches among them written as the
+    unfused model would. Equal sites of different layers are rewritten together. Raises ValueError
+    for meta tensors, and what the model raises.
+    """
+    options = Options(inner="eager", patterns=tuple(patterns) if patterns is not None else None)
+    found: list[SiteError] = []
+
+    def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        report = fuse(gm, options)
+
+        def run(*inputs: Any) -> Any:
+            found.extend(_graph_errors(report, options, inputs))
+            return report.before(*inputs)
+
+        return run
+
+    with torch.no_grad(), _compat.unlimited_compiles():
+        compiled = _compat.compile_apart(model, backend=capture, dynamic=dynamic)
+        compiled(*args, **(kwargs or {}))
+    return found
+
+
+def _graph_errors(report: GraphReport, options: Options, inputs: Sequence[Any]) -> list[SiteError]:
+    kinds = collapse_sites(report.matches)
+    if not kinds:
+        return []
+    if any(isinstance(item, torch.Tensor) and item.is_meta for item in inputs):
+        raise ValueError("expected tensors with data, got tensors on the meta device")
+    try:
+        exact = _results(lambda *given: run_in_float64(report.before, given), inputs, widen)
+    except NoFloat64Error as error:
+        note = f"no float64 reference: {error}"
+        return [_error(site, scope, n, (), (), (), note) for site, scope, n in kinds]
+    plain = _results(report.before, inputs)
+    found = []
+    for site, scope, count in kinds:
+        alone = replace(options, patterns=(site.pattern,), only=(scope,) if scope else None)
+        fused = _results(fuse(report.before, alone).after, inputs)
+        found.append(_error(site, scope, count, exact, plain, fused))
+    return found
+
+
+def _results(
+    run: Callable[..., Any],
+    inputs: Sequence[Any],
+    convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> list[torch.Tensor]:
+    """Outputs, and the floating inputs as the run left them: caches are among those."""
+    given = clone_inputs(inputs, convert, shared=_is_weight)
+    outputs = flat_tensors(run(*given))
+    written = [t for t in flat_tensors(given) if not _is_weight(t)]
+    return [t for t in (*outputs, *written) if t.is_floating_point()]
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Weights are most of the memory, and inference writes none."""
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _error(
+    site: Any,
+    scope: str,
+    count: int,
+    exact: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
+    fused: Sequence[torch.Tensor],
+    note: str = "",
+) -> SiteError:
+    ours, theirs = _worst(fused, exact), _worst(plain, exact)
+    rounding = max((torch.finfo(t.dtype).eps for t in plain if t.dtype.itemsize > 1), default=0.0)
+    allowed = SLACK * theirs + rounding
+    return SiteError(site.pattern, site.op, scope, count, theirs, ours, allowed, note)
+
+
+def _worst(tensors: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    return max((_distance(a, b) for a, b in zip(tensors, exact, strict=True)), default=0.0)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative, in the 2-norm; a NaN or infinity that only one of them has counts as infinite."""
+    x, y = a.double(), b.double()
+    same = (x == y) | (x.isnan() & y.isnan())
+    if not bool((same | (x.isfinite() & y.isfinite())).all()):
+        return float("inf")
+    scale = torch.linalg.vector_norm(torch.where(y.isfinite(), y, 0.0)).item()
+    return torch.linalg.vector_norm(torch.where(same, 0.0, x - y)).item() / (scale or 1.0)

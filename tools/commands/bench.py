@@ -1,0 +1,101 @@
+"""`tilewright bench`: the project's own benchmarks, from a checkout."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from tilewright.tools.commands.common import (
+    CommandError,
+    JsonOption,
+    errors_for_people,
+    print_json,
+    writable_folder,
+)
+from tilewright.tools.text_report import make_console
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Which; without one: list them.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw the kept results as SVG; run nothing.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run benchmarks of the checkout tilewright is installed from, or draw their kept results.
+
+    Each takes its own options when run as `python benchmarks/NAME.py`.
+    """
+    with errors_for_people(debug=False):
+        if not FOLDER.is_dir():
+            raise CommandError(
+                f"the benchmarks live in a checkout of the project; none at {FOLDER}"
+            )
+        known = _benchmarks()
+        unknown = sorted(set(names or ()) - set(known))
+        if unknown:
+            raise CommandError(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+        if plot is not None:
+            _draw(writable_folder(plot, "--plot"), names or list(known), as_json)
+        elif names:
+            _run(names)
+        else:
+            _list(known, as_json)
+
+
+def _benchmarks() -> dict[str, str]:
+    """Scripts that can be run, with the first line of what they say of themselves."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        text = path.read_text("utf-8")
+        if "__main__" in text:
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return found
+
+
+def _list(known: dict[str, str], as_json: bool) -> None:
+    results = FOLDER / "results"
+    rows = [
+        {"name": name, "question": says, "kept": (results / f"{name}.json").is_file()}
+        for name, says in known.items()
+    ]
+    if as_json:
+        print_json({"benchmarks": rows})
+        return
+    table = Table("name", "question", "kept", box=None, pad_edge=False, header_style="dim")
+    for row in rows:
+        table.add_row(str(row["name"]), str(row["question"]), "yes" if row["kept"] else "")
+    make_console().print(table)
+
+
+def _run(names: list[str]) -> None:
+    for name in names:
+        done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], check=False)
+        if done.returncode:
+            raise CommandError(f"{name} ended with exit code {done.returncode}")
+
+
+def _draw(folder: Path, names: list[str], as_json: bool) -> None:
+    from tilewright.tools.plots import draw_results
+
+    try:
+        drawn = draw_results(FOLDER / "results", names, folder)
+    except ImportError as error:
+        raise CommandError(
+            f"plots need matplotlib: pip install 'tilewright[plots]' ({error})"
+        ) from error
+    if as_json:
+        print_json({"plots": [str(path) for path in drawn]})
+        return
+    for path in drawn:
+        typer.echo(str(path))

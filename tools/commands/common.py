@@ -1,0 +1,163 @@
+"""What the commands share: options, loading a MODEL, errors for people, output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tilewright.codegen.targets import TARGETS
+from tilewright.compiler import Kernel, Lowered, lower
+from tilewright.patterns.language import registered
+from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
+from tilewright.tools.text_report import make_console
+from tilewright.tools.zoo import LoadedModel, ModelError, load_model, zoo_names
+
+FAILED = 1
+USAGE_ERROR = 2
+
+MODEL_HELP = (
+    "module:function or file.py:function, a function without arguments that returns "
+    f"(model, args, kwargs); or a zoo name: {', '.join(zoo_names())}."
+)
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+PatternsOption = Annotated[
+    str | None,
+    typer.Option(help="Comma-separated patterns to use; with a leading '-', to leave out."),
+]
+DynamicOption = Annotated[
+    bool | None,
+    typer.Option("--dynamic/--no-dynamic", help="As in torch.compile; default: its own."),
+]
+TargetOption = Annotated[str, typer.Option(help="The chip to plan for: sm100 or sm90.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Full traces of errors.")]
+
+
+class CommandError(Exception):
+    """Ends a command with one line on stderr."""
+
+
+@contextlib.contextmanager
+def errors_for_people(debug: bool) -> Iterator[None]:
+    """One line on stderr and exit code 2; the trace before it only under --debug."""
+    try:
+        yield
+    except CommandError as error:
+        if debug:
+            traceback.print_exception(error)
+        line = "; ".join(part.strip() for part in str(error).splitlines() if part.strip())
+        typer.echo(f"tilewright: {line}", err=True)
+        raise typer.Exit(USAGE_ERROR) from error
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(data, indent=2))
+
+
+def load(model: str, **options: Any) -> LoadedModel:
+    """The model a command was given. Raises CommandError."""
+    try:
+        return load_model(model, **options)
+    except ModelError as error:
+        raise CommandError(str(error)) from error
+    except SystemExit as error:
+        raise CommandError(f"{model}: its code ended the process (exit {error.code})") from error
+
+
+def load_and_lower(
+    model: str, patterns: str | None, dynamic: bool | None, target: str, debug: bool
+) -> Lowered:
+    """MODEL loaded and lowered; whatever it prints goes to stderr. Raises CommandError."""
+    check_target(target)
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded = load(model)
+        chosen = pattern_names(patterns)
+        with traced(model, debug):
+            return lower(
+                loaded.model,
+                loaded.args,
+                loaded.kwargs,
+                patterns=chosen,
+                dynamic=dynamic,
+                target=target,
+            )
+
+
+def check_target(name: str) -> None:
+    gpus = [target.name for target in TARGETS.values() if target.is_gpu]
+    if name not in gpus:
+        raise CommandError(f"--target: expected one of {', '.join(gpus)}, got {name!r}")
+
+
+def pattern_names(listed: str | None) -> list[str] | None:
+    """`--patterns` as names. Ask after the model is loaded: its file may register its own."""
+    names = None if listed is None else [name.strip() for name in listed.split(",")]
+    try:
+        registered(names)
+    except ValueError as error:
+        raise CommandError(f"--{error}") from error
+    return names
+
+
+@contextlib.contextmanager
+def traced(name: str, debug: bool) -> Iterator[None]:
+    """A block that traces the model: what it raises becomes one line."""
+    with contextlib.ExitStack() as stack:
+        if not debug:  # torch logs whole traces of what is reported here in one line
+            logging.disable(logging.ERROR)
+            stack.callback(logging.disable, logging.NOTSET)
+        try:
+            yield
+        except Exception as error:  # a model's own code may raise anything
+            reason = f"{type(error).__name__}: {_gist(str(error))}"
+            raise CommandError(f"{name}: cannot be traced: {reason}") from error
+
+
+def _gist(message: str) -> str:
+    """One line of an error message; of Dynamo's long ones the error it met, and where."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
+    met = re.search(r"^\s*Explanation: .*: got (\w+\(.*\))$", message, re.MULTILINE)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', message.partition("from user code")[2])
+    where = " ({}:{})".format(*frames[-1]) if frames else ""
+    return f"{lines[0]}{': ' + met[1] if met else ''}{where}"
+
+
+def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[KernelAudit]:
+    """Every kernel compiled and audited, with a progress bar on a terminal."""
+    with progress("compiling kernels", len(kernels)) as advance:
+        return audit_kernels(kernels, target, done=advance, **options)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Any]:
+    """A bar on stderr, on a terminal only; the block gets a function that advances it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = make_console(stderr=True)
+    hidden = not console.is_terminal or not total
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def writable_folder(path: Path, option: str) -> Path:
+    """The folder, made where it is missing. Raises CommandError where it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".tilewright-write-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CommandError(f"{option}: cannot write to {path}: {error.strerror}") from error
+    return path

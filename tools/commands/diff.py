@@ -1,0 +1,48 @@
+"""`tilewright diff A B`: what two snapshots, or two saved reports, do not share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewright.tools.commands.common import (
+    FAILED,
+    CommandError,
+    JsonOption,
+    errors_for_people,
+    print_json,
+)
+from tilewright.tools.snapshot import SnapshotError, compare, read_lines
+from tilewright.tools.text_report import make_console
+
+FileArgument = typer.Argument(help="A snapshot, or a report saved with --json.")
+
+
+def diff(
+    a: Annotated[Path, FileArgument],
+    b: Annotated[Path, FileArgument],
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two snapshots or saved reports: sites lost, gained, changed.
+
+    The way to see what another version of torch or transformers does to a model. Exit code 1 where
+    they differ.
+    """
+    with errors_for_people(debug=False):
+        try:
+            changes = compare(read_lines(a), read_lines(b))
+        except SnapshotError as error:
+            raise CommandError(str(error)) from error
+        if as_json:
+            print_json({"changes": [asdict(change) for change in changes]})
+        else:
+            console = make_console()
+            for change in changes:
+                console.print(str(change), style="red" if change.after < change.before else "green")
+            if not changes:
+                console.print(f"{a} and {b} hold the same sites")
+    if changes:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,126 @@
+"""`tilewright doctor`: what is installed, and what will and won't work here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import typer
+
+from tilewright.codegen.build import compile_for
+from tilewright.codegen.cache import cache_dir
+from tilewright.codegen.targets import TARGETS, Target
+from tilewright.compiler import lower
+from tilewright.ops.contract import get_op
+from tilewright.tools.commands.common import FAILED, JsonOption, print_json
+from tilewright.tools.text_report import make_console
+
+PACKAGES = ("tilewright", "torch", "triton", "transformers", "sympy", "networkx", "rich", "typer")
+MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. state: `ok`; `no` where it is not here, which is no fault; `failed`."""
+
+    what: str
+    state: str
+    detail: str
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Check this machine: versions, GPU, cache, compiler, backend. Exit code 1 where one fails."""
+    findings = [_python(), *map(_package, PACKAGES), _gpu(), _checked("cache folder", _cache)]
+    findings += [_checked("backend", _backend)]
+    findings += [_checked(f"compiler for {t.name}", partial(_compile, t)) for t in _gpus()]
+    if as_json:
+        print_json({"findings": [asdict(finding) for finding in findings]})
+    else:
+        console = make_console()
+        for finding in findings:
+            style = MARKS[finding.state]
+            console.print(f"{finding.state:<7} {finding.what:<18} {finding.detail}", style=style)
+    if any(finding.state == "failed" for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def _gpus() -> list[Target]:
+    return [target for target in TARGETS.values() if target.is_gpu]
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", "ok" if platform.system() == "Linux" else "failed", detail)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, "ok", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        needed = "the model zoo needs it: pip install 'tilewright[models]'"
+        optional = name == "transformers"
+        return Finding(name, "no" if optional else "failed", needed if optional else "missing")
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        detail = "none: graphs are fused and kernels cross-compiled; the ops run their references"
+        return Finding("GPU", "no", detail)
+    arch = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()} (sm_{arch[0]}{arch[1]})"
+    fits = [target.name for target in _gpus() if target.arch == 10 * arch[0] + arch[1]]
+    if not fits:
+        detail = f"{name}: no kernels for it; the ops run their references"
+        return Finding("GPU", "no", detail)
+    return Finding("GPU", "ok", f"{name}: target {fits[0]}")
+
+
+def _checked(what: str, check: Callable[[], str]) -> Finding:
+    """The check's words, or those of whatever it raised."""
+    try:
+        return Finding(what, "ok", check())
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return Finding(what, "failed", f"{type(error).__name__}: {lines[-1]}")
+
+
+def _cache() -> str:
+    folder = cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder):
+        pass
+    sizes = list(_sizes(folder))
+    return f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.0f} MiB"
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may be building
+            if path.is_file():
+                yield path.stat().st_size
+
+
+def _backend() -> str:
+    weight, x = torch.zeros(8, 8), torch.zeros(2, 8)
+    report = lower(torch.nn.functional.linear, (x, weight))
+    return f"registered as {_entry_point()!r}; traced {len(report.graphs)} graph"
+
+
+def _entry_point() -> str:
+    (entry,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="tilewright")
+    return entry.name
+
+
+def _compile(target: Target) -> str:
+    """A real kernel, and a small one: the cache write of the first sample."""
+    op = get_op("paged_kv_store")
+    plan = op.plan_for(op.sample_inputs(op.cases[0]), target.name)
+    audit = compile_for(plan.specs[0], target).audit
+    return f"{audit.sm_target}, {audit.registers} registers, {audit.spills} spills"

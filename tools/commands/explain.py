@@ -1,0 +1,48 @@
+"""`tilewright explain CODE`: what a miss code means and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.markdown import Markdown
+from rich.table import Table
+
+from tilewright.tools.commands.common import CommandError, JsonOption, errors_for_people, print_json
+from tilewright.tools.miss_guide import miss_guide
+from tilewright.tools.text_report import make_console
+
+
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(metavar="[CODE]", help="A miss code; without one: list them.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a miss CODE means, with an example and what to do."""
+    with errors_for_people(debug=False):
+        guide = miss_guide()
+        chosen = list(guide.values()) if code is None else [guide[_known(code, list(guide))]]
+        if as_json:
+            print_json({"codes": [asdict(entry) for entry in chosen]})
+            return
+        console = make_console()
+        if code is None:
+            table = Table("code", "meaning", box=None, pad_edge=False, header_style="dim")
+            for entry in chosen:
+                table.add_row(entry.code, entry.meaning)
+            console.print(table)
+            return
+        console.print(f"{chosen[0].code}: {chosen[0].meaning}\n", style="bold")
+        console.print(Markdown(chosen[0].text))
+
+
+def _known(code: str, codes: list[str]) -> str:
+    wanted = code.upper().replace("-", "_")
+    if wanted in codes:
+        return wanted
+    close = difflib.get_close_matches(wanted, codes, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise CommandError(f"no miss code {code!r}{hint} (tilewright explain lists them)")

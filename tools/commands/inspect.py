@@ -1,0 +1,86 @@
+"""`tilewright inspect MODEL`: what is fused, what is missed and why, and the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewright.compiler import Lowered
+from tilewright.tools.commands.common import (
+    CommandError,
+    DebugOption,
+    DynamicOption,
+    JsonOption,
+    ModelArgument,
+    PatternsOption,
+    TargetOption,
+    audited,
+    errors_for_people,
+    load_and_lower,
+    print_json,
+)
+from tilewright.tools.kernel_audit import KernelAudit
+from tilewright.tools.text_report import graph_text, make_console, render
+
+
+def inspect(
+    model: ModelArgument,
+    patterns: PatternsOption = None,
+    dynamic: DynamicOption = None,
+    target: TargetOption = "sm100",
+    as_json: JsonOption = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels/--no-kernels", help="Compile and audit the kernels.")
+    ] = True,
+    before: Annotated[bool, typer.Option("--before", help="Print the graphs as captured.")] = False,
+    after: Annotated[bool, typer.Option("--after", help="Print the graphs as rewritten.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one self-contained page.")
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
+
+    Needs no GPU and no weights: meta tensors do.
+    """
+    with errors_for_people(debug):
+        if as_json and (before or after):
+            raise CommandError("--json: not together with --before or --after")
+        _check_page(html)
+        lowered = load_and_lower(model, patterns, dynamic, target, debug)
+        audits = audited(lowered.kernels, lowered.target) if kernels else []
+        if html is not None:
+            _write_page(html, model, lowered, audits)
+        if as_json:
+            print_json({"model": model} | report_dict(lowered, audits))
+            return
+        if before or after:
+            typer.echo(graph_text(lowered, before=before, after=after))
+            return
+        console = make_console()
+        console.print(render(model, lowered, audits, console.width))
+
+
+def report_dict(lowered: Lowered, audits: Sequence[KernelAudit]) -> dict[str, Any]:
+    """The report's own JSON, each kernel with its audit."""
+    report = lowered.as_dict()
+    outcomes = {outcome.kernel.spec.name: outcome.as_dict() for outcome in audits}
+    report["kernels"] = [k | outcomes.get(k["name"], {}) for k in report["kernels"]]
+    return report
+
+
+def _check_page(path: Path | None) -> None:
+    if path is not None and not path.resolve().parent.is_dir():
+        raise CommandError(f"--html: no such folder: {path.resolve().parent}")
+
+
+def _write_page(path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit]) -> None:
+    from tilewright.tools.html_report import write_html
+
+    try:
+        write_html(path, model, lowered, audits)
+    except OSError as error:
+        raise CommandError(f"--html: cannot write {path}: {error.strerror}") from error

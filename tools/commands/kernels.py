@@ -1,0 +1,103 @@
+"""`tilewright kernels MODEL -o DIR`: every kernel as source, PTX, cubin and audit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewright.compiler import Kernel
+from tilewright.tools.commands.common import (
+    FAILED,
+    DebugOption,
+    DynamicOption,
+    JsonOption,
+    ModelArgument,
+    PatternsOption,
+    TargetOption,
+    audited,
+    errors_for_people,
+    load_and_lower,
+    print_json,
+    writable_folder,
+)
+from tilewright.tools.files import write_whole
+from tilewright.tools.kernel_audit import KernelAudit
+from tilewright.tools.text_report import make_console, render_kernels
+
+MANIFEST = "manifest.json"
+
+
+def kernels(
+    model: ModelArgument,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the files go.")
+    ],
+    patterns: PatternsOption = None,
+    dynamic: DynamicOption = None,
+    target: TargetOption = "sm100",
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Compilers at a time.")
+    ] = os.cpu_count() or 1,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write every kernel of MODEL as .py, .ptx, .cubin and .audit.json, and a manifest.
+
+    Compiled kernels are cached, so a second run only copies, and an interrupted one goes on where
+    it stopped. Exit code 1 where a kernel does not compile or breaks a rule of the target.
+    """
+    with errors_for_people(debug):
+        folder = writable_folder(output, "--output")
+        lowered = load_and_lower(model, patterns, dynamic, target, debug)
+        outcomes = audited(lowered.kernels, target, workers=jobs)
+        files = {o.kernel.spec.name: write_kernel(folder, o, target) for o in outcomes}
+        manifest = {
+            "model": model,
+            "target": target,
+            "versions": _versions(),
+            "kernels": [
+                {"name": o.kernel.spec.name, "files": files[o.kernel.spec.name]} | o.as_dict()
+                for o in outcomes
+            ],
+        }
+        write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        if as_json:
+            print_json(manifest)
+        else:
+            console = make_console()
+            console.print(render_kernels(outcomes, target))
+            console.print(f"{len(outcomes)} kernels in {folder}")
+    if not all(outcome.good for outcome in outcomes):
+        raise typer.Exit(FAILED)
+
+
+def write_kernel(folder: Path, outcome: KernelAudit, target: str) -> list[str]:
+    """The kernel's files in `folder`; their names. One that did not compile has its source only."""
+    kernel: Kernel = outcome.kernel
+    parts: Mapping[str, bytes] = {".py": kernel.source.encode()}
+    if outcome.audit is not None:
+        parts = {**parts, **_compiled(kernel, outcome.audit, target)}
+    names = [kernel.spec.name + suffix for suffix in parts]
+    for name, content in zip(names, parts.values(), strict=True):
+        write_whole(folder / name, content)
+    return names
+
+
+def _compiled(kernel: Kernel, audit: Any, target: str) -> dict[str, bytes]:
+    artifact = kernel.build(target)
+    return {
+        ".ptx": artifact.ptx.encode(),
+        ".cubin": artifact.cubin,
+        ".audit.json": audit.to_json().encode(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    names: Sequence[str] = ("tilewright", "torch", "triton")
+    return {name: importlib.metadata.version(name) for name in names}

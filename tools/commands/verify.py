@@ -1,0 +1,108 @@
+"""`tilewright verify MODEL`: each rewrite beside the original, both against float64."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from tilewright.compiler.verify_sites import SiteError, verify_sites
+from tilewright.tools.commands.common import (
+    FAILED,
+    CommandError,
+    DebugOption,
+    DynamicOption,
+    JsonOption,
+    ModelArgument,
+    PatternsOption,
+    errors_for_people,
+    load,
+    pattern_names,
+    print_json,
+    traced,
+)
+from tilewright.tools.text_report import make_console
+from tilewright.tools.zoo import ZOO, is_zoo_name
+
+#: How a zoo model is cut so that it runs here; dims stay.
+TOKENS, CACHE_LENGTH = 16, 64
+
+
+def verify(
+    model: ModelArgument,
+    patterns: PatternsOption = None,
+    dynamic: DynamicOption = None,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Of a zoo model: how many layers, with random weights.")
+    ] = 2,
+    experts: Annotated[
+        int, typer.Option(min=1, help="Of a zoo model: how many experts at most.")
+    ] = 16,
+    seed: Annotated[int, typer.Option(help="Of the random weights and tokens.")] = 0,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Run each kind of rewrite beside the original, and compare both with float64.
+
+    Needs real tensors, on the CPU or a GPU: a zoo model is built with random weights, true dims
+    and few layers. Exit code 1 where a rewrite is less accurate than the graph it replaces.
+    """
+    with errors_for_people(debug):
+        torch.manual_seed(seed)
+        with contextlib.redirect_stdout(sys.stderr):
+            loaded = load(model, **(_cut(model, layers, experts) if is_zoo_name(model) else {}))
+            chosen = pattern_names(patterns)
+            _check_real(model, [*loaded.args, *loaded.kwargs.values()])
+            with traced(model, debug):
+                found = verify_sites(
+                    loaded.model, loaded.args, loaded.kwargs, patterns=chosen, dynamic=dynamic
+                )
+        if as_json:
+            sites = [asdict(error) | {"good": error.good} for error in found]
+            print_json({"model": model, "sites": sites})
+        else:
+            _print(found)
+    if not all(error.good for error in found):
+        raise typer.Exit(FAILED)
+
+
+def _cut(name: str, layers: int, experts: int) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "layers": layers,
+        "experts": experts,
+        "tokens": TOKENS if name not in ZOO else 1,
+        "cache_length": CACHE_LENGTH,
+        "device": device,
+    }
+
+
+def _check_real(model: str, arguments: Sequence[Any]) -> None:
+    if any(isinstance(item, torch.Tensor) and item.is_meta for item in arguments):
+        raise CommandError(
+            f"{model}: verify runs the model, so its arguments need data; they are on the meta "
+            "device"
+        )
+
+
+def _print(found: Sequence[SiteError]) -> None:
+    console = make_console()
+    if not found:
+        console.print("nothing was fused, so there is nothing to verify")
+        return
+    columns = ("pattern", "place", "sites", "error of the graph", "fused", "allowed", "")
+    table = Table(*columns, box=None, pad_edge=False, header_style="dim")
+    for error in found:
+        numbers = (error.plain_error, error.fused_error, error.allowed)
+        verdict = "[green]good[/]" if error.good else f"[red]{error.note or 'worse'}[/]"
+        table.add_row(
+            error.pattern, error.scope, str(error.count), *(f"{n:.2e}" for n in numbers), verdict
+        )
+    console.print(table, markup=True)
+    console.print("errors: ||x - float64|| / ||float64||, the largest of outputs and caches")

@@ -1,0 +1,25 @@
+"""`tilewright zoo`: the models that are built in."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from tilewright.tools.commands.common import JsonOption, print_json
+from tilewright.tools.text_report import make_console
+from tilewright.tools.zoo import ZOO, zoo_facts
+
+
+def zoo(as_json: JsonOption = False) -> None:
+    """List the built-in models: published configurations in full size on the meta device.
+
+    Each name also exists with -prefill (1024 tokens instead of one).
+    """
+    models = [{"name": name} | zoo_facts(name) for name in ZOO]
+    if as_json:
+        print_json({"models": models})
+        return
+    columns = list(models[0])
+    table = Table(*columns, box=None, pad_edge=False, header_style="dim")
+    for model in models:
+        table.add_row(*(str(model[column]) for column in columns))
+    make_console().print(table)

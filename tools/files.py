@@ -1,0 +1,21 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """All of the file or nothing: written aside, then moved into place. Raises OSError."""
+    data = content.encode() if isinstance(content, str) else content
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise

@@ -1,0 +1,162 @@
+"""The pytest plugin: keeps a model's matches from silently disappearing.
+
+    def test_fusions(tilewright):
+        tilewright.check(model, (input_ids,), {"past_key_values": cache})
+
+compares what is matched and missed with a snapshot file beside the test, one line per kind of site.
+`pytest --tilewright-update` writes it. The comparison traces the model and runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tilewright.tools.files import write_whole
+
+if TYPE_CHECKING:  # torch is imported with the first model only: every pytest run loads this file
+    from tilewright.compiler import Lowered
+    from tilewright.tools.snapshot import Change
+
+FOLDER = "tilewright_snapshots"
+UPDATE = "--tilewright-update"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tilewright")
+    group.addoption(UPDATE, action="store_true", help="write tilewright's snapshot files anew")
+
+
+@pytest.fixture
+def tilewright(request: pytest.FixtureRequest) -> Matches:
+    """Checks of what tilewright matches in a model; see :class:`Matches`."""
+    return Matches(
+        folder=request.path.parent / FOLDER / request.path.stem,
+        name=re.sub(r"[^\w.-]+", "_", request.node.name).strip("_"),
+        update=request.config.getoption(UPDATE),
+    )
+
+
+class Matches:
+    """What the fixture gives: every check lowers a model once, on meta tensors if those are given.
+
+    model, args, kwargs: as the model is called. options: of tilewright.compiler.lower (`patterns`,
+    `dynamic`, `target`). All of them raise AssertionError with the sites or misses that differ.
+    """
+
+    def __init__(self, folder: Path, name: str, update: bool) -> None:
+        self._folder, self._name, self._update = folder, name, update
+        self._checks = 0
+
+    def check(
+        self,
+        model: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        **options: Any,
+    ) -> Lowered:
+        """The model's matches and misses are those of its snapshot file; gives the report.
+
+        name: of the file; by default that of the test, numbered from its second check on.
+        """
+        from tilewright.tools.snapshot import compare, snapshot_lines, snapshot_text
+
+        lowered = _lower(model, args, kwargs, options)
+        lines = snapshot_lines(lowered)
+        path = self._folder / f"{name or self._next_name()}.txt"
+        if self._update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, snapshot_text(lines))
+            return lowered
+        changes = compare(_stored(path), lines)
+        if changes:
+            pytest.fail(_message(path, changes, lowered), pytrace=False)
+        return lowered
+
+    def assert_matches(
+        self,
+        model: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        **counts: int,
+    ) -> Lowered:
+        """Exactly so many sites of each named pattern: `assert_matches(m, x, qkv_cache=32)`."""
+        lowered = _lower(model, args, kwargs, options or {})
+        found = Counter(site.pattern for site in lowered.matches)
+        wrong = [
+            f"{n}: {found[n]}, expected {count}" for n, count in counts.items() if found[n] != count
+        ]
+        if wrong:
+            pytest.fail("\n".join([*wrong, *_misses(lowered)]), pytrace=False)
+        return lowered
+
+    def assert_misses(
+        self,
+        model: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        **codes: str,
+    ) -> Lowered:
+        """The negative twin: each named pattern matches nothing and misses with its code."""
+        lowered = _lower(model, args, kwargs, options or {})
+        found = {site.pattern for site in lowered.matches}
+        missed = {(miss.pattern, miss.code) for miss in lowered.misses}
+        wrong = [f"{n} matches, expected it not to" for n in codes if n in found]
+        wrong += [f"{n}: no miss {code}" for n, code in codes.items() if (n, code) not in missed]
+        if wrong:
+            pytest.fail("\n".join([*wrong, *_misses(lowered)]), pytrace=False)
+        return lowered
+
+    def _next_name(self) -> str:
+        self._checks += 1
+        return self._name if self._checks == 1 else f"{self._name}-{self._checks}"
+
+
+def _lower(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Lowered:
+    import torch
+
+    from tilewright.compiler import lower
+
+    if isinstance(args, torch.Tensor):
+        raise TypeError("args: expected a tuple of arguments, got one tensor")
+    return lower(model, args, kwargs, **options)
+
+
+def _stored(path: Path) -> Sequence[Any]:
+    from tilewright.tools.snapshot import SnapshotError, read_lines
+
+    if not path.is_file():
+        pytest.fail(f"no snapshot {path}; write it with pytest {UPDATE}", pytrace=False)
+    try:
+        return read_lines(path)
+    except SnapshotError as error:
+        pytest.fail(f"{error}; write it anew with pytest {UPDATE}", pytrace=False)
+
+
+def _message(path: Path, changes: Sequence[Change], lowered: Lowered) -> str:
+    head = f"the matches differ from {path}:"
+    tail = f"if that is meant: pytest {UPDATE}"
+    return "\n".join([head, *(f"  {change}" for change in changes), *_misses(lowered), tail])
+
+
+def _misses(lowered: Lowered) -> list[str]:
+    """Every kind of miss in its own words: one of them is why a match was lost."""
+    from tilewright.compiler.report import collapse_misses
+
+    return [f"missed {miss.pattern}: {miss}" for miss, _, _ in collapse_misses(lowered.misses)]

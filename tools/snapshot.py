@@ -1,0 +1,151 @@
+"""A model's matches and misses as a few reviewable lines, and the difference between two.
+
+One line per kind of site, equal layers collapsed with a count, no node names:
+
+    model.layers.*.self_attn x32  qkv_cache -> fused_qkv_paged  gqa=4 heads=32/8x128 rope=half
+    model.layers.* x2  missed qkv_cache  k path, K_PATH (cache_utils.py:486)
+
+Lines of a snapshot file that begin with '#' say where it was made; they are not compared.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.compiler import Lowered
+from tilewright.compiler.report import collapse_scope
+
+VERSIONED = ("torch", "transformers", "tilewright")
+_COUNT = re.compile(r" x(\d+)$")
+
+
+class SnapshotError(ValueError):
+    """A file that is no snapshot and no report; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Equal sites, or equal misses, of one or many layers."""
+
+    scope: str
+    count: int
+    what: str
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        return f"{self.scope}{times}  {self.what}"
+
+    @classmethod
+    def of(cls, text: str) -> Line:
+        """Raises ValueError for a text that is no such line."""
+        place, gap, what = text.strip().partition("  ")
+        if not gap or not what:
+            raise ValueError(f"expected 'place  what', got {text!r}")
+        count = _COUNT.search(place)
+        scope = place[: count.start()] if count else place
+        return cls(scope, int(count[1]) if count else 1, what)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One line that differs. before, after: how many sites it stood for; 0: it is not there."""
+
+    scope: str
+    what: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        sign = "-" if self.after < self.before else "+"
+        return f"{sign} {self.scope}  {self.what}  ({self.before} -> {self.after})"
+
+
+def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
+    """The lines of a report, or of one saved as JSON, sorted. Raises SnapshotError."""
+    data = report.as_dict() if isinstance(report, Lowered) else report
+    counts: Counter[tuple[str, str]] = Counter()
+    try:
+        for site in data["matches"]:
+            facts = " ".join(f"{key}={value}" for key, value in site["shapes"].items())
+            what = f"{site['pattern']} -> {site['op']}  {facts}"
+            counts[collapse_scope(site["scope"]) or "graph", what.strip()] += 1
+        for miss in data["misses"]:
+            place = f" ({_stable_source(miss['source'])})" if miss["source"] else ""
+            what = f"missed {miss['pattern']}  {miss['stage']}, {miss['code']}{place}"
+            counts[collapse_scope(miss["scope"]) or "graph", what] += miss["count"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SnapshotError(f"no report of tilewright: {error!r}") from error
+    return tuple(Line(scope, n, what) for (scope, what), n in sorted(counts.items()))
+
+
+def _stable_source(source: str) -> str:
+    """The file of a source place: its line moves with every edit above it."""
+    return source.rpartition(":")[0] or source
+
+
+def snapshot_text(lines: Iterable[Line]) -> str:
+    """A snapshot file."""
+    versions = ", ".join(_version(name) for name in VERSIONED)
+    body = [str(line) for line in lines] or ["graph  nothing fused, nothing missed"]
+    return "\n".join([f"# {versions}", *body]) + "\n"
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {name}"
+
+
+def parse_snapshot(text: str) -> tuple[Line, ...]:
+    """The lines of a snapshot file. Raises SnapshotError naming the first bad line."""
+    lines = []
+    for number, row in enumerate(text.splitlines(), 1):
+        if row.startswith("#") or not row.strip():
+            continue
+        try:
+            lines.append(Line.of(row))
+        except ValueError as error:
+            raise SnapshotError(f"line {number}: {error}") from error
+    if not lines:
+        raise SnapshotError("it has no lines")
+    return tuple(line for line in lines if line.what != "nothing fused, nothing missed")
+
+
+def read_lines(path: Path) -> tuple[Line, ...]:
+    """A snapshot file, or a report that `--json` wrote. Raises SnapshotError."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"{path}: {error}") from error
+    try:
+        if text.lstrip().startswith("{"):
+            return snapshot_lines(json.loads(text))
+        return parse_snapshot(text)
+    except (SnapshotError, json.JSONDecodeError) as error:
+        raise SnapshotError(f"{path}: neither a snapshot nor a report: {error}") from error
+
+
+def compare(before: Sequence[Line], after: Sequence[Line]) -> tuple[Change, ...]:
+    """What differs, lost sites first."""
+    old, new = _counted(before), _counted(after)
+    changes = [
+        Change(scope, what, old[scope, what], new[scope, what])
+        for scope, what in sorted(old.keys() | new.keys())
+        if old[scope, what] != new[scope, what]
+    ]
+    return tuple(sorted(changes, key=lambda change: change.after >= change.before))
+
+
+def _counted(lines: Sequence[Line]) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for line in lines:
+        counts[line.scope, line.what] += line.count
+    return counts
