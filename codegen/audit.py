@@ -10,26 +10,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tilewright.codegen.sass import MMA_OPCODES, count_opcodes, section
 from tilewright.codegen.targets import Target
 
-# Opcodes of tensor-core arithmetic, all generations.
-MMA_OPCODES = frozenset(
-    {"UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA", "HGMMA", "QGMMA", "IGMMA"}
-    | {"HMMA", "QMMA", "IMMA", "OMMA"}
-)
 SPILL_OPCODES = frozenset({"LDL", "STL"})
 # Fewer registers than any real kernel has: the whole body was replaced by a trap.
 TRAP_REGISTERS = 16
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]+)\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
-_LABEL = re.compile(r"^(\.L_x_\d+):")
-_BRANCH_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 # Allocated empty, to be filled by loads; an operand would be a tensor on its way elsewhere.
@@ -151,8 +143,7 @@ def read_audit(
     if usage is None or target is None:
         raise ValueError("resource usage and target are missing from the compiler's outputs")
     version = _PTXAS.search(cubin)
-    kernel_sass = _section(sass, str(metadata["name"]))
-    opcodes, main_loop = count_opcodes(kernel_sass)
+    opcodes, main_loop = count_opcodes(section(sass, str(metadata["name"])))
     threads = re.search(r"^\.reqntid\s+(\d+)", ptx, re.MULTILINE)
     registers, stack = map(int, usage.groups())
     instructions = sum(opcodes.values()) - opcodes["NOP"]
@@ -175,41 +166,6 @@ def read_audit(
         staged_bytes=staged_bytes(ttgir),
         is_trap=registers <= TRAP_REGISTERS and instructions < 32,
     )
-
-
-def _section(sass: str, kernel: str) -> str:
-    """The kernel's own code, without the functions beside it."""
-    start = sass.find(f".text.{kernel}:")
-    if start < 0:
-        raise ValueError(f"the disassembly has no kernel {kernel}")
-    stop = sass.find("//--------------------- ", start)
-    return sass[start : stop if stop >= 0 else len(sass)]
-
-
-def count_opcodes(sass: str) -> tuple[Counter[str], Counter[str]]:
-    """(opcodes of the kernel, opcodes of its main loop).
-
-    The main loop is the shortest backward jump around tensor-core arithmetic, which is the
-    innermost loop that holds any.
-    """
-    opcodes: list[str] = []
-    labels: dict[str, int] = {}
-    jumps: list[tuple[int, str]] = []
-    for line in sass.split("\n"):
-        label = _LABEL.match(line.strip())
-        if label:
-            labels[label.group(1)] = len(opcodes)
-        found = _INSTRUCTION.search(line)
-        if found:
-            opcode = found.group(2).split(".")[0]
-            target = _BRANCH_TARGET.search(found.group(3))
-            if target and opcode == "BRA":
-                jumps.append((len(opcodes), target.group(1)))
-            opcodes.append(opcode)
-    loops = [(labels[name], end + 1) for end, name in jumps if labels.get(name, end + 1) <= end]
-    holding = [(a, b) for a, b in loops if MMA_OPCODES & set(opcodes[a:b])]
-    first, last = min(holding, key=lambda span: span[1] - span[0], default=(0, 0))
-    return Counter(opcodes), Counter(opcodes[first:last])
 
 
 def staged_bytes(ttgir: str) -> int:

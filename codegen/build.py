@@ -112,7 +112,7 @@ def compile_for(
     key = key_of(
         text,
         _digest(WORKER),
-        _digest(_audit_file()),
+        *(_digest(path) for path in _audit_files()),
         compiler_identity(python),
         json.dumps(request),
     )
@@ -126,8 +126,8 @@ def compile_for(
     return Artifact((store or KernelCache()).get_or_build("binary", key, build))
 
 
-def _audit_file() -> Path:
-    return Path(__file__).with_name("audit.py")
+def _audit_files() -> list[Path]:
+    return [Path(__file__).with_name(name) for name in ("audit.py", "sass.py")]
 
 
 @cache

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tilewright.codegen.audit import Audit, Expectations, check, count_opcodes, staged_bytes
+from tilewright.codegen.audit import Audit, Expectations, check, staged_bytes
 from tilewright.codegen.targets import SM100
 
 GOOD = Audit(
@@ -92,30 +92,6 @@ def test_nvfp4_needs_scales_on_the_fast_path():
     ]
     upcast = dataclasses.replace(good, mma_kinds=GOOD.mma_kinds)
     assert check(upcast, SM100, claims)[0].startswith("block scales: no kind::mxf4nvf4")
-
-
-SASS = """
-.text.k:
-        /*0000*/                   S2R R4, SR_TID.X ;
-.L_x_0:
-        /*0010*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
-.L_x_1:
-        /*0020*/                   UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR12], tmem[UR14] ;
-        /*0030*/              @P0  BRA `(.L_x_1) ;
-        /*0040*/             @!UP1 UIADD3 UR4, UR4, 0x1, URZ ;
-        /*0050*/              @P1  BRA `(.L_x_0) ;
-        /*0060*/                   STG.E.128 desc[UR4][R2.64], R8 ;
-        /*0070*/                   BRA `(.L_x_2) ;
-.L_x_2:
-        /*0080*/                   EXIT ;
-"""
-
-
-def test_the_main_loop_is_the_innermost_around_the_mma():
-    opcodes, main_loop = count_opcodes(SASS)
-    assert main_loop == {"UTCHMMA": 1, "BRA": 1}
-    assert opcodes["BRA"] == 3
-    assert opcodes["UIADD3"] == opcodes["STG"] == opcodes["LDG"] == 1
 
 
 def test_staging_buffers():

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
 # What worker processes and audits load must start where torch is not installed.
-WITHOUT_TORCH = ("audit", "build", "cache", "emit", "spec", "targets", "worker")
+WITHOUT_TORCH = ("audit", "build", "cache", "emit", "sass", "spec", "targets", "worker")
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -1,0 +1,110 @@
+"""Reads disassembled kernels (SASS): how often each opcode stands in one, and in its main loop."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+# Opcodes of tensor-core arithmetic, all generations.
+MMA_OPCODES = frozenset(
+    {"UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA", "HGMMA", "QGMMA", "IGMMA"}
+    | {"HMMA", "QMMA", "IMMA", "OMMA"}
+)
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_BRANCH_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+# Where control does not go on to the next instruction, if nothing guards them.
+_ENDS = frozenset({"EXIT", "RET", "BRA", "BRX", "BRXU", "JMP"})
+
+
+@dataclass
+class _Block:
+    """Instructions that run one after the other. target: of a branch at its end."""
+
+    opcodes: list[str]
+    target: str = ""
+    falls_through: bool = True
+
+
+def section(sass: str, kernel: str) -> str:
+    """The kernel's own code, without the functions beside it. Raises ValueError without it."""
+    start = sass.find(f".text.{kernel}:")
+    if start < 0:
+        raise ValueError(f"the disassembly has no kernel {kernel}")
+    stop = sass.find("//--------------------- ", start)
+    return sass[start : stop if stop >= 0 else len(sass)]
+
+
+def count_opcodes(sass: str) -> tuple[Counter[str], Counter[str]]:
+    """(opcodes of the kernel, opcodes of its main loop), without modifiers.
+
+    The main loop is the shortest loop that holds tensor-core arithmetic. A jump backwards alone is
+    none: compilers put the waiting for a barrier behind the kernel, and it jumps back into the
+    middle of what waits. Nor is what repeats an instruction for every value that the lanes of a
+    warp hold (`.ANY`).
+    """
+    blocks, places = _blocks(sass)
+    opcodes = Counter(opcode for block in blocks for opcode in block.opcodes)
+    before = _predecessors(blocks, places)
+    heads = [places.get(block.target, len(blocks)) for block in blocks]
+    bodies = [_loop(before, head, end) for end, head in enumerate(heads) if head <= end]
+    counts = [Counter(op for i in body for op in blocks[i].opcodes) for body in bodies]
+    holding = [count for count in counts if MMA_OPCODES & set(count)]
+    return opcodes, min(holding, key=lambda count: count.total(), default=Counter())
+
+
+def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
+    """(basic blocks in order, block number of each label)."""
+    blocks, places = [_Block([])], {}
+    for line in sass.split("\n"):
+        label = _LABEL.match(line.strip())
+        if label:
+            if blocks[-1].opcodes:
+                blocks.append(_Block([]))
+            places[label.group(1)] = len(blocks) - 1
+        found = _INSTRUCTION.search(line)
+        if found is None:
+            continue
+        guard, name, operands = found.groups()
+        opcode = name.split(".")[0]
+        blocks[-1].opcodes.append(opcode)
+        if opcode not in _ENDS:
+            continue
+        target = _BRANCH_TARGET.search(operands) if opcode == "BRA" else None
+        if target and not name.endswith(".ANY"):
+            blocks[-1].target = target.group(1)
+        # A uniform predicate stands before the target.
+        guarded = guard or (opcode == "BRA" and not operands.strip().startswith("`"))
+        blocks[-1].falls_through = bool(guarded)
+        blocks.append(_Block([]))
+    return blocks, places
+
+
+def _loop(before: list[list[int]], head: int, end: int) -> frozenset[int]:
+    """Blocks of the loop that a branch from block `end` to `head` closes; empty where it closes
+    none.
+
+    It closes one where every way to `end` leads through `head`.
+    """
+    body, found = {head}, [end]
+    while found:
+        block = found.pop()
+        if block in body:
+            continue
+        body.add(block)
+        if block == 0 or not before[block]:
+            return frozenset()
+        found += before[block]
+    return frozenset(body)
+
+
+def _predecessors(blocks: list[_Block], places: dict[str, int]) -> list[list[int]]:
+    before: list[list[int]] = [[] for _ in blocks]
+    for number, block in enumerate(blocks):
+        if block.target in places:
+            before[places[block.target]].append(number)
+        if block.falls_through and number + 1 < len(blocks):
+            before[number + 1].append(number)
+    return before
