@@ -22,9 +22,9 @@ SLACK = 1.25
 
 @dataclass(frozen=True)
 class SiteError:
-    """One kind of rewrite. Errors: the largest ||x - exact|| / ||exact|| of outputs and caches.
+    """One kind of rewrite. Errors: ||x - exact|| / ||exact||, exact being the graph in float64.
 
-    exact is the graph in float64. allowed: `SLACK` times the graph's own error and one rounding of
+    Of all outputs and caches, that with the largest excess over what is allowed. allowed: `SLACK` times the graph's own error and one rounding of
     the dtype. note: why nothing was measured; empty otherwise.
     """
 
@@ -120,14 +120,17 @@ def _error(
     fused: Sequence[torch.Tensor],
     note: str = "",
 ) -> SiteError:
-    ours, theirs = _worst(fused, exact), _worst(plain, exact)
-    rounding = max((torch.finfo(t.dtype).eps for t in plain if t.dtype.itemsize > 1), default=0.0)
-    allowed = SLACK * theirs + rounding
-    return SiteError(site.pattern, site.op, scope, count, theirs, ours, allowed, note)
+    pairs = [
+        (_distance(theirs, truth), _distance(ours, truth), _allowed(theirs, truth))
+        for ours, theirs, truth in zip(fused, plain, exact, strict=True)
+    ]
+    worst = max(pairs, key=lambda errors: errors[1] - errors[2], default=(0.0, 0.0, 0.0))
+    return SiteError(site.pattern, site.op, scope, count, *worst, note)
 
 
-def _worst(tensors: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    return max((_distance(a, b) for a, b in zip(tensors, exact, strict=True)), default=0.0)
+def _allowed(plain: torch.Tensor, exact: torch.Tensor) -> float:
+    rounding = torch.finfo(plain.dtype).eps if plain.dtype.itemsize > 1 else 0.0
+    return SLACK * _distance(plain, exact) + rounding
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -105,4 +105,4 @@ def _print(found: Sequence[SiteError]) -> None:
             error.pattern, error.scope, str(error.count), *(f"{n:.2e}" for n in numbers), verdict
         )
     console.print(table, markup=True)
-    console.print("errors: ||x - float64|| / ||float64||, the largest of outputs and caches")
+    console.print("errors: ||x - float64|| / ||float64||, of the worst of all outputs and caches")
