@@ -24,8 +24,8 @@ SLACK = 1.25
 class SiteError:
     """One kind of rewrite. Errors: ||x - exact|| / ||exact||, exact being the graph in float64.
 
-    Of all outputs and caches, that with the largest excess over what is allowed. allowed: `SLACK` times the graph's own error and one rounding of
-    the dtype. note: why nothing was measured; empty otherwise.
+    Of all outputs and caches, that with the largest excess over what is allowed: `SLACK` times the
+    graph's own error and one rounding of the dtype. note: why nothing was measured, or empty.
     """
 
     pattern: str
