@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
@@ -16,6 +17,11 @@ _COMPUTED = {
     "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.floor_divide", "aten.remainder",
     "aten.bitwise_and", "aten.bitwise_or", "aten.bitwise_left_shift", "aten.bitwise_right_shift",
 }  # fmt: skip
+
+
+def number_of(item: float | fx.Node) -> float:
+    """A float; with `dynamic=True` Dynamo traces it as a symbol, which is specialised here."""
+    return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
 def constant_of(view: View) -> np.ndarray | None:
@@ -84,11 +90,14 @@ def _operand(view: View) -> torch.Tensor | None:
     tensor = _evaluate(view.value)
     if tensor is None:
         return None
-    return torch.from_numpy(_select(tensor, view)).expand(view.shape)
+    numbers = torch.from_numpy(_select(tensor, view)).to(tensor.dtype)
+    return numbers.expand(view.shape)
 
 
 def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
     """What a view takes of its value's numbers."""
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
+        tensor = tensor.float()  # numpy has not all of them
     strides = tensor.contiguous().stride()
     at = np.array(sum(int(s) * n for s, n in zip(view.effect.start, strides, strict=True)))
     for dim in view.effect.dims:

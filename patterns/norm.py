@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from tilewright.patterns.constants import number_of
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.equality import equal_values
@@ -108,7 +109,7 @@ def _fused(value: Value, stage: Stage) -> Norm | None:
         weight, factor = (_aligned(v, len(x.shape)) for v in (weight, factor))
     inner, casts = strip_casts(x)
     kind = "layer" if layer else "rms"
-    return Norm(kind, inner, weight, offset, factor, _number(eps), width, (value, *casts))
+    return Norm(kind, inner, weight, offset, factor, number_of(eps), width, (value, *casts))
 
 
 def _adds_bias(value: Value) -> bool:
@@ -162,7 +163,7 @@ def _plus_number(view: View) -> tuple[View, float, View]:
     if value.op != "aten.add" or not plain:
         return bare, 0.0, bare
     inner, _ = strip_casts(value.operands[0].through(bare.effect))
-    return inner, _number(numbers[0]), bare
+    return inner, number_of(numbers[0]), bare
 
 
 def _aligned(weight: View, rank: int) -> View:
@@ -267,7 +268,7 @@ def _plus_epsilon(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
     eps = next((a for a in add.args if isinstance(a, (int, float, fx.Node))), None)
     if eps is None or add.kwargs.get("alpha", 1) != 1:
         return None
-    return add.operands[0], _number(eps), (add,)
+    return add.operands[0], number_of(eps), (add,)
 
 
 def _mean_square(view: View) -> tuple[View, tuple[Value, ...]] | None:
@@ -335,11 +336,6 @@ def _centred(view: View) -> tuple[View, tuple[Value, ...]] | None:
     x, casts = strip_casts(value.operands[0])
     of, more = strip_casts(mean[0])
     return (x, (*casts, *more, *mean[1])) if equal_values(x, of) else None
-
-
-def _number(item: float | fx.Node) -> float:
-    """A float; with `dynamic=True` Dynamo traces it as a symbol, which is specialised here."""
-    return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
 def _over_last(value: Value) -> bool:
