@@ -3,6 +3,7 @@
 from tilewright.ops.cache_store import paged_kv_store
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.grouped_matmul import grouped_matmul
 from tilewright.ops.grouped_matmul_nvfp4 import grouped_matmul_dynamic_scaled_nvfp4
 from tilewright.ops.lora_expand import lora_expand_add
 from tilewright.ops.lora_shrink import shrink_qkv_permute_3mn
@@ -16,6 +17,7 @@ __all__ = [
     "fused_moe",
     "fused_qkv_matmul_kv_cache_paged_ragged",
     "fused_qkv_paged",
+    "grouped_matmul",
     "grouped_matmul_dynamic_scaled_nvfp4",
     "lora_expand_add",
     "paged_kv_store",

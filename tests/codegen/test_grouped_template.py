@@ -1,0 +1,167 @@
+"""The emitted kernel of `grouped_matmul` against the op's reference in float64, on Triton's
+interpreter. What runs is the very source emitted for SM100."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.grouped_kernels import GemmConfig, grouped_spec
+from tilewright.ops import ArgumentError
+from tilewright.ops.contract import Tolerance, get_op
+from tilewright.ops.grouped_lowerings import kernel_values
+from tilewright.ops.grouped_matmul import OP, GroupedMatmulArguments, reference, sample_inputs
+from tilewright.ops.grouped_problems import grouped_problem
+from tilewright.ops.grouped_samples import GROUPED_CASES, GroupedCase
+
+CONFIGS = {
+    "swapped": GemmConfig(16, 64, 32, True, 4, 2),
+    "tiled": GemmConfig(64, 32, 64, False, 4, 2),
+}
+CASES = [c for c in GROUPED_CASES if c.dtype in (torch.bfloat16, torch.float16) and c.sizes]
+# One rounding of the result, where the weights need none.
+ONE_ROUNDING = {
+    torch.bfloat16: Tolerance(2.0**-8, 2.0**-16),
+    torch.float16: Tolerance(2.0**-11, 2.0**-16),
+    torch.float32: Tolerance(2.0**-20, 2.0**-18),
+}
+
+
+def run(a: GroupedMatmulArguments, config: GemmConfig) -> torch.Tensor:
+    out = torch.full((a.x.shape[0], a.weight.shape[1]), float("nan"), dtype=a.result_dtype)
+    spec = grouped_spec(grouped_problem(a), config, "sm100")
+    values = kernel_values(a, out)
+    load_interpreted(spec)[(3,)](*(values[name] for name, _ in spec.signature))
+    return out
+
+
+def as_double(a: GroupedMatmulArguments) -> GroupedMatmulArguments:
+    values = {f.name: getattr(a, f.name) for f in fields(a)}
+    wide = {n: v.double() for n, v in values.items() if n in ("x", "bias") and v is not None}
+    return replace(a, **wide, out_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_op(case, config):
+    """Rows without a weight and rows of no group included: they were NaN and come out zero."""
+    a = sample_inputs(case)
+    rounded = case.weight_format in ("int4", "fp8")
+    tolerance = (OP.tolerances if rounded else ONE_ROUNDING)[a.result_dtype]
+    problem = tolerance.problem(run(a, CONFIGS[config]), reference(as_double(a)))
+    assert problem is None, problem
+
+
+def test_offsets_out_of_order_reach_no_memory_outside():
+    """On a GPU nobody looks at them: no row outside of x is read or written."""
+    a = sample_inputs(GROUPED_CASES[0])
+    for offsets in ([0, 9, 4, 500, -7, 79], [0, -3, 900, 2, 2, 2], [5, 1, 1, 1, 1, 1000]):
+        bad = replace(a, group_offsets=torch.tensor(offsets, dtype=torch.int32))
+        guarded = torch.full((a.x.shape[0] + 128, a.weight.shape[1]), 7.0, dtype=a.x.dtype)
+        out = guarded[64:-64]
+        spec = grouped_spec(grouped_problem(bad), CONFIGS["tiled"], "sm100")
+        values = kernel_values(bad, out)
+        load_interpreted(spec)[(3,)](*(values[name] for name, _ in spec.signature))
+        assert (guarded[:64] == 7).all()
+        assert (guarded[-64:] == 7).all()
+
+
+def test_a_call_is_planned_for_both_chips():
+    for target in ("sm90", "sm100"):
+        for rows in (1, 40, 100, 4000):
+            a = sample_inputs(GroupedCase("case", sizes=(rows,), num_experts=1))
+            report = get_op("grouped_matmul").plan_for(a, target)
+            assert report.name == "grouped kernel"
+            assert [spec.kernel for spec in report.specs] == ["grouped_gemm"]
+
+
+def test_what_no_kernel_takes_goes_to_the_reference():
+    a = sample_inputs(GROUPED_CASES[0])
+    for other, why in (
+        (replace(a, x=a.x[:, :63], weight=a.weight[..., :63].contiguous()), "weight: strides"),
+        (replace(a, x=torch.zeros(79, 73, dtype=a.x.dtype)[:, :72]), "x: rows 73"),
+        (sample_inputs(GroupedCase("single", dtype=torch.float32)), "torch.float32"),
+    ):
+        choice = OP.choose("cuda", other)
+        assert choice.lowering.name == "reference"
+        assert why in choice.rejected[0][1]
+
+
+BAD = {
+    "group_offsets": [
+        lambda a: replace(a, group_offsets=a.group_offsets.flip(0)),
+        lambda a: replace(a, group_offsets=a.group_offsets + 1),
+        lambda a: replace(a, group_offsets=2 * a.group_offsets),
+        lambda a: replace(a, group_offsets=torch.zeros(9, dtype=torch.int32)),
+        lambda a: replace(a, group_offsets=a.group_offsets[:0]),
+        lambda a: replace(a, group_offsets=a.group_offsets.float()),
+    ],
+    "expert_ids": [
+        lambda a: replace(a, expert_ids=torch.tensor([0, 1, 5, 2, 2], dtype=torch.int32)),
+        lambda a: replace(a, expert_ids=torch.tensor([0, 1, -2, 2, 2], dtype=torch.int32)),
+        lambda a: replace(a, expert_ids=torch.zeros(2, dtype=torch.int32)),
+    ],
+    "weight": [
+        lambda a: replace(a, weight=a.weight[..., :64].contiguous()),
+        lambda a: replace(a, weight=a.weight.float()),
+        lambda a: replace(a, weight=a.weight[0]),
+    ],
+    "weight_scale": [
+        lambda a: replace(a, weight=a.weight.to(torch.float8_e4m3fn), weight_format="fp8"),
+        lambda a: replace(a, weight_scale=torch.ones(5, 1, 1)),
+    ],
+    "weight_format": [lambda a: replace(a, weight_format="int3")],
+    "bias": [lambda a: replace(a, bias=torch.zeros(5, 47, dtype=a.x.dtype))],
+    "out_dtype": [lambda a: replace(a, out_dtype=torch.int8)],
+    "x": [lambda a: replace(a, x=a.x[0]), lambda a: replace(a, x=a.x.T.contiguous().T)],
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_input_is_named(argument):
+    a = sample_inputs(GROUPED_CASES[0])
+    OP.call(a)
+    for spoil in BAD[argument]:
+        with pytest.raises(ArgumentError, match=rf"^grouped_matmul: {argument}: "):
+            OP.call(spoil(a))
+
+
+def test_offsets_of_torch_and_exclusive_ones_are_the_same():
+    a = sample_inputs(GROUPED_CASES[0])
+    ends = replace(a, group_offsets=a.group_offsets[1:], end_offsets=True)
+    assert torch.equal(OP.call(a), OP.call(ends))
+
+
+def test_the_result_is_that_of_torch():
+    a = sample_inputs(GroupedCase("case", num_experts=5))
+    want = torch.nn.functional.grouped_mm(a.x, a.weight.mT, offs=a.group_offsets[1:])
+    torch.testing.assert_close(OP.call(a), want)
+
+
+def test_512_experts_most_without_rows():
+    sizes = tuple(3 if g in (0, 7, 511) else 0 for g in range(512))
+    a = sample_inputs(GroupedCase("many", sizes=sizes, num_experts=512, inner=16, rows=16))
+    got = run(a, CONFIGS["swapped"])
+    problem = ONE_ROUNDING[torch.bfloat16].problem(got, reference(as_double(a)))
+    assert problem is None, problem
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("rows", [352, 704, 2880])
+@pytest.mark.parametrize("form", ["dense", "fp8", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "sizes", [(0, 3, 40, 0), (129, 0, 100, 127), (700, 1, 513, 0)], ids=["few", "mid", "many"]
+)
+def test_widths_that_no_tile_divides(rows, form, sizes):
+    case = GroupedCase("case", sizes, (2, -1, 0, 1), rows, 704, 3, spare=5, weight_format=form)
+    exact = reference(as_double(sample_inputs(case)))
+    tolerance = (OP.tolerances if form in ("int4", "fp8") else ONE_ROUNDING)[torch.bfloat16]
+    problem = tolerance.problem(OP.call(sample_inputs(case, "cuda")), exact)
+    assert problem is None, problem
