@@ -24,6 +24,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "arange": torch.arange,
     "full": torch.full,
     "to": "to",
+    "bitcast": "view",
+    "reciprocal": torch.reciprocal,
     "contiguous": "contiguous",
     "real": torch.real,
     "imag": torch.imag,

@@ -45,11 +45,11 @@ def follow(view: View) -> View:
             if piece is view:
                 return view
             view = piece
-        elif view.value.op == "aten.index":
-            picked = _before_gather(view)
-            if picked is None:
+        elif view.value.op in _BEFORE:
+            before = _BEFORE[view.value.op](view)
+            if before is None:
                 return view
-            view = picked
+            view = before
         else:
             return view
 
@@ -156,6 +156,71 @@ def _number(view: View, item: Any) -> int | None:
     return int(numbers.flat[0]) if np.all(numbers == numbers.flat[0]) else None
 
 
+# --- strided writes into fresh memory ------------------------------------------------------------
+
+
+def _before_store(view: View) -> View | None:
+    """A view of memory after one write, as one of what was written, or of what was there before.
+
+    None where it takes of both. The write is a plain one into memory of the graph's own.
+    """
+    store = view.value.store
+    before = view.value.args[0]
+    if store is None or store.source is None or store.index or store.accumulate:
+        return None
+    same = {store.source.value.dtype, store.dtype} == {store.memory.dtype}
+    whole = view.value.node.args[:1] == (store.memory.root,)
+    if store.memory.is_input or not same or not whole or not isinstance(before, View):
+        return None
+    try:
+        inside = _inside(view.effect, store.target)
+        if inside is None:
+            return before.through(view.effect)
+        return store.source.through(inside)
+    except InexpressibleError:
+        return None
+
+
+def _inside(effect: Effect, target: Effect) -> Effect | None:
+    """A selection of a base as one of what `target` selects of it; None where they are apart.
+
+    Raises InexpressibleError where they meet in part, or nobody knows.
+    """
+    walked = {dim[0].axis: (i, dim[0]) for i, dim in enumerate(target.dims) if len(dim) == 1}
+    if sum(len(dim) for dim in target.dims) != len(walked) or None in walked:
+        raise InexpressibleError("a write through more than slices")
+    moved: dict[int | None, tuple[int | None, int]] = {None: (None, 1)}
+    start = [0] * len(target.dims)
+    for axis, first in enumerate(effect.start):
+        place, atom = walked.get(axis, (None, Atom(axis, 1, 1)))
+        offset = _offset_inside(effect, axis, first - target.start[axis], atom)
+        if offset is None:
+            return None
+        moved[axis] = place, atom.step
+        if place is not None:
+            start[place] = offset
+    dims = tuple(
+        tuple(Atom(moved[a.axis][0], a.step // moved[a.axis][1], a.length) for a in dim)
+        for dim in effect.dims
+    )
+    return Effect(dims, tuple(start))
+
+
+def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | None:
+    """Where along one axis a selection begins in `atom`'s indices, `offset` from their first."""
+    taken = [a for dim in effect.dims for a in dim if a.axis == axis]
+    numbers = [offset, atom.length, *(n for a in taken for n in (a.step, a.length))]
+    if not all(isinstance(n, int) for n in numbers):
+        raise InexpressibleError("a write of symbolic extent")
+    last = offset + sum(a.step * (a.length - 1) for a in taken)
+    strides = all(a.step % atom.step == 0 for a in taken)
+    if (strides and offset % atom.step) or last < 0 or offset > atom.step * (atom.length - 1):
+        return None
+    if not strides or offset < 0 or last > atom.step * (atom.length - 1):
+        raise InexpressibleError("a view across a write")
+    return int(offset // atom.step)
+
+
 # --- gathers by constants -------------------------------------------------------------------------
 
 
@@ -223,6 +288,9 @@ def _run(step: int, length: int, axis: int) -> Atom:
     if step < 0:
         raise InexpressibleError("rows that are taken backwards")
     return Atom(axis if step else None, step, length)
+
+
+_BEFORE = {"aten.index": _before_gather, "store": _before_store}
 
 
 def holds_codes(value: Value, known: dict[Value, bool]) -> bool:

@@ -118,8 +118,8 @@ def _nibbles(rows: View) -> DequantizedWeight | None:
                 points = {e.zero_point for e in elements}
                 if len(points) != 1:
                     return None
-                scale = _joined([e.scale for e in elements], axis)
-                zero = _joined([e.zero for e in elements], axis)
+                scale = joined([e.scale for e in elements], axis)
+                zero = joined([e.zero for e in elements], axis)
                 return DequantizedWeight(words, name, scale, zero, points.pop(), order)
     return None
 
@@ -135,7 +135,7 @@ def packed(
     order: list[int] = []
     words: set[View] = set()
     for position in range(per):
-        element = _element(_every(rows, axis, per, position))
+        element = _element(every(rows, axis, per, position))
         code = None if element is None else element.code
         if element is None or not isinstance(code, Bits) or code.word.value.dtype != dtype:
             return None
@@ -149,7 +149,7 @@ def packed(
     return words.pop(), tuple(order), elements
 
 
-def _every(rows: View, axis: int, per: int, position: int) -> View:
+def every(rows: View, axis: int, per: int, position: int) -> View:
     """Of every `per` neighbours along `axis` the one at `position`."""
     shape = list(rows.shape)
     shape[axis : axis + 1] = [shape[axis] // per, per]
@@ -157,8 +157,8 @@ def _every(rows: View, axis: int, per: int, position: int) -> View:
     return View(rows.value, effects.select(apart, axis + 1, position))
 
 
-def _joined(views: Sequence[View | None], axis: int) -> View | None:
-    """The inverse of :func:`_every`: what the positions see, as one view; None for none at all.
+def joined(views: Sequence[View | None], axis: int) -> View | None:
+    """The inverse of :func:`every`: what the positions see, as one view; None for none at all.
 
     Raises InexpressibleError where they see unrelated things.
     """
@@ -238,13 +238,13 @@ def _code_first(view: View) -> tuple[View | None, View | None]:
     parts = [pushed(view, v) for v in view.value.operands]
     coded = [p for p in parts if holds_codes(p.value, known)]
     if len(coded) == 2:
-        coded = [p for p in parts if not _repeats(p.effect)]
+        coded = [p for p in parts if not repeats(p.effect)]
     if len(coded) != 1:
         return None, None
     return coded[0], next(p for p in parts if p is not coded[0])
 
 
-def _repeats(effect: Effect) -> bool:
+def repeats(effect: Effect) -> bool:
     return any(atom.axis is None for dim in effect.dims for atom in dim)
 
 

@@ -69,21 +69,23 @@ def _order(weight: DequantizedWeight) -> list[int]:
 
 def _blocks(view: View) -> _Blocks:
     """A view [N, K] without what repeats innermost."""
-    dims: list[Dim] = []
-    block: list[int | None] = []
-    for dim in view.effect.dims:
-        if all(a.axis is None for a in dim):
-            dims.append(())
-            block.append(None)
-            continue
-        repeats = dim[-1].length if dim[-1].axis is None else 1
-        kept = dim[:-1] if dim[-1].axis is None else dim
-        if any(a.axis is None for a in kept):
-            raise InexpressibleError("its scales repeat other than over neighbours")
-        dims.append(kept)
-        block.append(int(repeats))
+    dims, block = zip(*(unrepeated(dim) for dim in view.effect.dims), strict=True)
     numbers = View(view.value, Effect(tuple(dims), view.effect.start))
     return _Blocks(numbers, (block[0], block[1]), (view.shape[0], view.shape[1]))
+
+
+def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
+    """A dimension without what repeats innermost, and how often that repeats; None: all of it.
+
+    Raises InexpressibleError where it repeats in another way.
+    """
+    if all(a.axis is None for a in dim):
+        return (), None
+    repeats = dim[-1].length if dim[-1].axis is None else 1
+    kept = dim[:-1] if dim[-1].axis is None else dim
+    if any(a.axis is None for a in kept):
+        raise InexpressibleError("its scales repeat other than over neighbours")
+    return kept, int(repeats)
 
 
 def _common(blocks: Sequence[_Block]) -> _Block:
