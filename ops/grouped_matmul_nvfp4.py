@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.grouped_kernels import TMA_BYTES
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
@@ -25,7 +26,7 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, debug_values, register
 from tilewright.ops.expert_matmul import multiply_by_expert
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.expert_weight import ExpertWeight
@@ -49,6 +50,8 @@ SCHEMA = (
     "SymInt? num_active_experts=None, ScalarType? out_dtype=None) -> Tensor"
 )
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# MAX has the offsets in uint32.
+OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,11 @@ class Nvfp4MatmulArguments:
 
     a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn
     [S, ceil(K/64), 32, 4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see
-    ops.formats.scale_layout. group_offsets int [>= G + 1], exclusive; group_scale_offsets int
-    [>= G]: the delta form of ops.formats.scale_layout.group_scale_offsets; expert_ids int [>= G],
-    -1: none; expert_scales fp32 [E], by expert id. num_active_experts: G; None: all the offsets
-    given. Result [T, N] of out_dtype (None: bfloat16).
+    ops.formats.scale_layout. group_offsets int or uint32 [>= G + 1], exclusive;
+    group_scale_offsets likewise [>= G]: the delta form of
+    ops.formats.scale_layout.group_scale_offsets; expert_ids int [>= G], -1: none; expert_scales
+    fp32 [E], by expert id. num_active_experts: G; None: all the offsets given. Result
+    [T, N] of out_dtype (None: bfloat16).
     """
 
     a: torch.Tensor
@@ -122,7 +126,8 @@ def _check_groups(a: Nvfp4MatmulArguments) -> None:
     for name, least in (("group_offsets", 1), ("group_scale_offsets", 0), ("expert_ids", 0)):
         tensor = getattr(a, name)
         check_shape(NAME, name, tensor, "[G]", (None,))
-        check_dtype(NAME, name, tensor, INDEX_DTYPES)
+        allowed = INDEX_DTYPES if name == "expert_ids" else OFFSET_DTYPES
+        check_dtype(NAME, name, tensor, allowed)
         check_device(NAME, name, tensor, a.a.device)
         wanted = a.num_groups + least
         if not holds(tensor.shape[0] >= wanted):
@@ -131,13 +136,13 @@ def _check_groups(a: Nvfp4MatmulArguments) -> None:
 
 
 def validate_values(a: Nvfp4MatmulArguments) -> None:
-    if a.a.device.type != "cpu" or a.num_groups == 0:
+    if a.num_groups == 0 or not (a.a.device.type == "cpu" or debug_values()):
         return
     groups = a.num_groups
-    offsets = a.group_offsets[: groups + 1]
+    offsets = a.group_offsets[: groups + 1].long()
     if int(offsets[0]) != 0:
         raise ArgumentError(NAME, "group_offsets", "0 as the first", int(offsets[0]))
-    check_group_values(NAME, offsets[1:], None, 0, a.a.shape[0])
+    check_group_values(NAME, offsets[1:], None, 0, a.a.shape[0], "group_offsets")
     check_expert_values(NAME, "expert_ids", a.expert_ids[:groups], a.b.shape[0])
     expected = group_scale_offsets(offsets)
     given = a.group_scale_offsets[:groups].to(torch.int32)
@@ -149,6 +154,14 @@ def validate_values(a: Nvfp4MatmulArguments) -> None:
     blocks = int(((offsets.diff() + 127) // 128).sum())
     if blocks > a.a_scales.shape[0]:
         raise ArgumentError(NAME, "a_scales", f"{blocks} blocks of 128 rows", a.a_scales.shape[0])
+
+
+def unsupported(a: Nvfp4MatmulArguments) -> str | None:
+    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    for name, steps in (("a", a.a.stride()[:-1]), ("b", a.b.stride()[:-1])):
+        if any(step % TMA_BYTES for step in steps):
+            return f"{name}: strides {list(steps)} are not whole {TMA_BYTES} bytes"
+    return None
 
 
 def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
@@ -225,7 +238,7 @@ OP = register(
                 "emitted_kernel",
                 "tilewright.ops.nvfp4_lowerings:launch_grouped_nvfp4",
                 frozenset({"cuda"}),
-                lambda arguments: None,
+                unsupported,
             ),
         ),
         cases=CASES,

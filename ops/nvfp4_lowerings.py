@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from tilewright.codegen.moe_kernels import GemmConfig, gemm_grid
+from tilewright.codegen.grouped_kernels import TMA_BYTES, GemmConfig, gemm_grid
 from tilewright.codegen.nvfp4_kernels import Nvfp4Problem, nvfp4_config, nvfp4_spec
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
@@ -45,7 +46,7 @@ def chosen(problem: Nvfp4Problem, num_rows: int, target: Target) -> tuple[GemmCo
 
 def launch_grouped_nvfp4(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`grouped_matmul_dynamic_scaled_nvfp4` on CUDA tensors; see Nvfp4MatmulArguments."""
-    a = Nvfp4MatmulArguments(*args, **kwargs)
+    a = _aligned(Nvfp4MatmulArguments(*args, **kwargs))
     # Rows of no group are in no tile.
     out = fake(a).zero_()
     if out.numel() == 0 or a.num_groups == 0:
@@ -69,6 +70,13 @@ def launch_grouped_nvfp4(*args: Any, **kwargs: Any) -> torch.Tensor:
     sms = torch.cuda.get_device_properties(a.a.device).multi_processor_count
     launch(spec, gemm_grid(config, sms), values, a.a.device)
     return out
+
+
+def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
+    """The arguments with a copy of whatever starts off the boundary that TMA wants."""
+    tensors = {name: getattr(a, name) for name in ("a", "b", "a_scales", "b_scales")}
+    off = {name: t.clone() for name, t in tensors.items() if t.data_ptr() % TMA_BYTES}
+    return replace(a, **off) if off else a
 
 
 def plan_grouped_nvfp4(a: Any, target: str) -> LoweringReport:

@@ -54,9 +54,11 @@ def grouped_nvfp4(
         )  # fmt: skip
     groups = tl.arange(0, GROUPS)
     real = groups < num_groups
-    start = tl.load(offsets_ptr + groups, mask=real, other=0).to(tl.int32)
+    # Offsets, experts and deltas that were not checked reach no memory but the tensors' own.
+    start = tl.maximum(tl.load(offsets_ptr + groups, mask=real, other=0).to(tl.int32), 0)
     end = tl.load(offsets_ptr + groups + 1, mask=real, other=0).to(tl.int32)
-    blocks = tl.where(real, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    end = tl.minimum(end, num_rows)
+    blocks = tl.where(real, tl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M, 0)
     TILES_N: tl.constexpr = (ROWS_OUT + BLOCK_N - 1) // BLOCK_N
     num_tiles = tl.sum(blocks, axis=0) * TILES_N
     for tile in tl.range(
@@ -69,12 +71,15 @@ def grouped_nvfp4(
         group_start = tl.sum(tl.where(groups == group, start, 0), axis=0)
         expert = tl.load(expert_ids_ptr + group).to(tl.int32)
         delta = tl.load(deltas_ptr + group).to(tl.int32)
-        weight_expert = tl.maximum(expert, 0)
+        known = (expert >= 0) & (expert < NUM_EXPERTS)
+        weight_expert = tl.where(known, expert, 0)
         in_group = first_row - group_start
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
         first_scale_row = (group_start // 128 + delta) * 128 + in_group
         if SWAPPED:
+            places = first_scale_row + tl.arange(0, BLOCK_M)
+            num_places = num_scale_blocks * 128
             accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         else:
             accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -87,7 +92,7 @@ def grouped_nvfp4(
             )
             if SWAPPED:
                 a_scales = scale_rows(
-                    a_scales_ptr, first_scale_row + tl.arange(0, BLOCK_M), row_mask,
+                    a_scales_ptr, places, row_mask & (places >= 0) & (places < num_places),
                     step * (BLOCK_K // 16), COLUMN_BLOCKS, BLOCK_K // 16,
                 )  # fmt: skip
             else:
@@ -115,7 +120,7 @@ def grouped_nvfp4(
             accumulator = tl.trans(accumulator)
         factor = tl.load(expert_scales_ptr + weight_expert)
         # Rows past the group's last may hold garbage, and so may the product of no expert.
-        value = tl.where(expert >= 0, accumulator * factor, 0.0)
+        value = tl.where(known, accumulator * factor, 0.0)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(
             out_ptr + rows.to(tl.int64)[:, None] * ROWS_OUT + columns[None, :],
