@@ -1,0 +1,333 @@
+"""What an attention mask says: which keys a query sees, read off the expressions that compute it.
+
+`arange(K) <= positions[:, None]` is causal by position. Masks are built from counted indices
+(`arange`, differences, running sums, gathers of these), each a linear function of its own indices:
+comparisons of those decide most of a mask before any number is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import Effect, InexpressibleError, Size
+
+_INTEGERS = (torch.int32, torch.int64)
+_FILLED = {f"aten.{kind}": number for kind, number in (("ones", 1), ("new_ones", 1), ("zeros", 0))}
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Query i sees the keys up to `positions[i]`: [S], or [B * S]; None: up to i."""
+
+    positions: View | Computed | None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """offset + sum(slopes[d] * index[d]) at every index of a tensor."""
+
+    offset: Size
+    slopes: tuple[Size, ...]
+
+    @property
+    def constant(self) -> Size | None:
+        return self.offset if not any(self.slopes) else None
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """True where low <= high + slack."""
+
+    low: View
+    high: View
+    slack: int
+
+
+# True or False everywhere, one comparison, or None: something else.
+_Truth = bool | _Compared | None
+
+
+def causal_of(mask: View, batch: Size, queries: Size) -> Causal | bool | None:
+    """What a boolean mask [B or 1, H or 1, S or 1, K] says to `batch` times `queries` queries.
+
+    True: every key is seen. None: it is no such mask.
+    """
+    if mask.value.dtype != torch.bool:
+        return None
+    try:
+        if _is_triangle(mask):
+            return Causal(None)
+        truth = _truth(mask)
+        if isinstance(truth, bool):
+            return truth or None
+        return None if truth is None else _by_position(truth, batch, queries)
+    except InexpressibleError:
+        return None
+
+
+def _by_position(found: _Compared, num_sequences: Size, num_queries: Size) -> Causal | None:
+    """key index <= query position + slack, as the op has it."""
+    low, high = _line(found.low), found.high
+    last = len(found.low.shape) - 1
+    if low is None or high.value.dtype not in _INTEGERS or len(high.shape) != 4:
+        return None
+    counts = all(slope == (1 if axis == last else 0) for axis, slope in enumerate(low.slopes))
+    if not counts or not isinstance(low.offset, int):
+        return None
+    shift = found.slack - low.offset
+    batch, heads, queries, keys = high.effect.dims
+    if any(atom.axis is not None for dim in (heads, keys) for atom in dim):
+        return None
+    line = _line(high)
+    steps = (0, 0, 0 if num_queries == 1 else 1, 0)
+    if line is not None and line.slopes == steps and line.offset + shift == 0:
+        return Causal(None)
+    one = all(atom.axis is None for atom in batch)
+    both = Effect((() if one else batch, queries), high.effect.start)
+    lead = 1 if one else num_sequences
+    wide = effects.expand(both, (lead, num_queries))
+    positions = View(high.value, effects.reshape(wide, (effects.product(wide.shape),)))
+    return Causal(positions if shift == 0 else Computed("add", (positions, shift)))
+
+
+# --- truth ----------------------------------------------------------------------------------------
+
+
+def _truth(view: View) -> _Truth:
+    """What a boolean tensor says, broadcast dimensions kept."""
+    value = view.value
+    if value.op in _JOINED and len(value.operands) == 2:
+        one, other = (_truth(_pushed(view, v)) for v in value.operands)
+        return _JOINED[value.op](one, other)
+    if value.op in ("aten.bitwise_not", "aten.logical_not") and len(value.operands) == 1:
+        return _negated(_truth(_pushed(view, value.operands[0])))
+    if value.op in _ORDERS and len(value.args) == 2 and not value.kwargs:
+        return _compared(view)
+    line = _line(view)
+    known = None if line is None else line.constant
+    return bool(known) if isinstance(known, int) else None
+
+
+def _both(one: _Truth, other: _Truth) -> _Truth:
+    if one is False or other is False:
+        return False
+    if one is True or other is True:
+        return other if one is True else one
+    return None
+
+
+def _negated(truth: _Truth) -> _Truth:
+    """not (low <= high + slack) is high <= low - slack - 1."""
+    if isinstance(truth, _Compared):
+        return _Compared(truth.high, truth.low, -truth.slack - 1)
+    return None if truth is None else not truth
+
+
+_JOINED: dict[str, Callable[[_Truth, _Truth], _Truth]] = {
+    "aten.bitwise_and": _both,
+    "aten.logical_and": _both,
+}
+
+#: op -> (whether its operands change sides, slack): a <= b, a < b, a >= b, a > b.
+_ORDERS = {
+    "aten.le": (False, 0),
+    "aten.lt": (False, -1),
+    "aten.ge": (True, 0),
+    "aten.gt": (True, -1),
+    "aten.eq": None,
+    "aten.ne": None,
+}
+
+
+def _compared(view: View) -> _Truth:
+    value = view.value
+    apart = _difference(view)
+    order = _ORDERS[value.op]
+    if order is None:
+        if not isinstance(apart, int):
+            return None
+        return (apart == 0) == (value.op == "aten.eq")
+    swapped, slack = order
+    if isinstance(apart, int):
+        return (-apart if swapped else apart) <= slack
+    if not all(isinstance(a, View) and a.value.dtype in _INTEGERS for a in value.args):
+        return None
+    low, high = (_pushed(view, a) for a in value.args)
+    return _Compared(high, low, slack) if swapped else _Compared(low, high, slack)
+
+
+def _difference(view: View) -> Size | None:
+    """The difference of an element-wise value's operands, where it is the same everywhere."""
+    lines = [_operand(view, item) for item in view.value.args]
+    if any(line is None for line in lines):
+        return None
+    one, other = lines
+    return _sum(one, other, -1).constant  # type: ignore[arg-type]
+
+
+def _is_triangle(mask: View) -> bool:
+    """tril(ones): every query sees the keys up to its own index."""
+    value = mask.value
+    ones = value.args[0] if value.op == "aten.tril" and len(value.args) == 1 else None
+    if ones is None or value.kwargs or len(value.shape) != 2 or _constant(ones) != 1:
+        return False
+    whole = effects.identity(value.shape).dims
+    return mask.effect == Effect(((), (), *whole), (0, 0))
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+def _line(view: View) -> _Line | None:
+    """A view of integers as a linear function of its indices."""
+    of = _LINES.get(view.value.op)
+    inner = None if of is None else of(view.value)
+    return None if inner is None else _seen_through(inner, view.effect)
+
+
+def _seen_through(line: _Line, effect: Effect) -> _Line | None:
+    offset = line.offset
+    for first, slope in zip(effect.start, line.slopes, strict=True):
+        offset = offset + first * slope
+    slopes = []
+    for dim in effect.dims:
+        atoms = [(0 if a.axis is None else line.slopes[a.axis] * a.step, a.length) for a in dim]
+        slope, reach = (atoms[-1][0], atoms[-1][1]) if atoms else (0, 1)
+        for step, length in atoms[-2::-1]:
+            if step != slope * reach:
+                return None
+            reach = reach * length
+        slopes.append(slope)
+    return _Line(offset, tuple(slopes))
+
+
+def _operand(view: View, item: Any) -> _Line | None:
+    """One operand of an element-wise value, as a view of that value sees it."""
+    if isinstance(item, View):
+        return _line(_pushed(view, item))
+    whole = isinstance(item, int) and not isinstance(item, bool)
+    return _Line(item, (0,) * len(view.shape)) if whole else None
+
+
+def _pushed(view: View, operand: View) -> View:
+    """What an element-wise value's operand contributes to a view of that value."""
+    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
+    return wide if view.is_whole else wide.through(view.effect)
+
+
+def _sum(one: _Line, other: _Line, sign: int) -> _Line:
+    slopes = (a + sign * b for a, b in zip(one.slopes, other.slopes, strict=True))
+    return _Line(one.offset + sign * other.offset, tuple(slopes))
+
+
+def _arange(value: Value) -> _Line | None:
+    numbers = [a for a in value.args if not isinstance(a, View)]
+    names = ("start", "end", "step") if len(numbers) > 1 else ("end",)
+    given = dict(zip(names, numbers, strict=False)) | dict(value.kwargs)
+    start, step = given.get("start", 0), given.get("step", 1)
+    plain = isinstance(start, int) and isinstance(step, int)
+    return _Line(start, (step,)) if plain and value.dtype in _INTEGERS else None
+
+
+def _added(value: Value) -> _Line | None:
+    if len(value.args) != 2 or value.kwargs.get("alpha", 1) != 1:
+        return None
+    if value.dtype not in _INTEGERS:
+        return None
+    one, other = (_operand(value.whole, item) for item in value.args)
+    sign = -1 if value.op == "aten.sub" else 1
+    return None if one is None or other is None else _sum(one, other, sign)
+
+
+def _cast(value: Value) -> _Line | None:
+    source = value.operands[0]
+    if value.dtype not in _INTEGERS or source.value.dtype not in _INTEGERS:
+        return None
+    return _line(source)
+
+
+def _filled(value: Value) -> _Line:
+    return _Line(_FILLED[value.op], (0,) * len(value.shape))
+
+
+def _diff(value: Value) -> _Line | None:
+    """diff(x, dim, prepend=p): the slope of x along dim, where p continues it backwards."""
+    x, before = value.args[0], value.kwargs.get("prepend")
+    other = set(value.kwargs) - {"prepend", "dim"}
+    if len(value.args) != 1 or other or not isinstance(before, View):
+        return None
+    dim = value.kwargs.get("dim", -1) % len(value.shape)
+    if before.shape[dim] != 1 or x.value.dtype not in _INTEGERS:
+        return None
+    line, first = _line(x), _line(before)
+    if line is None or first is None:
+        return None
+    slope = line.slopes[dim]
+    rest = tuple(0 if axis == dim else s for axis, s in enumerate(line.slopes))
+    step = _sum(_Line(line.offset, rest), first, -1)
+    return _Line(slope, (0,) * len(value.shape)) if step.constant == slope else None
+
+
+def _running_sum(value: Value) -> _Line | None:
+    """The running sum of one number."""
+    if len(value.args) + len(value.kwargs) != 2:
+        return None
+    dim = (value.args[1] if len(value.args) > 1 else value.kwargs.get("dim", -1)) % len(value.shape)
+    source = value.args[0]
+    known = _constant(source)
+    if not isinstance(known, int):
+        return None
+    return _Line(known, tuple(known if axis == dim else 0 for axis in range(len(value.shape))))
+
+
+def _constant(view: View) -> Size | None:
+    if view.value.dtype == torch.bool:
+        truth = _truth(view)
+        return int(truth) if isinstance(truth, bool) else None
+    line = _line(view)
+    return None if line is None else line.constant
+
+
+def _gathered(value: Value) -> _Line | None:
+    """x[i, j, ...] with an index tensor for every dimension of x."""
+    base, indices = value.args
+    if [dim for dim, _ in indices] != list(range(len(base.shape))):
+        return None
+    known = _constant(base)
+    if known is not None:
+        return _Line(known, (0,) * len(value.shape))
+    line = _line(base)
+    if line is None:
+        return None
+    total = _Line(line.offset, (0,) * len(value.shape))
+    for slope, (_, index) in zip(line.slopes, indices, strict=True):
+        if slope == 0:
+            continue
+        at = _operand(value.whole, index)
+        # A negative index would count from the end.
+        if at is None or not _never_negative(at):
+            return None
+        total = _sum(total, _Line(at.offset * slope, tuple(s * slope for s in at.slopes)), 1)
+    return total
+
+
+def _never_negative(line: _Line) -> bool:
+    return all(isinstance(n, int) and n >= 0 for n in (line.offset, *line.slopes))
+
+
+_LINES: dict[str, Callable[[Value], _Line | None]] = {
+    "aten.arange": _arange,
+    "aten.add": _added,
+    "aten.sub": _added,
+    "cast": _cast,
+    "aten.diff": _diff,
+    "aten.cumsum": _running_sum,
+    "aten.index": _gathered,
+    **dict.fromkeys(_FILLED, _filled),
+}

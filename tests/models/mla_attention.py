@@ -1,0 +1,157 @@
+"""Attention of expanded latent keys and values, in the spellings of engines.
+
+Each takes q [T, H, n + r], keys [K, H, n + r], values [K, H, v], positions [T] and a scale, and gives
+[T, H, v]. Query t sees the keys up to its position.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def seen(keys, positions):
+    return torch.arange(keys.shape[0], device=keys.device) <= positions[:, None]
+
+
+def masked(q, keys, values, positions, scale):
+    """One sequence as a batch of one, its mask computed from positions."""
+    q, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, keys, values))
+    mask = seen(keys[0, 0], positions)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def masked_float(q, keys, values, positions, scale):
+    """A mask that is added."""
+    mask = torch.zeros(q.shape[0], keys.shape[0], dtype=q.dtype, device=q.device)
+    mask = mask.masked_fill(~seen(keys, positions), -1e4)
+    q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+    return out.transpose(0, 1)
+
+
+def causal(q, keys, values, positions, scale):
+    """Nothing but the new tokens."""
+    q, keys, values = (t.permute(1, 0, 2)[None] for t in (q, keys[: len(q)], values[: len(q)]))
+    out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
+    return out.squeeze(0).permute(1, 0, 2)
+
+
+def unmasked(q, keys, values, positions, scale):
+    q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, scale=scale).transpose(0, 1)
+
+
+def default_scale(q, keys, values, positions, scale):
+    q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, seen(keys[0], positions)).transpose(0, 1)
+
+
+def eager(q, keys, values, positions, scale):
+    """Softmax in fp32 between two products."""
+    q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
+    scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~seen(keys[0], positions), float("-inf"))
+    wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
+    weights = F.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+    return torch.matmul(weights, values).transpose(0, 1)
+
+
+def einsum(q, keys, values, positions, scale):
+    scores = torch.einsum("thd,khd->htk", q, keys) * scale
+    scores = scores.masked_fill(~seen(keys, positions), float("-inf"))
+    weights = scores.float().softmax(-1).to(q.dtype)
+    return torch.einsum("htk,khv->thv", weights, values)
+
+
+@torch.library.custom_op("mla_idioms::varlen", mutates_args=())
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """An engine's own operator, causal from the end, as FlashAttention's."""
+    out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype)
+    for b in range(len(cu_seqlens_q) - 1):
+        rows, columns = (slice(int(c[b]), int(c[b + 1])) for c in (cu_seqlens_q, cu_seqlens_k))
+        count, length = rows.stop - rows.start, columns.stop - columns.start
+        mask = torch.arange(length) <= torch.arange(count)[:, None] + length - count
+        parts = (t.transpose(0, 1) for t in (q[rows], k[columns], v[columns]))
+        some = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=softmax_scale)
+        out[rows] = some.transpose(0, 1)
+    return out
+
+
+@varlen.register_fake
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale):
+    return q.new_empty(*q.shape[:2], v.shape[-1])
+
+
+def _ends(rows):
+    return torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=rows.device)
+
+
+def own_varlen(q, keys, values, positions, scale):
+    return varlen(q, keys, values, _ends(q), _ends(keys), scale)
+
+
+def own_varlen_padded(q, keys, values, positions, scale):
+    """Values padded to the width of the keys; the rest of the result is cut off."""
+    width = values.shape[-1]
+    values = F.pad(values, (0, keys.shape[-1] - width))
+    return varlen(q, keys, values, _ends(q), _ends(keys), scale)[..., :width]
+
+
+ATTENTIONS = {
+    f.__name__: f
+    for f in (
+        masked,
+        masked_float,
+        causal,
+        unmasked,
+        default_scale,
+        eager,
+        einsum,
+        own_varlen,
+        own_varlen_padded,
+    )
+}
+
+
+# --- other algorithms -----------------------------------------------------------------------------
+
+
+def absorbed(q_nope, q_pe, rows, weight, positions, axes):
+    """Attention over the latents themselves: kv_b is multiplied into q and into the result."""
+    per_head = weight.view(axes.num_heads, axes.nope + axes.v_dim, axes.kv_rank)
+    up_k, up_v = per_head[:, : axes.nope], per_head[:, axes.nope :]
+    latents, rope_keys = rows.split([axes.kv_rank, axes.rotated], dim=-1)
+    q_latent = torch.einsum("thn,hnr->thr", q_nope, up_k)
+    scores = torch.einsum("thr,kr->htk", q_latent, latents)
+    scores = (scores + torch.einsum("thp,kp->htk", q_pe, rope_keys)) * axes.scale
+    scores = scores.masked_fill(~seen(rows, positions), float("-inf"))
+    weights = scores.float().softmax(-1).to(rows.dtype)
+    return torch.einsum("thr,hvr->thv", torch.einsum("htk,kr->thr", weights, latents), up_v)
+
+
+def chunked(module, q, caches, all_slots, block_table, positions):
+    """The keys in two chunks, partial results merged by their log-sum-exp."""
+    rows = module.gather(caches, all_slots, block_table)
+    half = rows.shape[0] // 2
+    parts = []
+    for first, chunk in ((0, rows[:half]), (half, rows[half:])):
+        keys, values = module.up_projected(chunk)
+        scores = torch.einsum("thd,khd->htk", q, keys).float() * module.scale
+        visible = torch.arange(first, first + chunk.shape[0]) <= positions[:, None]
+        scores = scores.masked_fill(~visible, -1e30)
+        total = scores.logsumexp(-1)
+        weights = (scores - total[..., None]).exp().to(q.dtype)
+        parts.append((torch.einsum("htk,khv->htv", weights, values), total))
+    (one, a), (other, b) = parts
+    top = torch.maximum(a, b)
+    a, b = (a - top).exp()[..., None], (b - top).exp()[..., None]
+    return ((one * a + other * b) / (a + b)).to(q.dtype).transpose(0, 1)

@@ -1,0 +1,69 @@
+"""The up-projection of latents, dense or quantised as DeepSeek's checkpoints are."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BLOCK = 128
+
+
+class Dense(nn.Linear):
+    def __init__(self, axes) -> None:
+        super().__init__(axes.kv_rank, axes.num_heads * (axes.nope + axes.v_dim), bias=False)
+
+
+class Separate(nn.Module):
+    """K's and V's rows as weights of their own."""
+
+    def __init__(self, axes) -> None:
+        super().__init__()
+        self.axes = axes
+        self.k = nn.Linear(axes.kv_rank, axes.num_heads * axes.nope, bias=False)
+        self.v = nn.Linear(axes.kv_rank, axes.num_heads * axes.v_dim, bias=False)
+
+    def forward(self, latents):
+        heads = self.axes.num_heads
+        return torch.cat(
+            [p(latents).unflatten(-1, (heads, -1)) for p in (self.k, self.v)], dim=-1
+        ).flatten(-2)
+
+
+class Einsum(nn.Module):
+    """A weight [H, n + v, L]."""
+
+    def __init__(self, axes) -> None:
+        super().__init__()
+        shape = (axes.num_heads, axes.nope + axes.v_dim, axes.kv_rank)
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self, latents):
+        return torch.einsum("tr,hdr->thd", latents, self.weight)
+
+
+class Fp8Block(nn.Module):
+    """Codes with a scale per block of 128 x 128, dequantised in the graph."""
+
+    def __init__(self, axes) -> None:
+        super().__init__()
+        rows, columns = axes.num_heads * (axes.nope + axes.v_dim), axes.kv_rank
+        generator = torch.Generator().manual_seed(1)
+        codes = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+        shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("scale", 0.1 + torch.rand(shape, generator=generator))
+        self.out = axes.dtype
+
+    @property
+    def dequantised(self):
+        rows, columns = self.weight.shape
+        scale = self.scale.repeat_interleave(BLOCK, 0)[:rows]
+        scale = scale.repeat_interleave(BLOCK, 1)[:, :columns]
+        return (self.weight.to(self.scale.dtype) * scale).to(self.out)
+
+    def forward(self, latents):
+        return F.linear(latents, self.dequantised)
+
+
+FORMS = {"dense": Dense, "separate": Separate, "einsum": Einsum, "fp8_block": Fp8Block}
