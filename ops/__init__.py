@@ -7,6 +7,10 @@ from tilewright.ops.grouped_matmul import grouped_matmul
 from tilewright.ops.grouped_matmul_nvfp4 import grouped_matmul_dynamic_scaled_nvfp4
 from tilewright.ops.lora_expand import lora_expand_add
 from tilewright.ops.lora_shrink import shrink_qkv_permute_3mn
+from tilewright.ops.mla_latent_store import mla_latent_store
+from tilewright.ops.mla_prefill import mla_prefill
+from tilewright.ops.mla_prefill_fp8 import mla_prefill_branch_fp8
+from tilewright.ops.mla_prefill_plan import mla_prefill_plan
 from tilewright.ops.moe import fused_moe
 from tilewright.ops.qkv_cache import fused_qkv_paged
 from tilewright.ops.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
@@ -20,6 +24,10 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_dynamic_scaled_nvfp4",
     "lora_expand_add",
+    "mla_latent_store",
+    "mla_prefill",
+    "mla_prefill_branch_fp8",
+    "mla_prefill_plan",
     "paged_kv_store",
     "shrink_qkv_permute_3mn",
 ]

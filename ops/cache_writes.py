@@ -39,11 +39,11 @@ def write_kv(
     places = resolve_places(a, k_window, k.shape[0])
     scales = (a.k_cache_scale, a.v_cache_scale)
     k = _scaled(k, scales[0], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
-    _write(k, a.k_cache, k_window, places)
+    write_rows(k, a.k_cache, k_window, places)
     if v is not None:
         v = _scaled(v, scales[1], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
         base = a.k_cache if a.v_cache is None else a.v_cache
-        _write(v, base, CacheWindow.from_ints(a.v_window), places)
+        write_rows(v, base, CacheWindow.from_ints(a.v_window), places)
 
 
 def _scaled(values: torch.Tensor, scale: torch.Tensor | None, multiplies: bool) -> torch.Tensor:
@@ -53,7 +53,10 @@ def _scaled(values: torch.Tensor, scale: torch.Tensor | None, multiplies: bool) 
     return values * factor if multiplies else values / factor
 
 
-def _write(values: torch.Tensor, base: torch.Tensor, window: CacheWindow, places: Places) -> None:
+def write_rows(
+    values: torch.Tensor, base: torch.Tensor, window: CacheWindow, places: Places
+) -> None:
+    """Writes values [T, H, D] to their places on a window, saturated and rounded to its dtype."""
     page, offset, written = places
     rows, cache = saturating_cast(values[written], base.dtype), window.view(base)
     if base.dtype in FP8_DTYPES:

@@ -142,7 +142,8 @@ def test_torch_opcheck(op):
 def test_a_call_off_the_gpu_says_why_the_kernel_was_not_taken(op):
     choice = op.choose("cpu", op.sample_inputs(op.cases[0]))
     assert choice.lowering.name == "reference"
-    assert choice.rejected == (("emitted_kernel", "runs on cuda only"),)
+    kernels = (("emitted_kernel", "runs on cuda only"),)
+    assert choice.rejected == (kernels if op.lowerings else ())
 
 
 DOUBLE = {n: op for n, op in OPS.items() if any(c.dtype == torch.float64 for c in op.cases)}
@@ -156,7 +157,10 @@ def test_the_kernel_declines_float64(op):
     assert "torch.float64" in choice.rejected[0][1]
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+FLOATING = {n: op for n, op in OPS.items() if "mla_prefill_plan" not in n}
+
+
+@pytest.mark.parametrize("op", FLOATING.values(), ids=FLOATING)
 def test_a_gradient_is_refused_not_lost(op):
     arguments = op.sample_inputs(op.cases[0])
     name = next(
