@@ -24,8 +24,9 @@ SLACK = 1.25
 class SiteError:
     """One kind of rewrite. Errors: ||x - exact|| / ||exact||, exact being the graph in float64.
 
-    Of all outputs and caches, that with the largest excess over what is allowed: `SLACK` times the
-    graph's own error and one rounding of the dtype. note: why nothing was measured, or empty.
+    Of all outputs and caches, that which comes nearest to what is allowed, or is furthest beyond:
+    `SLACK` times the graph's own error and one rounding of the dtype. note: why nothing was
+    measured, or empty.
     """
 
     pattern: str
@@ -124,8 +125,14 @@ def _error(
         (_distance(theirs, truth), _distance(ours, truth), _allowed(theirs, truth))
         for ours, theirs, truth in zip(fused, plain, exact, strict=True)
     ]
-    worst = max(pairs, key=lambda errors: errors[1] - errors[2], default=(0.0, 0.0, 0.0))
+    worst = max(pairs, key=_share, default=(0.0, 0.0, 0.0))
     return SiteError(site.pattern, site.op, scope, count, *worst, note)
+
+
+def _share(errors: tuple[float, float, float]) -> float:
+    """The fused error as a share of what is allowed."""
+    _, fused, allowed = errors
+    return fused / allowed if allowed else float("inf" if fused else 0)
 
 
 def _allowed(plain: torch.Tensor, exact: torch.Tensor) -> float:

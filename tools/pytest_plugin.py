@@ -70,7 +70,7 @@ class Matches:
 
         lowered = _lower(model, args, kwargs, options)
         lines = snapshot_lines(lowered)
-        path = self._folder / f"{name or self._next_name()}.txt"
+        path = self._folder / f"{name or self._next_name()}.snapshot"
         if self._update:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, snapshot_text(lines))

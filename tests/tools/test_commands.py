@@ -1,0 +1,231 @@
+"""kernels, verify, diff, explain, zoo, doctor, bench: what each prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.tools.test_cli import CACHE_MODEL
+from tilewright.patterns.language import CODES
+from tilewright.tools.cli import app
+from tilewright.tools.miss_guide import miss_guide
+
+REAL_MODELS = """
+    import torch
+
+    def make_real(device="cpu"):
+        torch.manual_seed(0)
+        model = mine.Model(mine.by_index).to(torch.bfloat16).requires_grad_(False)
+        return model, (torch.randn(3, 128, dtype=torch.bfloat16), torch.tensor([1, 5, 40])), {}
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """command(*arguments): the program run in a folder that holds mine.py and real.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(textwrap.dedent(CACHE_MODEL))
+    (tmp_path / "real.py").write_text("import mine\n" + textwrap.dedent(REAL_MODELS))
+    for name in ("mine", "real"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    torch._dynamo.reset()
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+def schema_checked(command: str, text: str) -> dict:
+    """The JSON a command printed, held to its published schema."""
+    data = json.loads(text)
+    schema = json.loads(files("tilewright.tools").joinpath(f"schemas/{command}.json").read_text())
+    jsonschema.validate(data, schema)
+    return data
+
+
+def test_inspect_prints_the_graphs_before_and_after(command):
+    done = command("inspect", "mine.py:make", "--no-kernels", "--before", "--after")
+    assert done.exit_code == 0, done.stderr
+    before, _, after = done.stdout.partition("# graph 0, after")
+    assert "tilewright" not in before
+    assert after.count("torch.ops.tilewright.fused_qkv_paged") == 2
+
+
+def test_inspect_as_json_keeps_to_its_schema(command):
+    done = command("inspect", "mine.py:make", "--json", "--no-kernels")
+    assert schema_checked("inspect", done.stdout)["matches"]
+    missed = command("inspect", "mine.py:make_missed", "--json", "--no-kernels")
+    assert schema_checked("inspect", missed.stdout)["misses"]
+
+
+def test_kernels_writes_every_file_and_a_second_run_compiles_nothing(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    arguments = ("kernels", "mine.py:make", "-o", "out/nested", "--target", "sm90", "--json")
+    done = command(*arguments)
+    assert done.exit_code == 0, done.stderr
+    manifest = schema_checked("kernels", done.stdout)
+    folder = tmp_path / "out" / "nested"
+    assert json.loads((folder / "manifest.json").read_text()) == manifest
+    assert manifest["kernels"]
+    for kernel in manifest["kernels"]:
+        suffixes = {name.removeprefix(kernel["name"]) for name in kernel["files"]}
+        assert suffixes == {".py", ".ptx", ".cubin", ".audit.json"}
+        assert all((folder / name).stat().st_size for name in kernel["files"])
+    assert {p.name for p in folder.iterdir()} == {
+        "manifest.json",
+        *(name for kernel in manifest["kernels"] for name in kernel["files"]),
+    }
+    compiled = "tilewright.codegen.build._run_worker"
+    monkeypatch.setattr(compiled, lambda *a: pytest.fail("compiled again"))
+    torch._dynamo.reset()
+    assert command(*arguments).exit_code == 0
+
+
+def test_a_kernel_that_does_not_compile_is_exit_code_one(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+
+    def fail(*arguments):
+        from tilewright.codegen.build import BuildError
+
+        raise BuildError("ptxas: out of registers")
+
+    monkeypatch.setattr("tilewright.codegen.build._run_worker", fail)
+    done = command("kernels", "mine.py:make", "-o", "out", "--json")
+    assert done.exit_code == 1
+    (kernel,) = schema_checked("kernels", done.stdout)["kernels"]
+    assert "out of registers" in kernel["error"]
+    assert [Path(name).suffix for name in kernel["files"]] == [".py"]
+
+
+def test_verify_compares_every_rewrite_with_float64(command):
+    done = command("verify", "real.py:make_real", "--json")
+    assert done.exit_code == 0, done.stderr
+    (site,) = schema_checked("verify", done.stdout)["sites"]
+    assert (site["pattern"], site["scope"], site["count"]) == ("qkv_cache", "layers.*", 2)
+    assert 0 < site["plain_error"] < 0.02
+    assert 0 < site["fused_error"] <= site["allowed"]
+    assert "good" in command("verify", "real.py:make_real").stdout
+
+
+def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
+    monkeypatch.setattr("tilewright.ops.qkv_cache.write_kv", lambda *a, **k: None)
+    done = command("verify", "real.py:make_real", "--json")
+    assert done.exit_code == 1
+    (site,) = json.loads(done.stdout)["sites"]
+    assert not site["good"]
+    assert site["fused_error"] > site["allowed"]
+
+
+def test_verify_of_meta_tensors_says_that_it_needs_data(command):
+    done = command("verify", "mine.py:make")
+    assert done.exit_code == 2
+    assert "meta device" in done.stderr
+
+
+def test_diff_of_saved_reports_names_what_was_lost(command, tmp_path):
+    for name, model in (("a", "mine.py:make"), ("b", "mine.py:make_missed")):
+        torch._dynamo.reset()
+        report = command("inspect", model, "--json", "--no-kernels").stdout
+        (tmp_path / f"{name}.json").write_text(report)
+    assert command("diff", "a.json", "a.json").exit_code == 0
+    done = command("diff", "a.json", "b.json", "--json")
+    assert done.exit_code == 1
+    changes = schema_checked("diff", done.stdout)["changes"]
+    assert [(c["before"], c["after"]) for c in changes] == [(2, 0), (0, 2)]
+    assert "ACCUMULATED_WRITE" in changes[1]["what"]
+    text = command("diff", "a.json", "b.json").stdout
+    assert text.startswith("- layers.*  qkv_cache -> fused_qkv_paged")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"matches": 3}', "onlyoneword\n", "\x00\x01"])
+def test_diff_of_a_corrupt_file_is_one_line(command, tmp_path, content):
+    (tmp_path / "bad").write_text(content)
+    done = command("diff", "bad", "bad")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("tilewright: bad: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_explain_knows_every_code_with_a_text(command):
+    done = command("explain", "--json")
+    codes = schema_checked("explain", done.stdout)["codes"]
+    assert {entry["code"] for entry in codes} == set(CODES)
+    assert all(guide.text for code, guide in miss_guide().items())
+    one = command("explain", "growing-cache").stdout
+    assert one.startswith("GROWING_CACHE: ")
+    assert "static cache" in one
+
+
+def test_explain_of_an_unknown_code_suggests_one(command):
+    done = command("explain", "GROWING_CASH")
+    assert done.exit_code == 2
+    assert "did you mean GROWING_CACHE?" in done.stderr
+
+
+def test_zoo_lists_every_model(command):
+    models = schema_checked("zoo", command("zoo", "--json").stdout)["models"]
+    assert {"llama3-8b", "qwen3-30b-a3b"} <= {model["name"] for model in models}
+    assert "llama3-8b" in command("zoo").stdout
+
+
+def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    done = command("doctor", "--json")
+    findings = {f["what"]: f for f in schema_checked("doctor", done.stdout)["findings"]}
+    assert done.exit_code == 0, done.stdout
+    assert findings["compiler for sm100"]["detail"].startswith("sm_100a")
+    assert findings["torch"]["detail"] == torch.__version__.replace("+", "+")
+
+
+def test_doctor_reports_an_unwritable_cache(command, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    done = command("doctor", "--json")
+    assert done.exit_code == 1
+    states = {f["what"]: f["state"] for f in json.loads(done.stdout)["findings"]}
+    assert states["cache folder"] == "failed"
+
+
+def test_bench_lists_what_there_is_and_refuses_what_there_is_not(command):
+    rows = schema_checked("bench", command("bench", "--json").stdout)["benchmarks"]
+    assert {"qkv_cache", "compile_time"} <= {row["name"] for row in rows}
+    assert all(row["question"] for row in rows)
+    done = command("bench", "nonsense")
+    assert done.exit_code == 2
+    assert "no benchmark nonsense" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("kernels", "llama3_8b", "-o", "x"), "is not a zoo name"),
+        (("kernels", "mine.py:make", "-o", "mine.py"), "--output: cannot write to mine.py"),
+        (("inspect", "mine.py:make", "--html", "no/such/page.html"), "--html: no such folder"),
+        (("inspect", "mine.py:make", "--json", "--after"), "--json: not together with"),
+        (("verify", "mine.py:make_untraceable"), "cannot be traced: RuntimeError: boom"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(command, arguments, message):
+    done = command(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert done.stdout == ""
+
+
+def test_help_of_every_command_and_completion(command):
+    text = command("--help").stdout
+    for name in ("inspect", "kernels", "verify", "diff", "explain", "zoo", "doctor", "bench"):
+        assert name in text
+        shown = command(name, "--help")
+        assert shown.exit_code == 0
+        assert "\x1b[" not in shown.stdout
+    assert "--install-completion" in text

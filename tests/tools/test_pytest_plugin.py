@@ -1,0 +1,121 @@
+"""The plugin as a user has it: a snapshot is written, kept, lost and written again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.tools.test_cli import CACHE_MODEL
+from tilewright.compiler import lower
+from tilewright.tools.pytest_plugin import FOLDER
+from tilewright.tools.snapshot import SnapshotError, parse_snapshot
+
+pytest_plugins = ["pytester"]
+
+USERS_TESTS = """
+    import os
+    import mine
+
+    def write():
+        return mine.by_addition if os.environ.get("BROKEN") else mine.by_index
+
+    def test_snapshot(tilewright):
+        model, args, kwargs = mine.make(write())
+        tilewright.check(model, args, kwargs)
+
+    def test_counts(tilewright):
+        model, args, kwargs = mine.make(write())
+        tilewright.assert_matches(model, args, kwargs, qkv_cache=2)
+
+    def test_twin(tilewright):
+        model, args, kwargs = mine.make(mine.by_addition)
+        tilewright.assert_misses(model, args, kwargs, qkv_cache="ACCUMULATED_WRITE")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_is_imported():
+    """pytester forgets what a run imports, and some modules of torch register things once only."""
+    lower(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """project(*arguments): pytest in a folder with a model and its tests."""
+    pytester.makepyfile(mine=CACHE_MODEL, test_mine=USERS_TESTS)
+    pytester.makeini("[pytest]\naddopts = -p no:cacheprovider -p no:xdist\n")
+    monkeypatch.syspath_prepend(pytester.path)
+
+    def run(*arguments: str):
+        torch._dynamo.reset()
+        return pytester.runpytest_inprocess(*arguments)
+
+    return run
+
+
+def test_a_lost_match_fails_with_its_miss_until_the_snapshot_is_updated(
+    project, pytester, monkeypatch
+):
+    missing = project("-k", "snapshot")
+    missing.assert_outcomes(failed=1)
+    missing.stdout.fnmatch_lines(["*write it with pytest --tilewright-update*"])
+
+    project("--tilewright-update", "-k", "snapshot").assert_outcomes(passed=1)
+    path = pytester.path / FOLDER / "test_mine" / "test_snapshot.snapshot"
+    first = path.read_text()
+    assert first.startswith("# torch ")
+    (line,) = parse_snapshot(first)
+    assert (line.scope, line.count) == ("layers.*", 2)
+    assert line.what.startswith("qkv_cache -> fused_qkv_paged  ")
+    project("-k", "snapshot").assert_outcomes(passed=1)
+
+    monkeypatch.setenv("BROKEN", "1")
+    lost = project("-k", "snapshot")
+    lost.assert_outcomes(failed=1)
+    lost.stdout.fnmatch_lines(
+        [
+            "*the matches differ from *test_snapshot.snapshot:*",
+            "*- layers.*  qkv_cache -> fused_qkv_paged*(2 -> 0)*",
+            "*+ layers.*  missed qkv_cache  anchored, ACCUMULATED_WRITE*(0 -> 2)*",
+            "*missed qkv_cache: layers.0 (mine.py:*ACCUMULATED_WRITE*",
+        ]
+    )
+    assert path.read_text() == first
+    project("--tilewright-update", "-k", "snapshot").assert_outcomes(passed=1)
+    project("-k", "snapshot").assert_outcomes(passed=1)
+    assert "ACCUMULATED_WRITE" in path.read_text()
+
+
+def test_counts_and_negative_twins(project, monkeypatch):
+    project("-k", "counts or twin").assert_outcomes(passed=2)
+    monkeypatch.setenv("BROKEN", "1")
+    broken = project("-k", "counts or twin")
+    broken.assert_outcomes(passed=1, failed=1)
+    broken.stdout.fnmatch_lines(["*qkv_cache: 0, expected 2*", "*ACCUMULATED_WRITE*"])
+
+
+def test_a_corrupt_snapshot_fails_and_says_what_to_do(project, pytester):
+    folder = pytester.path / FOLDER / "test_mine"
+    folder.mkdir(parents=True)
+    (folder / "test_snapshot.snapshot").write_bytes(b"\xff\xfe\x00")
+    corrupt = project("-k", "snapshot")
+    corrupt.assert_outcomes(failed=1)
+    corrupt.stdout.fnmatch_lines(["*write it anew with pytest --tilewright-update*"])
+
+
+@pytest.mark.parametrize("text", ["", "# torch 2.13\n", "oneword\n", "{}"])
+def test_what_is_no_snapshot_is_refused(text):
+    with pytest.raises(SnapshotError):
+        parse_snapshot(text)
+
+
+def test_the_plugin_imports_no_torch():
+    """Every pytest run of an environment loads the plugin: it must cost nothing."""
+    script = "import sys, tilewright.tools.pytest_plugin; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
