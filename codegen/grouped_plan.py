@@ -24,10 +24,11 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Gemm
         return GemmConfig(block_m, 128, STREAMED_K, True, 8, 4)
     if rows < WIDE_ROWS:
         return GemmConfig(64, 128, BLOCK_K, False, 4, 4)
+    if problem.format != "dense":
+        # Dequantised tiles take registers, and Triton does not specialise their warps.
+        return GemmConfig(128, 128, BLOCK_K, False, 8, 3)
     if target.tmem_columns:
         return GemmConfig(128, 128, BLOCK_K, False, 8, 4, flatten=True, warp_specialize=True)
-    if problem.format != "dense":
-        return GemmConfig(128, 128, BLOCK_K, False, 8, 3)
     return GemmConfig(128, 256, BLOCK_K, False, 8, 3)
 
 

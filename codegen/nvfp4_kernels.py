@@ -1,10 +1,10 @@
-"""NVFP4 grouped GEMM: problems, configs and specs of the `grouped_nvfp4` template."""
+"""NVFP4: problems, configs and specs of the `grouped_nvfp4` and `quantize_nvfp4` templates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.moe_kernels import GemmConfig
+from tilewright.codegen.grouped_kernels import GemmConfig, make_spec
 from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
@@ -85,3 +85,59 @@ def nvfp4_spec(
         num_stages=config.num_stages,
         target=target,
     )
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """The static part of a `quantize_nvfp4` call. num_groups, offsets_dtype: None for one group."""
+
+    dtype: str
+    inner: int
+    x_stride: int
+    num_groups: int | None = None
+    offsets_dtype: str | None = None
+    tensor_scales: bool = False
+    unaligned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Columns of a program, a multiple of 64; it has 128 rows."""
+
+    block_c: int = 128
+    num_warps: int = 8
+
+
+def quantize_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
+    groups = 1 if problem.num_groups is None else problem.num_groups
+    offsets = problem.offsets_dtype
+    return make_spec(
+        "quantize_nvfp4",
+        "quantize_nvfp4",
+        {
+            "NUM_GROUPS": groups,
+            "GROUPS": next_power_of_2(groups),
+            "INNER": problem.inner,
+            "X_STRIDE": problem.x_stride,
+            "BLOCK_C": config.block_c,
+        },
+        {
+            "x_ptr": f"*{problem.dtype}",
+            "offsets_ptr": None if offsets is None else f"*{offsets}",
+            "tensor_scales_ptr": "*fp32" if problem.tensor_scales else None,
+            "packed_ptr": "*u8",
+            "scales_ptr": "*fp8e4nv",
+            "num_rows": "i32",
+        },
+        problem.unaligned,
+        config.num_warps,
+        1,
+        target,
+    )
+
+
+def quantize_grid(
+    problem: QuantizeProblem, config: QuantizeConfig, num_blocks: int
+) -> tuple[int, int]:
+    """num_blocks: of 128 rows, in the scale space."""
+    return (num_blocks, cdiv(problem.inner, config.block_c))

@@ -14,6 +14,7 @@ from tilewright.ops.mla_prefill_plan import mla_prefill_plan
 from tilewright.ops.moe import fused_moe
 from tilewright.ops.qkv_cache import fused_qkv_paged
 from tilewright.ops.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
+from tilewright.ops.quantize_nvfp4 import quantize_nvfp4
 
 __all__ = [
     "ArgumentError",
@@ -29,5 +30,6 @@ __all__ = [
     "mla_prefill_branch_fp8",
     "mla_prefill_plan",
     "paged_kv_store",
+    "quantize_nvfp4",
     "shrink_qkv_permute_3mn",
 ]

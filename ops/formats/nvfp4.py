@@ -81,13 +81,15 @@ def quantize_grouped(
     """(packed [T, K/2], 5-D scales [S, ceil(K/64), 32, 4, 4]) of the rows of a grouped GEMM.
 
     x [T, K], rows sorted by group; group_offsets int [G + 1]; tensor_scales fp32 [G], None for 1.
-    S = ceil(T/128) + G blocks, which suffices for any split. Rows of no group get scale zero.
+    S = ceil(T/128) + G blocks, which suffices for any split. Rows of no group are zeros.
     """
-    if tensor_scales is None:
+    group = group_of_rows(group_offsets[1:], x.shape[0])
+    num_groups = group_offsets.shape[0] - 1
+    x = torch.where((group < num_groups)[:, None], x, 0)
+    if tensor_scales is None or num_groups == 0:
         packed, scales = quantize(x)
     else:
-        group = group_of_rows(group_offsets[1:], x.shape[0])
-        packed, scales = quantize(x, tensor_scales[group.clamp_max(tensor_scales.shape[0] - 1)])
+        packed, scales = quantize(x, tensor_scales[group.clamp_max(num_groups - 1)])
     return packed, place_scales(scales, group_offsets)
 
 

@@ -71,13 +71,15 @@ def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: in
 
     Rows after the last group get -1.
     """
-    token = torch.arange(num_tokens, device=group_offsets.device)
     ends = group_offsets[1:].long()
     group = group_of_rows(ends, num_tokens)
-    inside = group < ends.shape[0]
-    group = group.clamp_max(max(ends.shape[0] - 1, 0))
+    num_groups = ends.shape[0]
+    if num_groups == 0:
+        return torch.full_like(group, -1)
+    inside = group < num_groups
+    group = group.clamp_max(num_groups - 1)
     start = group_offsets.long()[group]
-    position = token - start
+    position = torch.arange(num_tokens, device=group_offsets.device) - start
     block = start // BLOCK_ROWS + position // BLOCK_ROWS + deltas.long()[group]
     return torch.where(inside, block * BLOCK_ROWS + position % BLOCK_ROWS, -1)
 
