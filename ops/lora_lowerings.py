@@ -1,0 +1,104 @@
+"""The CUDA implementations of the LoRA ops: one kernel each; rows in any order, where there are
+many, are sorted first."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.codegen import lora_plan
+from tilewright.codegen.lora_kernels import (
+    ExpandConfig,
+    ExpandProblem,
+    ShrinkConfig,
+    ShrinkProblem,
+    TiledShrink,
+    expand_grid,
+    expand_spec,
+    scratch_elements,
+    shrink_grid,
+    shrink_spec,
+)
+from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM90, TARGETS, Target
+from tilewright.ops.contract import LoweringReport
+from tilewright.ops.kernel_launch import launch, split_k_scratch
+from tilewright.ops.lora_expand import ExpandArguments, Outputs
+from tilewright.ops.lora_expand import fake as fake_expand
+from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_problem
+from tilewright.ops.lora_shrink import ShrinkArguments
+from tilewright.ops.lora_shrink import fake as fake_shrink
+from tilewright.ops.lowerings import device_target
+
+
+@cache
+def chosen_shrink(
+    problem: ShrinkProblem, bucket: int, target: Target
+) -> tuple[ShrinkConfig, KernelSpec]:
+    """Tiles and kernel for up to `bucket` rows."""
+    config = lora_plan.plan_shrink(problem, bucket, target)
+    return config, shrink_spec(problem, config, target.name)
+
+
+@cache
+def chosen_expand(
+    problem: ExpandProblem, bucket: int, target: Target
+) -> tuple[ExpandConfig, KernelSpec]:
+    """Tiles and kernel for up to `bucket` rows."""
+    config = lora_plan.plan_expand(problem, bucket, target)
+    return config, expand_spec(problem, config, target.name)
+
+
+def launch_shrink(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`shrink_qkv_permute_3mn` on CUDA tensors; see ShrinkArguments."""
+    a = ShrinkArguments(*args, **kwargs)
+    out = fake_shrink(a)
+    if out.numel() == 0:
+        return out
+    device = a.a.device
+    counts = row_counts(a, out.shape[1], out.shape[1])
+    problem, values = shrink_problem(a, counts)
+    values["out_ptr"] = out
+    target = device_target(device) or SM90
+    config, spec = chosen_shrink(problem, next_power_of_2(out.shape[1]), target)
+    grid = shrink_grid(problem, config, counts)
+    if isinstance(config, TiledShrink) and config.split_k > 1:
+        elements = scratch_elements(problem, config)
+        workspace, counters = split_k_scratch(grid[1], elements, device)
+        values |= {"workspace_ptr": workspace, "counters_ptr": counters}
+    launch(spec, grid, values, device)
+    return out
+
+
+def launch_expand(*args: Any, **kwargs: Any) -> Outputs:
+    """`lora_expand_add` on CUDA tensors; see ExpandArguments."""
+    a = ExpandArguments(*args, **kwargs)
+    outputs = fake_expand(a)
+    if not any(out.numel() for out in outputs):
+        return outputs
+    device = a.s.device
+    counts = row_counts(a, a.s.shape[1], a.num_tokens)
+    problem, values = expand_problem(a, counts, outputs)
+    target = device_target(device) or SM90
+    config, spec = chosen_expand(problem, next_power_of_2(a.num_tokens), target)
+    launch(spec, expand_grid(problem, config, counts), values, device)
+    return outputs
+
+
+def plan_shrink(a: Any, target: str) -> LoweringReport:
+    """What a call will run on a target; `a` may hold meta tensors."""
+    counts = row_counts(a, a.rows, a.rows)
+    problem, _ = shrink_problem(a, counts)
+    config, spec = chosen_shrink(problem, next_power_of_2(max(a.rows, 1)), TARGETS[target])
+    return LoweringReport("shrink kernel", str(config), (spec,))
+
+
+def plan_expand(a: Any, target: str) -> LoweringReport:
+    """What a call will run on a target; `a` may hold meta tensors."""
+    counts = row_counts(a, a.s.shape[1], a.num_tokens)
+    problem, _ = expand_problem(a, counts, fake_expand(a))
+    config, spec = chosen_expand(problem, next_power_of_2(max(a.num_tokens, 1)), TARGETS[target])
+    return LoweringReport("expand kernel", str(config), (spec,))
