@@ -25,7 +25,8 @@ _BATCHED = "aten.bmm"
 class ExpertGemm:
     """`x @ weight[expert]^T + bias[expert]`.
 
-    x [M, K]; weight [E, N, K]; bias [E, N] with bias_index, the experts it was taken by.
+    x [M, K]; weight [E, N, K], stored or computed; bias [E, N] with bias_index, the experts it was
+    taken by.
     ends [E]: where each expert's sorted rows end; None where `experts` [M] has each row's expert.
     end: the value with the result. column_axis: its axis of N.
     """
@@ -62,6 +63,15 @@ def is_expert_gemm(value: Value) -> bool:
     return value.op == _GROUPED or (value.op == _BATCHED and _by_expert(value) is not None)
 
 
+def rows_of(value: Value) -> View | None:
+    """The rows that a GEMM with expert weights multiplies; None for another value."""
+    if value.op == _GROUPED:
+        rows: View = value.args[0]
+        return rows
+    sides = _by_expert(value) if value.op == _BATCHED else None
+    return None if sides is None else value.operands[sides[1]]
+
+
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
     """The GEMM that `value` computes, with the bias that follows it if one does."""
     found = _grouped(value) if value.op == _GROUPED else _batched(value)
@@ -78,7 +88,7 @@ def _grouped(value: Value) -> ExpertGemm | None:
     weight = value.args[1]
     ends = value.kwargs.get("offs")
     ends = value.args[2] if ends is None and len(value.args) > 2 else ends
-    if len(weight.shape) != 3 or not isinstance(ends, View) or not _is_stored(weight):
+    if len(weight.shape) != 3 or not isinstance(ends, View):
         return None
     by_row = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
     return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,))
@@ -112,17 +122,13 @@ def _by_expert(value: Value) -> tuple[int, int] | None:
         weight, x = value.args[weight_side], value.args[x_side]
         taken = gathered(weight.value.whole)
         one_row = x.shape[1 if x_side == 0 else 2] == 1
-        if taken is None or not one_row or len(taken[0].shape) != 3 or not _is_stored(taken[0]):
+        if taken is None or not one_row or len(taken[0].shape) != 3:
             continue
         dims = weight.effect.dims
         whole = all(len(d) == 1 and d[0].step == 1 for d in dims) and dims[0][0].axis == 0
         if whole and sorted(weight.shape[1:]) == sorted(weight.value.shape[1:]):
             return weight_side, x_side
     return None
-
-
-def _is_stored(weight: View) -> bool:
-    return weight.value.op in ("constant", "input")
 
 
 def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:

@@ -21,43 +21,31 @@ from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.expert_gemm import Columns, ExpertGemm, is_expert_gemm, match_expert_gemm
+from tilewright.patterns.expert_combine import SHAPED_LIKE, Combine, match_combine
+from tilewright.patterns.expert_gemm import (
+    Columns,
+    ExpertGemm,
+    is_expert_gemm,
+    match_expert_gemm,
+    rows_of,
+)
+from tilewright.patterns.expert_weights import weight_arguments
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
 from tilewright.patterns.routing import (
     Order,
-    flat,
     gathered,
     in_order,
     match_ends,
-    match_inverse,
     match_order,
     match_rows,
 )
-
-# They take a tensor for its shape alone.
-_SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
 register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
-register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
-register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
-
-
-@dataclass(frozen=True)
-class Combine:
-    """The way from the down GEMM's rows to tokens. weights: expert weights [T, S]; None: not here.
-
-    end: the result [T, H].
-    """
-
-    weights: View | None
-    num_slots: Any
-    end: Value
-    absorbed: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -68,9 +56,13 @@ class Moe:
     op: str = "fused_moe"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """A GEMM with expert weights that another one of its kind feeds."""
+        """A GEMM with expert weights that another one of its kind feeds, not as it is: two in a
+        row are an adapter."""
         for value in flow.values:
-            if is_expert_gemm(value) and any(is_expert_gemm(v) for v in _upstream(value)):
+            rows = rows_of(value)
+            if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
+                continue
+            if any(is_expert_gemm(v) for v in _upstream(rows.value)):
                 yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
@@ -97,10 +89,12 @@ class Moe:
         if any(gemm.x != gate.x for gemm in firsts):
             reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
         _check_groups((*firsts, down), order)
-        combine = _combine(flow, down, order, num_slots)
+        combine = match_combine(flow, down, order, num_slots)
+        gemms = {"gate": gate, "up": up, "down": down}
+        weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
         _guard((*firsts, down), x)
         _check_device(x)
-        return _match(self, flow, anchor, x, order, activation, gate, up, down, combine)
+        return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, weights)
 
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
@@ -203,137 +197,10 @@ def _check_groups(gemms: tuple[ExpertGemm, ...], order: Order) -> None:
             )
 
 
-# --- back to tokens -------------------------------------------------------------------------------
-
-
-def _combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
-    """Weighting, un-permutation and sum, in whichever order and spelling."""
-    value, weights, absorbed = down.end, None, []
-    in_token_order = order.permutation is None
-    for _ in range(8):
-        user = _only_user(flow, value)
-        if user is None:
-            break
-        absorbed.append(user)
-        if user.op == "cast" or user.op == "aten.clone":
-            value = user
-        elif user.op == "aten.mul" and weights is None:
-            weights = _weights(user, value, order, num_slots, in_token_order)
-            if weights is None:
-                break
-            value = user
-        elif not in_token_order and (extra := _unpermuted(user, value, order)) is not None:
-            value, in_token_order = user, True
-            absorbed += extra
-        elif (
-            _sums_slots(user, value, num_slots)
-            if in_token_order
-            else _adds_rows(user, value, order, num_slots)
-        ):
-            return _finish(flow, user, weights, num_slots, absorbed)
-        else:
-            break
-    reject(
-        "EXPERT_COMBINE",
-        Stage.GUARDS,
-        f"after the down projection came {absorbed[-1] if absorbed else 'no single reader'}",
-        absorbed[-1] if absorbed else down.end,
-    )
-
-
-def _finish(
-    flow: Dataflow, end: Value, weights: View | None, num_slots: Any, absorbed: list[Value]
-) -> Combine:
-    """With the cast back to the activation's dtype, where one is the only reader."""
-    if weights is None:
-        reject(
-            "EXPERT_COMBINE",
-            Stage.GUARDS,
-            "the experts' results are summed without weights",
-            end,
-        )
-    user = _only_user(flow, end)
-    if user is not None and user.op == "cast" and end not in flow.output_values:
-        absorbed.append(user)
-        end = user
-    if end.store is not None:
-        reject(
-            "EXPERT_COMBINE",
-            Stage.GUARDS,
-            "the sum is in memory that was written in place, under more than one name",
-            end,
-            hint="use index_add instead of index_add_",
-        )
-    return Combine(weights, num_slots, end, tuple(absorbed))
-
-
-def _only_user(flow: Dataflow, value: Value) -> Value | None:
-    users = [u for u in dict.fromkeys(flow.users.get(value, ())) if u.op not in _SHAPED_LIKE]
-    # An in-place spelling is a computation and a store of it into the same memory.
-    users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
-                                      and not u.store.index)]  # fmt: skip
-    return users[0] if len(users) == 1 else None
-
-
-def _weights(
-    product: Value, value: Value, order: Order, num_slots: Any, in_token_order: bool
-) -> View | None:
-    """Expert weights [T, S] of value * weight."""
-    if len(product.operands) != 2:
-        return None
-    weight = next((v for v in product.operands if v.value is not value), None)
-    if weight is None:
-        return None
-    weight, _ = strip_casts(weight)
-    if in_token_order:
-        return _by_token(_without_columns(weight), num_slots)
-    column = _without_columns(weight)
-    if column is None:
-        return None
-    column = flat(column)
-    base, _ = strip_casts(column)
-    taken = gathered(base)
-    if taken is None or taken[1] != order.permutation:
-        return None
-    return _by_token(taken[0], num_slots)
-
-
-def _without_columns(view: View) -> View | None:
-    """A weight that is one number per row, without its dimension of one (or of repeats)."""
-    *rows, last = view.effect.dims
-    if last and any(a.axis is not None for a in last):
-        return None
-    return View(view.value, effects.Effect(tuple(rows), view.effect.start))
-
-
-def _by_token(view: View | None, num_slots: Any) -> View | None:
-    """[T * S] or [T, S] as [T, S]."""
-    if view is None:
-        return None
-    total = effects.product(view.shape)
-    tokens = effects.divides(num_slots, total)
-    if tokens is None:
-        return None
-    return View(view.value, effects.reshape(view.effect, (tokens, num_slots)))
-
-
-def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
-    """Values absorbed where `user` is `value` in the routes' own order; None where it is not."""
-    taken = gathered(user.whole)
-    if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
-        return []
-    store = user.store
-    if store is None or store.accumulate or store.memory.is_input:
-        return None
-    by_index = list(store.index.items()) == [(0, order.permutation)]
-    whole = effects.is_identity(store.target, store.memory.shape)
-    return [] if by_index and whole and store.source == value.whole else None
-
-
-def _upstream(value: Value, reach: int = 24) -> set[Value]:
-    """What a GEMM's operands are made of, a few steps back, up to the next GEMM."""
+def _upstream(rows: Value, reach: int = 24) -> set[Value]:
+    """What a GEMM's rows are made of, a few steps back, up to the next GEMM."""
     seen: set[Value] = set()
-    front = [v.value for v in value.operands]
+    front = [rows]
     while front and len(seen) < reach:
         item = front.pop(0)
         if item not in seen:
@@ -341,49 +208,6 @@ def _upstream(value: Value, reach: int = 24) -> set[Value]:
             if not is_expert_gemm(item):
                 front += [v.value for v in item.operands]
     return seen
-
-
-def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
-    """Whether `user` is value, seen as [T, S, H], summed over S."""
-    if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
-        return False
-    view = user.operands[0]
-    dims = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
-    if len(view.shape) != 3 or view.shape[1] != num_slots or [d % 3 for d in dims] != [1]:
-        return False
-    routes = effects.reshape(view.effect, (effects.product(view.shape[:2]), view.shape[2]))
-    flat_value = effects.product(value.shape[:-1])
-    expected = effects.reshape(effects.identity(value.shape), (flat_value, value.shape[-1]))
-    return routes == expected and not user.kwargs.get("keepdim")
-
-
-def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
-    """Whether `user` adds each row of value to its token, from zero."""
-    store = user.store
-    if user.op in ("aten.index_add", "aten.scatter_add"):
-        base, dim, index, source = user.args[:4]
-        rows = match_rows(_first_column(index), order) if dim == 0 else None
-        return rows == num_slots and source == value.whole and _is_zero(base)
-    if store is None or not store.accumulate or store.memory.is_input:
-        return False
-    items = list(store.index.items())
-    if len(items) != 1 or items[0][0] != 0 or store.source != value.whole:
-        return False
-    before = user.args[0]
-    return match_rows(items[0][1], order) == num_slots and _is_zero(before)
-
-
-def _first_column(view: View) -> View:
-    """An index that repeats along the columns, as the rows it names."""
-    if len(view.effect.dims) == 2 and all(a.axis is None for a in view.effect.dims[1]):
-        return View(view.value, effects.Effect(view.effect.dims[:1], view.effect.start))
-    return view
-
-
-def _is_zero(view: Any) -> bool:
-    names = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-    return isinstance(view, View) and view.value.op in names
 
 
 # --- the match ------------------------------------------------------------------------------------
@@ -414,6 +238,7 @@ def _match(
     up: ExpertGemm | None,
     down: ExpertGemm,
     combine: Combine,
+    weights: dict[str, Any],
 ) -> Match:
     num_slots = combine.num_slots
     tokens = effects.divides(num_slots, effects.product(order.ids.shape))
@@ -422,9 +247,8 @@ def _match(
         "x": x,
         "expert_ids": ids,
         "expert_weights": combine.weights,
-        "gate_weight": gate.weight,
-        "up_weight": None if up is None else up.weight,
-        "down_weight": down.weight,
+        "up_weight": None,
+        **weights,
         "gate_bias": gate.bias,
         "up_bias": None if up is None else up.bias,
         "down_bias": down.bias,
@@ -439,7 +263,7 @@ def _match(
         user
         for value in absorbed
         for user in flow.users.get(value, ())
-        if user.op in _SHAPED_LIKE and user.operands[0].value is value
+        if user.op in SHAPED_LIKE and user.operands[0].value is value
     )
     nodes = {value.node for value in absorbed}
     scratch = tuple(store for store in flow.stores if store.node in nodes)
@@ -452,7 +276,8 @@ def _match(
         absorbed=tuple(v for v in dict.fromkeys(absorbed) if v not in scratch),
         stores=(),
         scratch=scratch,
-        facts=_facts(x, activation, gate, up, down, num_slots),
+        facts=_facts(x, activation, gate, up, down, num_slots)
+        | {"weights": weights.get("weight_format", "dense")},
         scope=common_scope(gate.end.scope, anchor.scope),
     )
 

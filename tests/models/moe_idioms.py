@@ -14,13 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models import moe_dequant
+from tilewright.ops.formats.expert_weight import ExpertWeight
+
 
 @dataclass(frozen=True)
 class MoeAxes:
     """gemm: "grouped", or "batched" with a gathered weight per route (routes stay in their order).
     ends, rows, order, combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves",
     "interleaved" or "separate". stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows
-    times expert_weights[order]) or "tokens" (after the way back)."""
+    times expert_weights[order]) or "tokens" (after the way back). quantised, quantised_down: a
+    spelling of moe_dequant.SPELLINGS for the experts' weights, or "" for dense ones."""
 
     ends: str = "histc"
     rows: str = "divide"
@@ -32,6 +36,8 @@ class MoeAxes:
     activation: str = "silu"
     weigh: str = "sorted"
     bias: bool = False
+    quantised: str = ""
+    quantised_down: str | None = None
     num_tokens: int = 14
     hidden: int = 64
     inner: int = 32
@@ -165,6 +171,29 @@ SPLITS = {
 }
 
 
+class Coded(nn.Module):
+    """A weight [E, N, K] of codes, dequantised at each call."""
+
+    def __init__(self, spelling: str, shape: tuple[int, ...], seed: int) -> None:
+        super().__init__()
+        self.format, self.decode = moe_dequant.SPELLINGS[spelling]
+        for name, tensor in zip(
+            ("codes", "scales", "factor"), moe_dequant.stored(self.format, seed, shape), strict=True
+        ):
+            self.register_buffer(name, tensor)
+
+    def forward(self):
+        return self.decode(self.codes, self.scales, self.factor)
+
+    def exact(self):
+        """The weight in float64, by the format's own definition."""
+        block = moe_dequant.FP8_BLOCK if self.format == "fp8" else (1, 32)
+        weight = ExpertWeight(self.codes, self.format, self.scales, block)
+        values = weight.dequantize(torch.arange(self.codes.shape[0]), torch.float64)
+        scaled = self.decode.__name__ == "nvfp4_table"
+        return values * self.factor.double()[:, None, None] if scaled else values
+
+
 class Moe(nn.Module):
     def __init__(self, axes: MoeAxes) -> None:
         super().__init__()
@@ -184,17 +213,21 @@ class Moe(nn.Module):
             self.up = self.weight(experts, inner, hidden)
         else:
             self.gate_up = self.weight(experts, 2 * inner, hidden)
-        self.down = self.weight(experts, hidden, inner)
+        down = axes.quantised if axes.quantised_down is None else axes.quantised_down
+        self.down = self.weight(experts, hidden, inner, down)
         if axes.bias:
             self.gate_up_bias = nn.Parameter(torch.zeros(experts, 2 * inner))
             self.down_bias = nn.Parameter(torch.zeros(experts, hidden))
 
-    def weight(self, experts, rows, columns):
+    def weight(self, experts, rows, columns, quantised=None):
+        quantised = self.axes.quantised if quantised is None else quantised
+        if quantised:
+            return Coded(quantised, (experts, rows, columns), seed=rows + columns)
         shape = (rows, columns) if self.axes.stored == "NK" else (columns, rows)
         return nn.Parameter(torch.empty(experts, *shape))
 
     def multiply(self, x, weight, ends):
-        weight = self.weight_of(weight)
+        weight = self.weight_of(weight() if isinstance(weight, Coded) else weight)
         weight = weight.transpose(1, 2) if self.axes.stored == "NK" else weight
         return torch._grouped_mm(x, weight, offs=ends)
 
@@ -234,7 +267,7 @@ class Moe(nn.Module):
         return y.sum(1).to(x.dtype)
 
     def multiply_each(self, x, weight, ids):
-        weight = self.weight_of(weight)[ids]
+        weight = self.weight_of(weight() if isinstance(weight, Coded) else weight)[ids]
         if self.axes.stored == "NK":
             return torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1)
         return torch.bmm(x.unsqueeze(1), weight).squeeze(1)
@@ -268,6 +301,18 @@ IDIOMS |= {
         "activation": "clamped",
     },
 }  # fmt: skip
+IDIOMS |= {
+    f"quantised_{name}": {"quantised": name, "inner": 64}
+    for name in ("nvfp4_table", "mxfp4_ldexp", "fp8_blocks", "int4_groups")
+}
+IDIOMS |= {
+    "quantised_interleaved": {
+        "quantised": "mxfp4_ldexp", "inner": 64, "layout": "interleaved", "activation": "clamped",
+        "bias": True,
+    },
+    "quantised_separate": {"quantised": "fp8_blocks", "inner": 64, "layout": "separate"},
+    "quantised_batched": {"quantised": "nvfp4_table", "inner": 64, "gemm": "batched"},
+}  # fmt: skip
 
 
 def build(name, **changes):
@@ -289,6 +334,7 @@ def exact(module, x):
     """The same in float64, expert by expert."""
     axes = module.axes
     wide = {name: p.double() for name, p in module.named_parameters()}
+    wide |= {n: m.exact() for n, m in module.named_children() if isinstance(m, Coded)}
     # The choice of experts is the module's own: it is discrete.
     weights, ids = module.router(x).float().softmax(-1).topk(axes.num_slots, -1)
     out = torch.zeros(x.shape, dtype=torch.float64)

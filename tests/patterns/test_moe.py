@@ -98,6 +98,21 @@ def test_near_misses_say_what_is_wrong(change):
     assert NEAR_MISSES[change] in misses("plain", change)
 
 
+MIXED = {"inner": 64, "quantised": "nvfp4_table"}
+
+
+@pytest.mark.parametrize("down", ["", "mxfp4_ldexp"])
+def test_weights_of_two_kinds_are_refused(down):
+    assert "WEIGHT_FORMAT" in misses("plain", lambda module: None, **MIXED, quantised_down=down)
+
+
+def test_weights_in_an_unknown_format_are_refused():
+    def change(module):
+        module.weight_of = lambda weight: weight + 1
+
+    assert "WEIGHT_FORMAT" in misses("plain", change, **MIXED)
+
+
 def test_dtypes_without_a_kernel_are_refused():
     assert "DTYPE" in misses("batched", lambda module: None, dtype=torch.float32)
 

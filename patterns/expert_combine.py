@@ -1,0 +1,199 @@
+"""The way from the rows of the experts' last GEMM back to tokens: weighting, un-permutation and
+sum, in whichever order and spelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.expert_gemm import ExpertGemm
+from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.norm import strip_casts
+from tilewright.patterns.routing import Order, flat, gathered, match_inverse, match_rows
+
+# They take a tensor for its shape alone.
+SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
+
+register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
+
+
+@dataclass(frozen=True)
+class Combine:
+    """The way from the down GEMM's rows to tokens. weights: expert weights [T, S]; None: not here.
+
+    end: the result [T, H].
+    """
+
+    weights: View | None
+    num_slots: Any
+    end: Value
+    absorbed: tuple[Value, ...]
+
+
+def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
+    """Weighting, un-permutation and sum, in whichever order and spelling."""
+    value, weights, absorbed = down.end, None, []
+    in_token_order = order.permutation is None
+    for _ in range(8):
+        user = _only_user(flow, value)
+        if user is None:
+            break
+        absorbed.append(user)
+        if user.op == "cast" or user.op == "aten.clone":
+            value = user
+        elif user.op == "aten.mul" and weights is None:
+            weights = _weights(user, value, order, num_slots, in_token_order)
+            if weights is None:
+                break
+            value = user
+        elif not in_token_order and (extra := _unpermuted(user, value, order)) is not None:
+            value, in_token_order = user, True
+            absorbed += extra
+        elif (
+            _sums_slots(user, value, num_slots)
+            if in_token_order
+            else _adds_rows(user, value, order, num_slots)
+        ):
+            return _finish(flow, user, weights, num_slots, absorbed)
+        else:
+            break
+    reject(
+        "EXPERT_COMBINE",
+        Stage.GUARDS,
+        f"after the down projection came {absorbed[-1] if absorbed else 'no single reader'}",
+        absorbed[-1] if absorbed else down.end,
+    )
+
+
+def _finish(
+    flow: Dataflow, end: Value, weights: View | None, num_slots: Any, absorbed: list[Value]
+) -> Combine:
+    """With the cast back to the activation's dtype, where one is the only reader."""
+    if weights is None:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            "the experts' results are summed without weights",
+            end,
+        )
+    user = _only_user(flow, end)
+    if user is not None and user.op == "cast" and end not in flow.output_values:
+        absorbed.append(user)
+        end = user
+    if end.store is not None:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            "the sum is in memory that was written in place, under more than one name",
+            end,
+            hint="use index_add instead of index_add_",
+        )
+    return Combine(weights, num_slots, end, tuple(absorbed))
+
+
+def _only_user(flow: Dataflow, value: Value) -> Value | None:
+    users = [u for u in dict.fromkeys(flow.users.get(value, ())) if u.op not in SHAPED_LIKE]
+    # An in-place spelling is a computation and a store of it into the same memory.
+    users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
+                                      and not u.store.index)]  # fmt: skip
+    return users[0] if len(users) == 1 else None
+
+
+def _weights(
+    product: Value, value: Value, order: Order, num_slots: Any, in_token_order: bool
+) -> View | None:
+    """Expert weights [T, S] of value * weight."""
+    if len(product.operands) != 2:
+        return None
+    weight = next((v for v in product.operands if v.value is not value), None)
+    if weight is None:
+        return None
+    weight, _ = strip_casts(weight)
+    if in_token_order:
+        return _by_token(_without_columns(weight), num_slots)
+    column = _without_columns(weight)
+    if column is None:
+        return None
+    column = flat(column)
+    base, _ = strip_casts(column)
+    taken = gathered(base)
+    if taken is None or taken[1] != order.permutation:
+        return None
+    return _by_token(taken[0], num_slots)
+
+
+def _without_columns(view: View) -> View | None:
+    """A weight that is one number per row, without its dimension of one (or of repeats)."""
+    *rows, last = view.effect.dims
+    if last and any(a.axis is not None for a in last):
+        return None
+    return View(view.value, effects.Effect(tuple(rows), view.effect.start))
+
+
+def _by_token(view: View | None, num_slots: Any) -> View | None:
+    """[T * S] or [T, S] as [T, S]."""
+    if view is None:
+        return None
+    total = effects.product(view.shape)
+    tokens = effects.divides(num_slots, total)
+    if tokens is None:
+        return None
+    return View(view.value, effects.reshape(view.effect, (tokens, num_slots)))
+
+
+def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
+    """Values absorbed where `user` is `value` in the routes' own order; None where it is not."""
+    taken = gathered(user.whole)
+    if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
+        return []
+    store = user.store
+    if store is None or store.accumulate or store.memory.is_input:
+        return None
+    by_index = list(store.index.items()) == [(0, order.permutation)]
+    whole = effects.is_identity(store.target, store.memory.shape)
+    return [] if by_index and whole and store.source == value.whole else None
+
+
+def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
+    """Whether `user` is value, seen as [T, S, H], summed over S."""
+    if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
+        return False
+    view = user.operands[0]
+    dims = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if len(view.shape) != 3 or view.shape[1] != num_slots or [d % 3 for d in dims] != [1]:
+        return False
+    routes = effects.reshape(view.effect, (effects.product(view.shape[:2]), view.shape[2]))
+    flat_value = effects.product(value.shape[:-1])
+    expected = effects.reshape(effects.identity(value.shape), (flat_value, value.shape[-1]))
+    return routes == expected and not user.kwargs.get("keepdim")
+
+
+def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
+    """Whether `user` adds each row of value to its token, from zero."""
+    store = user.store
+    if user.op in ("aten.index_add", "aten.scatter_add"):
+        base, dim, index, source = user.args[:4]
+        rows = match_rows(_first_column(index), order) if dim == 0 else None
+        return rows == num_slots and source == value.whole and _is_zero(base)
+    if store is None or not store.accumulate or store.memory.is_input:
+        return False
+    items = list(store.index.items())
+    if len(items) != 1 or items[0][0] != 0 or store.source != value.whole:
+        return False
+    before = user.args[0]
+    return match_rows(items[0][1], order) == num_slots and _is_zero(before)
+
+
+def _first_column(view: View) -> View:
+    """An index that repeats along the columns, as the rows it names."""
+    if len(view.effect.dims) == 2 and all(a.axis is None for a in view.effect.dims[1]):
+        return View(view.value, effects.Effect(view.effect.dims[:1], view.effect.start))
+    return view
+
+
+def _is_zero(view: Any) -> bool:
+    names = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+    return isinstance(view, View) and view.value.op in names
