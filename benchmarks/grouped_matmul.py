@@ -1,0 +1,273 @@
+"""`grouped_matmul` alone against torch's grouped_mm, and `quantize_nvfp4` against the memory.
+
+    python benchmarks/grouped_matmul.py [--models qwen3 ...] [--tokens 1 16 ...] [--sweep] [--out F]
+
+Random routing, CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the
+experts in use). --sweep times every tile config beside the planned one. float16, for which torch
+has a loop over the groups, is timed without graphs: the loop waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from moe_layers import BY_NAME, COLD_BYTES, WEIGHT_BYTES, MoeShape, coded, dense, routes
+from timing import Call, capture, environment, interleaved_us
+from tune_qkv import compile_quietly
+
+from tilewright.codegen.grouped_kernels import GemmConfig, gemm_grid, grouped_spec
+from tilewright.codegen.grouped_plan import plan_grouped
+from tilewright.codegen.nvfp4_kernels import QuantizeConfig, quantize_grid, quantize_spec
+from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM90
+from tilewright.ops.grouped_lowerings import kernel_values
+from tilewright.ops.grouped_matmul import OP, GroupedMatmulArguments, fake
+from tilewright.ops.grouped_problems import grouped_problem
+from tilewright.ops.kernel_launch import launch
+from tilewright.ops.quantize_nvfp4 import OP as QUANTIZE
+from tilewright.ops.quantize_nvfp4 import QuantizeNvfp4Arguments, problem_of
+from tilewright.ops.quantize_nvfp4 import fake as fake_codes
+from tilewright.ops.quantize_nvfp4 import kernel_values as quantize_values
+
+DEVICE = torch.device("cuda")
+MANY_ROWS = (
+    GemmConfig(64, 128, 64, False, 4, 4), GemmConfig(64, 128, 64, False, 4, 3, 2),
+    GemmConfig(64, 256, 64, False, 8, 4), GemmConfig(128, 128, 64, False, 8, 4),
+    GemmConfig(128, 256, 64, False, 8, 3), GemmConfig(128, 256, 64, False, 8, 4),
+    GemmConfig(128, 256, 64, False, 8, 3, 1, True), GemmConfig(128, 128, 128, False, 8, 3),
+)  # fmt: skip
+
+
+def few_rows(block_m: int) -> tuple[GemmConfig, ...]:
+    return (
+        GemmConfig(block_m, 128, 128, True, 8, 4), GemmConfig(block_m, 64, 128, True, 4, 4, 2),
+        GemmConfig(block_m, 128, 64, True, 4, 4, 2), GemmConfig(block_m, 128, 128, True, 4, 4),
+        GemmConfig(block_m, 64, 256, True, 4, 3, 2),
+    )  # fmt: skip
+
+
+def candidates(rows: int) -> tuple[GemmConfig, ...]:
+    """Configs to try where a group has so many rows on average."""
+    if rows <= 16:
+        return few_rows(16)
+    if rows <= 96:
+        size = min(next_power_of_2(rows), 64)
+        return (*few_rows(size), *MANY_ROWS[:3])
+    return MANY_ROWS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One GEMM of a model's experts at a number of tokens."""
+
+    shape: MoeShape
+    stage: str
+    tokens: int
+    form: str
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """(E, N, K)"""
+        s = self.shape
+        return (s.num_experts, 2 * s.inner, s.hidden) if self.stage == "up" else (
+            s.num_experts, s.hidden, s.inner
+        )  # fmt: skip
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.shape.num_slots
+
+
+def weights(case: Case) -> dict[str, Any]:
+    if case.form in ("dense", "fp16"):
+        weight = dense(*case.dims)
+        return {"weight": weight.half() if case.form == "fp16" else weight}
+    codes, scale, block = coded(case.form, *case.dims)
+    return {"weight": codes, "weight_format": case.form, "weight_scale": scale,
+            "scale_block": block}  # fmt: skip
+
+
+def arguments(case: Case, given: dict[str, Any]) -> list[GroupedMatmulArguments]:
+    """Calls whose weights and rows do not fit the L2 cache together."""
+    experts, n, k = case.dims
+    share = 1 - (1 - case.shape.num_slots / experts) ** case.tokens
+    read = share * experts * n * k * WEIGHT_BYTES.get(case.form, 2.0)
+    made = []
+    for _ in range(min(max(2, -(-int(COLD_BYTES) // int(read))), 12)):
+        ids, _weights = routes(case.shape, case.tokens, "random")
+        ends = torch.bincount(ids.flatten(), minlength=experts).cumsum(0).to(torch.int32)
+        x = torch.randn(case.rows, k, device=DEVICE).to(
+            torch.float16 if case.form == "fp16" else torch.bfloat16
+        )
+        made.append(GroupedMatmulArguments(x, group_offsets=ends, end_offsets=True, **given))
+    return made
+
+
+def kernel(a: GroupedMatmulArguments, config: GemmConfig) -> Call:
+    spec = grouped_spec(grouped_problem(a), config, SM90.name)
+
+    def call() -> None:
+        launch(spec, gemm_grid(config, SM90.num_sms), kernel_values(a, fake(a)), DEVICE)
+
+    return call
+
+
+def peer(a: GroupedMatmulArguments) -> Call:
+    return lambda: torch.nn.functional.grouped_mm(a.x, a.weight.mT, offs=a.group_offsets)
+
+
+def configs_of(case: Case, a: GroupedMatmulArguments, sweep: bool) -> list[GemmConfig]:
+    rows = -(-case.rows // case.shape.num_experts)
+    planned = plan_grouped(grouped_problem(a), next_power_of_2(case.rows), SM90)
+    return list(dict.fromkeys((planned, *(candidates(rows) if sweep else ()))))
+
+
+def measure(case: Case, given: dict[str, Any], sweep: bool) -> dict[str, Any]:
+    sets = arguments(case, given)
+    configs = configs_of(case, sets[0], sweep)
+    calls = max(len(sets), 4 if case.tokens <= 1024 else 2)
+    graphs: dict[str, Any] = {}
+    few = replace(sets[0], x=sets[0].x[:64], group_offsets=sets[0].ends.clamp(max=64))
+    want = OP.reference(few)
+    for config in configs:
+        try:
+            runs = [kernel(a, config) for a in sets]
+            graphs[str(config)] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
+        except Exception as error:  # what cannot be launched is a result here
+            print(f"    {config}: {type(error).__name__}: {str(error)[:150]}")
+    got = OP.call(sets[0])[:64]
+    error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
+    if case.form == "dense":
+        peers = [peer(a) for a in sets]
+        graphs["grouped_mm"] = capture([peers[i % len(peers)] for i in range(calls)], warmup=1)
+    times = interleaved_us(graphs, calls, rounds=4, replays=2)
+    if case.form == "fp16":
+        times["grouped_mm"] = eager_us(peer(sets[0]))
+        times["op, eager"] = eager_us(lambda: OP.call(sets[0]))
+    return report(case, sets, str(configs[0]), times, error)
+
+
+def eager_us(call: Call, runs: int = 5) -> float:
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(runs):
+        call()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - start) / runs
+
+
+def report(
+    case: Case, sets: list[Any], planned: str, times: dict[str, float], error: float
+) -> dict[str, Any]:
+    _, n, k = case.dims
+    hit = sum(int((a.ends.diff(prepend=a.ends.new_zeros(1)) > 0).sum()) for a in sets) / len(sets)
+    flop, read = 2 * case.rows * n * k, hit * n * k * WEIGHT_BYTES.get(case.form, 2.0)
+    print(f"{case.shape.name} {case.stage} {case.form} T={case.tokens} {hit:.0f} experts, "
+          f"error {error:.1e}")  # fmt: skip
+    for name in sorted(times, key=lambda name: times[name]):
+        us = times[name]
+        mark = " <- planned" if name == planned else ""
+        rates = f"{flop / us / 1e6:6.0f} TF {read / us / 1e6:5.2f} TB/s"
+        print(f"    {us:9.1f} us {rates}  {name}{mark}")
+    print(end="", flush=True)
+    return {"model": case.shape.name, "stage": case.stage, "form": case.form, "error": error,
+            "tokens": case.tokens, "planned": planned, "us": times}  # fmt: skip
+
+
+def quantise(sweep: bool) -> list[dict[str, Any]]:
+    """`quantize_nvfp4` of the rows that go to Qwen3's and DeepSeek's experts."""
+    kept = []
+    for rows, inner in ((128, 2048), (8192, 2048), (65536, 2048), (65536, 7168)):
+        # Blocks of rows so that calls together exceed the L2 cache.
+        count = max(1, min(8, int(COLD_BYTES) // (rows * inner * 2)))
+        ends = torch.arange(0, 129, device=DEVICE) * (rows // 128)
+        sets = [
+            QuantizeNvfp4Arguments(torch.randn(rows, inner, device=DEVICE).bfloat16(),
+                                   ends.to(torch.int32), torch.ones(128, device=DEVICE))
+            for _ in range(count)
+        ]  # fmt: skip
+        graphs = {"planned": capture([lambda a=a: QUANTIZE.call(a) for a in sets], warmup=1)}
+        configs = [QuantizeConfig(c, w) for c in (64, 128, 256) for w in (4, 8)] if sweep else []
+        for config in configs:
+            calls = [codes(a, config) for a in sets]
+            graphs[f"{config.block_c} columns w{config.num_warps}"] = capture(calls, warmup=1)
+        graphs["copy"] = capture([lambda a=a: a.x.clone() for a in sets], warmup=1)
+        times = interleaved_us(graphs, count, rounds=4, replays=2)
+        print(f"quantize_nvfp4 {rows} x {inner}")
+        for name, us in times.items():
+            moved = rows * inner * (4 if name == "copy" else 2 + 0.5625)
+            print(f"    {us:9.1f} us {moved / us / 1e3:6.0f} GB/s  {name}")
+        kept.append({"rows": rows, "inner": inner, "us": times})
+    return kept
+
+
+def codes(a: QuantizeNvfp4Arguments, config: QuantizeConfig) -> Call:
+    problem = problem_of(a)
+    spec = quantize_spec(problem, config, SM90.name)
+    grid = quantize_grid(problem, config, a.num_blocks)
+    return lambda: launch(spec, grid, quantize_values(a, *fake_codes(a)), DEVICE)
+
+
+def compile_all(wanted: list[KernelSpec]) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        for spec, outcome in zip(wanted, pool.map(compile_quietly, wanted), strict=True):
+            if outcome:
+                print(f"    {spec.name}: {outcome}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=["qwen3", "mixtral", "deepseek", "gpt"])
+    parser.add_argument("--stages", nargs="*", default=["up", "down"])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 128, 1024, 8192])
+    parser.add_argument("--forms", nargs="*", default=["dense"])
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--quantise", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    start = time.time()
+    shapes = [s for m in options.models for n, s in BY_NAME.items() if n.startswith(m)]
+    grids = [
+        [Case(shape, stage, tokens, form) for tokens in options.tokens]
+        for shape in shapes for stage in options.stages for form in options.forms
+    ]  # fmt: skip
+    wanted = []
+    for cases in grids:
+        given = weights(cases[0])
+        for case in cases:
+            a = arguments(case, given)[0]
+            problem = grouped_problem(a)
+            configs = configs_of(case, a, options.sweep)
+            wanted += [grouped_spec(problem, config, SM90.name) for config in configs]
+        del given, a
+        torch.cuda.empty_cache()
+    compile_all(list(dict.fromkeys(wanted)))
+    print(f"{len(set(wanted))} kernels in {time.time() - start:.0f} s", flush=True)
+    kept: dict[str, Any] = {"environment": environment(), "grouped_matmul": []}
+    for cases in grids:
+        given = weights(cases[0])
+        kept["grouped_matmul"] += [measure(case, given, options.sweep) for case in cases]
+        del given
+        torch.cuda.empty_cache()
+    if options.quantise:
+        kept["quantize_nvfp4"] = quantise(options.sweep)
+    if options.out:
+        options.out.write_text(json.dumps(kept, indent=1))
+    print(f"all in {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
