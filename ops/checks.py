@@ -49,10 +49,13 @@ def check_choice(op: str, argument: str, value: str, choices: Sequence[str]) -> 
 
 
 def check_shape(
-    op: str, argument: str, tensor: torch.Tensor, letters: str, sizes: Sequence[Any]
+    op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
-    """Raises ArgumentError unless the tensor has the rank of `sizes` and every size that is not
-    None. `letters` names the axes for the message: `[Hkv, D, K]`."""
+    """Raises ArgumentError unless the tensor is there (torch lets None pass for one) and has the
+    rank of `sizes` and every size that is not None. `letters` names the axes for the message:
+    `[Hkv, D, K]`."""
+    if tensor is None:
+        raise ArgumentError(op, argument, f"a tensor of shape {letters}", None)
     shape = tensor.shape
     right = len(shape) == len(sizes) and all(
         want is None or holds(have == want) for have, want in zip(shape, sizes, strict=True)
