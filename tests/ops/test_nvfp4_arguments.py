@@ -174,7 +174,7 @@ def test_rows_that_tma_cannot_reach_go_to_the_reference():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("sizes", [(31, 97, 63), (131, 97, 263)], ids=["swapped", "tiled"])
 def test_gpu_indices_that_nothing_checks_reach_no_other_memory(sizes, monkeypatch):
-    """On a GPU values are looked at on demand only; groups whose own numbers are good stay right."""
+    """On a GPU values are looked at on demand only; groups whose own numbers are good are right."""
     a = op.sample_inputs(replace(CASE, sizes=sizes, ids=(0, 3, 2)), "cuda")
     want = op.OP.call(a)
     first, rest = sizes[0], sum(sizes[:2])
