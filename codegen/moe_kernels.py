@@ -7,7 +7,7 @@ choice of tiles, and the two give a KernelSpec and a launch grid.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.codegen.grouped_kernels import (
     STORED,
@@ -23,6 +23,14 @@ from tilewright.codegen.grouped_kernels import (
 )
 from tilewright.codegen.grouped_kernels import (
     gemm_grid as gemm_grid,
+)
+from tilewright.codegen.moe_codes_kernels import (
+    WORD_BYTES,
+    CodesConfig,
+    down_codes_spec,
+    scale_steps,
+    scale_type,
+    storage_constants,
 )
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
@@ -136,9 +144,46 @@ def _sort_constants(problem: MoeProblem, config: OrderConfig) -> dict[str, Const
     }
 
 
-def up_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
-    layout = problem.gate_up
-    arguments: dict[str, str | None] = {
+def up_spec(problem: MoeProblem, config: GemmConfig, target: str, order: int = 0) -> KernelSpec:
+    """order: the steps for which the result is put in order, see `order_step`."""
+    if isinstance(config, CodesConfig):
+        return _up_codes_spec(problem, config, target, order)
+    arguments = _up_arguments(problem)
+    constants: dict[str, Constant] = {
+        **_up_constants(problem),
+        **weight_constants(problem.gate_up, problem.format, problem.scale_block),
+        "GATE_SCALE_STRIDES": problem.scale_strides[0],
+        "UP_SCALE_STRIDES": problem.scale_strides[1],
+        **tile_constants(config),
+    }
+    return _spec(
+        "moe_gemm", "moe_up", problem, constants, arguments, config.num_warps, target,
+        config.num_stages,
+    )  # fmt: skip
+
+
+def _up_codes_spec(problem: MoeProblem, config: CodesConfig, target: str, order: int) -> KernelSpec:
+    storage = up_problem(problem)
+    scales = f"*{scale_type(storage, config.block_k)}"
+    arguments = _up_arguments(problem) | {"weight_ptr": "*i32", "gate_scale_ptr": scales}
+    if problem.gated:
+        arguments["up_scale_ptr"] = scales
+    constants: dict[str, Constant] = {
+        **_up_constants(problem),
+        **storage_constants(storage, config),
+        "HIDDEN_STEP": order,
+    }
+    for name, strides in zip(("GATE", "UP"), problem.scale_strides[:2], strict=True):
+        constants[f"{name}_SCALE_STRIDES"] = scale_steps(storage, strides, config.block_k)
+    distance = None if problem.distance is None else problem.distance // WORD_BYTES
+    return _spec(
+        "moe_codes", "moe_up_codes", replace(problem, distance=distance), constants, arguments,
+        config.num_warps, target, config.num_stages,
+    )  # fmt: skip
+
+
+def _up_arguments(problem: MoeProblem) -> dict[str, str | None]:
+    return {
         "x_ptr": f"*{problem.dtype}",
         "order_ptr": "*i32",
         "ends_ptr": "*i32",
@@ -152,34 +197,42 @@ def up_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
         "hidden_ptr": f"*{problem.dtype}",
         "distance": "i64",
     }
+
+
+def _up_constants(problem: MoeProblem) -> dict[str, Constant]:
     strides = [stride for bias in problem.biases[:2] for stride in (bias or (0, 0))]
-    constants: dict[str, Constant] = {
+    return {
+        "NUM_SLOTS": problem.num_slots,
         "NUM_EXPERTS": problem.num_experts,
         "EXPERTS": problem.experts,
         "HIDDEN": problem.hidden,
         "INNER": problem.inner,
-        **weight_constants(layout, problem.format, problem.scale_block),
-        "NUM_SLOTS": problem.num_slots,
         "X_STRIDE": problem.x_stride,
         "GATED": problem.gated,
         "INTERLEAVED": problem.interleaved,
         "UP_FIRST": problem.up_first,
-        "GATE_SCALE_STRIDES": problem.scale_strides[0],
-        "UP_SCALE_STRIDES": problem.scale_strides[1],
         "ACTIVATION": problem.activation,
         "ALPHA": problem.alpha,
         "LIMIT": problem.limit,
         "BIAS_STRIDES": tuple(strides),
-        **tile_constants(config),
     }
-    return _spec(
-        "moe_gemm", "moe_up", problem, constants, arguments, config.num_warps, target,
-        config.num_stages,
-    )  # fmt: skip
 
 
 def down_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
+    if isinstance(config, CodesConfig):
+        return down_codes_spec(down_problem(problem), config, target)
     return grouped_spec(down_problem(problem), config, target)
+
+
+def up_problem(problem: MoeProblem) -> GroupedProblem:
+    """The storage of gate's weight, as that of a grouped GEMM."""
+    return replace(
+        down_problem(problem),
+        rows=problem.inner,
+        inner=problem.hidden,
+        weight=problem.gate_up,
+        scale_strides=problem.scale_strides[0],
+    )
 
 
 def down_problem(problem: MoeProblem) -> GroupedProblem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,6 +10,13 @@ from typing import Any
 import torch
 
 from tilewright.codegen import moe_kernels as kernels
+from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
+from tilewright.codegen.moe_codes_kernels import (
+    WORD_BYTES,
+    CodesConfig,
+    order_step,
+    scale_bytes,
+)
 from tilewright.codegen.moe_kernels import MoeProblem
 from tilewright.codegen.moe_plan import MoePlan, plan_moe
 from tilewright.codegen.qkv_heads import next_power_of_2
@@ -19,6 +27,8 @@ from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -39,10 +49,11 @@ def specs(
 ) -> dict[str, KernelSpec]:
     """The kernels of a call by step."""
     counted = num_chunks > 1
+    order = order_step(kernels.down_problem(problem), plan.down)
     made = {"count": kernels.count_spec(problem, plan.order, target)} if counted else {}
     return made | {
         "order": kernels.order_spec(problem, plan.order, target, counted=counted),
-        "up": kernels.up_spec(problem, plan.up, target),
+        "up": kernels.up_spec(problem, plan.up, target, order),
         "down": kernels.down_spec(problem, plan.down, target),
         "combine": kernels.combine_spec(problem, plan.combine, target),
     }
@@ -81,6 +92,7 @@ def moe_steps(
         "down": kernels.gemm_grid(plan.down, sms),
         "combine": kernels.combine_grid(problem, plan.combine, a.x.shape[0]),
     }
+    storage = kernels.down_problem(problem)
     down = {
         "x_ptr": values["hidden_ptr"],
         "num_rows": a.expert_ids.numel(),
@@ -88,10 +100,29 @@ def moe_steps(
         "scale_ptr": a.down_scale,
         "factor_ptr": a.down_expert_scale,
     }
+    own = {
+        "up": values | as_words(values, storage, plan.up),
+        "down": values | down | as_words(down, storage, plan.down),
+    }
     return {
-        name: Step(spec, grids[name], values | down if name == "down" else values)
+        name: Step(spec, grids[name], own.get(name, values))
         for name, spec in specs(problem, plan, num_chunks, target.name).items()
     }
+
+
+def as_words(
+    values: Mapping[str, Any], storage: GroupedProblem, config: GemmConfig
+) -> dict[str, Any]:
+    """Weights and scales as a kernel that streams codes reads them."""
+    if not isinstance(config, CodesConfig):
+        return {}
+    made = {"weight_ptr": values["weight_ptr"].view(torch.int32)}
+    if "distance" in values:
+        made["distance"] = values["distance"] // WORD_BYTES
+    for name in ("scale_ptr", "gate_scale_ptr", "up_scale_ptr"):
+        if storage.format != "int4" and values.get(name) is not None:
+            made[name] = values[name].view(_INTEGERS[scale_bytes(storage, config.block_k)])
+    return made
 
 
 def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict[str, Any]:

@@ -49,3 +49,73 @@ def dequantize_tile(
     GROUPS: tl.constexpr = scales.shape[1]
     blocks = tl.reshape(values, (ROWS, GROUPS, COLUMNS // GROUPS)) * scales[:, :, None]
     return tl.reshape(blocks, (ROWS, COLUMNS)).to(DTYPE)
+
+
+@triton.jit
+def scale_unit(FORMAT: tl.constexpr):
+    """What sums of `e2m1_codes` have to be multiplied with."""
+    return 128.0 if FORMAT == "nvfp4" else 1.0
+
+
+@triton.jit
+def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes at `position` and `position` + 4 of each word of eight: one more axis, of two.
+
+    Exact, but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa go where
+    DTYPE has them, for both codes at once; so does the one subnormal.
+    """
+    top = words << (12 - 4 * position)
+    if tl.bfloat16 == DTYPE:
+        both = ((top >> 6) & 0x01C001C0) | (top & -0x7FFF8000)
+    else:
+        both = ((top >> 3) & 0x0E000E00) | (top & -0x7FFF8000)
+    low = both.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def word_scales(scales, WORDS: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Scales [rows, 4] as integers with a few of one byte each, by word: [rows, 4, WORDS], fp32.
+
+    NVFP4: 2 ** -7 of them; times what `e2m1_pair` lacks but for MXFP4 in bf16, where the product
+    might overflow.
+    """
+    ROWS: tl.constexpr = scales.shape[0]
+    COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
+    codes = scales.to(tl.int32)
+    if COUNT == 4:
+        pair = tl.join(codes, codes >> 16)
+        codes = tl.join(pair, pair >> 8)
+    elif COUNT == 2:
+        codes = tl.join(codes, codes >> 8)
+    if FORMAT == "nvfp4":
+        # e4m3 without its sign: bits of an fp32 that is 2 ** 120 times too small.
+        values = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        values *= 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
+    else:
+        exponent = codes & 0xFF
+        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+        values = bits.to(tl.float32, bitcast=True)
+    REPEAT: tl.constexpr = WORDS // COUNT
+    values = tl.broadcast_to(tl.reshape(values, (ROWS, 4, COUNT, 1)), (ROWS, 4, COUNT, REPEAT))
+    return tl.reshape(values, (ROWS, 4, WORDS))
+
+
+@triton.jit
+def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Words [rows, K / 8] of E2M1 codes times their scales, [rows, K] in the order of `x_in_order`.
+
+    scales: see `word_scales`. Exact but for `scale_unit`.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    COLUMNS: tl.constexpr = words.shape[1]
+    WORDS: tl.constexpr = COLUMNS // 4
+    even = tl.join(e2m1_pair(words, 0, DTYPE), e2m1_pair(words, 1, DTYPE))
+    odd = tl.join(e2m1_pair(words, 2, DTYPE), e2m1_pair(words, 3, DTYPE))
+    codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
+    if FORMAT == "mxfp4":
+        codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
+    factor = word_scales(scales, WORDS, DTYPE, FORMAT).to(DTYPE)
+    codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
+    return tl.reshape(tl.permute(codes, (0, 2, 5, 4, 1, 3)), (ROWS, 8 * COLUMNS))

@@ -10,7 +10,9 @@ import torch
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.moe_codes_kernels import codes_config, codes_obstacle, order_step
 from tilewright.ops import moe
+from tilewright.ops.moe_lowerings import as_words
 from tilewright.ops.moe_problems import lower_weight, moe_problem, up_distance
 from tilewright.ops.moe_samples import MOE_CASES, MoeCase
 
@@ -67,16 +69,23 @@ def fused(a, config):
     y = torch.full((num_routes, problem.hidden), float("nan"), dtype=a.x.dtype)
     out = torch.full_like(a.x, float("nan"))
     shared = {"order_ptr": order, "ends_ptr": ends, "hidden_ptr": hidden, "y_ptr": y}
+    storage = kernels.down_problem(problem)
+    up = {
+        "weight_ptr": lower_weight(a), "gate_scale_ptr": a.gate_scale, "up_scale_ptr": a.up_scale,
+        "gate_factor_ptr": a.gate_expert_scale, "up_factor_ptr": a.up_expert_scale,
+        "gate_bias_ptr": a.gate_bias, "up_bias_ptr": a.up_bias, "distance": abs(up_distance(a)),
+    }  # fmt: skip
+    down = {
+        "num_rows": num_routes, "weight_ptr": a.down_weight, "scale_ptr": a.down_scale,
+        "factor_ptr": a.down_expert_scale, "bias_ptr": a.down_bias,
+    }  # fmt: skip
     run(
-        kernels.up_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared, x_ptr=a.x,
-        weight_ptr=lower_weight(a), gate_scale_ptr=a.gate_scale, up_scale_ptr=a.up_scale,
-        gate_factor_ptr=a.gate_expert_scale, up_factor_ptr=a.up_expert_scale,
-        gate_bias_ptr=a.gate_bias, up_bias_ptr=a.up_bias, distance=abs(up_distance(a)),
+        kernels.up_spec(problem, config, "sm100", order_step(storage, config)), (NUM_PROGRAMS,),
+        **shared | up | as_words(up, storage, config), x_ptr=a.x,
     )  # fmt: skip
     run(
-        kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,), **shared, x_ptr=hidden,
-        num_rows=num_routes, weight_ptr=a.down_weight, scale_ptr=a.down_scale,
-        factor_ptr=a.down_expert_scale, bias_ptr=a.down_bias,
+        kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,),
+        **shared | down | as_words(down, storage, config), x_ptr=hidden,
     )  # fmt: skip
     combine = kernels.CombineConfig(2, 32)
     run(
@@ -92,6 +101,20 @@ def fused(a, config):
 def test_kernels_compute_the_op(case, config):
     a = moe.sample_inputs(case)
     exact = moe.reference(as_double(a))
+    problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("layout", ["halves", "interleaved", "up_first", "plain"])
+def test_codes_stream_in_the_order_of_their_words(name, ordered, layout):
+    case = MoeCase("codes", weight_format=name, layout=layout, hidden=160, inner=128, num_tokens=5)
+    block_k = {"nvfp4": 64, "mxfp4": 128, "int4": 64}[name]
+    a = moe.sample_inputs(case)
+    config = codes_config(16, 32, block_k, 4, 2, ordered=ordered)
+    exact = moe.reference(as_double(a))
+    assert codes_obstacle(kernels.down_problem(moe_problem(a)), block_k) is None
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
 

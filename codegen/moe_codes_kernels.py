@@ -1,0 +1,130 @@
+"""Kernel specs of the `moe_codes` template: expert GEMMs that stream weights of 4-bit codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem, make_spec
+from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.spec import Constant, KernelSpec
+
+# A word of the weight's storage is an int32.
+WORD_CODES = 8
+WORD_BYTES = 4
+# A quarter of the columns of a step belongs to one thread of the tensor core.
+QUARTERS = 4
+_INTEGERS = {1: "u8", 2: "i16", 4: "i32"}
+
+
+@dataclass(frozen=True)
+class CodesConfig(GemmConfig):
+    """Tiles of a GEMM that streams codes. ordered: the rows it multiplies are written in the order
+    of its steps (of block_k columns); else it puts them in order itself."""
+
+    ordered: bool = False
+
+    def __str__(self) -> str:
+        return super().__str__() + " codes" + (" ordered" if self.ordered else "")
+
+
+def codes_config(
+    block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int,
+    programs_per_sm: int = 1, *, ordered: bool = False,
+) -> CodesConfig:  # fmt: skip
+    """Such tiles: weights always stand on the tensor core's M side."""
+    return CodesConfig(
+        block_m, block_n, block_k, True, num_warps, num_stages, programs_per_sm, ordered=ordered
+    )
+
+
+def scale_bytes(problem: GroupedProblem, block_k: int) -> int:
+    """Bytes of E2M1 scales that a quarter of a step has."""
+    return block_k // QUARTERS // problem.scale_block[1]
+
+
+def codes_obstacle(problem: GroupedProblem, block_k: int) -> str | None:
+    """Why a GEMM cannot stream codes in steps of block_k columns; None where it can."""
+    width = problem.scale_block[1]
+    if problem.format not in ("nvfp4", "mxfp4", "int4"):
+        return f"{problem.format} weights are no 4-bit codes"
+    if problem.weight.n_major or problem.weight.row_stride % WORD_BYTES:
+        return "rows of the weight are not whole words"
+    if problem.inner % width or problem.scale_strides[2] != 1:
+        return "scales do not lie as the columns do"
+    if problem.format == "int4":
+        if problem.scale_block[0] != 1 or block_k % width or block_k // width > 4:
+            return f"groups of {problem.scale_block} do not fit steps of {block_k} columns"
+        return None if problem.inner % WORD_CODES == 0 else "columns are not whole words"
+    size = scale_bytes(problem, block_k)
+    if size not in _INTEGERS or problem.inner * QUARTERS % block_k:
+        return f"{problem.inner} columns are not whole quarters of steps of {block_k}"
+    if any(stride % size for stride in problem.scale_strides[:2]):
+        return f"scales do not lie in units of {size} bytes"
+    if problem.format == "mxfp4" and problem.dtype != "bf16":
+        return f"powers of two beyond those of {problem.dtype}"
+    return None
+
+
+def order_step(problem: GroupedProblem, config: GemmConfig) -> int:
+    """Columns of the steps for which a GEMM wants its rows in order; 0: as they are."""
+    if not (isinstance(config, CodesConfig) and config.ordered):
+        return 0
+    if problem.format == "int4":
+        return min(config.block_k, problem.scale_block[1])
+    return config.block_k
+
+
+def scale_type(problem: GroupedProblem, block_k: int) -> str:
+    """Triton's type of what the kernel loads of the scales: E2M1's by the integer."""
+    if problem.format == "int4":
+        return problem.scale_dtype
+    return _INTEGERS[scale_bytes(problem, block_k)]
+
+
+def scale_steps(
+    problem: GroupedProblem, strides: tuple[int, int, int], block_k: int
+) -> tuple[int, int, int]:
+    """Strides of scales in elements of `scale_type`."""
+    size = 1 if problem.format == "int4" else scale_bytes(problem, block_k)
+    return strides[0] // size, strides[1] // size, 1
+
+
+def storage_constants(problem: GroupedProblem, config: CodesConfig) -> dict[str, Constant]:
+    """What both kernels know of the weight's storage and of their tiles."""
+    return {
+        "EXPERT_STRIDE": problem.weight.expert_stride // WORD_BYTES,
+        "ROW_STRIDE": problem.weight.row_stride // WORD_BYTES,
+        "FORMAT": problem.format,
+        "SCALE_COLUMNS": problem.scale_block[1],
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+    }
+
+
+def down_codes_spec(problem: GroupedProblem, config: CodesConfig, target: str) -> KernelSpec:
+    """The second GEMM over sorted routes, stored in their own order."""
+    arguments: dict[str, str | None] = {
+        "x_ptr": f"*{problem.dtype}",
+        "order_ptr": "*i32",
+        "ends_ptr": "*i32",
+        "weight_ptr": "*i32",
+        "scale_ptr": f"*{scale_type(problem, config.block_k)}",
+        "factor_ptr": "*fp32" if problem.factor else None,
+        "bias_ptr": None if problem.bias is None else f"*{problem.bias_dtype}",
+        "y_ptr": f"*{problem.out_dtype}",
+    }
+    constants: dict[str, Constant] = {
+        "NUM_EXPERTS": problem.num_experts,
+        "EXPERTS": next_power_of_2(problem.num_experts),
+        "HIDDEN": problem.rows,
+        "INNER": problem.inner,
+        **storage_constants(problem, config),
+        "SCALE_STRIDES": scale_steps(problem, problem.scale_strides, config.block_k),
+        "BIAS_STRIDES": problem.bias or (0, 0),
+        "X_IN_ORDER": config.ordered,
+    }
+    return make_spec(
+        "moe_codes", "moe_down_codes", constants, arguments, problem.unaligned, config.num_warps,
+        config.num_stages, target,
+    )  # fmt: skip

@@ -1,0 +1,246 @@
+"""The two expert GEMMs for few rows per expert and weights of 4-bit codes, read as they lie.
+
+As `moe_gemm` with SWAPPED, but a weight reaches the tensor core without leaving the thread that
+loaded it: K goes in the order in which words of eight codes give it, and the rows of tokens, the
+smaller tile, are put into the same order (`qkv_codes` says how). E2M1 codes meet their scales
+before the product, exactly; int4 codes are multiplied as they are and their scales meet the sums of
+a group.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.moe_gemm import (
+    activate,
+    add_row_bias,
+    expert_tiles,
+    tile_place,
+)
+from tilewright.codegen.templates.moe_weights import e2m1_codes, scale_unit
+from tilewright.codegen.templates.qkv_codes import code_unit, codes_in_order, x_in_order
+from tilewright.codegen.templates.qkv_projection import part_of
+
+
+@triton.jit
+def multiply_codes(
+    words, x, scales, accumulator, FORMAT: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """accumulator [rows, tokens] + the weights of words [rows, K / 8] times x [tokens, K] in order.
+
+    scales: of E2M1 what `word_scales` gives; of int4 fp32 [rows, GROUPS].
+    """
+    if FORMAT == "int4":
+        codes = codes_in_order(words, DTYPE, 8, False, 8.0, GROUPS)
+        UNIT: tl.constexpr = code_unit(DTYPE)
+        for group in tl.static_range(GROUPS):
+            product = tl.dot(part_of(codes, group, GROUPS), part_of(x, group, GROUPS).T)
+            accumulator += product * (part_of(scales, group, GROUPS) * UNIT)
+    else:
+        accumulator = tl.dot(e2m1_codes(words, scales, DTYPE, FORMAT), x.T, accumulator)
+    return accumulator
+
+
+@triton.jit
+def load_scales(
+    row_ptrs, row_mask, step, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """What `multiply_codes` wants of the scales of columns step * BLOCK_K on.
+
+    E2M1: [rows, 4] integers with the scales of a quarter of the columns each; int4: fp32 [rows,
+    GROUPS].
+    """
+    WIDTH: tl.constexpr = GROUPS if FORMAT == "int4" else 4
+    places = step * (BLOCK_K // SCALE_COLUMNS if FORMAT == "int4" else 4) + tl.arange(0, WIDTH)
+    mask = row_mask[:, None]
+    # The last step loads ahead of itself, too.
+    BOUND: tl.constexpr = K // SCALE_COLUMNS if FORMAT == "int4" else 4 * K // BLOCK_K
+    mask = mask & (places < BOUND)[None, :]
+    values = tl.load(row_ptrs[:, None] + places[None, :], mask=mask, other=0)
+    if FORMAT == "int4":
+        values = values.to(tl.float32)
+    return values
+
+
+@triton.jit
+def moe_up_codes(
+    x_ptr, order_ptr, ends_ptr, weight_ptr, gate_scale_ptr, up_scale_ptr,
+    gate_factor_ptr, up_factor_ptr, gate_bias_ptr, up_bias_ptr, hidden_ptr, distance,
+    NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, UP_FIRST: tl.constexpr,
+    FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, HIDDEN_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """hidden [routes, INNER] as `moe_up` makes it. Grid of any size.
+
+    weight and scales: words of eight codes, strides (of scales: expert, row, column) and distance
+    count words (of E2M1's scales: of BLOCK_K / 4 columns). HIDDEN_STEP: the columns of hidden go in
+    the order of `x_in_order` for steps of that many; 0: as they are.
+    """
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = HIDDEN % BLOCK_K == 0
+    GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1) if FORMAT == "int4" else 1
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    tile_rows = tl.arange(0, WIDTH)
+    if GATED:
+        # A thread of the tensor core has rows r and r + 8 of the product: gate and up of a column.
+        within = tile_rows // 16 * 8 + tile_rows % 8
+        is_upper = tile_rows // 8 % 2 == 1
+    else:
+        within = tile_rows
+        is_upper = tile_rows < 0
+    start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+    num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, first_row, last_row, tile_n = tile_place(
+            tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+        )
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        x_rows = x_ptr + (routes // NUM_SLOTS).to(tl.int64) * X_STRIDE
+        columns = tile_n * BLOCK_N + within
+        weight_mask = columns < INNER
+        if INTERLEAVED:
+            offsets = (2 * columns + is_upper.to(tl.int32)) * ROW_STRIDE
+        else:
+            offsets = columns * ROW_STRIDE + tl.where(is_upper, distance, 0)
+        word_rows = weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + offsets
+        # Scales of gate's rows and of up's may lie in different tensors.
+        scale_rows = (
+            gate_scale_ptr + expert * GATE_SCALE_STRIDES[0] + columns * GATE_SCALE_STRIDES[1]
+        )
+        if GATED:
+            upper = up_scale_ptr + expert * UP_SCALE_STRIDES[0] + columns * UP_SCALE_STRIDES[1]
+            if UP_FIRST:
+                scale_rows = tl.where(is_upper, scale_rows, upper)
+            else:
+                scale_rows = tl.where(is_upper, upper, scale_rows)
+        accumulator = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+        for step in range(STEPS):
+            word_columns = step * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8)
+            x_columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            word_mask = weight_mask[:, None]
+            x_mask = row_mask[:, None]
+            if not EVEN:
+                word_mask = word_mask & (word_columns < HIDDEN // 8)[None, :]
+                x_mask = x_mask & (x_columns < HIDDEN)[None, :]
+            words = tl.load(
+                word_rows[:, None] + word_columns[None, :], mask=word_mask, other=0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            x = tl.load(x_rows[:, None] + x_columns[None, :], mask=x_mask, other=0.0)
+            # A step ahead: what a load needs here is not staged in shared memory.
+            scales = load_scales(
+                scale_rows, weight_mask, step, HIDDEN, BLOCK_K, SCALE_COLUMNS, GROUPS, FORMAT
+            )
+            x = x_in_order(x, 8, False, GROUPS)
+            accumulator = multiply_codes(words, x, scales, accumulator, FORMAT, GROUPS, DTYPE)
+        accumulator *= scale_unit(FORMAT)
+        out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = out_columns < INNER
+        if GATED:
+            both = tl.reshape(accumulator, (BLOCK_N // 8, 2, 8, BLOCK_M))
+            gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
+            gate = tl.trans(tl.reshape(gate, (BLOCK_N, BLOCK_M)))
+            up = tl.trans(tl.reshape(up, (BLOCK_N, BLOCK_M)))
+            if UP_FIRST:
+                gate, up = up, gate
+            if up_factor_ptr is not None:
+                up *= tl.load(up_factor_ptr + expert)
+            up = add_row_bias(
+                up, up_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[2], BIAS_STRIDES[3]
+            )
+        else:
+            gate = tl.trans(accumulator)
+            up = gate
+        if gate_factor_ptr is not None:
+            gate *= tl.load(gate_factor_ptr + expert)
+        gate = add_row_bias(
+            gate, gate_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
+        )
+        value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
+        places = out_columns
+        if HIDDEN_STEP > 0:
+            # Of a column's number within its step: quarter, word, half of the word, nibble.
+            WORDS: tl.constexpr = HIDDEN_STEP // 32
+            column = out_columns % HIDDEN_STEP
+            quarter = column // (8 * WORDS)
+            word = column // 8 % WORDS
+            half = column // 4 % 2
+            places = out_columns - column + word * 32 + column % 4 * 8 + quarter * 2 + half
+        tl.store(
+            hidden_ptr + rows.to(tl.int64)[:, None] * INNER + places[None, :],
+            value.to(hidden_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )
+
+
+@triton.jit
+def moe_down_codes(
+    x_ptr, order_ptr, ends_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr, X_IN_ORDER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y [routes, HIDDEN] as `moe_down` makes it. Grid of any size. Strides as in `moe_up_codes`;
+    X_IN_ORDER: that one wrote its result for steps of BLOCK_K."""
+    STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = INNER % BLOCK_K == 0
+    GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1) if FORMAT == "int4" else 1
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+    num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, first_row, last_row, tile_n = tile_place(
+            tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+        )
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = columns < HIDDEN
+        x_rows = x_ptr + rows.to(tl.int64) * INNER
+        word_rows = weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + columns * ROW_STRIDE
+        scale_rows = scale_ptr + expert * SCALE_STRIDES[0] + columns * SCALE_STRIDES[1]
+        accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for step in range(STEPS):
+            word_columns = step * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8)
+            x_columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            word_mask = column_mask[:, None]
+            x_mask = row_mask[:, None]
+            if not EVEN:
+                word_mask = word_mask & (word_columns < INNER // 8)[None, :]
+                x_mask = x_mask & (x_columns < INNER)[None, :]
+            words = tl.load(
+                word_rows[:, None] + word_columns[None, :], mask=word_mask, other=0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            x = tl.load(x_rows[:, None] + x_columns[None, :], mask=x_mask, other=0.0)
+            scales = load_scales(
+                scale_rows, column_mask, step, INNER, BLOCK_K, SCALE_COLUMNS, GROUPS, FORMAT
+            )
+            if not X_IN_ORDER:
+                x = x_in_order(x, 8, False, GROUPS)
+            accumulator = multiply_codes(words, x, scales, accumulator, FORMAT, GROUPS, DTYPE)
+        accumulator = tl.trans(accumulator) * scale_unit(FORMAT)
+        routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        if factor_ptr is not None:
+            accumulator *= tl.load(factor_ptr + expert)
+        value = add_row_bias(
+            accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
+        )
+        tl.store(
+            y_ptr + routes.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
+            value.to(y_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )
