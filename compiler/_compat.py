@@ -14,6 +14,7 @@ from torch import fx
 from torch._dynamo.exc import TorchDynamoException as DynamoError
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
+from torch._logging import trace_structured
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
@@ -35,6 +36,7 @@ __all__ = [
     "size_comparison",
     "size_symbols",
     "storage_key",
+    "trace_artifact",
     "unlimited_compiles",
 ]
 
@@ -49,6 +51,19 @@ GROUPED_MM = frozenset(
     )
     if (target := getattr(place, name, None)) is not None
 )
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """A text in torch's structured trace (TORCH_TRACE), which tlparse shows with its compilation.
+
+    payload is called only where a trace is written. encoding: "string" or "json".
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

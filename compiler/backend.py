@@ -111,6 +111,7 @@ def _inner(
 def _publish(report: GraphReport, options: Options) -> None:
     _REPORTS.append(report)
     lowered = Lowered((report,), target_name(options))
+    _trace(report, lowered)
     if report.misses and not report.matches:
         tally: Counter[str] = Counter()
         for miss in report.misses:
@@ -122,6 +123,17 @@ def _publish(report: GraphReport, options: Options) -> None:
     if options.report is not None:
         with open(options.report, "a", encoding="utf-8") as file:
             file.write(json.dumps(lowered.as_dict()) + "\n")
+
+
+def _trace(report: GraphReport, lowered: Lowered) -> None:
+    """What tlparse shows beside Dynamo's and Inductor's own artifacts."""
+    _compat.trace_artifact("tilewright_report", "json", lambda: json.dumps(lowered.as_dict()))
+    _compat.trace_artifact("tilewright_report_text", "string", lambda: str(lowered))
+    _compat.trace_artifact(
+        "tilewright_graph",
+        "string",
+        lambda: str(report.after.print_readable(print_output=False, include_stride=True)),
+    )
 
 
 def lower(
