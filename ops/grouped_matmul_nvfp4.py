@@ -169,18 +169,20 @@ def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
 
 
 def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch."""
+    """The meaning of the op, in plain PyTorch. expert_scales in float64: all in float64."""
+    compute = a.expert_scales.dtype
     num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
     offsets = a.group_offsets[: a.num_groups + 1]
     deltas = a.group_scale_offsets[: a.num_groups]
     scales = nvfp4.read_scales(a.a_scales, offsets, deltas, (num_rows, columns))
-    x = nvfp4.dequantize(a.a, scales)
+    x = nvfp4.dequantize(a.a, scales, dtype=compute)
     b_scales = unswizzle(a.b_scales.view(torch.uint8), a.b.shape[1], columns)
     weight = ExpertWeight(
         a.b, "nvfp4", b_scales.view(torch.float8_e4m3fn), expert_scale=a.expert_scales
     )
     expert = expert_of_rows(offsets[1:], a.expert_ids[: a.num_groups], num_rows)
-    return multiply_by_expert(x, expert, weight, None).to(a.result_dtype)
+    out = multiply_by_expert(x, expert, weight, None)
+    return out if compute == torch.float64 else out.to(a.result_dtype)
 
 
 @dataclass(frozen=True)
