@@ -16,7 +16,7 @@ from tilewright.codegen.templates.moe_gemm import (
     expert_tiles,
     tile_place,
 )
-from tilewright.codegen.templates.moe_weights import e2m1_codes, scale_unit
+from tilewright.codegen.templates.moe_weights import e2m1_codes
 from tilewright.codegen.templates.qkv_codes import code_unit, codes_in_order, x_in_order
 from tilewright.codegen.templates.qkv_projection import part_of
 
@@ -143,7 +143,6 @@ def moe_up_codes(
             )
             x = x_in_order(x, 8, False, GROUPS)
             accumulator = multiply_codes(words, x, scales, accumulator, FORMAT, GROUPS, DTYPE)
-        accumulator *= scale_unit(FORMAT)
         out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = out_columns < INNER
         if GATED:
@@ -232,7 +231,7 @@ def moe_down_codes(
             if not X_IN_ORDER:
                 x = x_in_order(x, 8, False, GROUPS)
             accumulator = multiply_codes(words, x, scales, accumulator, FORMAT, GROUPS, DTYPE)
-        accumulator = tl.trans(accumulator) * scale_unit(FORMAT)
+        accumulator = tl.trans(accumulator)
         routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
         if factor_ptr is not None:
             accumulator *= tl.load(factor_ptr + expert)

@@ -52,12 +52,6 @@ def dequantize_tile(
 
 
 @triton.jit
-def scale_unit(FORMAT: tl.constexpr):
-    """What sums of `e2m1_codes` have to be multiplied with."""
-    return 128.0 if FORMAT == "nvfp4" else 1.0
-
-
-@triton.jit
 def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
     """The codes at `position` and `position` + 4 of each word of eight: one more axis, of two.
 
@@ -75,12 +69,8 @@ def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def word_scales(scales, WORDS: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Scales [rows, 4] as integers with a few of one byte each, by word: [rows, 4, WORDS], fp32.
-
-    NVFP4: 2 ** -7 of them; times what `e2m1_pair` lacks but for MXFP4 in bf16, where the product
-    might overflow.
-    """
+def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
+    """Scales [rows, 4] as integers with a few of one byte each, by word: [rows, 4, WORDS], fp32."""
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
     codes = scales.to(tl.int32)
@@ -92,7 +82,6 @@ def word_scales(scales, WORDS: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.con
     if FORMAT == "nvfp4":
         # e4m3 without its sign: bits of an fp32 that is 2 ** 120 times too small.
         values = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
-        values *= 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
     else:
         exponent = codes & 0xFF
         bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
@@ -106,7 +95,7 @@ def word_scales(scales, WORDS: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.con
 def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
     """Words [rows, K / 8] of E2M1 codes times their scales, [rows, K] in the order of `x_in_order`.
 
-    scales: see `word_scales`. Exact but for `scale_unit`.
+    scales: see `word_scales`. Exact, unless a power of two is beyond DTYPE's.
     """
     ROWS: tl.constexpr = words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
@@ -114,8 +103,8 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
     even = tl.join(e2m1_pair(words, 0, DTYPE), e2m1_pair(words, 1, DTYPE))
     odd = tl.join(e2m1_pair(words, 2, DTYPE), e2m1_pair(words, 3, DTYPE))
     codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
-    if FORMAT == "mxfp4":
-        codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
-    factor = word_scales(scales, WORDS, DTYPE, FORMAT).to(DTYPE)
+    # By itself, though a scale might have it: both halves of a register stay in it.
+    codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
+    factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
     codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
     return tl.reshape(tl.permute(codes, (0, 2, 5, 4, 1, 3)), (ROWS, 8 * COLUMNS))
