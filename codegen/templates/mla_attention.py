@@ -1,0 +1,370 @@
+"""Attention of MLA prefill: keys in two parts, of which the second may be shared by all heads.
+
+A score is q[:NOPE] . k + q[NOPE:] . k_rope. Keys and values are read by stride from the output of
+the up-projection, rope keys from rows or straight from the pages of the latent cache. Online softmax
+over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that no query of
+a tile sees are not visited; blocks that all of them see whole go through a loop without masks.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.mla_tiles import (
+    block_of_step,
+    block_range,
+    query_positions,
+    tile_place,
+    visible,
+)
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(rows, row_mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """WIDTH contiguous elements at each pointer of `rows`, zeros up to BLOCK columns."""
+    columns = tl.arange(0, BLOCK)
+    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def rope_rows(
+    rope_base, block_table_ptr, sequence, keys, own_keys, key_start, table_stride, num_pages,
+    ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """(pointers to the rope keys of `keys`, which of them there are)."""
+    real = keys < own_keys
+    if block_table_ptr is None:
+        return rope_base + keys.to(tl.int64) * ROPE_STRIDE, real
+    else:
+        slots = key_start + keys
+        table = block_table_ptr + sequence.to(tl.int64) * table_stride
+        pages = tl.load(table + slots // PAGE_SIZE, mask=real, other=-1).to(tl.int64)
+        real = real & (pages >= 0) & (pages < num_pages)
+        return rope_base + pages * PAGE_STRIDE + slots % PAGE_SIZE * ROPE_STRIDE, real
+
+
+@triton.jit
+def block_scores(
+    q, q_rope, k_source, rope_source, block_table_ptr, sequence, first_key, own_keys, key_start,
+    table_stride, num_pages,
+    NOPE: tl.constexpr, NOPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr, ROPE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    TMA: tl.constexpr, ROPE_TMA: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """fp32 [queries, BLOCK_N]: q . k + q_rope . k_rope, not yet scaled.
+
+    k_source, rope_source: descriptors where TMA (ROPE_TMA), else base pointers. CHAINED: both
+    products go to one accumulator.
+    """
+    keys = first_key + tl.arange(0, BLOCK_N)
+    if TMA:
+        k = k_source.load([first_key, 0])
+    else:
+        k = load_rows(k_source + keys.to(tl.int64) * K_STRIDE, keys < own_keys, NOPE, NOPE_BLOCK)
+    if ROPE > 0:
+        if ROPE_TMA:
+            k_rope = rope_source.load([first_key, 0])
+        else:
+            rows, real = rope_rows(
+                rope_source, block_table_ptr, sequence, keys, own_keys, key_start,
+                table_stride, num_pages, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE,
+            )  # fmt: skip
+            k_rope = load_rows(rows, real, ROPE, ROPE_BLOCK).to(q_rope.dtype)
+        rope_scores = tl.dot(q_rope, k_rope.T)
+    else:
+        rope_scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+    if CHAINED:
+        scores = tl.dot(q, k.T, rope_scores)
+        rope_scores = scores
+    else:
+        scores = tl.dot(q, k.T)
+    return scores, rope_scores
+
+
+@triton.jit
+def sum_scores(scores, rope_scores, ROPE: tl.constexpr, CHAINED: tl.constexpr):
+    """The two parts together."""
+    if ROPE > 0 and not CHAINED:
+        scores = scores + rope_scores
+    return scores
+
+
+@triton.jit
+def mask_scores(
+    scores, positions, rows, first_key, own_queries, own_keys, key_start, mask_base,
+    mask_row_stride, mask_column_stride, factor,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scores in the base-2 domain, -inf where a key is not seen."""
+    keys = first_key + tl.arange(0, BLOCK_N)
+    seen = visible(positions, keys, key_start, own_keys, MASK, WINDOW)
+    scores *= factor
+    if MASK_KIND != "none":
+        places = (
+            mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
+            + keys.to(tl.int64)[None, :] * mask_column_stride
+        )  # fmt: skip
+        inside = (rows < own_queries)[:, None] & (keys < own_keys)[None, :]
+        given = tl.load(places, mask=inside, other=0)
+        if MASK_KIND == "bool":
+            seen = seen & (given != 0)
+        else:
+            scores += given.to(tl.float32) * LOG2E
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def load_values(
+    v_source, first_key, own_keys, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
+    V_BY_KEY: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Values [BLOCK_N, V_BLOCK] of a block of keys; v_first: the sequence's first in a dim's row."""
+    if TMA:
+        if V_BY_KEY:
+            values = v_source.load([0, v_first + first_key]).T
+        else:
+            values = v_source.load([first_key, 0])
+    else:
+        keys = first_key + tl.arange(0, BLOCK_N)
+        if V_BY_KEY:
+            dims = tl.arange(0, V_BLOCK)
+            places = v_source + dims.to(tl.int64)[:, None] * v_stride + (v_first + keys)[None, :]
+            mask = (dims < V_DIM)[:, None] & (keys < own_keys)[None, :]
+            values = tl.load(places, mask=mask, other=0.0).T
+        else:
+            places = v_source + keys.to(tl.int64) * v_stride
+            values = load_rows(places, keys < own_keys, V_DIM, V_BLOCK)
+    return values
+
+
+@triton.jit
+def soften(scores, top, total, factor, SHIFT: tl.constexpr):
+    """(weights, decay, top, total) of a block of scores by the online softmax.
+
+    factor takes scores to the base-2 domain. Weights are 2 ** SHIFT times too large, so that fp8
+    holds small ones too.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    # A row that has seen no key yet.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
+    decay = tl.exp2(top - base)
+    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
+    """output * decay + weights . values. PROMOTE: each block's product is summed apart, in fp32."""
+    if PROMOTE:
+        output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
+    else:
+        output = tl.dot(weights.to(values.dtype), values, output * decay[:, None])
+    return output
+
+
+@triton.jit
+def base_of(pointer, first_row, sequence, head, row_stride, sequence_stride, head_stride,
+            RAGGED: tl.constexpr):  # fmt: skip
+    """Where a sequence's and head's rows start."""
+    if RAGGED:
+        start = first_row * row_stride
+    else:
+        start = sequence.to(tl.int64) * sequence_stride
+    return pointer + start + head.to(tl.int64) * head_stride
+
+
+@triton.jit
+def mla_attention(
+    q_ptr, k_ptr, v_ptr, rope_ptr, out_ptr, lse_ptr,
+    query_offsets_ptr, key_offsets_ptr, query_starts_ptr, key_starts_ptr, positions_ptr,
+    block_table_ptr, mask_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
+    num_sequences, num_queries, num_keys, row_tiles, num_pages, factor,
+    q_sequence_stride, q_head_stride, q_token_stride, k_sequence_stride, k_head_stride,
+    v_sequence_stride, v_head_stride, v_stride, rope_sequence_stride, rope_head_stride,
+    positions_sequence_stride, positions_stride, table_stride,
+    mask_sequence_stride, mask_head_stride, mask_row_stride, mask_column_stride,
+    NUM_HEADS: tl.constexpr, HEAD_GROUP: tl.constexpr, SEQUENCES: tl.constexpr,
+    SORTED: tl.constexpr, RAGGED: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, V_DIM: tl.constexpr,
+    NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_BY_KEY: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, PIPELINED: tl.constexpr,
+    TMA: tl.constexpr, ROPE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """out [rows, H, V_DIM], and lse [rows, H] where there is one, of ragged or dense sequences.
+
+    Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
+    or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
+    log2(e). MASK_KIND: "none", "bool" or "additive", of the mask tensor. PIPELINED: the scores of
+    the next block are computed while the softmax of this one runs.
+    """
+    sequence, head, first_row, real = tile_place(
+        query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles,
+        NUM_HEADS, HEAD_GROUP, SEQUENCES, SORTED, RAGGED, BLOCK_M,
+    )  # fmt: skip
+    # A program without a tile has neither queries nor keys; warp specialisation allows no return.
+    if RAGGED:
+        query_base = tl.load(query_offsets_ptr + sequence).to(tl.int64)
+        query_end = tl.load(query_offsets_ptr + sequence + 1).to(tl.int64)
+        key_base = tl.load(key_offsets_ptr + sequence).to(tl.int64)
+        key_end = tl.load(key_offsets_ptr + sequence + 1).to(tl.int64)
+        own_queries = tl.where(real, (query_end - query_base).to(tl.int32), 0)
+        own_keys = tl.where(real, tl.maximum((key_end - key_base).to(tl.int32), 0), 0)
+    else:
+        query_base = sequence.to(tl.int64) * num_queries
+        key_base = query_base
+        own_queries = tl.where(real, num_queries, 0)
+        own_keys = tl.where(real, num_keys, 0)
+    key_start = 0
+    if key_starts_ptr is not None:
+        key_start = tl.load(key_starts_ptr + sequence).to(tl.int32)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_mask = rows < own_queries
+    q_base = base_of(
+        q_ptr, query_base, sequence, head, q_token_stride, q_sequence_stride, q_head_stride, RAGGED
+    )
+    q_rows = q_base + rows.to(tl.int64) * q_token_stride
+    q = load_rows(q_rows, row_mask, NOPE, NOPE_BLOCK)
+    q_rope = q
+    if ROPE > 0:
+        q_rope = load_rows(q_rows + NOPE, row_mask, ROPE, ROPE_BLOCK)
+    k_source = base_of(
+        k_ptr, key_base, sequence, head, K_STRIDE, k_sequence_stride, k_head_stride, RAGGED
+    )
+    v_first = 0
+    if V_BY_KEY:
+        v_source = base_of(
+            v_ptr, key_base, sequence, head, 0, v_sequence_stride, v_head_stride, RAGGED
+        )
+        if RAGGED:
+            v_first = key_base.to(tl.int32)
+    else:
+        v_source = base_of(
+            v_ptr, key_base, sequence, head, v_stride, v_sequence_stride, v_head_stride, RAGGED
+        )
+    rope_source = rope_ptr
+    if ROPE > 0:
+        if block_table_ptr is None:
+            rope_source = base_of(
+                rope_ptr, key_base, sequence, head, ROPE_STRIDE, rope_sequence_stride,
+                rope_head_stride, RAGGED,
+            )  # fmt: skip
+    mask_base = mask_ptr
+    if MASK_KIND != "none":
+        mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
+        mask_base += head.to(tl.int64) * mask_head_stride
+    positions, lowest, highest = query_positions(
+        positions_ptr, query_starts_ptr, sequence, first_row, own_queries, own_keys, key_start,
+        positions_sequence_stride, positions_stride, BLOCK_M,
+    )  # fmt: skip
+    first, whole, num_whole, num_blocks = block_range(
+        lowest, highest, key_start, own_keys, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
+    )
+    if q_scale_ptr is not None:
+        factor *= tl.load(q_scale_ptr)
+    if k_scale_ptr is not None:
+        factor *= tl.load(k_scale_ptr)
+    if TMA:
+        # A descriptor needs a row; of none, no block is read.
+        tma_keys = tl.maximum(own_keys, 1)
+        k_source = tl.make_tensor_descriptor(
+            k_source, [tma_keys, NOPE], [K_STRIDE, 1], [BLOCK_N, NOPE_BLOCK]
+        )
+        if V_BY_KEY:
+            v_source = tl.make_tensor_descriptor(
+                v_source, [V_DIM, v_first + tma_keys], [v_stride, 1], [V_BLOCK, BLOCK_N]
+            )
+        else:
+            v_source = tl.make_tensor_descriptor(
+                v_source, [tma_keys, V_DIM], [v_stride, 1], [BLOCK_N, V_BLOCK]
+            )
+        if ROPE_TMA:
+            rope_source = tl.make_tensor_descriptor(
+                rope_source, [tma_keys, ROPE], [ROPE_STRIDE, 1], [BLOCK_N, ROPE_BLOCK]
+            )
+
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
+    if PIPELINED:
+        if num_whole > 0:
+            key = whole * BLOCK_N
+            scores, rope_scores = block_scores(
+                q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
+                key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
+                ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
+            )  # fmt: skip
+            for _ in tl.range(0, num_whole - 1, warp_specialize=WARP_SPECIALIZE):
+                next_scores, next_rope_scores = block_scores(
+                    q, q_rope, k_source, rope_source, block_table_ptr, sequence, key + BLOCK_N, own_keys,
+                    key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
+                    ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
+                )  # fmt: skip
+                scores = sum_scores(scores, rope_scores, ROPE, CHAINED)
+                weights, decay, top, total = soften(scores, top, total, factor, SHIFT)
+                values = load_values(
+                    v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
+                )
+                output = add_values(output, decay, weights, values, PROMOTE)
+                scores = next_scores
+                rope_scores = next_rope_scores
+                key += BLOCK_N
+            scores = sum_scores(scores, rope_scores, ROPE, CHAINED)
+            weights, decay, top, total = soften(scores, top, total, factor, SHIFT)
+            values = load_values(
+                v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
+            )
+            output = add_values(output, decay, weights, values, PROMOTE)
+    else:
+        for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
+            key = (whole + step) * BLOCK_N
+            scores, rope_scores = block_scores(
+                q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
+                key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
+                ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
+            )  # fmt: skip
+            scores = sum_scores(scores, rope_scores, ROPE, CHAINED)
+            weights, decay, top, total = soften(scores, top, total, factor, SHIFT)
+            values = load_values(
+                v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
+            )
+            output = add_values(output, decay, weights, values, PROMOTE)
+    for step in tl.range(num_whole, num_blocks, warp_specialize=WARP_SPECIALIZE):
+        key = block_of_step(step, first, whole, num_whole) * BLOCK_N
+        scores, rope_scores = block_scores(
+            q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
+            key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
+            ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
+        )  # fmt: skip
+        scores = mask_scores(
+            sum_scores(scores, rope_scores, ROPE, CHAINED), positions, rows, key, own_queries, own_keys, key_start, mask_base,
+            mask_row_stride, mask_column_stride, factor, MASK, WINDOW, MASK_KIND, BLOCK_N,
+        )  # fmt: skip
+        weights, decay, top, total = soften(scores, top, total, 1.0, SHIFT)
+        values = load_values(
+            v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
+        )
+        output = add_values(output, decay, weights, values, PROMOTE)
+
+    # A row that sees no key: zeros, and a logarithm of -inf.
+    output *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+    if v_scale_ptr is not None:
+        output *= tl.load(v_scale_ptr)
+    out_rows = (query_base + rows) * NUM_HEADS + head
+    dims = tl.arange(0, V_BLOCK)
+    tl.store(
+        out_ptr + out_rows[:, None] * V_DIM + dims[None, :],
+        output.to(out_ptr.dtype.element_ty),
+        mask=row_mask[:, None] & (dims < V_DIM)[None, :],
+    )
+    if lse_ptr is not None:
+        lse = tl.where(total > 0.0, (top - SHIFT + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse_ptr + out_rows, lse, mask=row_mask)
