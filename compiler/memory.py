@@ -105,11 +105,15 @@ class MemoryMap:
 
     def _state_after(self, store: Store, value: Value) -> View:
         memory, source = store.memory, store.source
-        overwritten = effects.is_identity(store.target, memory.shape) and not store.index
         kept = store.accumulate or source is None or source.value.dtype != memory.dtype
         kept = kept or store.dtype != memory.dtype
-        if overwritten and source is not None and not kept:
-            return source
+        if source is not None and not kept and not store.index:
+            try:
+                # All of it, though perhaps through a view of another shape.
+                if effects.is_identity(effects.reshape(store.target, memory.shape), memory.shape):
+                    return View(source.value, effects.reshape(source.effect, memory.shape))
+            except InexpressibleError:
+                pass
         return value.whole
 
 
