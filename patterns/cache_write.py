@@ -67,7 +67,27 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
             continue  # called by hand, or the work of an earlier round
         if store.source is None and not any(v.value.projected for v in _inputs_of(flow, value)):
             continue
-        yield from _parts(CacheWrite(value, memory, store.target, store.index, _written(store)))
+        write = CacheWrite(value, memory, store.target, store.index, _written(store))
+        yield from _parts(_with_head(write))
+
+
+def _with_head(write: CacheWrite) -> CacheWrite:
+    """A cache without a dimension for its one head (latents: [pages, slots, width]) gets one."""
+    rest = [d for d in range(len(write.target.dims)) if d not in write.index]
+    # Index tensors of several shapes: one of them counts heads.
+    shapes = {view.shape for view in write.index.values()}
+    if len(shapes) != 1 or write.written is None or len(rest) != 1:
+        return write
+    (element,) = rest
+    view = write.written.view
+    return replace(
+        write,
+        target=effects.unsqueeze(write.target, element),
+        index={d + (d >= element): index for d, index in write.index.items()},
+        written=write.written.through(
+            effects.unsqueeze(effects.identity(view.shape), len(view.shape) - 1)
+        ),
+    )
 
 
 def _inputs_of(flow: Dataflow, value: Value) -> list[View]:
