@@ -132,7 +132,10 @@ def make_experts(shape: MoeShape, form: str = "dense") -> Experts:
         down_codes, down_scale, _ = coded(form, e, h, i)
         parts = (slice(0, None, 2), slice(1, None, 2)) if shape.oss else (slice(i), slice(i, None))
         for name, part in zip(("gate", "up"), parts, strict=True):
-            given |= {f"{name}_weight": codes[:, part], f"{name}_scale": scale[:, part]}
+            given[f"{name}_weight"] = codes[:, part]
+            given[f"{name}_scale"] = scale[:, part]
+        if form == "fp8":
+            given["gate_scale"], given["up_scale"] = scale.chunk(2, 1)
         given |= {"down_weight": down_codes, "down_scale": down_scale, "scale_block": block}
         if form == "nvfp4":
             factor = torch.full((e,), 1 / 3, device="cuda")

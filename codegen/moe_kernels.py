@@ -36,7 +36,9 @@ from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # A program compares its routes with each other: the square of this many.
-MAX_CHUNK = 512
+MAX_CHUNK = 128
+# Up to here every program of the sort counts all routes itself.
+COUNTED_BY_ALL = 2048
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,18 @@ class MoeProblem:
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """Routes per program of the counting sort, and how it loads what it compares them with."""
+    """Routes per program of the counting sort, and how it loads what it compares them with.
+
+    counted: `moe_count` and `moe_scan` count beforehand.
+    """
 
     chunk: int
-    num_warps: int = 16
-    chunks_per_load: int = 16
-    routes_per_step: int = 16
+    counted: bool
+    num_warps: int = 4
+    routes_per_load: int = 512
+    routes_per_step: int = 32
+    chunks_per_load: int = 64
+    experts_per_scan: int = 8
 
 
 @dataclass(frozen=True)
@@ -106,42 +114,50 @@ class CombineConfig:
 
 
 def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
-    """One chunk for few routes; else chunks of which each program can read all counts."""
-    return OrderConfig(chunk=min(max(next_power_of_2(num_routes), 16), MAX_CHUNK))
+    """Short chunks: a program's work is the square of its routes."""
+    chunk = min(max(next_power_of_2(num_routes), 16), MAX_CHUNK)
+    load = min(max(next_power_of_2(num_routes), 16), 512)
+    step = min(32, chunk)
+    counted = num_routes > COUNTED_BY_ALL
+    return OrderConfig(chunk, counted, routes_per_load=load, routes_per_step=step)
 
 
-def count_spec(problem: MoeProblem, config: OrderConfig, target: str) -> KernelSpec:
-    arguments = {"ids_ptr": f"*{problem.id_dtype}", "counts_ptr": "*i32", "num_routes": "i32"}
-    constants = _sort_constants(problem, config)
-    return _spec("moe_order", "moe_count", problem, constants, arguments, config.num_warps, target)
-
-
-def order_spec(
-    problem: MoeProblem, config: OrderConfig, target: str, *, counted: bool
-) -> KernelSpec:
-    """counted: `moe_count` ran before, as there is more than one chunk."""
+def sort_specs(problem: MoeProblem, config: OrderConfig, target: str) -> dict[str, KernelSpec]:
+    """The kernels of the sort by step: count and scan, where there are many routes, and order."""
+    warps = config.num_warps
+    experts: dict[str, Constant] = {"EXPERTS": problem.experts}
+    chunked = experts | {"NUM_EXPERTS": problem.num_experts, "CHUNK": config.chunk}
+    counts = "*i32" if config.counted else None
+    ids = f"*{problem.id_dtype}"
+    made = {}
+    if config.counted:
+        arguments = {"ids_ptr": ids, "counts_ptr": counts, "num_routes": "i32"}
+        made["count"] = _spec("moe_order", "moe_count", problem, chunked, arguments, warps, target)
+        arguments = {"counts_ptr": counts, "total_ptr": counts, "num_chunks": "i32"}
+        scanned = experts | {
+            "BLOCK_E": min(config.experts_per_scan, problem.experts),
+            "CHUNKS_PER_LOAD": config.chunks_per_load,
+        }
+        made["scan"] = _spec("moe_order", "moe_scan", problem, scanned, arguments, warps, target)
     arguments = {
-        "ids_ptr": f"*{problem.id_dtype}",
-        "counts_ptr": "*i32" if counted else None,
-        "order_ptr": "*i32",
-        "ends_ptr": "*i32",
-        "num_routes": "i32",
-        "num_chunks": "i32",
-    }
-    constants = {
-        **_sort_constants(problem, config),
-        "CHUNKS_PER_LOAD": config.chunks_per_load,
+        "ids_ptr": ids, "counts_ptr": counts, "total_ptr": counts, "order_ptr": "*i32",
+        "ends_ptr": "*i32", "num_routes": "i32",
+    }  # fmt: skip
+    compared = chunked | {
+        "ROUTES_PER_LOAD": config.routes_per_load,
         "ROUTES_PER_STEP": config.routes_per_step,
     }
-    return _spec("moe_order", "moe_order", problem, constants, arguments, config.num_warps, target)
+    made["order"] = _spec("moe_order", "moe_order", problem, compared, arguments, warps, target)
+    return made
 
 
-def _sort_constants(problem: MoeProblem, config: OrderConfig) -> dict[str, Constant]:
-    return {
-        "NUM_EXPERTS": problem.num_experts,
-        "EXPERTS": problem.experts,
-        "CHUNK": config.chunk,
-    }
+def sort_grids(
+    problem: MoeProblem, config: OrderConfig, num_routes: int
+) -> dict[str, tuple[int, ...]]:
+    """The grids of `sort_specs`."""
+    chunks = cdiv(num_routes, config.chunk)
+    scans = cdiv(problem.experts, config.experts_per_scan)
+    return {"count": (chunks,), "scan": (scans,), "order": (chunks,)}
 
 
 def up_spec(problem: MoeProblem, config: GemmConfig, target: str, order: int = 0) -> KernelSpec:
@@ -319,10 +335,6 @@ def gemm_obstacle(problem: MoeProblem) -> str | None:
     if problem.inner * size % TMA_BYTES:
         return f"{problem.inner} inner columns are not whole {TMA_BYTES} bytes"
     return None
-
-
-def order_grid(config: OrderConfig, num_routes: int) -> tuple[int]:
-    return (cdiv(num_routes, config.chunk),)
 
 
 def combine_grid(problem: MoeProblem, config: CombineConfig, num_tokens: int) -> tuple[int, int]:

@@ -44,15 +44,10 @@ class Step:
 
 
 @cache
-def specs(
-    problem: MoeProblem, plan: MoePlan, num_chunks: int, target: str
-) -> dict[str, KernelSpec]:
+def specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
     """The kernels of a call by step."""
-    counted = num_chunks > 1
     order = order_step(kernels.down_problem(problem), plan.down)
-    made = {"count": kernels.count_spec(problem, plan.order, target)} if counted else {}
-    return made | {
-        "order": kernels.order_spec(problem, plan.order, target, counted=counted),
+    return kernels.sort_specs(problem, plan.order, target) | {
         "up": kernels.up_spec(problem, plan.up, target, order),
         "down": kernels.down_spec(problem, plan.down, target),
         "combine": kernels.combine_spec(problem, plan.combine, target),
@@ -82,12 +77,10 @@ def moe_steps(
     a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target, out: torch.Tensor
 ) -> dict[str, Step]:
     """The launches of a call with at least one route, in order, over scratch of their own."""
-    (num_chunks,) = kernels.order_grid(plan.order, a.expert_ids.numel())
+    grids = kernels.sort_grids(problem, plan.order, a.expert_ids.numel())
     sms = torch.cuda.get_device_properties(a.x.device).multi_processor_count
-    values = {**_tensors(a, problem, num_chunks), "out_ptr": out}
-    grids: dict[str, tuple[int, ...]] = {
-        "count": (num_chunks,),
-        "order": (num_chunks,),
+    values = {**_tensors(a, problem, grids["count"][0]), "out_ptr": out}
+    grids |= {
         "up": kernels.gemm_grid(plan.up, sms),
         "down": kernels.gemm_grid(plan.down, sms),
         "combine": kernels.combine_grid(problem, plan.combine, a.x.shape[0]),
@@ -106,7 +99,7 @@ def moe_steps(
     }
     return {
         name: Step(spec, grids[name], own.get(name, values))
-        for name, spec in specs(problem, plan, num_chunks, target.name).items()
+        for name, spec in specs(problem, plan, target.name).items()
     }
 
 
@@ -137,6 +130,7 @@ def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict
         "ids_ptr": a.expert_ids.contiguous(),
         "weights_ptr": a.expert_weights,
         "counts_ptr": integers(num_chunks * problem.experts),
+        "total_ptr": integers(problem.experts),
         "order_ptr": integers(num_routes),
         "ends_ptr": integers(problem.num_experts),
         "weight_ptr": lower_weight(a),
@@ -163,6 +157,5 @@ def plan_fused_moe(a: Any, target: str) -> LoweringReport:
         return LoweringReport("reference", reason)
     problem = moe_problem(a)
     plan = plan_moe(problem, max(a.x.shape[0], 1), TARGETS[target])
-    (num_chunks,) = kernels.order_grid(plan.order, max(a.expert_ids.numel(), 1))
-    kinds = specs(problem, plan, num_chunks, target)
+    kinds = specs(problem, plan, target)
     return LoweringReport("grouped kernels", plan.reason, tuple(kinds.values()))

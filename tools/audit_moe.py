@@ -1,0 +1,166 @@
+"""Mixture-of-experts kernels that every compiler release is tried on: published dims, each weight
+format, each regime of rows per expert, and the NVFP4 x NVFP4 grouped GEMM in both tile orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.codegen import moe_kernels as kernels
+from tilewright.codegen.audit import Expectations
+from tilewright.codegen.moe_codes_kernels import CodesConfig
+from tilewright.codegen.moe_kernels import ExpertLayout, GemmConfig, MoeProblem
+from tilewright.codegen.moe_plan import plan_moe
+from tilewright.codegen.nvfp4_kernels import Nvfp4Problem, nvfp4_config, nvfp4_spec
+from tilewright.codegen.qkv_heads import cdiv
+from tilewright.codegen.targets import Target
+from tilewright.tools.audit_cases import SPECIALISED_STACK_BYTES, AuditCase
+
+# One token, decode batches, a chunk of a prefill, a whole one.
+TOKEN_COUNTS = (1, 64, 1024, 8192)
+# Up to so many rows per expert the time is that of streaming the weights.
+MEMORY_BOUND_ROWS = 16
+# format -> (rows, columns) that share a scale, its dtype.
+SCALES = {
+    "dense": ((1, 1), "fp32"),
+    "fp8": ((128, 128), "fp32"),
+    "int4": ((1, 64), "bf16"),
+    "nvfp4": ((1, 16), "fp8e4nv"),
+    "mxfp4": ((1, 32), "u8"),
+}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sparse layers of a published model, or a GPU's share of them.
+
+    formats: what its checkpoints come in. gpt-oss: gate and up in turn, biases, a clamped
+    activation, dense weights stored [E, K, N].
+    """
+
+    name: str
+    hidden: int
+    inner: int
+    num_experts: int
+    num_slots: int
+    formats: tuple[str, ...]
+    gpt_oss: bool = False
+
+    def problem(self, weight_format: str, dtype: str = "bf16") -> MoeProblem:
+        hidden, inner = self.hidden, self.inner
+        per_byte = kernels.STORED[weight_format][1]
+        n_major = self.gpt_oss and weight_format == "dense"
+        both = 2 * inner * hidden // per_byte
+        rows = (2 * inner, hidden) if n_major else (hidden // per_byte, inner // per_byte)
+        block, scale_dtype = SCALES[weight_format]
+        return MoeProblem(
+            dtype=dtype,
+            id_dtype="i64",
+            weight_dtype=dtype,
+            num_experts=self.num_experts,
+            num_slots=self.num_slots,
+            hidden=hidden,
+            inner=inner,
+            x_stride=hidden,
+            weight_strides=(self.num_slots, 1),
+            gate_up=ExpertLayout(both, rows[0], n_major),
+            down=ExpertLayout(both // 2, rows[1], n_major),
+            gated=True,
+            interleaved=self.gpt_oss,
+            distance=0 if self.gpt_oss else both // 2,
+            up_first=False,
+            activation="clamped_swiglu" if self.gpt_oss else "silu",
+            alpha=1.702,
+            limit=7.0 if self.gpt_oss else 0.0,
+            format=weight_format,
+            scale_block=block,
+            scale_dtype=scale_dtype,
+            scale_strides=self._scale_strides(weight_format, block),
+            factors=(weight_format == "nvfp4",) * 3,
+            biases=((2 * inner, 2), (2 * inner, 2), (hidden, 1)) if self.gpt_oss else (None,) * 3,
+            bias_dtype=dtype,
+        )
+
+    def _scale_strides(
+        self, weight_format: str, block: tuple[int, int]
+    ) -> tuple[tuple[int, int, int], ...]:
+        if weight_format == "dense":
+            return ((0, 0, 0),) * 3
+        up = (cdiv(self.inner, block[0]), cdiv(self.hidden, block[1]))
+        down = (cdiv(self.hidden, block[0]), cdiv(self.inner, block[1]))
+        # Gate's and up's rows of one tensor: all of gate's first, or one by one.
+        step = 2 * up[1] if self.gpt_oss else up[1]
+        gate_up = (2 * up[0] * up[1], step, 1)
+        return gate_up, gate_up, (down[0] * down[1], down[1], 1)
+
+
+MODELS = (
+    Mixture("qwen3-30b-a3b", 2048, 768, 128, 8, ("dense", "int4", "nvfp4")),
+    Mixture("mixtral-8x7b", 4096, 14336, 8, 2, ("dense",)),
+    Mixture("deepseek-v3 of 8", 7168, 2048, 32, 8, ("fp8",)),
+    Mixture("gpt-oss-20b", 2880, 2880, 32, 4, ("dense", "mxfp4"), gpt_oss=True),
+)
+# Rows (N) and columns (K) of the op's own benchmarks, and those that 128 does not divide.
+NVFP4_SHAPES = ((4096, 7168), (7168, 2048), (1536, 2048), (2880, 2880))
+NVFP4_EXPERTS = 32
+
+
+def moe_cases(target: Target) -> list[AuditCase]:
+    """For every model, format and token count the kernels that the planner picks."""
+    cases = [
+        case
+        for model in MODELS
+        for weight_format in model.formats
+        for case in _fused_cases(model.name, model.problem(weight_format), target)
+    ]
+    cases += _fused_cases(f"{MODELS[0].name} fp16", MODELS[0].problem("dense", "fp16"), target)
+    cases += [case for rows, inner in NVFP4_SHAPES for case in _nvfp4_cases(rows, inner, target)]
+    distinct = {case.spec: case for case in reversed(cases)}
+    return [case for case in cases if distinct[case.spec] is case]
+
+
+def _fused_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
+    for tokens in TOKEN_COUNTS:
+        plan = plan_moe(problem, tokens, target)
+        routes = tokens * problem.num_slots
+        name = f"moe {model} {problem.format} T={tokens}"
+        for step, spec in kernels.sort_specs(problem, plan.order, target.name).items():
+            yield AuditCase(f"{name} {step}", spec, Expectations())
+        few = cdiv(routes, problem.num_experts) <= MEMORY_BOUND_ROWS
+        claims = gemm_claims(problem.dtype, plan.up, memory_bound=few)
+        spec = kernels.up_spec(problem, plan.up, target.name)
+        yield AuditCase(f"{name} up: {plan.up}", spec, claims)
+        claims = gemm_claims(problem.dtype, plan.down, memory_bound=few)
+        spec = kernels.down_spec(problem, plan.down, target.name)
+        yield AuditCase(f"{name} down: {plan.down}", spec, claims)
+        spec = kernels.combine_spec(problem, plan.combine, target.name)
+        yield AuditCase(f"{name} combine", spec, Expectations())
+
+
+def gemm_claims(mma: str, config: GemmConfig, *, memory_bound: bool = False) -> Expectations:
+    """What a grouped GEMM with these tiles has to show."""
+    return Expectations(
+        mma=mma,
+        tma_loads=not isinstance(config, CodesConfig),
+        warp_specialized=config.warp_specialize,
+        stack_bytes=SPECIALISED_STACK_BYTES if config.warp_specialize else 0,
+        memory_bound=memory_bound,
+    )
+
+
+def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
+    problem = Nvfp4Problem(
+        NVFP4_EXPERTS, NVFP4_EXPERTS, rows, inner, inner // 2, rows * inner // 2, inner // 2
+    )
+    for per_group in (1, 64, 1024):
+        config = nvfp4_config(problem, per_group * NVFP4_EXPERTS, target)
+        yield nvfp4_case(f"nvfp4 {rows}x{inner} rows={per_group}", problem, config, target)
+
+
+def nvfp4_case(name: str, problem: Nvfp4Problem, config: GemmConfig, target: Target) -> AuditCase:
+    """The case of one NVFP4 x NVFP4 kernel; on a chip that multiplies the format itself it may not
+    do anything else."""
+    scaled = target.has("block_scaled_mma")
+    spec = nvfp4_spec(problem, config, target.name, block_scaled=scaled)
+    claims = gemm_claims("nvfp4" if scaled else "bf16", config, memory_bound=config.swapped)
+    return AuditCase(f"{name}: {config}", spec, claims)
