@@ -266,8 +266,8 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
         arguments[f"{letter}_weight_ptr"] = pointer if part.rank else None
     scales = problem.scales_dtype
     arguments |= {"scales_ptr": None if scales is None else f"*{scales}", **form.pointers()}
-    for letter, part in zip("qkv", problem.projections, strict=True):
-        arguments[f"{letter}_out_ptr"] = None if part is None else pointer
+    for letter, given in zip("qkv", problem.projections, strict=True):
+        arguments[f"{letter}_out_ptr"] = None if given is None else pointer
     constants: dict[str, Constant] = {
         "WIDTHS": tuple(part.width for part in parts),
         "RANKS": tuple(part.rank for part in parts),
@@ -298,6 +298,41 @@ def expand_grid(problem: ExpandProblem, config: ExpandConfig, counts: RowCounts)
     return columns, tile_bound(problem.form, counts, config.block_m)
 
 
+@dataclass(frozen=True)
+class OrderConfig:
+    """`lora_order`: rows that a program places, and rows that it counts at a time."""
+
+    chunk: int = 256
+    rows_per_load: int = 2048
+    rows_per_step: int = 16
+    num_warps: int = 8
+    num_stages: int = 1
+
+
+def order_spec(form: RowForm, config: OrderConfig, target: str) -> KernelSpec:
+    """The sort that comes before a kernel of a "sorted" form."""
+    constants: dict[str, Constant] = {
+        "NUM_ADAPTERS": form.num_adapters,
+        "GROUPS": form.groups,
+        "CHUNK": config.chunk,
+        "ROWS_PER_LOAD": config.rows_per_load,
+        "ROWS_PER_STEP": config.rows_per_step,
+    }
+    arguments: dict[str, str | None] = {
+        "ids_ptr": f"*{form.id_dtype}",
+        "order_ptr": "*i32",
+        "ends_ptr": "*i32",
+        **dict.fromkeys(("num_rows", "total_rows", "rows_per_id"), "i32"),
+    }
+    known = {} if not form.one_each else {"rows_per_id": 1}
+    unaligned = ("ids_ptr",)
+    return _spec("lora_order", "lora_order", constants, arguments, known, unaligned, config, target)
+
+
+def order_grid(config: OrderConfig, total_rows: int) -> tuple[int]:
+    return (cdiv(total_rows, config.chunk),)
+
+
 def _spec(
     template: str,
     kernel: str,
@@ -305,7 +340,7 @@ def _spec(
     arguments: Mapping[str, str | None],
     known: Mapping[str, int],
     unaligned: tuple[str, ...],
-    config: ShrinkConfig | ExpandConfig,
+    config: ShrinkConfig | ExpandConfig | OrderConfig,
     target: str,
 ) -> KernelSpec:
     """Absent tensors and known counts become constants, the rest is the signature."""

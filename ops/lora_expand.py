@@ -108,8 +108,8 @@ def validate(a: ExpandArguments) -> None:
         raise ArgumentError(NAME, "q_weight", "a weight of q, k or v at least", None)
     check_shape(NAME, "s", a.s, "[P, M, N]", (planes, None, None))
     check_last_dim_dense(NAME, "s", a.s)
-    weight = next(weight for weight in a.weights if weight is not None)
-    num_adapters = weight.shape[0] if weight.dim() else None
+    first = next(weight for weight in a.weights if weight is not None)
+    num_adapters = first.shape[0] if first.dim() else None
     for letter, weight, base in zip(LETTERS, a.weights, a.bases, strict=True):
         if weight is not None:
             _check_weight(a, f"{letter}_weight", weight, num_adapters)

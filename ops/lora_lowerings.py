@@ -12,11 +12,16 @@ from tilewright.codegen import lora_plan
 from tilewright.codegen.lora_kernels import (
     ExpandConfig,
     ExpandProblem,
+    OrderConfig,
+    RowCounts,
+    RowForm,
     ShrinkConfig,
     ShrinkProblem,
     TiledShrink,
     expand_grid,
     expand_spec,
+    order_grid,
+    order_spec,
     scratch_elements,
     shrink_grid,
     shrink_spec,
@@ -28,7 +33,12 @@ from tilewright.ops.contract import LoweringReport
 from tilewright.ops.kernel_launch import launch, split_k_scratch
 from tilewright.ops.lora_expand import ExpandArguments, Outputs
 from tilewright.ops.lora_expand import fake as fake_expand
-from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_problem
+from tilewright.ops.lora_problems import (
+    Values,
+    expand_problem,
+    row_counts,
+    shrink_problem,
+)
 from tilewright.ops.lora_shrink import ShrinkArguments
 from tilewright.ops.lora_shrink import fake as fake_shrink
 from tilewright.ops.lowerings import device_target
@@ -64,6 +74,7 @@ def launch_shrink(*args: Any, **kwargs: Any) -> torch.Tensor:
     values["out_ptr"] = out
     target = device_target(device) or SM90
     config, spec = chosen_shrink(problem, next_power_of_2(out.shape[1]), target)
+    values |= _sorted_rows(problem.form, counts, values, target, device)
     grid = shrink_grid(problem, config, counts)
     if isinstance(config, TiledShrink) and config.split_k > 1:
         elements = scratch_elements(problem, config)
@@ -84,8 +95,33 @@ def launch_expand(*args: Any, **kwargs: Any) -> Outputs:
     problem, values = expand_problem(a, counts, outputs)
     target = device_target(device) or SM90
     config, spec = chosen_expand(problem, next_power_of_2(a.num_tokens), target)
+    values |= _sorted_rows(problem.form, counts, values, target, device)
     launch(spec, expand_grid(problem, config, counts), values, device)
     return outputs
+
+
+def _sorted_rows(
+    form: RowForm, counts: RowCounts, values: Values, target: Target, device: torch.device
+) -> Values:
+    """What the sort of a "sorted" form gives, by parameter name; nothing for other forms."""
+    if form.addressing != "sorted":
+        return {}
+    order = torch.empty(counts.total_rows, dtype=torch.int32, device=device)
+    ends = torch.empty(form.num_adapters, dtype=torch.int32, device=device)
+    spec, config = sort_kernel(form, target.name)
+    given = {**values, "order_ptr": order, "ends_ptr": ends}
+    launch(spec, order_grid(config, counts.total_rows), given, device)
+    return {"order_ptr": order, "offsets_ptr": ends, "num_groups": form.num_adapters}
+
+
+@cache
+def sort_kernel(form: RowForm, target: str) -> tuple[KernelSpec, OrderConfig]:
+    config = OrderConfig()
+    return order_spec(form, config, target), config
+
+
+def _kernels(form: RowForm, spec: KernelSpec, target: str) -> tuple[KernelSpec, ...]:
+    return (sort_kernel(form, target)[0], spec) if form.addressing == "sorted" else (spec,)
 
 
 def plan_shrink(a: Any, target: str) -> LoweringReport:
@@ -93,7 +129,7 @@ def plan_shrink(a: Any, target: str) -> LoweringReport:
     counts = row_counts(a, a.rows, a.rows)
     problem, _ = shrink_problem(a, counts)
     config, spec = chosen_shrink(problem, next_power_of_2(max(a.rows, 1)), TARGETS[target])
-    return LoweringReport("shrink kernel", str(config), (spec,))
+    return LoweringReport("shrink kernel", str(config), _kernels(problem.form, spec, target))
 
 
 def plan_expand(a: Any, target: str) -> LoweringReport:
@@ -101,4 +137,4 @@ def plan_expand(a: Any, target: str) -> LoweringReport:
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
     problem, _ = expand_problem(a, counts, fake_expand(a))
     config, spec = chosen_expand(problem, next_power_of_2(max(a.num_tokens, 1)), TARGETS[target])
-    return LoweringReport("expand kernel", str(config), (spec,))
+    return LoweringReport("expand kernel", str(config), _kernels(problem.form, spec, target))

@@ -60,7 +60,7 @@ def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
         return replace(form, addressing="rows", groups=groups, rows=rows)
     if counts.rows_per_id >= LONG_SEQUENCE:
         return replace(form, addressing="sequences")
-    return replace(form, addressing="sorted", groups=groups, offset_dtype="i32")
+    return replace(form, addressing="sorted", groups=groups, offset_dtype="i32", inclusive=True)
 
 
 def row_values(a: Any, counts: RowCounts) -> Values:

@@ -15,14 +15,21 @@ from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_prob
 from tilewright.ops.lora_samples import EXPAND_CASES, SHRINK_CASES
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-SHRINK = [c for c in SHRINK_CASES if c.dtype in KERNEL_DTYPES and c.total_rows]
+# A short K is as good a test of indices, and the interpreter is slow.
+SHRINK = [
+    replace(c, hidden=min(c.hidden, 96))
+    for c in SHRINK_CASES
+    if c.dtype in KERNEL_DTYPES and c.total_rows
+]
 EXPAND = [c for c in EXPAND_CASES if c.dtype in KERNEL_DTYPES and c.total_rows]
 SHRINK_CONFIGS = {
     "tiled": kernels.TiledShrink(16, 64, 1, 4, 2),
     "split": kernels.TiledShrink(32, 16, 3, 4, 2),
     "few": kernels.FewShrink(16, 8, 16, 2, 2, 2),
-    "row": kernels.RowShrink(4, 64, 4),
+    "row": kernels.RowShrink(16, 64, 4),
 }
+# A program for each row.
+FEW_ROWS = 30
 EXPAND_CONFIGS = {
     "row": kernels.ExpandConfig(1, 32, 16, 4),
     "tile": kernels.ExpandConfig(16, 64, 16, 4),
@@ -45,11 +52,16 @@ def as_double(a):
     )
 
 
-def shrunk(a, config):
+def as_it_is(problem, counts, values):
+    return problem
+
+
+def shrunk(a, config, prepare=as_it_is):
     """What the kernel of one config makes of a call, in memory that held NaN."""
     out = lora_shrink.fake(a).fill_(torch.nan)
     counts = row_counts(a, out.shape[1], out.shape[1])
     problem, values = shrink_problem(a, counts)
+    problem = prepare(problem, counts, values)
     grid = kernels.shrink_grid(problem, config, counts)
     values["out_ptr"] = out
     if isinstance(config, kernels.TiledShrink):
@@ -62,8 +74,31 @@ def shrunk(a, config):
     return out
 
 
-@pytest.mark.parametrize("config", SHRINK_CONFIGS.values(), ids=SHRINK_CONFIGS)
-@pytest.mark.parametrize("case", SHRINK, ids=lambda case: case.name)
+def sort_first(problem, counts, values):
+    """As `shrink_problem` would have it for more rows than programs sort by themselves."""
+    form = replace(problem.form, addressing="sorted", offset_dtype="i32", inclusive=True, rows=1)
+    config = kernels.OrderConfig(16, 32, 8)
+    values["order_ptr"] = torch.full((counts.total_rows,), -7, dtype=torch.int32)
+    values["ends_ptr"] = torch.full((form.num_adapters,), -7, dtype=torch.int32)
+    grid = kernels.order_grid(config, counts.total_rows)
+    run(kernels.order_spec(form, config, "sm100"), grid, values)
+    values |= {"offsets_ptr": values["ends_ptr"], "num_groups": form.num_adapters}
+    return replace(problem, form=form)
+
+
+def with_form(problem, **changes):
+    return replace(problem, form=replace(problem.form, **changes))
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param(case, config, id=f"{case.name}-{name}")
+        for case in SHRINK
+        for name, config in SHRINK_CONFIGS.items()
+        if config.block_m > 1 or case.total_rows <= FEW_ROWS
+    ],
+)
 def test_shrink_computes_the_op(case, config):
     a = lora_shrink.sample_inputs(case)
     exact = lora_shrink.reference(as_double(a))
@@ -71,16 +106,70 @@ def test_shrink_computes_the_op(case, config):
     assert problem is None, problem
 
 
-@pytest.mark.parametrize("config", EXPAND_CONFIGS.values(), ids=EXPAND_CONFIGS)
-@pytest.mark.parametrize("case", EXPAND, ids=lambda case: case.name)
-def test_expand_computes_the_op(case, config):
-    a = lora_expand.sample_inputs(case)
-    exact = lora_expand.reference(as_double(a))
+def expanded(a, config, prepare=as_it_is):
     outputs = tuple(out.fill_(torch.nan) for out in lora_expand.fake(a))
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
     problem, values = expand_problem(a, counts, outputs)
+    problem = prepare(problem, counts, values)
     grid = kernels.expand_grid(problem, config, counts)
     run(kernels.expand_spec(problem, config, "sm100"), grid, values)
+    return outputs
+
+
+def check_expanded(case, a, outputs):
+    exact = lora_expand.reference(as_double(a))
     for out, expected in zip(outputs, exact, strict=True):
         problem = lora_expand.OP.tolerances[case.dtype].problem(out, expected)
         assert problem is None, problem
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param(case, config, id=f"{case.name}-{name}")
+        for case in EXPAND
+        for name, config in EXPAND_CONFIGS.items()
+        if config.block_m > 1 or case.total_rows <= FEW_ROWS
+    ],
+)
+def test_expand_computes_the_op(case, config):
+    a = lora_expand.sample_inputs(case)
+    check_expanded(case, a, expanded(a, config))
+
+
+SHRINK_ROWS = [c for c in SHRINK if c.rows in ("rows", "sequences")]
+
+
+def by_sequences(problem, counts, values):
+    return with_form(problem, addressing="sequences")
+
+
+@pytest.mark.parametrize("case", SHRINK_ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize("prepare", [sort_first, by_sequences])
+def test_shrink_of_many_rows(case, prepare):
+    a = lora_shrink.sample_inputs(case)
+    exact = lora_shrink.reference(as_double(a))
+    out = shrunk(a, SHRINK_CONFIGS["tiled"], prepare)
+    problem = lora_shrink.OP.tolerances[case.dtype].problem(out, exact)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("name", ["rows_many", "packed", "sequences"])
+@pytest.mark.parametrize("prepare", [sort_first, by_sequences])
+def test_expand_of_many_rows(name, prepare):
+    case = next(case for case in EXPAND if case.name == name)
+    a = lora_expand.sample_inputs(case)
+    check_expanded(case, a, expanded(a, EXPAND_CONFIGS["tile"], prepare))
+
+
+def test_rows_are_sorted_by_adapter_and_stay_in_order():
+    a = lora_shrink.sample_inputs(SHRINK_ROWS[1])
+    counts = row_counts(a, a.rows, a.rows)
+    problem, values = shrink_problem(a, counts)
+    sort_first(problem, counts, values)
+    ids = a.expert_ids.tolist()
+    adapters = [*range(problem.form.num_adapters), -1]
+    assert values["order_ptr"].tolist() == [r for e in adapters for r in range(70) if ids[r] == e]
+    assert values["ends_ptr"].tolist() == [
+        sum(0 <= i <= e for i in ids) for e in range(problem.form.num_adapters)
+    ]

@@ -1,0 +1,84 @@
+"""Dims and inputs that the LoRA benchmarks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# All argument sets of a graph together must not fit the L2 cache (60 MB).
+COLD_BYTES = 200e6
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """One batch: tokens of `hidden`, each with one of `adapters` of one rank; q, k and v of
+    `widths` columns. routing: "uniform", or "skewed" (Zipf: adapter i is 1 / (i + 1) as likely)."""
+
+    hidden: int
+    rank: int
+    adapters: int
+    tokens: int
+    routing: str = "uniform"
+    widths: tuple[int, int, int] = (4096, 1024, 1024)
+
+    def __str__(self) -> str:
+        skewed = " skewed" if self.routing == "skewed" else ""
+        return f"K={self.hidden} r={self.rank} G={self.adapters} T={self.tokens}{skewed}"
+
+
+@dataclass(frozen=True)
+class LoraSet:
+    """One argument set. ids: adapter of each token, sorted; offsets: exclusive, of each adapter;
+    order: tokens in some order, so that ids[order] are unsorted. weights [G, 3 rank, hidden];
+    b [G, width, rank] and bases [T, width] of q, k and v where they were asked for."""
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    order: torch.Tensor
+    b: tuple[torch.Tensor, ...] = ()
+    bases: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def active(self) -> int:
+        return int((self.offsets.diff() > 0).sum())
+
+
+def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").mul_(scale).to(torch.bfloat16)
+
+
+def make_set(shape: LoraShape, *, expand: bool = False) -> LoraSet:
+    """Random inputs; tokens go to adapters at random."""
+    odds = torch.ones(shape.adapters, device="cuda")
+    if shape.routing == "skewed":
+        odds = 1 / torch.arange(1, shape.adapters + 1, device="cuda")
+    ids = torch.multinomial(odds, shape.tokens, replacement=True).sort().values
+    counts = torch.bincount(ids, minlength=shape.adapters)
+    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
+    wide, narrow = shape.hidden**-0.5, shape.rank**-0.5
+    b = bases = ()
+    if expand:
+        b = tuple(normal(shape.adapters, w, shape.rank, scale=narrow) for w in shape.widths)
+        bases = tuple(normal(shape.tokens, w) for w in shape.widths)
+    return LoraSet(
+        normal(shape.tokens, shape.hidden),
+        normal(shape.adapters, 3 * shape.rank, shape.hidden, scale=wide),
+        ids.to(torch.int32),
+        offsets,
+        torch.randperm(shape.tokens, device="cuda"),
+        b,
+        bases,
+    )
+
+
+def make_sets(shape: LoraShape, *, expand: bool = False) -> list[LoraSet]:
+    """As many sets as keep the L2 cache cold: what a call touches counts."""
+    active = min(shape.adapters, shape.tokens)
+    touched = 2 * shape.hidden * (shape.tokens + 3 * shape.rank * active)
+    if expand:
+        touched = 2 * sum(shape.widths) * (2 * shape.tokens + shape.rank * active)
+    count = max(10, -(-int(COLD_BYTES) // touched)) if shape.tokens < 2048 else 4
+    return [make_set(shape, expand=expand) for _ in range(count)]

@@ -1,0 +1,174 @@
+"""Times tile configs of the LoRA kernels: what the planner's rules come from.
+
+    python benchmarks/lora_sweep.py CASES [--top 6]
+
+CASES: a file of lines `hidden rank adapters tokens form config ...`; form is groups (sorted, with
+offsets), rows (an id each, in any order) or expand (sorted). A config is `t64x64/4w4s3` (tiled:
+rows, step of K, split, warps, stages), `f16x8x8*128w8s3` (few: rows, columns, slices, their step of
+K), `r1x4096w4` (row: columns, step) or, for expand, `e16x128x16w4`. CUDA graphs, L2 cold,
+microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lora_shapes import LoraSet, LoraShape, make_set, make_sets
+from timing import capture, interleaved_us
+from tune_qkv import compile_quietly
+
+from tilewright.codegen import lora_kernels as kernels
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM90
+from tilewright.ops import lora_expand, lora_shrink
+from tilewright.ops.kernel_launch import launch, split_k_scratch
+from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_problem
+
+Config = kernels.ShrinkConfig | kernels.ExpandConfig
+FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Config]]] = {
+    "t": (re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)"), kernels.TiledShrink),
+    "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), kernels.FewShrink),
+    "r": (re.compile(r"r(\d+)x(\d+)w(\d+)"), kernels.RowShrink),
+    "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), kernels.ExpandConfig),
+}
+
+
+def read_config(text: str) -> Config:
+    pattern, make = FORMS[text[0]]
+    found = pattern.fullmatch(text)
+    if found is None:
+        raise SystemExit(f"config: {text!r} is none; see the top of this file")
+    numbers = [int(number) for number in found.groups()]
+    if text[0] == "f":
+        numbers[2], numbers[3] = numbers[3], numbers[2]
+    return make(*numbers)
+
+
+def prepared(form: str, one: LoraSet) -> tuple[Any, kernels.RowCounts, dict[str, Any], Any]:
+    """(problem, counts, values, results) of one call."""
+    tokens = one.x.shape[0]
+    if form == "expand":
+        s = torch.randn(3, tokens, one.b[0].shape[2], device="cuda").bfloat16()
+        e = lora_expand.ExpandArguments(s, *one.bases, *one.b, one.offsets)
+        counts, outputs = row_counts(e, tokens, tokens), lora_expand.fake(e)
+        return *_pair(expand_problem(e, counts, outputs), counts), outputs
+    a = lora_shrink.ShrinkArguments(one.x, one.weights, one.offsets)
+    if form == "rows":
+        a = lora_shrink.ShrinkArguments(one.x, one.weights, None, one.ids[one.order])
+    out, counts = lora_shrink.fake(a), row_counts(a, tokens, tokens)
+    problem, values = shrink_problem(a, counts)
+    return problem, counts, values | {"out_ptr": out}, out
+
+
+def _pair(made: tuple[Any, Any], counts: kernels.RowCounts) -> tuple[Any, kernels.RowCounts, Any]:
+    return made[0], counts, made[1]
+
+
+def kernel_of(problem: Any, config: Config) -> KernelSpec:
+    if isinstance(config, kernels.ExpandConfig):
+        return kernels.expand_spec(problem, config, SM90.name)
+    return kernels.shrink_spec(problem, config, SM90.name)
+
+
+def call_of(
+    problem: Any, config: Config, counts: kernels.RowCounts, values: dict[str, Any]
+) -> Callable[[], None]:
+    spec = kernel_of(problem, config)
+    device = torch.device("cuda", 0)
+    if isinstance(config, kernels.ExpandConfig):
+        return partial(launch, spec, kernels.expand_grid(problem, config, counts), values, device)
+    grid = kernels.shrink_grid(problem, config, counts)
+    if not isinstance(config, kernels.TiledShrink) or config.split_k == 1:
+        return partial(launch, spec, grid, values, device)
+    workspace, counters = split_k_scratch(
+        grid[1], kernels.scratch_elements(problem, config), device
+    )
+    values = {**values, "workspace_ptr": workspace, "counters_ptr": counters}
+    return partial(launch, spec, grid, values, device)
+
+
+def is_wrong(form: str, one: LoraSet, call: Callable[[], None], results: Any) -> bool:
+    """Whether a shrink differs from fp32 arithmetic by more than rounding."""
+    if form == "expand":
+        return False
+    results.fill_(torch.nan)
+    call()
+    ids = one.ids.long()
+    if form == "rows":
+        ids = ids[one.order]
+    want = torch.empty(one.x.shape[0], one.weights.shape[1], device="cuda")
+    for adapter in ids.unique().tolist():
+        rows = (ids == adapter).nonzero().flatten()
+        want[rows] = one.x[rows].float() @ one.weights[adapter].float().T
+    got = results.permute(1, 0, 2).reshape(want.shape).float()
+    return not float((got - want).norm() / want.norm()) < 4e-3
+
+
+def sweep(shape: LoraShape, form: str, texts: list[str], bad: set[str], top: int) -> None:
+    sets = make_sets(shape, expand=form == "expand")
+    made = [prepared(form, one) for one in sets]
+    graphs, wrong = {}, []
+    for text in texts:
+        config = read_config(text)
+        if kernel_of(made[0][0], config).name in bad:
+            continue
+        try:
+            calls = [call_of(p, config, counts, values) for p, counts, values, _ in made]
+            if is_wrong(form, sets[0], calls[0], made[0][3]):
+                wrong.append(text)
+            graphs[text] = capture(calls, warmup=1)
+        except Exception as error:
+            print(f"  {text}: {str(error)[:200]}", flush=True)
+    times = interleaved_us(graphs, len(sets), rounds=3, replays=2)
+    best = sorted(times, key=lambda text: times[text])
+    shown = "  ".join(f"{text} {times[text]:.2f}" for text in best[:top])
+    bytes_ = 2 * shape.hidden * (shape.tokens + 3 * shape.rank * sets[0].active)
+    if form == "expand":
+        bytes_ = 2 * sum(shape.widths) * (2 * shape.tokens + shape.rank * sets[0].active)
+    rate = bytes_ / times[best[0]] * 1e-6
+    print(f"{form} {shape}: {rate:.2f} TB/s  {shown}", flush=True)
+    print("   rest:", "  ".join(f"{text} {times[text]:.2f}" for text in best[top:]), flush=True)
+    if wrong:
+        print("   WRONG:", *wrong, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--top", type=int, default=6)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cases = []
+    for line in options.cases.read_text().splitlines():
+        if line.strip():
+            hidden, rank, adapters, tokens, form, *texts = line.split()
+            cases.append(
+                (LoraShape(int(hidden), int(rank), int(adapters), int(tokens)), form, texts)
+            )
+    specs: dict[KernelSpec, None] = {}
+    for shape, form, texts in cases:
+        problem = prepared(form, make_set(shape, expand=form == "expand"))[0]
+        specs |= dict.fromkeys(kernel_of(problem, read_config(text)) for text in texts)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
+    bad = {spec.name for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
+    print(f"{len(specs)} kernels, {len(bad)} do not compile", flush=True)
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        if outcome:
+            print(f"  {spec.kernel} {outcome[-200:]}", flush=True)
+    for shape, form, texts in cases:
+        sweep(shape, form, texts, bad, options.top)
+
+
+if __name__ == "__main__":
+    main()
