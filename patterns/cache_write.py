@@ -180,8 +180,9 @@ def _belong(a: CacheWrite, b: CacheWrite) -> bool:
     if not same_shape or a.memory.dtype != b.memory.dtype:
         return False
     same_place = a.memory is b.memory and a.target == b.target
-    return not same_place and _same_index(a.index, b.index)
+    return not same_place and same_index(a.index, b.index)
 
 
-def _same_index(a: Mapping[int, View], b: Mapping[int, View]) -> bool:
+def same_index(a: Mapping[int, View], b: Mapping[int, View]) -> bool:
+    """Whether the same dimensions are indexed by the same numbers."""
     return set(a) == set(b) and all(equal_values(a[dim], b[dim]) for dim in a)

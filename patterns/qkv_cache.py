@@ -68,7 +68,7 @@ class QkvCache:
             (k, k_place, "K", Stage.K_PATH),
             (v, v_place, "V", Stage.V_PATH),
         ):
-            repeats.append(_check_tokens(heads, place, who, stage))
+            repeats.append(check_tokens(heads, place, who, stage))
             _check_cast(heads, place, who, stage)
         stored = (*k_place.absorbed, *v_place.absorbed)
         inside = frozenset((*k.absorbed, *v.absorbed, *stored, *anchor.stores))
@@ -137,10 +137,11 @@ def _rotated(place: Addressing) -> Heads | None:
     return heads if heads.rope is not None or heads.norm is not None else None
 
 
-def _check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
+def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
     """How many neighbouring cache heads each head of the projection is written to.
 
-    The written dimensions must be exactly the product's tokens in order, heads, head_dim.
+    The written dimensions must be exactly the product's tokens in order, heads, head_dim; raises
+    Reject where they are not.
     """
     source = heads.layout
     lead = effects.reshape(
