@@ -1,0 +1,24 @@
+"""What is fused in the zoo, kept as snapshots with the project's own plugin.
+
+`pytest tests/tools/test_zoo_snapshots.py --tilewright-update` writes them anew; read the diff.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewright.tools.zoo import ZOO, build_zoo_model
+
+pytest.importorskip("transformers", reason="the zoo needs transformers")
+
+#: Enough for each kind of layer: DeepSeek-V3's first three are dense.
+LAYERS = {"deepseek-v3": 4}
+
+
+@pytest.mark.parametrize("tokens", [1, 16], ids=["decode", "prefill"])
+@pytest.mark.parametrize("name", list(ZOO))
+def test_the_zoo_is_fused_as_it_was(tilewright, name, tokens):
+    torch._dynamo.reset()
+    model, args, kwargs = build_zoo_model(name, tokens=tokens, layers=LAYERS.get(name, 2))
+    tilewright.check(model, args, kwargs)
