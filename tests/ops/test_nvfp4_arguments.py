@@ -177,20 +177,25 @@ def test_gpu_indices_that_nothing_checks_reach_no_other_memory(sizes, monkeypatc
     """On a GPU values are looked at on demand only; groups whose own numbers are good are right."""
     a = op.sample_inputs(replace(CASE, sizes=sizes, ids=(0, 3, 2)), "cuda")
     want = op.OP.call(a)
-    first, rest = sizes[0], sum(sizes[:2])
-    beyond = replace(a, group_offsets=a.group_offsets.clone())
-    beyond.group_offsets[-1] = 1 << 20
-    far = replace(a, group_scale_offsets=a.group_scale_offsets.clone())
-    far.group_scale_offsets[2] = 1 << 20
-    nobody = replace(a, expert_ids=a.expert_ids.clone())
-    nobody.expert_ids[2] = 77
-    back = replace(a, group_offsets=a.group_offsets.clone())
-    back.group_offsets[2] = -5
-    for wrong, good in ((beyond, sum(sizes)), (far, rest), (nobody, rest), (back, first)):
+    whole, rest = sum(sizes), sum(sizes[:2])
+
+    def changed(name, place, value):
+        tensor = getattr(a, name).clone()
+        tensor[place] = value
+        return replace(a, **{name: tensor})
+
+    # With how many rows from the first on stay as they were.
+    for wrong, good in (
+        (changed("group_offsets", -1, 1 << 20), whole),
+        (changed("group_offsets", 2, 20), 20),
+        (changed("group_offsets", 1, -(1 << 20)), 0),
+        (changed("group_scale_offsets", 2, 1 << 20), rest),
+        (changed("group_scale_offsets", 2, -(1 << 20)), rest),
+        (changed("expert_ids", 2, 77), rest),
+    ):
         got = op.OP.call(wrong)
         assert torch.equal(got[:good], want[:good])
-        if wrong is nobody:
-            assert not got[rest:].any()
+        assert wrong.expert_ids[2] != 77 or not got[rest:].any()
         monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
         with pytest.raises(ArgumentError):
             op.OP.call(wrong)
