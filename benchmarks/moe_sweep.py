@@ -136,7 +136,7 @@ def library(case: Case, experts: Experts, base: dict[str, Step]) -> Any:
     x = (
         torch.randn(rows, case.shape.hidden, device="cuda").bfloat16()
         if up
-        else values["hidden_ptr"]
+        else values["hidden_ptr"].view(rows, -1)
     )
     weight = experts.gate_up if up else experts.down
     weight = weight if case.shape.oss else weight.mT

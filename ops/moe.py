@@ -234,6 +234,7 @@ OP = register(
                 "tilewright.ops.moe_lowerings:launch_fused_moe",
                 frozenset({"cuda"}),
                 unsupported,
+                repeatable="tilewright.ops.moe_lowerings:repeatable_fused_moe",
             ),
         ),
         cases=MOE_CASES,

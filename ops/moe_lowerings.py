@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from tilewright.codegen.moe_codes_kernels import (
 )
 from tilewright.codegen.moe_kernels import MoeProblem
 from tilewright.codegen.moe_plan import MoePlan, plan_moe
-from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -27,7 +27,12 @@ from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
+from tilewright.ops.repeats import Noted, noting_launches
 
+Again = Callable[[], torch.Tensor]
+
+# Parts of scratch memory begin at whole multiples of this.
+SCRATCH_ALIGNMENT = 256
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -61,16 +66,69 @@ def cached_plan(problem: MoeProblem, bucket: int, target: Target) -> MoePlan:
 
 def launch_fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`fused_moe` on CUDA tensors; see FusedMoeArguments."""
+    return repeatable_fused_moe(*args, **kwargs)[0]
+
+
+def repeatable_fused_moe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
+    """Also what makes the same call again."""
     a = FusedMoeArguments(*args, **kwargs)
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
-        return torch.zeros_like(a.x)
+        return torch.zeros_like(a.x), None
     out = torch.empty_like(a.x)
     problem = moe_problem(a)
     target = device_target(a.x.device) or SM90
     plan = cached_plan(problem, next_power_of_2(a.x.shape[0]), target)
-    for step in moe_steps(a, problem, plan, target, out).values():
-        step.run(a.x.device)
-    return out
+    with noting_launches() as noted:
+        for step in moe_steps(a, problem, plan, target, out).values():
+            step.run(a.x.device)
+    return out, launches_again(noted, a, out)
+
+
+def launches_again(noted: Sequence[Noted], a: FusedMoeArguments, out: torch.Tensor) -> Again | None:
+    """The noted launches by address, over a new result and new scratch memory.
+
+    None where one reads a copy of an argument, or where the result is not laid out as a new one.
+    """
+    given = {_storage(t) for t in vars(a).values() if isinstance(t, torch.Tensor)}
+    made = {_storage(t) for _, values in noted for t in values if isinstance(t, torch.Tensor)}
+    scratch = made - given - {_storage(out)}
+    if len(scratch) != 1 or not out.is_contiguous():
+        return None
+    (base,) = scratch
+    size = 0
+    lists: list[tuple[Any, list[Any], list[tuple[int, int]], int | None]] = []
+    for launch_once, values in noted:
+        addresses, places, result = [], [], None
+        for number, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                if _storage(value) == base:
+                    places.append((number, value.data_ptr() - base))
+                    size = value.untyped_storage().nbytes()
+                elif value is out:
+                    result = number
+                value = value.data_ptr()
+            addresses.append(value)
+        lists.append((launch_once, addresses, places, result))
+    shape, dtype, device = out.shape, out.dtype, out.device
+
+    def again() -> torch.Tensor:
+        result = torch.empty(shape, dtype=dtype, device=device)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        start = memory.data_ptr()
+        for launch_once, known, places, at in lists:
+            addresses = known.copy()
+            for number, offset in places:
+                addresses[number] = start + offset
+            if at is not None:
+                addresses[at] = result.data_ptr()
+            launch_once(addresses)
+        return result
+
+    return again
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def moe_steps(
@@ -118,21 +176,37 @@ def as_words(
     return made
 
 
-def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict[str, Any]:
-    """Tensors and counts by the kernels' parameter names; scratch comes from torch's allocator."""
-    num_routes = a.expert_ids.numel()
-
-    def integers(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.int32, device=a.x.device)
-
+def scratch_tensors(
+    device: torch.device, sizes: Mapping[str, tuple[int, torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    """Flat tensors by name, all parts of one new tensor of torch's allocator."""
+    bounds = [0]
+    for count, dtype in sizes.values():
+        units = cdiv(count * dtype.itemsize, SCRATCH_ALIGNMENT)
+        bounds.append(bounds[-1] + units * SCRATCH_ALIGNMENT)
+    memory = torch.empty(bounds[-1], dtype=torch.uint8, device=device)
     return {
+        name: memory[first : first + count * dtype.itemsize].view(dtype)
+        for first, (name, (count, dtype)) in zip(bounds, sizes.items(), strict=False)
+    }
+
+
+def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict[str, Any]:
+    """Tensors and counts by the kernels' parameter names."""
+    num_routes = a.expert_ids.numel()
+    sizes = {
+        "counts_ptr": (num_chunks * problem.experts, torch.int32),
+        "total_ptr": (problem.experts, torch.int32),
+        "order_ptr": (num_routes, torch.int32),
+        "ends_ptr": (problem.num_experts, torch.int32),
+        "hidden_ptr": (num_routes * problem.inner, a.x.dtype),
+        "y_ptr": (num_routes * problem.hidden, a.x.dtype),
+    }
+    return {
+        **scratch_tensors(a.x.device, sizes),
         "x_ptr": a.x,
         "ids_ptr": a.expert_ids.contiguous(),
         "weights_ptr": a.expert_weights,
-        "counts_ptr": integers(num_chunks * problem.experts),
-        "total_ptr": integers(problem.experts),
-        "order_ptr": integers(num_routes),
-        "ends_ptr": integers(problem.num_experts),
         "weight_ptr": lower_weight(a),
         "distance": abs(up_distance(a)),
         "gate_scale_ptr": a.gate_scale,
@@ -142,8 +216,6 @@ def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict
         "gate_bias_ptr": a.gate_bias,
         "up_bias_ptr": a.up_bias,
         "bias_ptr": a.down_bias,
-        "hidden_ptr": a.x.new_empty((num_routes, problem.inner)),
-        "y_ptr": a.x.new_empty((num_routes, problem.hidden)),
         "num_routes": num_routes,
         "num_tokens": a.x.shape[0],
         "num_chunks": num_chunks,

@@ -52,3 +52,21 @@ def test_every_tile_form_computes_the_op(name, num_tokens, monkeypatch):
     problem = moe.OP.tolerances[case.dtype].problem(got, moe.reference(as_double(a)))
     assert problem is None, problem
     assert torch.equal(got, moe.OP.call(a))
+
+
+@pytest.mark.parametrize("name", ["dense", "nvfp4"])
+@pytest.mark.parametrize("num_tokens", [1, 300, 1300])
+def test_a_repeated_call_computes_anew(name, num_tokens):
+    """The second call goes straight to the first one's launches: other contents, other memory."""
+    case = replace(FORMS[name], num_tokens=num_tokens)
+    a = moe.sample_inputs(case, "cuda")
+    first = moe.OP.call(a)
+    kept = first.clone()
+    other = moe.sample_inputs(case, "cuda", seed=1)
+    for field in ("x", "expert_ids", "expert_weights"):
+        getattr(a, field).copy_(getattr(other, field))
+    second = moe.OP.call(a)
+    fresh = replace(a, x=a.x.clone(), expert_ids=a.expert_ids.clone())
+    assert torch.equal(second, moe.OP.call(fresh))
+    assert torch.equal(first, kept)
+    assert second.data_ptr() != first.data_ptr()

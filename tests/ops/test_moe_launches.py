@@ -1,0 +1,82 @@
+"""The launches of `fused_moe`, without a GPU: kernels interpreted, and a call made again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.targets import TARGETS
+from tilewright.ops import moe, moe_lowerings
+from tilewright.ops.moe_samples import MoeCase
+from tilewright.ops.repeats import note_launch
+
+CASE = MoeCase("case", num_tokens=3, hidden=64, inner=32, num_experts=3)
+
+
+def interpret(known, spec, grid, values, device):
+    """Runs a launch on the CPU; `known` tensors by address stand for what a launch is given."""
+    given = tuple(values[name] for name, _ in spec.signature)
+    full_grid = (*grid, *(1,) * (3 - len(grid)))
+
+    def run(arguments):
+        tensors = [known(value, like) for value, like in zip(arguments, given, strict=True)]
+        load_interpreted(spec)[full_grid](*tensors)
+
+    load_interpreted(spec)[full_grid](*given)
+    note_launch(run, given)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    memory = {}
+    empty = torch.empty
+
+    def kept(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        memory[made.data_ptr()] = made
+        return made
+
+    def known(value, like):
+        """The tensor at an address: a part of memory made since, else the argument itself."""
+        if not isinstance(like, torch.Tensor):
+            return value
+        for start, whole in memory.items():
+            if start <= value < start + whole.nbytes:
+                part = whole.view(-1).view(torch.uint8)[value - start :][: like.nbytes]
+                return part.view(like.dtype).view(like.shape)
+        assert value == like.data_ptr()
+        return like
+
+    monkeypatch.setattr(torch, "empty", kept)
+    monkeypatch.setattr(moe_lowerings, "launch", partial(interpret, known))
+    monkeypatch.setattr(moe_lowerings, "device_target", lambda device: TARGETS["sm90"])
+    few = type("Properties", (), {"multi_processor_count": 2})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_call_made_again_is_the_same_call_over_new_memory():
+    a = moe.sample_inputs(CASE)
+    args, kwargs = moe.OP.split(a)
+    result, again = moe_lowerings.repeatable_fused_moe(*args, **kwargs)
+    problem = moe.OP.tolerances[CASE.dtype].problem(result, moe.reference(a))
+    assert problem is None, problem
+    assert again is not None
+    kept = result.clone()
+    a.x.mul_(0.5)
+    a.expert_ids.copy_((a.expert_ids + 1) % CASE.num_experts)
+    second = again()
+    assert torch.equal(result, kept)
+    assert torch.equal(second, moe_lowerings.launch_fused_moe(*args, **kwargs))
+    assert not torch.equal(second, kept)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_call_that_copies_an_argument_is_not_remembered():
+    a = moe.sample_inputs(CASE)
+    args, kwargs = moe.OP.split(a)
+    args[1] = args[1].t().contiguous().t()
+    assert moe_lowerings.repeatable_fused_moe(*args, **kwargs)[1] is None
