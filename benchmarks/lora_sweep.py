@@ -3,7 +3,7 @@
     python benchmarks/lora_sweep.py CASES [--top 6]
 
 CASES: a file of lines `hidden rank adapters tokens form config ...`; form is groups (sorted, with
-offsets), rows (an id each, in any order) or expand (sorted). A config is `t64x64/4w4s3` (tiled:
+offsets), single (one adapter), rows (an id each, in any order) or expand (sorted). A config is `t64x64/4w4s3` (tiled:
 rows, step of K, split, warps, stages), `f16x8x8*128w8s3` (few: rows, columns, slices, their step of
 K), `r1x4096w4` (row: columns, step) or, for expand, `e16x128x16w4`. CUDA graphs, L2 cold,
 microseconds.
@@ -64,6 +64,8 @@ def prepared(form: str, one: LoraSet) -> tuple[Any, kernels.RowCounts, dict[str,
     a = lora_shrink.ShrinkArguments(one.x, one.weights, one.offsets)
     if form == "rows":
         a = lora_shrink.ShrinkArguments(one.x, one.weights, None, one.ids[one.order])
+    elif form == "single":
+        a = lora_shrink.ShrinkArguments(one.x, one.weights)
     out, counts = lora_shrink.fake(a), row_counts(a, tokens, tokens)
     problem, values = shrink_problem(a, counts)
     return problem, counts, values | {"out_ptr": out}, out
@@ -116,7 +118,7 @@ def is_wrong(form: str, one: LoraSet, call: Callable[[], None], results: Any) ->
 def sweep(shape: LoraShape, form: str, texts: list[str], bad: set[str], top: int) -> None:
     sets = make_sets(shape, expand=form == "expand")
     made = [prepared(form, one) for one in sets]
-    graphs, wrong = {}, []
+    graphs, kept, wrong = {}, [], []
     for text in texts:
         config = read_config(text)
         if kernel_of(made[0][0], config).name in bad:
@@ -126,6 +128,7 @@ def sweep(shape: LoraShape, form: str, texts: list[str], bad: set[str], top: int
             if is_wrong(form, sets[0], calls[0], made[0][3]):
                 wrong.append(text)
             graphs[text] = capture(calls, warmup=1)
+            kept.append(calls)  # their workspaces, which the graph works on
         except Exception as error:
             print(f"  {text}: {str(error)[:200]}", flush=True)
     times = interleaved_us(graphs, len(sets), rounds=3, replays=2)

@@ -156,10 +156,10 @@ def lora_shrink(
                 COLUMN_STRIDES[2], RANKS[2], COLUMNS, HIDDEN, WHOLE,
             )  # fmt: skip
             third = tl.dot(x, weight.T, third)
-    finishes = True
+    exchanged = False
     if SPLIT_K > 1:
-        finishes = part == 0
-        if adapter >= 0:
+        exchanged = adapter >= 0
+        if exchanged:
             place = tile * SPLIT_K * PLANES
             store_part(first, workspace_ptr, place + part * PLANES, BLOCK_M, COLUMNS)
             if PLANES > 1:
@@ -168,20 +168,17 @@ def lora_shrink(
                 store_part(third, workspace_ptr, place + part * PLANES + 2, BLOCK_M, COLUMNS)
             # All threads' stores come before the one thread's atomic.
             tl.debug_barrier()
-            finishes = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
-            if finishes:
-                first = sum_of_parts(workspace_ptr, place, PLANES, SPLIT_K, BLOCK_M, COLUMNS)
-                if PLANES > 1:
-                    second = sum_of_parts(
-                        workspace_ptr, place + 1, PLANES, SPLIT_K, BLOCK_M, COLUMNS
+            if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+                for plane in tl.static_range(PLANES):
+                    total = sum_of_parts(
+                        workspace_ptr, place + plane, PLANES, SPLIT_K, BLOCK_M, COLUMNS
                     )
-                if PLANES > 2:
-                    third = sum_of_parts(
-                        workspace_ptr, place + 2, PLANES, SPLIT_K, BLOCK_M, COLUMNS
+                    store_plane(
+                        total, out_ptr, plane, rows, row_mask, 0, num_rows, N, RANKS, COLUMNS
                     )
                 # For the next launch.
                 tl.store(counters_ptr + tile, 0)
-    if finishes:
+    if (part == 0) & (not exchanged):
         store_plane(first, out_ptr, 0, rows, row_mask, 0, num_rows, N, RANKS, COLUMNS)
         if PLANES > 1:
             store_plane(second, out_ptr, 1, rows, row_mask, 0, num_rows, N, RANKS, COLUMNS)
