@@ -1,0 +1,45 @@
+"""Which tiles the kernels around MLA's attention take, by the number of rows."""
+
+from __future__ import annotations
+
+from tilewright.codegen.mla_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.targets import Target
+
+# Rows up to which one row is one program: there are fewer rows than warps that hide latency.
+FEW_ROWS = 1024
+
+
+def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
+    """Tiles for `rows` rows of keys and tokens together."""
+    if rows <= FEW_ROWS:
+        return LatentConfig(1, 4)
+    return LatentConfig(4, 4)
+
+
+def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
+    """Tiles of the up-projection for `rows` keys."""
+    block_m = 64 if rows <= 64 else 128
+    if problem.scale_block is not None:
+        block_k = min(problem.scale_block[1], 128)
+        block_n = _part_block(problem, 128)
+        warps = 4 if block_m * block_n <= 64 * 128 else 8
+        return UpConfig(block_m, block_n, block_k, warps, 4)
+    block_n = _part_block(problem, 128)
+    warps = 4 if block_m * block_n <= 64 * 128 else 8
+    if target.tmem_columns and block_m == 128 and not problem.limited:
+        return UpConfig(128, block_n, 64, 8, 4, flatten=True, warp_specialize=True)
+    return UpConfig(block_m, block_n, 64, warps, 4)
+
+
+def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
+    """Whether the library's GEMM makes the keys: of values, side by side, every row of them."""
+    return problem.joint and problem.scale_block is None and not problem.limited
+
+
+def _part_block(problem: UpProblem, most: int) -> int:
+    """Rows of the weight in a tile: a power of two that keeps to one part and one scale."""
+    if problem.joint:
+        return most
+    block = min(most, next_power_of_2(max(problem.nope, problem.v_dim)))
+    return max(block, 16)
