@@ -131,7 +131,7 @@ def library(case: Case, experts: Experts, base: dict[str, Step]) -> Any:
     if experts.gate_up is None or experts.down is None or case.stage == "order":
         return None
     values = base["up"].values
-    rows, ends = values["num_routes"], values["ends_ptr"]
+    rows, ends = values["num_routes"], values["ends_ptr"].chunk(2)[0]
     up = case.stage == "up"
     x = (
         torch.randn(rows, case.shape.hidden, device="cuda").bfloat16()

@@ -124,6 +124,7 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
         "SCALE_STRIDES": problem.scale_strides,
         "BIAS_STRIDES": problem.bias or (0, 0),
         **tile_constants(config),
+        "SEARCH_STEPS": search_steps(config, problem.num_groups) if problem.ordered else 0,
     }
     return make_spec(
         "moe_gemm", "grouped_gemm", constants, arguments, problem.unaligned, config.num_warps,
@@ -154,6 +155,11 @@ def tile_constants(config: GemmConfig) -> dict[str, Constant]:
         "FLATTEN": config.flatten,
         "WARP_SPECIALIZE": config.warp_specialize,
     }
+
+
+def search_steps(config: GemmConfig, num_experts: int) -> int:
+    """Steps in which a tile of `config` finds its expert in memory; 0: not there."""
+    return next_power_of_2(max(num_experts, 2)).bit_length() - 1 if config.warp_specialize else 0
 
 
 def make_spec(

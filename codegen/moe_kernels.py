@@ -17,6 +17,7 @@ from tilewright.codegen.grouped_kernels import (
     GroupedProblem,
     grouped_spec,
     make_spec,
+    search_steps,
     tile_constants,
     weight_constants,
     weight_obstacle,
@@ -94,7 +95,8 @@ class MoeProblem:
 class OrderConfig:
     """Routes per program of the counting sort, and how it loads what it compares them with.
 
-    counted: `moe_count` and `moe_scan` count beforehand.
+    counted: `moe_count` and `moe_scan` count beforehand. row_block: rows of the blocks whose first
+    number it gives for each expert, 0: none.
     """
 
     chunk: int
@@ -104,6 +106,7 @@ class OrderConfig:
     routes_per_step: int = 32
     chunks_per_load: int = 64
     experts_per_scan: int = 8
+    row_block: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ def sort_specs(problem: MoeProblem, config: OrderConfig, target: str) -> dict[st
     compared = chunked | {
         "ROUTES_PER_LOAD": config.routes_per_load,
         "ROUTES_PER_STEP": config.routes_per_step,
+        "ROW_BLOCK": config.row_block,
     }
     made["order"] = _spec("moe_order", "moe_order", problem, compared, arguments, warps, target)
     return made
@@ -171,6 +175,7 @@ def up_spec(problem: MoeProblem, config: GemmConfig, target: str, order: int = 0
         "GATE_SCALE_STRIDES": problem.scale_strides[0],
         "UP_SCALE_STRIDES": problem.scale_strides[1],
         **tile_constants(config),
+        "SEARCH_STEPS": search_steps(config, problem.num_experts),
     }
     return _spec(
         "moe_gemm", "moe_up", problem, constants, arguments, config.num_warps, target,

@@ -7,7 +7,7 @@ as registers and shared memory allow. The bounds in between are where the two to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.codegen.moe_kernels import (
     CombineConfig,
@@ -26,6 +26,8 @@ SWAPPED_ROWS = 48
 STREAMING_TILES = 128
 # Rows per expert from which 128-row tiles are taken.
 WIDE_ROWS = 192
+# Rows of a tile whose warps are specialised.
+SPECIALISED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
         up, down = _tiled(problem, rows, target)
         kind = "tensor cores"
     reason = f"{rows} rows per expert, {kind}: up {up}, down {down}"
-    return MoePlan(order_config(problem, routes), up, down, _combine(problem, num_tokens), reason)
+    order = order_config(problem, routes)
+    if up.warp_specialize or down.warp_specialize:
+        order = replace(order, row_block=SPECIALISED_ROWS)
+    return MoePlan(order, up, down, _combine(problem, num_tokens), reason)
 
 
 def _swapped(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
@@ -70,12 +75,23 @@ def _tiled(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfig, 
     if rows < WIDE_ROWS:
         return GemmConfig(64, 64, 64, False, 4, 4), GemmConfig(64, 128, 64, False, 4, 4)
     if target.tmem_columns:
-        # The up kernel gathers by pointers and has an epilogue: specialised warps would spill.
-        down = GemmConfig(128, 128, 64, False, 8, 4, flatten=True, warp_specialize=True)
-        return GemmConfig(128, 64, 64, False, 8, 4), down
+        return _in_tensor_memory(problem)
     wide = problem.activation != "clamped_swiglu"
     up = GemmConfig(128, 128 if wide else 64, 64, False, 8, 3 if wide else 4)
     return up, GemmConfig(128, 256, 64, False, 8, 3)
+
+
+def _in_tensor_memory(problem: MoeProblem) -> tuple[GemmConfig, GemmConfig]:
+    """The largest tiles whose machine code neither spills nor asks for more tensor memory than
+    there is, with every compiler release: what unpacks codes or clamps has no registers left for
+    specialised warps."""
+    up = GemmConfig(128, 64, 64, False, 8, 4)
+    if problem.format != "dense":
+        return up, GemmConfig(128, 128, 64, False, 8, 4)
+    down = GemmConfig(SPECIALISED_ROWS, 256, 64, False, 8, 3, flatten=True, warp_specialize=True)
+    if problem.activation != "clamped_swiglu":
+        up = GemmConfig(SPECIALISED_ROWS, 64, 64, False, 8, 4, flatten=True, warp_specialize=True)
+    return up, down
 
 
 def _combine(problem: MoeProblem, num_tokens: int) -> CombineConfig:

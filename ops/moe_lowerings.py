@@ -198,7 +198,8 @@ def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict
         "counts_ptr": (num_chunks * problem.experts, torch.int32),
         "total_ptr": (problem.experts, torch.int32),
         "order_ptr": (num_routes, torch.int32),
-        "ends_ptr": (problem.num_experts, torch.int32),
+        # The second half is for the first block of each expert.
+        "ends_ptr": (2 * problem.num_experts, torch.int32),
         "hidden_ptr": (num_routes * problem.inner, a.x.dtype),
         "y_ptr": (num_routes * problem.hidden, a.x.dtype),
     }

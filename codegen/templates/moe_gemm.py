@@ -44,6 +44,30 @@ def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.cons
 
 
 @triton.jit
+def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+                   TILES_N: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
+    """What `tile_place` gives, by a binary search in the first blocks that `moe_order` left behind
+    the ends: warps of Triton before 3.9 cannot be specialised around a reduction.
+
+    2 ** SEARCH_STEPS is at least NUM_EXPERTS.
+    """
+    block = tile // TILES_N
+    expert = tile * 0
+    for step in tl.static_range(SEARCH_STEPS):
+        later = expert + 2 ** (SEARCH_STEPS - 1 - step)
+        first = tl.load(
+            ends_ptr + NUM_EXPERTS + later, mask=later < NUM_EXPERTS, other=2**31 - 1
+        )
+        expert = tl.where(first <= block, later, expert)
+    first_block = tl.load(ends_ptr + NUM_EXPERTS + expert)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    own_blocks = (end - start + BLOCK_M - 1) // BLOCK_M
+    within = tile - first_block * TILES_N
+    return expert, start + within % own_blocks * BLOCK_M, end, within // own_blocks
+
+
+@triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
              GATED: tl.constexpr):  # fmt: skip
     """activation(gate, up) in fp32; up is not looked at where GATED is false."""
@@ -131,7 +155,7 @@ def moe_up(
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
     """hidden [routes, INNER] = activation of x's gathered rows by each expert's gate and up.
 
@@ -140,6 +164,7 @@ def moe_up(
     `distance` elements from gate. UP_FIRST: up stands where gate does in the above. BLOCK_N columns
     of hidden, BLOCK_M routes per tile.
     FORMAT: "dense", or a quantised one whose rows hold PER_BYTE weights in an element, K-major.
+    SEARCH_STEPS: not 0 where warps are specialised; see searched_place.
     """
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     ONE_BLOCK: tl.constexpr = INTERLEAVED or not GATED
@@ -172,9 +197,14 @@ def moe_up(
         tl.program_id(0), num_tiles, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
-        expert, first_row, last_row, tile_n = tile_place(
-            tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
-        )
+        if SEARCH_STEPS > 0:
+            expert, first_row, last_row, tile_n = searched_place(
+                tile, ends_ptr, NUM_EXPERTS, BLOCK_M, TILES_N, SEARCH_STEPS
+            )
+        else:
+            expert, first_row, last_row, tile_n = tile_place(
+                tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+            )
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
         routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
@@ -282,7 +312,7 @@ def grouped_gemm(
     FORMAT: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
     """y [num_rows, HIDDEN] = x [num_rows, INNER], rows sorted by group, times the weight
     [HIDDEN, INNER] of each group's expert (N_MAJOR: stored [INNER, HIDDEN]). Grid of any size.
@@ -290,6 +320,7 @@ def grouped_gemm(
     order_ptr: where each sorted row goes in y. None: it stays where it is, group g's weight is
     expert_ids[g], and rows without a weight are zero.
     GROUPS: a power of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS.
+    SEARCH_STEPS: with order_ptr, not 0 where warps are specialised; see searched_place.
     """
     x_desc = tl.make_tensor_descriptor(x_ptr, [num_rows, INNER], [X_STRIDE, 1], [BLOCK_M, BLOCK_K])
     if N_MAJOR:
@@ -314,9 +345,14 @@ def grouped_gemm(
         tl.program_id(0), num_tiles, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
-        expert, first_row, last_row, tile_n = tile_place(
-            tile, start, end, blocks, GROUPS, BLOCK_M, TILES_N
-        )
+        if SEARCH_STEPS > 0:
+            expert, first_row, last_row, tile_n = searched_place(
+                tile, ends_ptr, NUM_GROUPS, BLOCK_M, TILES_N, SEARCH_STEPS
+            )
+        else:
+            expert, first_row, last_row, tile_n = tile_place(
+                tile, start, end, blocks, GROUPS, BLOCK_M, TILES_N
+            )
         if expert_ids_ptr is not None:
             expert = tl.sum(tl.where(tl.arange(0, GROUPS) == expert, experts, 0), axis=0)
         if SWAPPED:

@@ -50,9 +50,11 @@ def moe_scan(
 def moe_order(
     ids_ptr, counts_ptr, total_ptr, order_ptr, ends_ptr, num_routes,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
-    ROUTES_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr,
+    ROUTES_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr, ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """order [routes]: the route at each sorted place; ends [NUM_EXPERTS]: where each expert ends.
+    """order [routes]: the route at each sorted place; ends [NUM_EXPERTS]: where each expert ends;
+    behind it, where ROW_BLOCK is not 0, the number of its first block of so many rows, if each
+    expert starts a block of its own.
 
     Grid (chunks,). counts and total are what `moe_scan` left; None: every program counts all routes
     itself. EXPERTS is the power of two that covers NUM_EXPERTS.
@@ -77,6 +79,10 @@ def moe_order(
     ends = tl.cumsum(total, axis=0)
     if chunk == 0:
         tl.store(ends_ptr + experts, ends, mask=experts < NUM_EXPERTS)
+        if ROW_BLOCK > 0:
+            blocks = (total + ROW_BLOCK - 1) // ROW_BLOCK
+            firsts = tl.cumsum(blocks, axis=0) - blocks
+            tl.store(ends_ptr + NUM_EXPERTS + experts, firsts, mask=experts < NUM_EXPERTS)
     # A route's place: after all lower experts, after its expert's routes in earlier chunks, and
     # after those that precede it in its own.
     place = tl.gather(ends - total + before, tl.maximum(ids, 0), 0)

@@ -10,6 +10,7 @@ import torch
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.emit import emit
 from tilewright.codegen.moe_codes_kernels import codes_config, codes_obstacle, order_step
 from tilewright.ops import moe
 from tilewright.ops.moe_lowerings import as_words
@@ -20,6 +21,8 @@ CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
 CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
 SWAPPED = kernels.GemmConfig(16, 64, 32, True, 4, 2)
 TILED = kernels.GemmConfig(64, 32, 32, False, 4, 2)
+# Finds a tile's expert in memory; the interpreter knows nothing of warps.
+SPECIALISED = kernels.GemmConfig(16, 32, 32, False, 4, 2, flatten=True, warp_specialize=True)
 # Separate tensors lie anywhere; what TMA can reach is the launch's question.
 NUM_PROGRAMS = 3
 WIDENED = {"x", "expert_weights", "gate_bias", "up_bias", "down_bias"}
@@ -37,7 +40,7 @@ def sorted_routes(problem, ids, config=None):
     grids = kernels.sort_grids(problem, config, num_routes)
     sizes = {
         "counts_ptr": grids["count"][0] * problem.experts, "total_ptr": problem.experts,
-        "order_ptr": num_routes, "ends_ptr": problem.num_experts,
+        "order_ptr": num_routes, "ends_ptr": 2 * problem.num_experts,
     }  # fmt: skip
     values = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in sizes.items()}
     values |= {"ids_ptr": ids, "num_routes": num_routes, "num_chunks": grids["count"][0]}
@@ -58,18 +61,24 @@ def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk, counted):
         routes_per_step=16,
         chunks_per_load=2,
         experts_per_scan=4,
+        row_block=16,
     )  # fmt: skip
     order, ends = sorted_routes(moe_problem(a), a.expert_ids, config)
+    ends, blocks = ends.chunk(2)
     ids = a.expert_ids.flatten()
     expected = [r for e in range(5) for r in range(ids.numel()) if ids[r] == e]
     assert order[: len(expected)].tolist() == expected
-    assert ends.tolist() == torch.stack([ids == e for e in range(5)]).sum(1).cumsum(0).tolist()
+    sizes = torch.stack([ids == e for e in range(5)]).sum(1)
+    assert ends.tolist() == sizes.cumsum(0).tolist()
+    assert blocks.tolist() == [0, *((sizes + 15) // 16).cumsum(0).tolist()[:-1]]
 
 
 def fused(a, config):
     problem = moe_problem(a)
     num_tokens, num_routes = a.x.shape[0], a.expert_ids.numel()
-    order, ends = sorted_routes(problem, a.expert_ids)
+    sort = kernels.order_config(problem, num_routes)
+    row_block = config.block_m if config.warp_specialize else 0
+    order, ends = sorted_routes(problem, a.expert_ids, replace(sort, row_block=row_block))
     hidden = torch.full((num_routes, problem.inner), float("nan"), dtype=a.x.dtype)
     y = torch.full((num_routes, problem.hidden), float("nan"), dtype=a.x.dtype)
     out = torch.full_like(a.x, float("nan"))
@@ -122,6 +131,17 @@ def test_codes_stream_in_the_order_of_their_words(name, ordered, layout):
     assert codes_obstacle(kernels.down_problem(moe_problem(a)), block_k) is None
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
+
+
+@pytest.mark.parametrize("routing", ["random", "one", "none"])
+def test_specialised_warps_find_the_expert_in_memory(routing):
+    case = MoeCase("case", num_tokens=37, num_experts=5, routing=routing)
+    test_kernels_compute_the_op(case, SPECIALISED)
+    problem = moe_problem(moe.sample_inputs(case))
+    for spec in (kernels.up_spec, kernels.down_spec):
+        loop = emit(spec(problem, SPECIALISED, "sm100")).partition("warp_specialize=True")[2]
+        assert "tl.sum(" not in loop
+        assert "tl.cumsum(" not in loop
 
 
 def as_double(a):
