@@ -1,0 +1,246 @@
+"""The routed experts of one layer: the fused op, eager, stock torch.compile, and the GEMMs alone.
+
+    python benchmarks/moe.py [--out DIR] [--models qwen3-30b-a3b ...] [--tokens 1 16 ...]
+                             [--formats dense nvfp4 ...] [--routing random zipf]
+
+Microseconds per call, CUDA graphs, L2 cold; routing outside. Eager is Hugging Face's `grouped_mm`
+chain (sort, gather, GEMM, activation, GEMM, weights, un-permute, sum), stock torch.compile of it.
+up and down are our two GEMMs alone, sorting done: up gathers its rows and applies the activation;
+grouped_up and grouped_down are torch._grouped_mm on rows that are sorted already. TB/s count the
+weights of the experts in use, rows in and rows out; of_copy is their share of the copy bandwidth
+measured in the same run. Quantised weights have no peer in eager or stock but dequantisation, so
+theirs is our own bf16: `bf16` is the dense op of the same routes in the same run. Errors are the
+root of the mean squared difference from float64, over the rms of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bounds import copy_bytes_per_s
+from moe_layers import (
+    SHAPES,
+    WEIGHT_BYTES,
+    Experts,
+    MoeShape,
+    arguments,
+    glu,
+    make_experts,
+)
+from timing import capture, interleaved_us, keep
+
+from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.targets import SM90
+from tilewright.ops.lowerings import device_target
+from tilewright.ops.moe import OP, FusedMoeArguments, reference
+from tilewright.ops.moe_lowerings import Step, cached_plan, moe_steps
+from tilewright.ops.moe_problems import moe_problem
+
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+# Which formats are measured beside bf16, where their checkpoints exist or targets name them.
+FORMATS = {
+    "qwen3-30b-a3b": ("nvfp4", "int4", "fp8"),
+    "mixtral-8x7b": ("nvfp4",),
+    "deepseek-v3 over 8 GPUs": ("fp8",),
+    "gpt-oss-120b": ("mxfp4",),
+}
+MAX_SETS = 16
+# float64 of more routes than this takes longer than all the rest.
+CHECKED_TOKENS = 1024
+
+
+def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
+    """Hugging Face's `grouped_mm_experts_forward`, without expert parallelism."""
+
+    def experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias):
+        num_slots = ids.shape[-1]
+        sorted_ids, perm = torch.sort(ids.reshape(-1))
+        counts = torch.histc(
+            sorted_ids.int(), bins=shape.num_experts, min=0, max=shape.num_experts - 1
+        )
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        both = torch._grouped_mm(x[perm // num_slots], gate_up, ends)
+        if gate_up_bias is not None:
+            both.add_(gate_up_bias[sorted_ids])
+        out = torch._grouped_mm(glu(shape, both), down, ends)
+        if down_bias is not None:
+            out.add_(down_bias[sorted_ids])
+        out = out * weights.reshape(-1)[perm].unsqueeze(-1)
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.size(0), device=x.device)
+        return out[inverse].view(*ids.shape, -1).sum(1).to(x.dtype)
+
+    return experts
+
+
+def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
+    """gate_up and down [E, K, N] with their biases, as `chain` takes them."""
+    assert experts.gate_up is not None
+    assert experts.down is not None
+    pair = (experts.gate_up, experts.down)
+    if not shape.oss:
+        pair = (pair[0].mT, pair[1].mT)
+    return (*pair, experts.gate_up_bias, experts.down_bias)
+
+
+def planned(a: FusedMoeArguments) -> dict[str, Step]:
+    """The launches that a call of the op makes, sorted and multiplied once."""
+    problem = moe_problem(a)
+    target = device_target(a.x.device) or SM90
+    plan = cached_plan(problem, next_power_of_2(a.x.shape[0]), target)
+    steps = moe_steps(a, problem, plan, target, torch.empty_like(a.x))
+    for step in steps.values():
+        step.run(a.x.device)
+    return steps
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def measure(
+    shape: MoeShape, experts: Experts, form: str, num_tokens: int, kind: str, copy: float,
+    bf16: Experts | None, stock: Callable[..., torch.Tensor] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """One row. bf16: the dense experts that a quantised row is compared with."""
+    count = min(shape.argument_sets(num_tokens, form), MAX_SETS)
+    calls = [arguments(shape, experts, num_tokens, kind) for _ in range(count)]
+    steps = [planned(a) for a in calls]
+    split = [OP.split(a) for a in calls]
+    device = calls[0].x.device
+    variants: dict[str, Callable[[int], Any]] = {
+        "tilewright": lambda i: OP.torch_op(*split[i][0], **split[i][1]),
+        "up": lambda i: steps[i]["up"].run(device),
+        "down": lambda i: steps[i]["down"].run(device),
+    }
+    if stock is not None:
+        weights = stored(shape, experts)
+        given = [(a.x, a.expert_ids, a.expert_weights, *weights) for a in calls]
+        eager = chain(shape)
+        rows = [x[ids.flatten().sort().indices // shape.num_slots] for x, ids, *_ in given]
+        ends = [s["up"].values["ends_ptr"] for s in steps]
+        hidden = [
+            s["down"].values["x_ptr"].view(len(r), -1) for s, r in zip(steps, rows, strict=True)
+        ]
+        variants |= {
+            "eager": lambda i: eager(*given[i]),
+            "stock": lambda i: stock(*given[i]),
+            "grouped_up": lambda i: torch._grouped_mm(rows[i], weights[0], ends[i]),
+            "grouped_down": lambda i: torch._grouped_mm(hidden[i], weights[1], ends[i]),
+        }
+    if bf16 is not None:
+        plain = {"weight_format": "dense", "scale_block": (), **_no_scales(), **bf16.given}
+        dense = [replace(a, **plain) for a in calls]
+        dense_split = [OP.split(a) for a in dense]
+        variants["bf16"] = lambda i: OP.torch_op(*dense_split[i][0], **dense_split[i][1])
+    row: dict[str, Any] = {
+        "model": shape.name, "format": form, "tokens": num_tokens, "routing": kind,
+        "experts": sum(len(a.expert_ids.unique()) for a in calls) / count,
+        "most_rows": int(calls[0].expert_ids.flatten().bincount().max()),
+    }  # fmt: skip
+    if num_tokens <= CHECKED_TOKENS:
+        exact = reference(replace(calls[0], x=calls[0].x.double()))
+        for name in ("tilewright", "eager"):
+            if name in variants:
+                row[f"{name}_error"] = error(variants[name](0), exact)
+    per_graph = max(count, 10 if num_tokens <= 64 else 4 if num_tokens <= 1024 else 2)
+    graphs = {
+        name: capture([lambda i=i, v=v: v(i % count) for i in range(per_graph)], warmup=1)
+        for name, v in variants.items()
+    }
+    row |= interleaved_us(graphs, per_graph)
+    return row | rates(shape, form, row, copy) | {"lowering": _reason(calls[0])}
+
+
+def _no_scales() -> dict[str, None]:
+    parts = ("gate", "up", "down")
+    return {f"{part}_{kind}scale": None for part in parts for kind in ("", "expert_")}
+
+
+def _reason(a: FusedMoeArguments) -> str:
+    problem = moe_problem(a)
+    return cached_plan(problem, next_power_of_2(a.x.shape[0]), SM90).reason
+
+
+def rates(shape: MoeShape, form: str, row: dict[str, Any], copy: float) -> dict[str, Any]:
+    """TFLOP/s and TB/s of the GEMMs alone, and how they compare."""
+    routes = row["tokens"] * shape.num_slots
+    matrix = shape.hidden * shape.inner
+    bytes_in = {"up": shape.hidden * row["tokens"], "down": shape.inner * routes}
+    bytes_out = {"up": shape.inner * routes, "down": shape.hidden * routes}
+    made: dict[str, Any] = {}
+    for name, matrices in (("up", 2), ("down", 1)):
+        read = row["experts"] * matrices * matrix * WEIGHT_BYTES[form]
+        moved = read + 2 * (bytes_in[name] + bytes_out[name])
+        seconds = 1e-6 * row[name]
+        made[f"{name}_tflops"] = 2 * routes * matrices * matrix / seconds / 1e12
+        made[f"{name}_tb_per_s"] = moved / seconds / 1e12
+        made[f"{name}_of_copy"] = moved / seconds / copy
+        if f"grouped_{name}" in row:
+            made[f"{name}_speedup"] = row[f"grouped_{name}"] / row[name]
+    for peer in ("eager", "stock", "bf16"):
+        if peer in row:
+            made[f"over_{peer}"] = row[peer] / row["tilewright"]
+    return made
+
+
+def describe(row: dict[str, Any]) -> str:
+    peers = "  ".join(f"{p} {row[p]:7.1f}" for p in ("eager", "stock", "bf16") if p in row)
+    gemms = "  ".join(
+        f"{n} {row[n]:7.1f} ({row[f'{n}_tflops']:.0f} TF {row[f'{n}_of_copy']:.2f}"
+        + (f" {row[f'{n}_speedup']:.2f}x)" if f"{n}_speedup" in row else ")")
+        for n in ("up", "down")
+    )
+    ratios = " ".join(f"{row[k]:.2f}x" for k in ("over_stock", "over_bf16") if k in row)
+    errors = "/".join(f"{row[k]:.4f}" for k in ("tilewright_error", "eager_error") if k in row)
+    return (
+        f"{row['model'][:12]:12} {row['format']:5} {row['routing']:6} T={row['tokens']:4} "
+        f"({row['experts']:5.1f}): ours {row['tilewright']:7.1f}  {peers}  {ratios}  {gemms}  "
+        f"err {errors}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--name", default="moe")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--formats", nargs="+", default=["dense", "nvfp4", "mxfp4", "int4", "fp8"])
+    parser.add_argument("--routing", nargs="+", default=["random", "zipf"])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    copy = copy_bytes_per_s()
+    rows: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        if shape.name not in options.models:
+            continue
+        dense = make_experts(shape)
+        for form in ("dense", *FORMATS[shape.name]):
+            if form not in options.formats:
+                continue
+            experts = dense if form == "dense" else make_experts(shape, form)
+            for num_tokens in options.tokens:
+                torch._dynamo.reset()
+                stock = torch.compile(chain(shape)) if form == "dense" else None
+                for kind in options.routing if form == "dense" else options.routing[:1]:
+                    bf16 = None if form == "dense" else dense
+                    row = measure(shape, experts, form, num_tokens, kind, copy, bf16, stock)
+                    rows.append(row)
+                    print(describe(row), flush=True)
+                    keep(options.name, rows, options.out)
+            if form != "dense":
+                del experts
+                torch.cuda.empty_cache()
+        del dense
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()
