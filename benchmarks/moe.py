@@ -123,7 +123,7 @@ def measure(
         given = [(a.x, a.expert_ids, a.expert_weights, *weights) for a in calls]
         eager = chain(shape)
         rows = [x[ids.flatten().sort().indices // shape.num_slots] for x, ids, *_ in given]
-        ends = [s["up"].values["ends_ptr"] for s in steps]
+        ends = [s["up"].values["ends_ptr"][: shape.num_experts] for s in steps]
         hidden = [
             s["down"].values["x_ptr"].view(len(r), -1) for s, r in zip(steps, rows, strict=True)
         ]
