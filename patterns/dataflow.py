@@ -152,7 +152,9 @@ def scope_of(node: fx.Node) -> str:
     path = next(reversed(stack.values()))[0]
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"(?:\._modules)?\[['\"]?([\w.]+)['\"]?\]", r".\1", path)
-    return path.replace("._modules", "").removeprefix("_modules.").strip(".")
+    # A wrapper whose __getattr__ hands on (PEFT's) is traced through its __dict__.
+    parts = (part for part in path.split(".") if part not in ("_modules", "__dict__", ""))
+    return ".".join(parts)
 
 
 def common_scope(one: str, other: str) -> str:

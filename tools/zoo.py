@@ -48,6 +48,33 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "tie_word_embeddings": False,
+    }
+
+
 #: From each model's published config.json.
 ZOO: Mapping[str, ZooModel] = MappingProxyType(
     {
@@ -119,6 +146,27 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(
                 "tie_word_embeddings": False,
             },
         ),
+        "mixtral-8x7b": ZooModel(
+            "MixtralConfig",
+            {
+                "vocab_size": 32000,
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "sliding_window": None,
+                "max_position_embeddings": 32768,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": _rope(1000000.0),
+                "tie_word_embeddings": False,
+            },
+        ),
+        "gpt-oss-20b": ZooModel("GptOssConfig", _gpt_oss(layers=24, experts=32)),
+        "gpt-oss-120b": ZooModel("GptOssConfig", _gpt_oss(layers=36, experts=128)),
     }
 )
 
@@ -127,11 +175,22 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 PREFILL = "-prefill"
 PREFILL_TOKENS = 1024
+PAGED = "-paged"
+LORA = "-lora"
+PAGE_SIZE = 16
+LORA_RANK = 16
+FORMS_OF_A_MODEL = "each also with -paged (a paged cache) or -lora (adapters on q, k and v), "
+FORMS_OF_A_MODEL += f"and then with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
 
 
 def zoo_names() -> tuple[str, ...]:
-    """Every name `load_model` knows: a decode step and a prefill of each model."""
-    return tuple(name for model in ZOO for name in (model, model + PREFILL))
+    """Every name `load_model` knows: a decode step and a prefill of each form of each model."""
+    return tuple(
+        name + form + tokens
+        for name in ZOO
+        for form in ("", PAGED, LORA)
+        for tokens in ("", PREFILL)
+    )
 
 
 def is_zoo_name(spec: str) -> bool:
@@ -164,7 +223,7 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
     if not colon or not place or not function_name:
         close = difflib.get_close_matches(spec, zoo_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        known = ", ".join(zoo_names())
+        known = f"{', '.join(ZOO)}; {FORMS_OF_A_MODEL}"
         raise ModelError(f"{spec!r} is not {FORMS}{hint}\nThe zoo: {known}")
     module = _import_file(place) if place.endswith(".py") else _import_module(place)
     function = getattr(module, function_name, None)
@@ -192,8 +251,9 @@ def build_zoo_model(
     weights are random. Raises ModelError.
     """
     if name not in zoo_names():
-        raise ModelError(f"{name!r} is not in the zoo: {', '.join(zoo_names())}")
-    entry = ZOO[name.removesuffix(PREFILL)]
+        raise ModelError(f"{name!r} is not in the zoo: {', '.join(ZOO)}; {FORMS_OF_A_MODEL}")
+    form = name.removesuffix(PREFILL)
+    entry = ZOO[form.removesuffix(PAGED).removesuffix(LORA)]
     if tokens is None:
         tokens = PREFILL_TOKENS if name.endswith(PREFILL) else 1
     for option, value in (
@@ -218,11 +278,37 @@ def build_zoo_model(
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         model.requires_grad_(False)
-        cache = transformers.StaticCache(config=config, max_cache_len=cache_length)
+        if form.endswith(LORA):
+            model = _with_adapters(name, model)
+        cache = _cache(transformers, config, form.endswith(PAGED), batch, cache_length, device)
         heads, head_dim = config.num_key_value_heads, config.head_dim
         cache.early_initialization(batch, heads, head_dim, dtype, torch.device(device))
         input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
     return LoadedModel(model, (input_ids,), {"past_key_values": cache})
+
+
+def _cache(
+    transformers: ModuleType, config: Any, paged: bool, batch: int, length: int, device: str
+) -> Any:
+    """The cache of a step, not yet allocated: per sequence, or in pages."""
+    if not paged:
+        return transformers.StaticCache(config=config, max_cache_len=length)
+    from tilewright.tools.paged_cache import PagedCache
+
+    return PagedCache(config, length, batch, PAGE_SIZE, device)
+
+
+def _with_adapters(name: str, model: Any) -> Any:
+    """The model with a LoRA adapter on each q, k and v projection, as PEFT puts it there."""
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        message = f"{name} is built with peft, which does not import here ({error})"
+        raise ModelError(f"{message}: pip install 'tilewright[models]'") from error
+    config = peft.LoraConfig(
+        r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj"]
+    )
+    return peft.get_peft_model(model, config).eval().requires_grad_(False)
 
 
 def _transformers(name: str) -> ModuleType:

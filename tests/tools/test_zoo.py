@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 import textwrap
 
 import pytest
 import torch
 
-from tilewright.tools.zoo import ModelError, build_zoo_model, load_model, zoo_names
+from tilewright.tools.zoo import ZOO, ModelError, build_zoo_model, load_model
 
 GOOD = """
     import torch
@@ -55,7 +56,7 @@ def test_a_file_hides_no_module_of_the_same_name(folder):
 
 WRONG = [
     ("llama3_8b", None, "did you mean 'llama3-8b'"),
-    ("nonsense", None, "The zoo: llama3-8b, llama3-8b-prefill"),
+    ("nonsense", None, "The zoo: llama3-8b, llama3-70b"),
     ("missing.py:make", None, "missing.py: no such file"),
     ("no_such_module:make", None, "importing no_such_module failed: ModuleNotFoundError"),
     ("mine.py:other", GOOD, "other is not there in mine.py; it defines make"),
@@ -134,7 +135,10 @@ def test_zoo_models_have_their_published_size_and_no_memory(name, billions, head
     assert layer.keys.device.type == "meta"
 
 
-@pytest.mark.parametrize("name", zoo_names())
+FORMS = ["llama3-8b-prefill", "qwen3-8b-paged", "qwen3-8b-paged-prefill", "llama3-8b-lora"]
+
+
+@pytest.mark.parametrize("name", [*ZOO, *FORMS])
 def test_a_zoo_model_is_one_graph_on_the_meta_device(name):
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     torch._dynamo.reset()
@@ -150,5 +154,6 @@ def test_a_zoo_model_is_one_graph_on_the_meta_device(name):
         out = torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
     assert out.logits.shape == (2, args[0].shape[1], model.config.vocab_size)
     assert len(graphs) == 1
-    writes = [node for node in graphs[0].graph.nodes if node.target == "index_copy_"]
+    spelled = (operator.setitem if "-paged" in name else "index_copy_",)
+    writes = [node for node in graphs[0].graph.nodes if node.target in spelled]
     assert len(writes) == 4

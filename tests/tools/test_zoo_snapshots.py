@@ -17,7 +17,7 @@ LAYERS = {"deepseek-v3": 4}
 
 
 @pytest.mark.parametrize("tokens", [1, 16], ids=["decode", "prefill"])
-@pytest.mark.parametrize("name", list(ZOO))
+@pytest.mark.parametrize("name", [*ZOO, "llama3-8b-paged", "llama3-8b-lora"])
 def test_the_zoo_is_fused_as_it_was(tilewright, name, tokens):
     torch._dynamo.reset()
     model, args, kwargs = build_zoo_model(name, tokens=tokens, layers=LAYERS.get(name, 2))

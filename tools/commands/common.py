@@ -20,14 +20,14 @@ from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
 from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
 from tilewright.tools.text_report import make_console
-from tilewright.tools.zoo import LoadedModel, ModelError, load_model, zoo_names
+from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, LoadedModel, ModelError, load_model
 
 FAILED = 1
 USAGE_ERROR = 2
 
 MODEL_HELP = (
     "module:function or file.py:function, a function without arguments that returns "
-    f"(model, args, kwargs); or a zoo name: {', '.join(zoo_names())}."
+    f"(model, args, kwargs); or a zoo name: {', '.join(ZOO)}, {FORMS_OF_A_MODEL}."
 )
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 PatternsOption = Annotated[

@@ -28,7 +28,7 @@ from tilewright.tools.commands.common import (
     traced,
 )
 from tilewright.tools.text_report import make_console
-from tilewright.tools.zoo import ZOO, is_zoo_name
+from tilewright.tools.zoo import PREFILL, is_zoo_name
 
 #: How a zoo model is cut so that it runs here; dims stay.
 TOKENS, CACHE_LENGTH = 16, 64
@@ -77,7 +77,7 @@ def _cut(name: str, layers: int, experts: int) -> dict[str, Any]:
     return {
         "layers": layers,
         "experts": experts,
-        "tokens": TOKENS if name not in ZOO else 1,
+        "tokens": TOKENS if name.endswith(PREFILL) else 1,
         "cache_length": CACHE_LENGTH,
         "device": device,
     }
