@@ -92,7 +92,7 @@ def call_of(
     if not isinstance(config, kernels.TiledShrink) or config.split_k == 1:
         return partial(launch, spec, grid, values, device)
     workspace, counters = split_k_scratch(
-        grid[1], kernels.scratch_elements(problem, config), device
+        grid[1] * grid[2], kernels.scratch_elements(problem, config), device
     )
     values = {**values, "workspace_ptr": workspace, "counters_ptr": counters}
     return partial(launch, spec, grid, values, device)

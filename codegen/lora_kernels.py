@@ -15,6 +15,8 @@ from tilewright.codegen.targets import get_target
 
 # The tensor core's least: rows of a dot, and its inner dim.
 DOT_ROWS = 16
+# More columns of three planes would not fit the registers.
+MAX_COLUMNS = 128
 PLACES = ("first", "second", "third")
 
 
@@ -100,7 +102,8 @@ class ShrinkProblem:
 
 @dataclass(frozen=True)
 class TiledShrink:
-    """`lora_shrink`: block_m rows by all columns of all planes, K split over split_k programs."""
+    """`lora_shrink`: block_m rows by all columns of all planes (MAX_COLUMNS of each, for higher
+    ranks), K split over split_k programs."""
 
     block_m: int
     block_k: int
@@ -181,7 +184,7 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
         constants |= {"ROWS": form.rows, "BLOCK_M": config.block_m}
     arguments["out_ptr"] = pointer
     if isinstance(config, TiledShrink):
-        constants |= {"COLUMNS": padded_rank(problem.rank), "SPLIT_K": config.split_k}
+        constants |= {"COLUMNS": tile_columns(problem), "SPLIT_K": config.split_k}
         split = config.split_k > 1
         arguments["workspace_ptr"] = "*fp32" if split else None
         arguments["counters_ptr"] = "*i32" if split else None
@@ -194,16 +197,23 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
                  target)  # fmt: skip
 
 
-def shrink_grid(problem: ShrinkProblem, config: ShrinkConfig, counts: RowCounts) -> tuple[int, int]:
+def shrink_grid(
+    problem: ShrinkProblem, config: ShrinkConfig, counts: RowCounts
+) -> tuple[int, int, int]:
     tiles = tile_bound(problem.form, counts, config.block_m)
     if isinstance(config, TiledShrink):
-        return config.split_k, tiles
-    return problem.planes * cdiv(problem.rank, config.columns), tiles
+        return config.split_k, tiles, cdiv(problem.rank, tile_columns(problem))
+    return problem.planes * cdiv(problem.rank, config.columns), tiles, 1
+
+
+def tile_columns(problem: ShrinkProblem) -> int:
+    """Columns of a plane in a tile of `lora_shrink`."""
+    return min(padded_rank(problem.rank), MAX_COLUMNS)
 
 
 def scratch_elements(problem: ShrinkProblem, config: TiledShrink) -> int:
     """fp32 workspace of a tile whose K is split."""
-    return config.split_k * problem.planes * config.block_m * padded_rank(problem.rank)
+    return config.split_k * problem.planes * config.block_m * tile_columns(problem)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def launch_shrink(*args: Any, **kwargs: Any) -> torch.Tensor:
     grid = shrink_grid(problem, config, counts)
     if isinstance(config, TiledShrink) and config.split_k > 1:
         elements = scratch_elements(problem, config)
-        workspace, counters = split_k_scratch(grid[1], elements, device)
+        workspace, counters = split_k_scratch(grid[1] * grid[2], elements, device)
         values |= {"workspace_ptr": workspace, "counters_ptr": counters}
     launch(spec, grid, values, device)
     return out

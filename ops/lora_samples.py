@@ -68,6 +68,7 @@ SHRINK_CASES = (
     LoraCase("rows_many", num_rows=70, num_adapters=9, ranks=(12, 12, 12), layout="transposed",
              none_every=7),
     LoraCase("one_row", num_rows=1, ranks=(100, 100, 100), hidden=72),
+    LoraCase("high_rank", num_rows=20, ranks=(200, 136, 128), hidden=48, none_every=5),
     LoraCase("sequences", "sequences", num_rows=12, num_sequences=4, hidden=40),
     LoraCase("single", "single", num_rows=5, num_adapters=1, ranks=(8, 0, 20)),
     LoraCase("only_v", "single", num_rows=19, num_adapters=1, ranks=(0, 0, 9), hidden=33,

@@ -25,6 +25,7 @@ from tilewright.tools.audit_cases import (
     AuditCase,
     audit_cases,
 )
+from tilewright.tools.audit_lora import lora_cases
 
 TOKEN_COUNTS = (1, 64, 1024)
 # Up to so many tokens the time is that of streaming the weights.
@@ -101,8 +102,8 @@ def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
 
 
 def all_cases(target: Target) -> list[AuditCase]:
-    """The kernels of dense weights, then those of quantised ones."""
-    return [*audit_cases(target), *quantized_cases(target)]
+    """The kernels of dense weights, those of quantised ones, and those of LoRA."""
+    return [*audit_cases(target), *quantized_cases(target), *lora_cases(target)]
 
 
 def quantized_cases(target: Target) -> list[AuditCase]:

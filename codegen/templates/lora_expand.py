@@ -66,7 +66,7 @@ def expand_projection(
     else:
         base = base_ptr + wide * BASE_STRIDE + columns[None, :]
         value = tl.load(base, mask=mask, other=0.0).to(tl.float32)
-    if weight_ptr is not None:
+    if weight_ptr is not None:  # noqa: SIM102
         if adapter >= 0:
             value += part_of_delta(
                 s_ptr, weight_ptr, scales_ptr, plane, adapter, rows, row_mask, columns,
@@ -91,7 +91,7 @@ def lora_expand(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each output [T, WIDTH] = base + scale * (s [P, num_rows, N] by adapters' weights [G, WIDTH, R]).
+    """Each output [T, WIDTH] = base + scale * (s [P, num_rows, N] by weights [G, WIDTH, R]).
 
     Grid (sum of cdiv(WIDTH, BLOCK_N), tiles). WIDTHS, RANKS, SCALES, PLANES (which of s), and
     strides are q's, k's and v's; a width of 0: no such output. S_STRIDE: of a row of s;
@@ -116,21 +116,21 @@ def lora_expand(
             tl.program_id(1), ids_ptr, offsets_ptr, order_ptr, num_rows, total_rows, num_groups,
             rows_per_id, ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
         )  # fmt: skip
-    if q_out_ptr is not None:
+    if q_out_ptr is not None:  # noqa: SIM102
         if block < Q_BLOCKS:
             expand_projection(
                 block, s_ptr, q_ptr, q_weight_ptr, scales_ptr, q_out_ptr, PLANES[0], adapter, rows,
                 row_mask, s_plane_stride, RANKS[0], WIDTHS[0], SCALES[0], S_STRIDE, Q_STRIDES,
                 BASE_STRIDES[0], OUT_STRIDES[0], BLOCK_M, BLOCK_N, BLOCK_R,
             )  # fmt: skip
-    if k_out_ptr is not None:
+    if k_out_ptr is not None:  # noqa: SIM102
         if (block >= Q_BLOCKS) & (block < Q_BLOCKS + K_BLOCKS):
             expand_projection(
                 block - Q_BLOCKS, s_ptr, k_ptr, k_weight_ptr, scales_ptr, k_out_ptr, PLANES[1],
                 adapter, rows, row_mask, s_plane_stride, RANKS[1], WIDTHS[1], SCALES[1], S_STRIDE,
                 K_STRIDES, BASE_STRIDES[1], OUT_STRIDES[1], BLOCK_M, BLOCK_N, BLOCK_R,
             )  # fmt: skip
-    if v_out_ptr is not None:
+    if v_out_ptr is not None:  # noqa: SIM102
         if block >= Q_BLOCKS + K_BLOCKS:
             expand_projection(
                 block - Q_BLOCKS - K_BLOCKS, s_ptr, v_ptr, v_weight_ptr, scales_ptr, v_out_ptr,

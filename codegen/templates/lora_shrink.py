@@ -43,14 +43,17 @@ def plane_weight(
 @triton.jit
 def weight_tile(
     weight_ptr, adapter, columns, ks, ADAPTER_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    COLUMN_STRIDE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, HIDDEN: tl.constexpr,
-    WHOLE: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `columns` of one adapter's weight at `ks`, [COLUMNS, ks]; zero from RANK on."""
+    """Rows `columns` of one adapter's weight at `ks`, [columns, ks]; zero from RANK on.
+
+    columns: COLUMNS of them from a multiple of that on.
+    """
     places = adapter.to(tl.int64) * ADAPTER_STRIDE + columns[:, None] * ROW_STRIDE
     pointers = weight_ptr + places + ks[None, :] * COLUMN_STRIDE
     mask = None
-    if RANK < COLUMNS:
+    if RANK < N or RANK % COLUMNS != 0:
         mask = (columns < RANK)[:, None]
         if not WHOLE:
             mask = mask & (ks < HIDDEN)[None, :]
@@ -111,13 +114,18 @@ def lora_shrink(
 ):  # fmt: skip
     """out [P, num_rows, N] = rows of a [., HIDDEN] by their adapters' weights [G, R, HIDDEN].
 
-    Grid (SPLIT_K, tiles). COLUMNS: a power of two that covers N. With SPLIT_K > 1 workspace holds
-    fp32 [tiles, SPLIT_K, P, BLOCK_M, COLUMNS] and counters one zeroed int32 per tile.
+    Grid (SPLIT_K, tiles, cdiv(N, COLUMNS)). COLUMNS: a power of two. With SPLIT_K > 1 workspace
+    holds fp32 [tiles, cdiv(N, COLUMNS), SPLIT_K, P, BLOCK_M, COLUMNS] and counters a zeroed int32
+    for each of the first two.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
     tile = tl.program_id(1)
+    COLUMN_BLOCKS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    first_column = 0
+    if COLUMN_BLOCKS > 1:
+        first_column = tl.program_id(2) * COLUMNS
     adapter, rows, row_mask = tile_rows(
         tile, ids_ptr, offsets_ptr, order_ptr, num_rows, num_rows, num_groups, rows_per_id,
         ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
@@ -125,7 +133,7 @@ def lora_shrink(
     PLANES: tl.constexpr = 1 if second_weight_ptr is None else 2 if third_weight_ptr is None else 3
     PART: tl.constexpr = (HIDDEN + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     WHOLE: tl.constexpr = HIDDEN % (BLOCK_K * SPLIT_K) == 0
-    columns = tl.arange(0, COLUMNS)
+    columns = first_column + tl.arange(0, COLUMNS)
     x_rows = a_ptr + rows.to(tl.int64) * A_STRIDE
     first = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     second = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
@@ -141,25 +149,27 @@ def lora_shrink(
         )
         weight = weight_tile(
             first_weight_ptr, adapter, columns, ks, ADAPTER_STRIDES[0], ROW_STRIDES[0],
-            COLUMN_STRIDES[0], RANKS[0], COLUMNS, HIDDEN, WHOLE,
+            COLUMN_STRIDES[0], RANKS[0], N, COLUMNS, HIDDEN, WHOLE,
         )  # fmt: skip
         first = tl.dot(x, weight.T, first)
         if PLANES > 1:
             weight = weight_tile(
                 second_weight_ptr, adapter, columns, ks, ADAPTER_STRIDES[1], ROW_STRIDES[1],
-                COLUMN_STRIDES[1], RANKS[1], COLUMNS, HIDDEN, WHOLE,
+                COLUMN_STRIDES[1], RANKS[1], N, COLUMNS, HIDDEN, WHOLE,
             )  # fmt: skip
             second = tl.dot(x, weight.T, second)
         if PLANES > 2:
             weight = weight_tile(
                 third_weight_ptr, adapter, columns, ks, ADAPTER_STRIDES[2], ROW_STRIDES[2],
-                COLUMN_STRIDES[2], RANKS[2], COLUMNS, HIDDEN, WHOLE,
+                COLUMN_STRIDES[2], RANKS[2], N, COLUMNS, HIDDEN, WHOLE,
             )  # fmt: skip
             third = tl.dot(x, weight.T, third)
     exchanged = False
     if SPLIT_K > 1:
         exchanged = adapter >= 0
         if exchanged:
+            if COLUMN_BLOCKS > 1:
+                tile = tile * COLUMN_BLOCKS + tl.program_id(2)
             place = tile * SPLIT_K * PLANES
             store_part(first, workspace_ptr, place + part * PLANES, BLOCK_M, COLUMNS)
             if PLANES > 1:
@@ -174,16 +184,21 @@ def lora_shrink(
                         workspace_ptr, place + plane, PLANES, SPLIT_K, BLOCK_M, COLUMNS
                     )
                     store_plane(
-                        total, out_ptr, plane, rows, row_mask, 0, num_rows, N, RANKS, COLUMNS
-                    )
+                        total, out_ptr, plane, rows, row_mask, first_column, num_rows, N, RANKS,
+                        COLUMNS,
+                    )  # fmt: skip
                 # For the next launch.
                 tl.store(counters_ptr + tile, 0)
     if (part == 0) & (not exchanged):
-        store_plane(first, out_ptr, 0, rows, row_mask, 0, num_rows, N, RANKS, COLUMNS)
+        store_plane(first, out_ptr, 0, rows, row_mask, first_column, num_rows, N, RANKS, COLUMNS)
         if PLANES > 1:
-            store_plane(second, out_ptr, 1, rows, row_mask, 0, num_rows, N, RANKS, COLUMNS)
+            store_plane(
+                second, out_ptr, 1, rows, row_mask, first_column, num_rows, N, RANKS, COLUMNS
+            )
         if PLANES > 2:
-            store_plane(third, out_ptr, 2, rows, row_mask, 0, num_rows, N, RANKS, COLUMNS)
+            store_plane(
+                third, out_ptr, 2, rows, row_mask, first_column, num_rows, N, RANKS, COLUMNS
+            )
 
 
 @triton.jit

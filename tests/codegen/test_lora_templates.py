@@ -65,9 +65,9 @@ def shrunk(a, config, prepare=as_it_is):
     grid = kernels.shrink_grid(problem, config, counts)
     values["out_ptr"] = out
     if isinstance(config, kernels.TiledShrink):
-        elements = grid[1] * kernels.scratch_elements(problem, config)
+        elements = grid[1] * grid[2] * kernels.scratch_elements(problem, config)
         values["workspace_ptr"] = torch.full((elements,), torch.nan)
-        values["counters_ptr"] = torch.zeros(grid[1], dtype=torch.int32)
+        values["counters_ptr"] = torch.zeros(grid[1] * grid[2], dtype=torch.int32)
     run(kernels.shrink_spec(problem, config, "sm100"), grid, values)
     if isinstance(config, kernels.TiledShrink):
         assert not values["counters_ptr"].any()
