@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.targets import get_target
 
 # TMA: strides and base addresses in whole 16 bytes.
 TMA_BYTES = 16
@@ -128,7 +129,7 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
     }
     return make_spec(
         "moe_gemm", "grouped_gemm", constants, arguments, problem.unaligned, config.num_warps,
-        config.num_stages, target,
+        config.num_stages, target, dependent=True,
     )  # fmt: skip
 
 
@@ -171,23 +172,32 @@ def make_spec(
     num_warps: int,
     num_stages: int,
     target: str,
+    *,
+    dependent: bool = False,
 ) -> KernelSpec:
     """A spec whose signature is `arguments` but for those without a type, which are None.
 
-    unaligned: pointers that are not known to be at whole 16 bytes.
+    unaligned: pointers that are not known to be at whole 16 bytes. dependent: the template waits
+    for the kernel before it where LAUNCH_PDL says so: on targets that start one before that ends.
     """
     signature = {name: kind for name, kind in arguments.items() if kind is not None}
+    pdl = dependent and get_target(target).has("dependent_launch")
     aligned = [n for n, kind in signature.items() if kind.startswith("*") or n == "distance"]
     return KernelSpec.make(
         template,
         kernel,
-        {**constants, **{name: None for name in arguments if name not in signature}},
+        {
+            **constants,
+            **{name: None for name in arguments if name not in signature},
+            **({"LAUNCH_PDL": pdl} if dependent else {}),
+        },
         signature,
         divisible16=[name for name in aligned if name not in unaligned],
         ranges={name: (1, 2**31 - 1) for name in ("num_chunks",) if name in signature},
         num_warps=num_warps,
         num_stages=num_stages,
         target=target,
+        launch_pdl=pdl,
     )
 
 

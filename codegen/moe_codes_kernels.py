@@ -126,5 +126,5 @@ def down_codes_spec(problem: GroupedProblem, config: CodesConfig, target: str) -
     }
     return make_spec(
         "moe_codes", "moe_down_codes", constants, arguments, problem.unaligned, config.num_warps,
-        config.num_stages, target,
+        config.num_stages, target, dependent=True,
     )  # fmt: skip

@@ -324,7 +324,9 @@ def _spec(
         fixed["distance"] = problem.distance
         del given["distance"]
     unaligned = problem.unaligned
-    return make_spec(template, kernel, fixed, given, unaligned, num_warps, num_stages, target)
+    return make_spec(
+        template, kernel, fixed, given, unaligned, num_warps, num_stages, target, dependent=True
+    )
 
 
 def gemm_obstacle(problem: MoeProblem) -> str | None:

@@ -74,7 +74,7 @@ def moe_up_codes(
     GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BIAS_STRIDES: tl.constexpr, HIDDEN_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden [routes, INNER] as `moe_up` makes it. Grid of any size.
 
@@ -82,6 +82,8 @@ def moe_up_codes(
     count words (of E2M1's scales: of BLOCK_K / 4 columns). HIDDEN_STEP: the columns of hidden go in
     the order of `x_in_order` for steps of that many; 0: as they are.
     """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = HIDDEN % BLOCK_K == 0
@@ -189,10 +191,12 @@ def moe_down_codes(
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr, X_IN_ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """y [routes, HIDDEN] as `moe_down` makes it. Grid of any size. Strides as in `moe_up_codes`;
     X_IN_ORDER: that one wrote its result for steps of BLOCK_K."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = INNER % BLOCK_K == 0
     GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1) if FORMAT == "int4" else 1

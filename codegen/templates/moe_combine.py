@@ -8,13 +8,15 @@ import triton.language as tl
 def moe_combine(
     y_ptr, ids_ptr, weights_ptr, out_ptr, num_tokens,
     NUM_SLOTS: tl.constexpr, HIDDEN: tl.constexpr, WEIGHT_STRIDES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, HIDDEN] = sum over slots of weights [T, S] * y [T * S, HIDDEN], in fp32.
 
     Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot of expert -1 adds nothing: its row of y
     was never written.
     """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     token_mask = tokens < num_tokens

@@ -55,9 +55,7 @@ def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.conste
     expert = tile * 0
     for step in tl.static_range(SEARCH_STEPS):
         later = expert + 2 ** (SEARCH_STEPS - 1 - step)
-        first = tl.load(
-            ends_ptr + NUM_EXPERTS + later, mask=later < NUM_EXPERTS, other=2**31 - 1
-        )
+        first = tl.load(ends_ptr + NUM_EXPERTS + later, mask=later < NUM_EXPERTS, other=2**31 - 1)
         expert = tl.where(first <= block, later, expert)
     first_block = tl.load(ends_ptr + NUM_EXPERTS + expert)
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
@@ -156,6 +154,7 @@ def moe_up(
     BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden [routes, INNER] = activation of x's gathered rows by each expert's gate and up.
 
@@ -166,6 +165,8 @@ def moe_up(
     FORMAT: "dense", or a quantised one whose rows hold PER_BYTE weights in an element, K-major.
     SEARCH_STEPS: not 0 where warps are specialised; see searched_place.
     """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     ONE_BLOCK: tl.constexpr = INTERLEAVED or not GATED
     ROWS: tl.constexpr = 2 * INNER if INTERLEAVED else INNER
@@ -313,6 +314,7 @@ def grouped_gemm(
     SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """y [num_rows, HIDDEN] = x [num_rows, INNER], rows sorted by group, times the weight
     [HIDDEN, INNER] of each group's expert (N_MAJOR: stored [INNER, HIDDEN]). Grid of any size.
@@ -322,6 +324,8 @@ def grouped_gemm(
     GROUPS: a power of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS.
     SEARCH_STEPS: with order_ptr, not 0 where warps are specialised; see searched_place.
     """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     x_desc = tl.make_tensor_descriptor(x_ptr, [num_rows, INNER], [X_STRIDE, 1], [BLOCK_M, BLOCK_K])
     if N_MAJOR:
         weight_desc = tl.make_tensor_descriptor(

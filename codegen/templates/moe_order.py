@@ -18,9 +18,11 @@ def placed_experts(ids_ptr, routes, bound, NUM_EXPERTS: tl.constexpr):
 @triton.jit
 def moe_count(
     ids_ptr, counts_ptr, num_routes,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """counts [chunks, EXPERTS]: the routes of each expert in each chunk. Grid (chunks,)."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     routes = chunk * CHUNK + tl.arange(0, CHUNK)
     ids, placed = placed_experts(ids_ptr, routes, num_routes, NUM_EXPERTS)
@@ -32,8 +34,11 @@ def moe_count(
 def moe_scan(
     counts_ptr, total_ptr, num_chunks,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS_PER_LOAD: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """counts become those of all chunks before; total [EXPERTS]: of all. Grid (EXPERTS / BLOCK_E,)."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, num_chunks, CHUNKS_PER_LOAD):
@@ -51,6 +56,7 @@ def moe_order(
     ids_ptr, counts_ptr, total_ptr, order_ptr, ends_ptr, num_routes,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
     ROUTES_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """order [routes]: the route at each sorted place; ends [NUM_EXPERTS]: where each expert ends;
     behind it, where ROW_BLOCK is not 0, the number of its first block of so many rows, if each
@@ -59,6 +65,8 @@ def moe_order(
     Grid (chunks,). counts and total are what `moe_scan` left; None: every program counts all routes
     itself. EXPERTS is the power of two that covers NUM_EXPERTS.
     """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     routes = chunk * CHUNK + tl.arange(0, CHUNK)
