@@ -13,6 +13,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.spelling import shape_of
+from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
@@ -36,6 +37,10 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "lt": operator.lt,
     "bitwise_and": operator.and_,
     "where": torch.where,
+    "pad": torch.nn.functional.pad,
+    "place_scales": nvfp4.place_scales,
+    "layout_scales": nvfp4.layout_scales,
+    "group_scale_offsets": scale_layout.group_scale_offsets,
 }
 
 _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {

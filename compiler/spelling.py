@@ -58,6 +58,7 @@ _RENAMED = {
     "negative": "neg",
     "clip": "clamp",
     "clip_": "clamp_",
+    "grouped_mm": "_grouped_mm",
     "concat": "cat",
     "concatenate": "cat",
     "swapaxes": "transpose",
@@ -119,6 +120,9 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# Operators of other libraries that are one of ATen's.
+_ELSEWHERE = {"transformers::grouped_mm_fallback": "_grouped_mm"}
+
 # Plain ATen operations, by name; their arguments stay as they are.
 PLAIN = _names(
     """
@@ -161,7 +165,8 @@ def name_of(node: fx.Node) -> str:
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
     if isinstance(packet, torch._ops.OpOverloadPacket):
         namespace, _, name = packet._qualified_op_name.partition("::")
-        return _RENAMED.get(name, name) if namespace == "aten" else f"{namespace}::{name}"
+        whole = f"{namespace}::{name}"
+        return _RENAMED.get(name, name) if namespace == "aten" else _ELSEWHERE.get(whole, whole)
     name = getattr(target, "__name__", str(target))
     return _RENAMED.get(name, name) if _is_torch_function(target) else f"python::{name}"
 

@@ -37,7 +37,7 @@ from tilewright.ops.contract import (
     register,
 )
 from tilewright.ops.formats import nvfp4
-from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks, swizzle
+from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
 from tilewright.ops.grouping import INDEX_DTYPES, check_group_values
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
@@ -122,7 +122,7 @@ def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     if a.group_offsets is not None:
         return nvfp4.quantize_grouped(a.x, a.group_offsets, a.tensor_scales)
     packed, scales = nvfp4.quantize(a.x, 1.0 if a.tensor_scales is None else a.tensor_scales)
-    return packed, swizzle(scales.view(torch.uint8)).view(scales.dtype)
+    return packed, nvfp4.layout_scales(scales)
 
 
 # --- the kernel -----------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def expert_arguments(
         reject("WEIGHT_FORMAT", stage, f"the experts' weights differ in format: {formats}", anchor)
     try:
         block = _common_block(list(weights.values()))
-        scales = {name: _cut(w, block) for name, w in weights.items()}
+        scales = {name: cut_scale(w, block) for name, w in weights.items()}
     except InexpressibleError as error:
         reject("SCALE_BLOCK", stage, str(error), anchor)
     fixed = FORMATS[first.format].block is not None
@@ -137,8 +137,8 @@ def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _cut(weight: DequantizedExperts, block: tuple[int, int]) -> Any:
-    """One number per block [E, N/bn, K/bk]."""
+def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
+    """One number per block [E, N/bn, K/bk]; of activations [M, K/bk]."""
     if weight.scale is None:
         counts = [-(-n // b) for n, b in zip(weight.shape[1:], block, strict=True)]
         options = (("dtype", torch.float32), ("device", weight.device))

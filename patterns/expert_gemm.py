@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.norm import strip_casts
 from tilewright.patterns.routing import gathered, strip_integer_casts
 
@@ -74,7 +76,7 @@ def rows_of(value: Value) -> View | None:
 
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
     """The GEMM that `value` computes, with the bias that follows it if one does."""
-    found = _grouped(value) if value.op == _GROUPED else _batched(value)
+    found = match_grouped(value) or _batched(value)
     if found is None:
         return None
     for user in flow.users.get(value, ()):
@@ -84,7 +86,10 @@ def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
     return found
 
 
-def _grouped(value: Value) -> ExpertGemm | None:
+def match_grouped(value: Value) -> ExpertGemm | None:
+    """A GEMM of rows sorted by group, without what follows it; None for another value."""
+    if value.op != _GROUPED:
+        return None
     weight = value.args[1]
     ends = value.kwargs.get("offs")
     ends = value.args[2] if ends is None and len(value.args) > 2 else ends
@@ -129,6 +134,13 @@ def _by_expert(value: Value) -> tuple[int, int] | None:
         if whole and sorted(weight.shape[1:]) == sorted(weight.value.shape[1:]):
             return weight_side, x_side
     return None
+
+
+def check_device(x: View) -> None:
+    """Without kernels for the GPU at hand an op would run its reference: slower than the graph."""
+    device = x.value.device
+    if device.type == "cuda" and detect_target(device.index) is None:
+        reject("UNSUPPORTED", Stage.CAPABILITY, "there are no kernels for this GPU's generation", x)
 
 
 def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:

@@ -257,8 +257,9 @@ Check = Callable[[Match, Dataflow], Miss | None]
 def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None) -> Findings:
     """All matches of all patterns, and the best miss of every anchor that none of them took.
 
-    A store goes to the first pattern that matches it and passes `check`. Where a later pattern
-    takes what an earlier one missed, the earlier miss is kept: it is the one worth reading.
+    A store goes to the first pattern that matches it and passes `check`, and so does a value that
+    a match absorbs. Where a later pattern takes what an earlier one missed, the earlier miss is
+    kept: it is the one worth reading.
     """
     found = Findings()
     taken: set[Value] = set()
@@ -272,7 +273,7 @@ def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None
                 answer = check(answer, flow) or answer
             if isinstance(answer, Match):
                 found.matches.append(answer)
-                taken.update(answer.stores)
+                taken.update(answer.stores, answer.absorbed)
             elif (answer.code, answer.nodes) not in said:
                 said.add((answer.code, answer.nodes))
                 found.misses.append(answer)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
@@ -25,6 +24,7 @@ from tilewright.patterns.expert_combine import SHAPED_LIKE, Combine, match_combi
 from tilewright.patterns.expert_gemm import (
     Columns,
     ExpertGemm,
+    check_device,
     is_expert_gemm,
     match_expert_gemm,
     rows_of,
@@ -93,7 +93,7 @@ class Moe:
         gemms = {"gate": gate, "up": up, "down": down}
         weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
         _guard((*firsts, down), x)
-        _check_device(x)
+        check_device(x)
         return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, weights)
 
 
@@ -218,13 +218,6 @@ def _guard(gemms: tuple[ExpertGemm, ...], x: View) -> None:
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", gemms[0].end)
-
-
-def _check_device(x: View) -> None:
-    """Without kernels for the GPU at hand the op would run its reference: slower than the graph."""
-    device = x.value.device
-    if device.type == "cuda" and detect_target(device.index) is None:
-        reject("UNSUPPORTED", Stage.CAPABILITY, "there are no kernels for this GPU's generation", x)
 
 
 def _match(

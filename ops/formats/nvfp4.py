@@ -93,6 +93,11 @@ def quantize_grouped(
     return packed, place_scales(scales, group_offsets)
 
 
+def layout_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Row-major scales [..., R, C] of weights in the 128x4 layout, zero padded."""
+    return swizzle(scales.view(torch.uint8)).view(scales.dtype)
+
+
 def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
     """Row-major scales [T, C] of sorted rows in the 5-D layout, each group in its own blocks."""
     num_tokens, columns = scales.shape

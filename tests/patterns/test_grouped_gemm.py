@@ -1,0 +1,300 @@
+"""Pattern `grouped_gemm`: a lone grouped product becomes the op that its operands ask for, with no
+larger error; the NVFP4 op only where the graph has the codes of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.agreement import assert_no_worse
+from tests.models import moe_dequant
+from tests.models.moe_idioms import build
+from tilewright.compiler import lower, reports
+from tilewright.ops.formats import fp4, nvfp4
+
+E, N, K = moe_dequant.E, moe_dequant.N, moe_dequant.K
+SIZES = (5, 0, 9)
+ENDS = torch.tensor(SIZES).cumsum(0).to(torch.int32)
+WEIGHT_ONLY, BOTH = "grouped_matmul", "grouped_matmul_dynamic_scaled_nvfp4"
+
+
+def rows(seed=0, dtype=torch.bfloat16, count=14):
+    return torch.randn(count, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dense(seed=1, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(E, N, K, generator=generator) * K**-0.5).to(dtype)
+
+
+def product(x, weight, ends=ENDS):
+    """In float64: x [M, K] by weight [E, N, K]."""
+    parts = x.double().tensor_split(ends[:-1].long())
+    return torch.cat([p @ w.double().T for p, w in zip(parts, weight, strict=True)])
+
+
+def compiled(function, args, **options):
+    torch._dynamo.reset()
+    run = torch.compile(function, backend="tilewright", options={"inner": "eager"}, **options)
+    with torch.no_grad():
+        return run(*args)
+
+
+def matched(function, args, exact, **options):
+    """(ops, facts) of what matched; the result is no worse than eager's."""
+    with torch.no_grad():
+        eager = function(*args)
+    assert_no_worse(compiled(function, args, **options), eager, exact, "result")
+    found = reports()[-1].matches
+    assert [site.pattern for site in found] == ["grouped_gemm"], reports()[-1].misses
+    return found[0].op, found[0].shapes
+
+
+def misses(function, args):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        lowered = lower(function, args)
+    assert not lowered.matches, str(lowered)
+    return [miss.code for miss in lowered.misses]
+
+
+# --- dense ----------------------------------------------------------------------------------------
+
+
+def stored_by_rows(x, weight, ends):
+    return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+
+
+def stored_by_columns(x, weight, ends):
+    return torch.nn.functional.grouped_mm(x, weight, offs=ends)
+
+
+def positional(x, weight, ends):
+    return torch._grouped_mm(x, weight.mT, ends)
+
+
+def computed(x, weight, ends):
+    return torch._grouped_mm(x * 2, (weight * 0.5).mT, offs=ends)
+
+
+def read_twice(x, weight, ends):
+    y = torch._grouped_mm(x, weight.mT, offs=ends)
+    return y + y.amax()
+
+
+@pytest.mark.parametrize("function", [stored_by_rows, positional, computed, stored_by_columns])
+def test_a_dense_product(function):
+    x, weight = rows(), dense()
+    given = weight.mT.contiguous() if function is stored_by_columns else weight
+    op, facts = matched(function, (x, given, ENDS), product(x, weight))
+    assert op == WEIGHT_ONLY
+    assert facts == {"experts": E, "x": f"bfloat16[14,{K}]", "outer": N, "weights": "dense"}
+
+
+def test_what_others_do_with_the_result_stays():
+    x, weight = rows(), dense()
+    exact = product(x, weight)
+    assert matched(read_twice, (x, weight, ENDS), exact + exact.amax())[0] == WEIGHT_ONLY
+
+
+def test_the_number_of_rows_may_be_a_symbol():
+    x, weight = rows(), nn.Parameter(dense(), requires_grad=False)
+
+    def function(x, ends):
+        return stored_by_rows(x, weight, ends)
+
+    _, facts = matched(function, (x, ENDS), product(x, weight), dynamic=True)
+    assert facts["x"] == f"bfloat16[M,{K}]"
+
+
+def test_float16_in_hugging_face_s_own_operator():
+    """What transformers calls where torch's takes no float16; its rows of no group are zero too."""
+    pytest.importorskip("transformers.integrations.moe", reason="needs the extra [models]")
+
+    def function(x, weight, ends):
+        return torch.ops.transformers.grouped_mm_fallback(x, weight.mT, offs=ends)
+
+    x, weight = rows(dtype=torch.float16, count=16), dense(dtype=torch.float16)
+    exact = torch.cat([product(x[:14], weight), torch.zeros(2, N)])
+    assert matched(function, (x, weight, ENDS), exact)[0] == WEIGHT_ONLY
+
+
+# --- weights of codes -----------------------------------------------------------------------------
+
+
+class Coded(nn.Module):
+    """A product with weights that are dequantised at each call; `prepare` makes the rows of x."""
+
+    def __init__(self, spelling, prepare=lambda x: x):
+        super().__init__()
+        self.format, self.decode = moe_dequant.SPELLINGS[spelling]
+        self.prepare = prepare
+        stored = moe_dequant.stored(self.format)
+        for name, tensor in zip(("codes", "scales", "factor"), stored, strict=True):
+            self.register_buffer(name, tensor)
+
+    def weight(self):
+        return self.decode(self.codes, self.scales, self.factor)
+
+    def forward(self, x, ends):
+        return torch._grouped_mm(self.prepare(x), self.weight().mT, offs=ends)
+
+
+WEIGHTS = (
+    "nvfp4_table", "nvfp4_arithmetic", "nvfp4_no_factor", "mxfp4_ldexp", "mxfp4_e8m0",
+    "fp8_blocks", "fp8_by_expert", "int4_groups",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", WEIGHTS)
+def test_weights_of_codes_alone_are_taken_by_the_weight_only_op(spelling):
+    module, x = Coded(spelling), rows()
+    op, facts = matched(module, (x, ENDS), product(x, module.weight()))
+    assert op == WEIGHT_ONLY
+    assert facts["weights"] == module.format
+    assert facts["x"].startswith("bfloat16")
+
+
+# --- both of codes --------------------------------------------------------------------------------
+
+
+def library(x):
+    return nvfp4.dequantize(*nvfp4.quantize(x), dtype=torch.bfloat16)
+
+
+def with_a_tensor_scale(x):
+    """Two levels: the whole tensor's amax, then one e4m3 scale per 16."""
+    tensor_scale = 2688.0 / x.float().abs().amax()
+    packed, scales = nvfp4.quantize(x, tensor_scale)
+    values = moe_dequant.by_block(moe_dequant.look_up(packed), scales.float())
+    return (values / tensor_scale).bfloat16()
+
+
+def spelled_out(x):
+    """Block amax, e4m3 scale, nearest of eight magnitudes by their midpoints, look-up, product."""
+    blocks = x.float().unflatten(-1, (-1, 16))
+    scale = (blocks.abs().amax(-1) / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn)
+    factor = scale.float().clamp(min=1e-12)
+    scaled = blocks / factor[..., None]
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    magnitude = (scaled.abs()[..., None] > midpoints).sum(-1)
+    codes = (magnitude + 8 * (scaled < 0)).to(torch.uint8).flatten(-2)
+    table = torch.tensor(moe_dequant.TABLE)
+    values = table[codes.long()].unflatten(-1, (-1, 16)) * scale.float()[..., None]
+    return values.flatten(-2).bfloat16()
+
+
+def by_row(x):
+    """A factor for each row: the op has none to take it."""
+    tensor_scale = 2688.0 / x.float().abs().amax(-1)
+    packed, scales = nvfp4.quantize(x, tensor_scale)
+    return nvfp4.dequantize(packed, scales, tensor_scale, torch.bfloat16)
+
+
+@pytest.mark.parametrize("prepare", [library, with_a_tensor_scale, spelled_out])
+@pytest.mark.parametrize("spelling", ["nvfp4_table", "nvfp4_arithmetic", "nvfp4_no_factor"])
+def test_codes_of_both_are_taken_by_the_nvfp4_op(spelling, prepare):
+    module, x = Coded(spelling, prepare), rows()
+    op, facts = matched(module, (x, ENDS), product(prepare(x), module.weight()))
+    assert op == BOTH
+    assert facts["x"] == f"nvfp4[14,{K}]"
+    assert facts["weights"] == "nvfp4"
+
+
+def test_codes_of_both_that_the_caller_gives():
+    module = Coded("nvfp4_table")
+    packed, scales = nvfp4.quantize(rows())
+
+    def function(packed, scales, ends):
+        values = moe_dequant.by_block(moe_dequant.look_up(packed), scales.float())
+        return torch._grouped_mm(values.bfloat16(), module.weight().mT, offs=ends)
+
+    exact = product(nvfp4.dequantize(packed, scales), module.weight())
+    assert matched(function, (packed, scales, ENDS), exact)[0] == BOTH
+
+
+def test_the_nvfp4_op_with_a_symbol_of_rows_that_go_over_blocks_and_past_the_groups():
+    module, x = Coded("nvfp4_table", library), rows(count=210)
+    ends = torch.tensor([129, 129, 200], dtype=torch.int32)
+    torch._dynamo.mark_dynamic(x, 0)
+    got = compiled(module, (x, ends))
+    assert [site.op for site in reports()[-1].matches] == [BOTH]
+    exact = product(library(x)[:200], module.weight(), ends)
+    # The criterion of the peers' tests, for products of the exact operands.
+    difference = (
+        1
+        - 2
+        * (got[:200].double() * exact).sum()
+        / (got[:200].double().square() + exact.square()).sum()
+    )
+    assert abs(float(difference)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spelling", "prepare"),
+    [("nvfp4_table", by_row), ("mxfp4_ldexp", library), ("fp8_blocks", spelled_out)],
+)
+def test_codes_that_do_not_go_together_leave_the_rows_as_the_graph_has_them(spelling, prepare):
+    module, x = Coded(spelling, prepare), rows()
+    op, facts = matched(module, (x, ENDS), product(prepare(x), module.weight()))
+    assert op == WEIGHT_ONLY
+    assert facts["weights"] == module.format
+
+
+def test_rows_rounded_to_e2m1_without_codes_are_plain_rows():
+    """No codes to read: the graph's own rounding stays, the op multiplies what it gives."""
+
+    def prepare(x):
+        return fp4.decode(fp4.encode(x), torch.bfloat16) * x.amax()
+
+    module, x = Coded("nvfp4_table", prepare), rows()
+    assert matched(module, (x, ENDS), product(prepare(x), module.weight()))[0] == WEIGHT_ONLY
+
+
+# --- misses ---------------------------------------------------------------------------------------
+
+
+def test_an_unknown_format_is_refused():
+    module = Coded("nvfp4_table")
+    module.decode = moe_dequant.high_nibble_first
+    assert misses(module, (rows(), ENDS)) == ["WEIGHT_FORMAT"]
+
+
+def test_codes_that_the_kernel_s_loads_do_not_reach_are_refused():
+    module = Coded("int4_groups")
+    module.codes, module.scales = module.codes[..., :24], module.scales[..., :3]
+    module.decode = lambda codes, scales, factor: moe_dequant.by_block(
+        (moe_dequant.nibbles(codes).to(torch.int8) - 8).float(), scales
+    ).bfloat16()
+    assert misses(module, (rows()[:, :48].contiguous(), ENDS)) == ["UNSUPPORTED"]
+
+
+def test_float32_is_left_to_torch():
+    pytest.importorskip("transformers.integrations.moe", reason="needs the extra [models]")
+
+    def function(x, weight, ends):
+        return torch.ops.transformers.grouped_mm_fallback(x, weight.mT, offs=ends)
+
+    args = (rows(dtype=torch.float32), dense(dtype=torch.float32), ENDS)
+    assert misses(function, args) == ["DTYPE"]
+
+
+def test_a_mixture_keeps_its_products():
+    """`moe` comes first, and what it took is neither taken again nor spoken of."""
+    torch._dynamo.reset()
+    module, args = build("plain")
+    with torch.no_grad():
+        lowered = lower(module, args)
+    assert [site.op for site in lowered.matches] == ["fused_moe"]
+    assert not lowered.misses
+
+
+def test_a_mixture_that_is_none_leaves_both_of_its_products():
+    torch._dynamo.reset()
+    module, args = build("plain")
+    module.activation = lambda gate, up: torch.sin(gate) * up
+    with torch.no_grad():
+        lowered = lower(module, args)
+    assert [site.op for site in lowered.matches] == [WEIGHT_ONLY] * 2
+    assert [miss.code for miss in lowered.misses] == ["EXPERT_ACTIVATION"]
