@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.grouped_kernels import GemmConfig, make_spec
+from tilewright.codegen.grouped_kernels import GemmConfig, make_spec, search_steps
 from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
@@ -37,8 +37,9 @@ def nvfp4_config(problem: Nvfp4Problem, num_rows: int, target: Target) -> GemmCo
     if rows <= SWAPPED_ROWS:
         block_m = min(max(next_power_of_2(rows), 16), 64)
         return GemmConfig(block_m, 128, wide, True, 4, 4)
-    warps, stages = (4, 4) if scaled else (8, 3)
-    return GemmConfig(128, 128, wide, False, warps, stages)
+    if scaled:
+        return GemmConfig(128, 128, wide, False, 8, 5, flatten=True, warp_specialize=True)
+    return GemmConfig(128, 128, wide, False, 8, 3)
 
 
 def nvfp4_spec(
@@ -78,6 +79,7 @@ def nvfp4_spec(
             "BLOCK_SCALED": block_scaled,
             "FLATTEN": config.flatten,
             "WARP_SPECIALIZE": config.warp_specialize,
+            "SEARCH_STEPS": search_steps(config, problem.max_groups),
         },
         signature,
         divisible16=["a_ptr", "b_ptr", "a_scales_ptr", "b_scales_ptr", "out_ptr"],

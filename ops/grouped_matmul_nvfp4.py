@@ -62,9 +62,9 @@ class Nvfp4MatmulArguments:
     [S, ceil(K/64), 32, 4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see
     ops.formats.scale_layout. group_offsets int or uint32 [>= G + 1], exclusive;
     group_scale_offsets likewise [>= G]: the delta form of
-    ops.formats.scale_layout.group_scale_offsets; expert_ids int [>= G], -1: none; expert_scales
-    fp32 [E], by expert id. num_active_experts: G; None: all the offsets given. Result
-    [T, N] of out_dtype (None: bfloat16).
+    ops.formats.scale_layout.group_scale_offsets, of empty groups too; expert_ids int [>= G], -1:
+    none; expert_scales fp32 [E], by expert id. num_active_experts: G; None: all the offsets given.
+    Result [T, N] of out_dtype (None: bfloat16).
     """
 
     a: torch.Tensor
@@ -146,9 +146,8 @@ def validate_values(a: Nvfp4MatmulArguments) -> None:
     check_expert_values(NAME, "expert_ids", a.expert_ids[:groups], a.b.shape[0])
     expected = group_scale_offsets(offsets)
     given = a.group_scale_offsets[:groups].to(torch.int32)
-    active = offsets.diff() > 0
-    if not torch.equal(given[active], expected[active]):
-        group = int(((given != expected) & active).nonzero()[0])
+    if not torch.equal(given, expected):
+        group = int((given != expected).nonzero()[0])
         wanted = f"the delta {int(expected[group])} for group {group} (see group_scale_offsets)"
         raise ArgumentError(NAME, "group_scale_offsets", wanted, int(given[group]))
     blocks = int(((offsets.diff() + 127) // 128).sum())

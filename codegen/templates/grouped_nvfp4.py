@@ -16,6 +16,38 @@ from tilewright.codegen.templates.moe_gemm import tile_place
 
 
 @triton.jit
+def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
+    """The block of 128 rows of the scales at which a group starts; past all others without one."""
+    real = group < num_groups
+    start = tl.load(offsets_ptr + group, mask=real, other=0).to(tl.int32)
+    delta = tl.load(deltas_ptr + group, mask=real, other=0).to(tl.int32)
+    return tl.where(real, start // 128 + delta, 2**31 - 1)
+
+
+@triton.jit
+def searched_place(tile, offsets_ptr, deltas_ptr, num_rows, num_groups, TILES_N: tl.constexpr,
+                   SEARCH_STEPS: tl.constexpr):  # fmt: skip
+    """What `tile_place` gives for tiles of 128 rows, by a binary search
+    in the groups' scale blocks: warps of Triton before 3.9 cannot be specialised around a
+    reduction.
+
+    (group, its first row, the tile's first row, one past the group's last, column tile).
+    2 ** SEARCH_STEPS is at least num_groups.
+    """
+    block = tile // TILES_N
+    group = tile * 0
+    for step in tl.static_range(SEARCH_STEPS):
+        later = group + 2 ** (SEARCH_STEPS - 1 - step)
+        first = first_scale_block(later, offsets_ptr, deltas_ptr, num_groups)
+        group = tl.where(first <= block, later, group)
+    start = tl.maximum(tl.load(offsets_ptr + group).to(tl.int32), 0)
+    end = tl.minimum(tl.load(offsets_ptr + group + 1).to(tl.int32), num_rows)
+    own_blocks = tl.maximum((end - start + 127) // 128, 1)
+    within = tile - first_scale_block(group, offsets_ptr, deltas_ptr, num_groups) * TILES_N
+    return group, start, start + within % own_blocks * 128, end, within // own_blocks
+
+
+@triton.jit
 def grouped_nvfp4(
     a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, offsets_ptr, deltas_ptr, expert_ids_ptr,
     expert_scales_ptr, out_ptr, num_rows, num_scale_blocks, num_groups,
@@ -23,12 +55,13 @@ def grouped_nvfp4(
     A_STRIDE: tl.constexpr, B_EXPERT_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
     """out [T, ROWS_OUT]; rows of a group with expert -1 are zero. Grid of any size.
 
     BLOCK_M rows (128 where not SWAPPED), BLOCK_N weight rows (a multiple of 128), BLOCK_K inner
-    elements (a multiple of 64). GROUPS: a power of two of at least num_groups.
+    elements (a multiple of 64). GROUPS: a power of two of at least num_groups. SEARCH_STEPS: not 0
+    where warps are specialised, which wants tiles of 128 rows; see searched_place.
     """
     COLUMN_BLOCKS: tl.constexpr = (INNER + 63) // 64
     K_BLOCKS: tl.constexpr = BLOCK_K // 64
@@ -65,17 +98,22 @@ def grouped_nvfp4(
         tl.program_id(0), num_tiles, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
-        group, first_row, last_row, tile_n = tile_place(
-            tile, start, end, blocks, GROUPS, BLOCK_M, TILES_N
-        )
-        group_start = tl.sum(tl.where(groups == group, start, 0), axis=0)
+        if SEARCH_STEPS > 0:
+            group, group_start, first_row, last_row, tile_n = searched_place(
+                tile, offsets_ptr, deltas_ptr, num_rows, num_groups, TILES_N, SEARCH_STEPS
+            )
+        else:
+            group, first_row, last_row, tile_n = tile_place(
+                tile, start, end, blocks, GROUPS, BLOCK_M, TILES_N
+            )
+            group_start = tl.sum(tl.where(groups == group, start, 0), axis=0)
         expert = tl.load(expert_ids_ptr + group).to(tl.int32)
         delta = tl.load(deltas_ptr + group).to(tl.int32)
         known = (expert >= 0) & (expert < NUM_EXPERTS)
         weight_expert = tl.where(known, expert, 0)
         in_group = first_row - group_start
         rows = first_row + tl.arange(0, BLOCK_M)
-        row_mask = rows < last_row
+        row_mask = (rows >= group_start) & (rows < last_row)
         first_scale_row = (group_start // 128 + delta) * 128 + in_group
         if SWAPPED:
             places = first_scale_row + tl.arange(0, BLOCK_M)

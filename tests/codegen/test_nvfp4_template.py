@@ -14,6 +14,7 @@ from tilewright.ops import grouped_matmul_nvfp4 as op
 
 CONFIGS = {
     "tiled": GemmConfig(128, 128, 128, False, 4, 2),
+    "specialised": GemmConfig(128, 128, 128, False, 4, 2, flatten=True, warp_specialize=True),
     "swapped": GemmConfig(16, 128, 128, True, 4, 2),
 }
 

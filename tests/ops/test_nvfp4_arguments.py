@@ -50,6 +50,13 @@ BAD = {
         "group_scale_offsets", "the delta 1 for group 2",
         lambda a: replace(a, group_scale_offsets=torch.tensor([0, 1, 2], dtype=torch.int32)),
     ),
+    "scale blocks of an empty group": (
+        "group_scale_offsets", "the delta 1 for group 1",
+        lambda a: replace(
+            with_offsets(0, 31, 31, 191)(a),
+            group_scale_offsets=torch.tensor([0, 7, 1], dtype=torch.int32),
+        ),
+    ),
     "too few scale blocks": (
         "a_scales", "3 blocks of 128 rows",
         lambda a: replace(a, a_scales=a.a_scales[:2].contiguous()),
