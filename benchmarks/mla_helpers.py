@@ -1,0 +1,232 @@
+"""Times what makes MLA's keys: the kernel of latents against a copy, the up-projection by tiles.
+
+    python benchmarks/mla_helpers.py [--heads 16 128] [--rows 512 4096 16384]
+
+One sequence; of `rows` keys all are new for the store, none for the gather. CUDA graphs, L2 cold
+where several sets of arguments exceed it, microseconds; bandwidth is bytes read and written over
+the time, beside that of torch's copy of as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from timing import capture, interleaved_us
+from tune_qkv import compile_quietly
+
+from tilewright.codegen import mla_kernels as kernels
+from tilewright.codegen.mla_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.targets import SM90
+from tilewright.ops.formats import fp8_block
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.kernel_launch import launch
+from tilewright.ops.mla_key_kernels import latent_launches
+from tilewright.ops.mla_prefill import MlaPrefillArguments
+from tilewright.ops.mla_problems import Chunk, key_buffers, up_problem
+
+RANK, ROPE, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 128
+DEVICE = torch.device("cuda", 0)
+COLD_BYTES = 160e6
+FP8 = torch.float8_e4m3fn
+LATENT_CONFIGS = [LatentConfig(t, w) for t in (1, 2, 4, 8, 16) for w in (2, 4, 8)]
+VALUE_CONFIGS = [
+    UpConfig(m, n, 64, w, s, group_m=g, flatten=f)
+    for (m, n, w), s, g, f in itertools.product(
+        ((128, 128, 8), (128, 256, 8), (64, 128, 4)), (3, 4), (8, 16), (False, True)
+    )
+]
+CODE_CONFIGS = [
+    UpConfig(m, n, 128, w, s, group_m=g, flatten=f)
+    for (m, n, w), s, g, f in itertools.product(
+        ((128, 128, 8), (64, 128, 4), (64, 256, 8), (128, 64, 4)), (2, 3, 4), (8, 16), (False, True)
+    )
+]
+
+
+def arguments(heads: int, rows: int, new: int, kind: str) -> MlaPrefillArguments:
+    """kind: "values" or "codes", with " 8-bit core" after it for keys of 8 bits."""
+    coded, narrow = kind.startswith("codes"), kind.endswith("core")
+    pages = rows // PAGE + 1
+    pool = torch.randn(pages, PAGE, RANK + ROPE, device=DEVICE).bfloat16()
+    entries = pool.unsqueeze(2)
+    weight = torch.randn(heads * (NOPE + V_DIM), RANK, device=DEVICE) * RANK**-0.5
+    values: dict[str, Any] = {"kv_b_weight": weight.bfloat16()}
+    if coded:
+        codes, scale = fp8_block.quantize_blocks(weight)
+        values = {"kv_b_weight": codes, "kv_b_scale": scale, "scale_block": (128, 128)}
+        values |= {"quantize_latent": True, "latent_scale_cap": 1200.0}
+    latent = torch.randn(new, RANK + ROPE, device=DEVICE).bfloat16()
+    table = torch.randn(rows, ROPE, device=DEVICE)
+
+    def integers(*numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+    return MlaPrefillArguments(
+        q=torch.empty(new, heads, NOPE + ROPE, device=DEVICE, dtype=torch.bfloat16),
+        latent=latent[:, :RANK],
+        k_rope=latent[:, RANK:],
+        latent_cache=pool,
+        latent_window=CacheWindow.of(entries[..., :RANK], pool).to_ints(),
+        rope_window=CacheWindow.of(entries[..., RANK:], pool).to_ints(),
+        v_dim=V_DIM,
+        scale=1.0,
+        row_offsets=integers(0, new),
+        keys="table",
+        key_offsets=integers(0, rows),
+        num_keys=rows,
+        slots="ragged",
+        lookup_table=torch.randperm(pages, device=DEVICE).int().unsqueeze(0),
+        cache_lengths=integers(rows - new),
+        norm_weight=torch.ones(RANK, device=DEVICE).bfloat16(),
+        cos=table[:, ::2],
+        sin=table[:, 1::2],
+        rope_style="interleaved",
+        rope_by_position=True,
+        attention_dtype=FP8 if narrow else None,
+        **values,
+    )
+
+
+def latent_call(
+    problem: LatentProblem, values: dict[str, Any], config: LatentConfig
+) -> Callable[[], None]:
+    tokens, rows = values["num_tokens"], values["num_rows"]
+    spec = kernels.latent_spec(problem, config, "sm90")
+    grid = (kernels.latent_grid(problem, config, tokens, rows),)
+    values = values | {"row_programs": kernels.row_programs(problem, config, rows)}
+    return partial(launch, spec, grid, values, DEVICE)
+
+
+def latent_bytes(rows: int, new: int, coded: bool) -> int:
+    """Each key's entry is read and its buffer row written, each new one written to the cache."""
+    entry = 2 * (RANK + ROPE)
+    out = RANK + 4 * RANK // 128 + 2 * ROPE if coded else entry
+    return rows * (entry + out) + new * 2 * entry
+
+
+def copies(count: int) -> int:
+    return max(2, min(64, int(COLD_BYTES // max(count, 1)) + 1))
+
+
+def time_latents(rows: int, new: int, kind: str, bad: set[str]) -> None:
+    size = latent_bytes(rows, new, kind.startswith("codes"))
+    sets = [arguments(16, rows, new, kind) for _ in range(copies(size))]
+    chunk_of = [Chunk(rows, a.key_offsets) for a in sets]
+    made = []
+    for a, chunk in zip(sets, chunk_of, strict=True):
+        (call,) = latent_launches(a, chunk, key_buffers(a, chunk))
+        made.append(call)
+    graphs = {}
+    for config in LATENT_CONFIGS:
+        if kernels.latent_spec(made[0].problem, config, "sm90").name not in bad:
+            calls = [latent_call(c.problem, c.values, config) for c in made]
+            graphs[f"{config.block_t}w{config.num_warps}"] = capture(calls, warmup=1)
+    half = size // 2
+    sources = [torch.empty(half, dtype=torch.uint8, device=DEVICE) for _ in sets]
+    targets = [torch.empty_like(s) for s in sources]
+    graphs["copy"] = capture(
+        [partial(t.copy_, s) for s, t in zip(sources, targets, strict=True)], warmup=1
+    )
+    times = interleaved_us(graphs, len(sets), rounds=3, replays=2)
+    show(f"latents {kind} K={rows} new={new}", times, size * 1e-6, "TB/s")
+
+
+def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
+    a = arguments(heads, rows, 16, kind)
+    buffers = key_buffers(a, Chunk(rows, a.key_offsets))
+    for tensor in (buffers.latent, buffers.scale):
+        if tensor is not None:
+            tensor.copy_(torch.rand(tensor.shape, device=DEVICE))
+    problem = up_problem(a, buffers)
+    graphs = {}
+    for config in configs_of(problem):
+        if kernels.up_spec(problem, config, "sm90").name in bad:
+            continue
+        try:
+            graphs[str(config)] = capture([up_call(a, problem, buffers, config)], warmup=1)
+        except Exception as error:  # what does not launch is a result here
+            print(f"  {config}: {str(error)[:150]}", flush=True)
+    if kind == "values":
+        out = torch.empty(rows, problem.rows, dtype=torch.bfloat16, device=DEVICE)
+        library = partial(torch.mm, buffers.latent, a.kv_b_weight.T, out=out)
+        graphs["cuBLAS"] = capture([library], warmup=1)
+    times = interleaved_us(graphs, 1, rounds=3, replays=3)
+    show(f"up {kind} H={heads} K={rows}", times, 2e-6 * rows * problem.rows * RANK, "TFLOP/s")
+
+
+def up_call(a: Any, problem: UpProblem, buffers: Any, config: UpConfig) -> Callable[[], None]:
+    from tilewright.ops.mla_key_kernels import empty_keys
+
+    rows = buffers.latent.shape[0]
+    k, v = empty_keys(a, rows)
+    values = {
+        "latent_ptr": buffers.latent, "weight_ptr": a.kv_b_weight,
+        "latent_scale_ptr": buffers.scale, "weight_scale_ptr": a.kv_b_scale,
+        "k_ptr": k, "v_ptr": v, "limit_ptr": None, "num_rows": rows, "run": rows,
+        "scale_stride": buffers.scale_strides[0], "v_head_stride": v.stride(1),
+        "v_column_stride": v.stride(2),
+    }  # fmt: skip
+    spec = kernels.up_spec(problem, config, "sm90")
+    return partial(
+        launch, spec, kernels.up_grid(problem, config, rows, SM90.num_sms), values, DEVICE
+    )
+
+
+def configs_of(problem: UpProblem) -> list[UpConfig]:
+    configs = CODE_CONFIGS if problem.scale_block else VALUE_CONFIGS
+    return [c for c in configs if problem.joint or c.block_n <= 128]
+
+
+def show(name: str, times: dict[str, float], work: float, unit: str) -> None:
+    best = sorted(times, key=lambda text: times[text])
+    named = "  ".join(f"{text} {times[text]:.1f}" for text in best[:8])
+    named += "".join(
+        f"  [{text} {times[text]:.1f}]" for text in ("copy", "cuBLAS") if text in times
+    )
+    print(f"{name}: {work / times[best[0]]:.2f} {unit}  {named}", flush=True)
+    print("   rest:", "  ".join(f"{t} {times[t]:.1f}" for t in best[8:]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[512, 4096, 16384])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    kinds = ("values", "codes", "codes 8-bit core")
+    specs = {}
+    for kind in kinds:
+        for heads in options.heads:
+            a = arguments(heads, 512, 16, kind)
+            chunk = Chunk(512, a.key_offsets)
+            buffers = key_buffers(a, chunk)
+            for call in latent_launches(a, chunk, buffers):
+                made = [kernels.latent_spec(call.problem, c, "sm90") for c in LATENT_CONFIGS]
+                specs |= dict.fromkeys(made)
+            problem = up_problem(a, buffers)
+            specs |= dict.fromkeys(kernels.up_spec(problem, c, "sm90") for c in configs_of(problem))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
+    bad = {spec.name for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
+    print(f"{len(specs)} kernels, {len(bad)} do not compile", flush=True)
+    for outcome in sorted(set(outcomes)):
+        print(f"  {outcome[-300:]}", flush=True) if outcome else None
+    for rows in options.rows:
+        for kind in kinds:
+            for new in (rows, 1):
+                time_latents(rows, new, kind, bad)
+    for heads, rows, kind in itertools.product(options.heads, options.rows, kinds):
+        time_up(heads, rows, kind, bad)
+
+
+if __name__ == "__main__":
+    main()
