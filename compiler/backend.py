@@ -171,10 +171,20 @@ def lower(
         found.append(fuse(gm, options))
         return _stand_in(gm)
 
+    failures: list[str] = []
     with _compat.counting_graph_breaks() as breaks, torch.no_grad(), _compat.unlimited_compiles():
         compiled = _compat.compile_apart(model, backend=capture, dynamic=dynamic)
-        compiled(*args, **(kwargs or {}))
-    return Lowered(tuple(found), target, tuple(breaks))
+        try:
+            compiled(*args, **(kwargs or {}))
+        except _compat.DynamoError:
+            raise
+        except Exception as error:
+            if len(found) < 2:
+                raise
+            # Python between two graphs, on the empty results of the first.
+            log.debug("the model stopped after a graph break", exc_info=True)
+            failures = [f"{type(error).__name__} after it, on results that were not computed"]
+    return Lowered(tuple(found), target, (*breaks, *failures))
 
 
 def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:

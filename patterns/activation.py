@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
+from tilewright.patterns.constants import number_of
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.norm import strip_casts
 
@@ -111,11 +114,11 @@ def _scaled(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
     value = view.value
     if value.op != "aten.mul" or not view.is_whole or len(value.operands) != 1:
         return None
-    factor = next((a for a in value.args if isinstance(a, (int, float))), None)
+    factor = next(iter(_numbers(value)), None)
     if factor is None:
         return None
     x, casts = strip_casts(value.operands[0])
-    return x, float(factor), (value, *casts)
+    return x, factor, (value, *casts)
 
 
 def _clamped_swiglu(value: Value) -> Activation | None:
@@ -145,19 +148,25 @@ def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
         return bare, 0.0, casts
     low, high = _bounds(value)
     wanted = -high if both and high is not None else None
-    if not isinstance(high, (int, float)) or high <= 0 or low != wanted:
+    if high is None or high <= 0 or low != wanted:
         return bare, 0.0, casts
     inner, more = strip_casts(value.args[0])
     return inner, float(high), (*casts, value, *more)
 
 
-def _bounds(value: Value) -> tuple[Any, Any]:
+def _bounds(value: Value) -> tuple[float | None, float | None]:
     if value.op == "aten.clamp_max":
-        return None, value.args[1] if len(value.args) > 1 else value.kwargs.get("max")
+        return None, _number(value.args[1] if len(value.args) > 1 else value.kwargs.get("max"))
     given = [*value.args[1:], *(None,) * (3 - len(value.args))]
     low = given[0] if given[0] is not None else value.kwargs.get("min")
     high = given[1] if given[1] is not None else value.kwargs.get("max")
-    return low, high
+    if isinstance(low, View) or isinstance(high, View):
+        return None, None  # by element
+    return _number(low), _number(high)
+
+
+def _number(item: Any) -> float | None:
+    return number_of(item) if isinstance(item, (int, float, fx.Node)) else None
 
 
 def _factors(value: Value) -> list[tuple[View, View]]:
@@ -169,4 +178,4 @@ def _factors(value: Value) -> list[tuple[View, View]]:
 
 
 def _numbers(value: Value) -> list[float]:
-    return [a for a in value.args if isinstance(a, (int, float))]
+    return [number for a in value.args if (number := _number(a)) is not None]

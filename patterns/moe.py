@@ -29,6 +29,7 @@ from tilewright.patterns.expert_gemm import (
     match_expert_gemm,
     rows_of,
 )
+from tilewright.patterns.expert_loop import ExpertLoop, find_expert_loop
 from tilewright.patterns.expert_weights import weight_arguments
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
@@ -55,7 +56,7 @@ class Moe:
     name: str = "moe"
     op: str = "fused_moe"
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | ExpertLoop]:
         """A GEMM with expert weights that another one of its kind feeds, not as it is: two in a
         row are an adapter."""
         for value in flow.values:
@@ -64,8 +65,13 @@ class Moe:
                 continue
             if any(is_expert_gemm(v) for v in _upstream(rows.value)):
                 yield value
+        loop = find_expert_loop(flow)
+        if loop is not None:
+            yield loop
 
-    def match(self, anchor: Value, flow: Dataflow) -> Match:
+    def match(self, anchor: Value | ExpertLoop, flow: Dataflow) -> Match:
+        if isinstance(anchor, ExpertLoop):
+            raise anchor.refuse(self.name)
         down = match_expert_gemm(anchor, flow)
         if down is None:
             reject(

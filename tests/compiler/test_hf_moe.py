@@ -1,6 +1,8 @@
-"""Hugging Face mixtures of experts: every sparse layer fused, however the experts are computed."""
+"""Hugging Face mixtures of experts: the sparse layer fused, however the experts are computed, for
+prompts and decode steps, with token counts as numbers and as symbols, and no less accurate."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,55 +14,83 @@ pytest.importorskip("transformers", reason="Hugging Face models need the extra [
 
 import transformers
 
-from tests.models.hf import DIMS
+from tests.models.hf import DIMS, perturb_vectors
 
-MLA = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
-ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32}
-DEEPSEEK = DIMS | MLA | ROUTED | {"v_head_dim": 16, "num_key_value_heads": 4, "topk_group": 1}
+ROUTED = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "hidden_size": 32, "vocab_size": 64}
+BASE = DIMS | ROUTED | {"intermediate_size": 32}
+QWEN = {"num_experts": 4, "moe_intermediate_size": 32}
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+DEEPSEEK = BASE | MLA | {
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4, "topk_group": 1,
+    "n_shared_experts": 1, "moe_intermediate_size": 32, "v_head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
-#: name -> (config class, fields, sparse layers); the first layer of DeepSeek's is dense.
+#: name -> (config class, fields). One sparse layer each, DeepSeek's behind a dense one: what a
+#: token is routed by does not depend on a fused layer.
 MODELS = {
-    "mixtral": ("MixtralConfig", DIMS | {"num_local_experts": 4}, 2),
-    "deepseek_v2": ("DeepseekV2Config", DEEPSEEK | {"n_group": 1, "first_k_dense_replace": 1}, 1),
-    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | {"n_group": 2, "first_k_dense_replace": 1}, 1),
+    "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2MoeConfig", BASE | QWEN | {"shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", BASE | QWEN | {"head_dim": 16}),
+    "gpt_oss": (
+        "GptOssConfig",
+        BASE | ROPE | {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"]},
+    ),
+    "deepseek_v2": ("DeepseekV2Config", DEEPSEEK | {"n_group": 1}),
+    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | {"n_group": 2}),
 }
+BATCH, PROMPT, CACHE = 2, 5, 8
 
 
 def built(name, experts):
-    config_class, fields, _ = MODELS[name]
-    config = getattr(transformers, config_class)(**fields, num_experts_per_tok=2)
+    config_class, fields = MODELS[name]
+    config = getattr(transformers, config_class)(**fields)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts)
-    return model.to(torch.bfloat16).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation=experts, dtype=torch.bfloat16
+    ).eval()
+    model.requires_grad_(False)
+    perturb_vectors(model)
+    return model
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_sparse_layer_is_fused_and_right(name, experts):
+def steps(model, call):
+    """Logits of a prompt without a cache and, after the same prompt, of a decode step; `call`
+    computes both, the prompt of the second runs eagerly."""
+    tokens = torch.randint(3, 60, (BATCH, PROMPT + 1), generator=torch.Generator().manual_seed(1))
+    cache = transformers.StaticCache(config=model.config, max_cache_len=CACHE)
+    with torch.no_grad():
+        model(tokens[:, :PROMPT], past_key_values=cache)
+        prompt = call(tokens[:, :PROMPT], use_cache=False).logits
+        return prompt, call(tokens[:, PROMPT:], past_key_values=cache).logits
+
+
+@functools.cache
+def uncompiled(name, experts):
+    """Eager results in bfloat16, and in float64 expert by expert."""
+    model = built(name, experts)
+    exact = copy.deepcopy(model).to(torch.float64)
+    exact.set_experts_implementation("eager")
+    return steps(model, model), steps(exact, exact)
+
+
+CASES = [(name, experts, False) for name in MODELS for experts in ("grouped_mm", "batched_mm")]
+CASES += [(name, "grouped_mm", True) for name in MODELS]
+CASES += [(name, "batched_mm", True) for name in ("mixtral", "gpt_oss", "deepseek_v3")]
+
+
+@pytest.mark.parametrize(("name", "experts", "dynamic"), CASES)
+def test_the_sparse_layer_is_fused_and_right(name, experts, dynamic):
     torch._dynamo.reset()
     model = built(name, experts)
-    tokens = torch.arange(7)[None] * 11 % DIMS["vocab_size"]
-    with torch.no_grad():
-        eager = model(tokens, use_cache=False).logits
-        compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
-        logits = compiled(tokens, use_cache=False).logits
-        chosen = [m for m in reports()[-1].matches if m.pattern == "moe"]
-        exact = copy.deepcopy(model).to(torch.float64)
-        exact.set_experts_implementation("eager")
-        reference = exact(tokens, use_cache=False).logits
-    assert len(chosen) == MODELS[name][2], reports()[-1].misses
-    assert_no_worse(logits, eager, reference, name)
-
-
-def test_token_counts_are_symbols():
-    torch._dynamo.reset()
-    model = built("mixtral", "grouped_mm")
-    compiled = torch.compile(model, backend="tilewright", dynamic=True, options={"inner": "eager"})
-    with torch.no_grad():
-        for count in (5, 9):
-            tokens = torch.arange(count)[None] * 11 % DIMS["vocab_size"]
-            logits = compiled(tokens, use_cache=False).logits
-            torch.testing.assert_close(
-                logits, model(tokens, use_cache=False).logits, rtol=0.1, atol=0.02
-            )
-    assert {m.pattern for m in reports()[-1].matches} == {"moe"}
+    compiled = torch.compile(
+        model, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+    )
+    results = zip(steps(model, compiled), *uncompiled(name, experts), strict=True)
+    latest = reports()[-2:]
+    found = [[m.pattern for m in report.matches].count("moe") for report in latest]
+    assert found == [1, 1], [m for report in latest for m in report.misses]
+    tokens = latest[0].matches[-1].shapes["x"]
+    assert tokens == f"bfloat16[{'T' if dynamic else BATCH * PROMPT},{BASE['hidden_size']}]"
+    for what, (fused, eager, exact) in zip(("prompt", "decode"), results, strict=True):
+        assert_no_worse(fused, eager, exact, f"{name} {what}")
