@@ -18,7 +18,7 @@ ELEMENT_BYTES = {
 
 POINTER_NAMES = (
     "q_out_ptr", "k_cache_ptr", "v_cache_ptr", "slots_ptr", "sequences_ptr", "positions_ptr",
-    "k_cache_scale_ptr", "v_cache_scale_ptr", "q_bias_ptr", "k_bias_ptr", "v_bias_ptr",
+    "k_cache_scale_ptr", "v_cache_scale_ptr", "q_bias_ptr", "k_bias_ptr", "v_bias_ptr", "delta_ptr",
     "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr",
 )  # fmt: skip
 COUNT_NAMES = ("num_tokens", "sequence_tokens", "rope_tokens", "num_pages")
@@ -94,7 +94,8 @@ class HeadFinish:
     """What becomes of projected heads: bias, norm, rotation, and where they are stored.
 
     dtype: of q. num_heads 0: there is no q. v_cache None: there is no v. Biases are (head stride,
-    dtype) or None for q, k, v; norms are the weight's dtype or None for q, k.
+    dtype) or None for q, k, v; delta (row stride, dtype) or None; norms are the weight's dtype or
+    None for q, k.
     num_kv_heads: of the projection; each goes to kv_repeat heads of the cache.
     group: heads to a group where q's heads lie in groups (weight, bias and what a GEMM makes of
     them), else 0. clip 0: none. cache_scales: head strides of k's and v's fp32 scales, or None.
@@ -115,6 +116,7 @@ class HeadFinish:
     wrap_negative: bool = False
     rope: Rope | None = None
     biases: tuple[tuple[int, str] | None, ...] = (None, None, None)
+    delta: tuple[int, str] | None = None
     norms: tuple[str | None, ...] = (None, None)
     norm_eps: float = 1e-6
     norm: Norm = Norm()
@@ -200,6 +202,7 @@ class HeadFinish:
                 self.q_bias_group_stride,
                 *(bias[0] if bias else 0 for bias in self.biases),
             ),
+            "DELTA_STRIDE": self.delta[0] if self.delta else 0,
             "CLIP": self.clip,
             **self._norm_constants(),
             "PAGE_SIZE": self.k_cache.page_size,
@@ -250,6 +253,7 @@ class HeadFinish:
             "slots_ptr": f"*{self.slot_dtype}",
             "sequences_ptr": f"*{self.table.sequence_dtype}" if self.table else None,
             "positions_ptr": f"*{self.table.position_dtype}" if self.table else None,
+            "delta_ptr": f"*{self.delta[1]}" if self.delta else None,
             "cos_ptr": table,
             "sin_ptr": table,
         }

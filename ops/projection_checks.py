@@ -267,3 +267,20 @@ def _check_scale(
             raise ArgumentError(op, "nibble_order", expected, list(a.nibble_order))
         letters, grid = f"[N / {8 * block[0]}, K / {block[1]}] words", (zero.shape[0], grid[1])
     check_shape(op, name, zero, letters, grid)
+
+
+def check_delta(
+    op: str,
+    delta: torch.Tensor | None,
+    num_tokens: Any,
+    num_rows: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """delta: None, or [T, rows of q, k and v] of `dtype` or float32, rows dense."""
+    if delta is None:
+        return
+    check_shape(op, "delta", delta, "[T, N_q + N_k + N_v]", (num_tokens, num_rows))
+    check_dtype(op, "delta", delta, (dtype, torch.float32))
+    check_device(op, "delta", delta, device)
+    check_last_dim_dense(op, "delta", delta)

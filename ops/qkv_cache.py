@@ -3,6 +3,7 @@ written straight into the caller's cache.
 
     acc = x @ weight^T          fp32; codes times their scales
     acc = acc + bias            where given
+    acc = acc + delta           where given
     acc = clip(acc)             where given
     acc = rope(norm(acc))       q and k, where given; or norm(rope(acc))
     q -> result; k, v -> divided by the cache's scale -> the token's slot; each rounded once,
@@ -34,7 +35,12 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
 from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES, emitted_kernel
 from tilewright.ops.norm import apply_norm, check_norm, check_norm_weight
-from tilewright.ops.projection_checks import ACTIVATION_BLOCK, check_projection, value_dtype
+from tilewright.ops.projection_checks import (
+    ACTIVATION_BLOCK,
+    check_delta,
+    check_projection,
+    value_dtype,
+)
 from tilewright.ops.rope import apply_rope, check_rope
 from tilewright.ops.sample_cases import QKV_CASES
 from tilewright.ops.sample_weights import sample_projection
@@ -45,8 +51,9 @@ NAME = "fused_qkv_paged"
 SCHEMA = (
     "(Tensor x, Tensor q_weight, Tensor k_weight, Tensor? v_weight, Tensor(a!) k_cache, "
     "Tensor(b!)? v_cache, Tensor? slot_mapping, SymInt[] k_window, SymInt[] v_window, *, "
-    "Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? q_norm_weight=None, "
-    "Tensor? k_norm_weight=None, float norm_eps=1e-06, Tensor? cos=None, Tensor? sin=None, "
+    "Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? delta=None, "
+    "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float norm_eps=1e-06, "
+    "Tensor? cos=None, Tensor? sin=None, "
     'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
     "bool static_tokens=False, int kv_repeat=1, float clip=0.0, bool weightless_norm=False, "
     'str norm_kind="rms", str norm_width="head", bool norm_after_rope=False, '
@@ -82,11 +89,15 @@ class FusedQkvArguments:
     the shape of the scales, or int32 words of eight rows [N / (8 bn), K / bk].
     nibble_order: as in `formats.quantized_weight`; empty: counting up.
 
-    clip: values are held to [-clip, clip] after the bias; 0: not. Norm: of q where q_norm_weight is
-    given, of k where k_norm_weight is, of both where weightless_norm. norm_kind "rms" or "layer"
-    (mean subtracted; no bias); norm_width "head" or "row" (all heads of the projection together);
-    norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset + weight; norm_after_rope.
-    cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
+    delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
+    then k, then v; what `lora_expand_add` packs. Values or float32.
+
+    clip: values are held to [-clip, clip] after bias and delta; 0: not. Norm: of q where
+    q_norm_weight is given, of k where k_norm_weight is, of both where weightless_norm. norm_kind
+    "rms" or "layer" (mean subtracted; no bias); norm_width "head" or "row" (all heads of the
+    projection together); norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset +
+    weight; norm_after_rope. cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style
+    as in `apply_rope`.
 
     k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
     V lives in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
@@ -118,6 +129,7 @@ class FusedQkvArguments:
     q_bias: torch.Tensor | None = None
     k_bias: torch.Tensor | None = None
     v_bias: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
     q_norm_weight: torch.Tensor | None = None
     k_norm_weight: torch.Tensor | None = None
     norm_eps: float = 1e-06
@@ -162,6 +174,7 @@ def validate(a: FusedQkvArguments) -> None:
     check_projection(NAME, a)
     dtype, device = value_dtype(a), a.x.device
     num_tokens, head_dim, num_kv_heads = a.x.shape[0], _head_dim(a), a.k_weight.shape[0]
+    check_delta(NAME, a.delta, num_tokens, _num_rows(a), dtype, device)
     for name, least in (("kv_repeat", 1), ("clip", 0.0)):
         if not least <= getattr(a, name) < float("inf"):
             raise ArgumentError(NAME, name, f"a finite number from {least}", getattr(a, name))
@@ -179,6 +192,12 @@ def validate(a: FusedQkvArguments) -> None:
 def _num_heads(a: FusedQkvArguments) -> Any:
     shape = a.q_weight.shape
     return shape[0] if len(shape) == 3 else shape[0] * shape[1]
+
+
+def _num_rows(a: FusedQkvArguments) -> Any:
+    """Rows of q, k and v together."""
+    kinds = 1 if a.v_weight is None else 2
+    return (_num_heads(a) + kinds * a.k_weight.shape[0]) * _head_dim(a)
 
 
 def _head_dim(a: FusedQkvArguments) -> Any:
@@ -223,7 +242,7 @@ def _input(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def _project(a: FusedQkvArguments, x: torch.Tensor, letter: str) -> torch.Tensor:
-    """[T, H, D]: product, bias, clip."""
+    """[T, H, D]: product, bias, delta, clip."""
     weight, bias = getattr(a, f"{letter}_weight"), getattr(a, f"{letter}_bias")
     if a.weight_format != "dense":
         scale, zero = getattr(a, f"{letter}_scale"), getattr(a, f"{letter}_zero")
@@ -233,6 +252,11 @@ def _project(a: FusedQkvArguments, x: torch.Tensor, letter: str) -> torch.Tensor
     out = torch.einsum("tk,hdk->thd", x, weight.to(x.dtype))
     if bias is not None:
         out = out + bias.to(x.dtype).flatten(0, -2)
+    if a.delta is not None:
+        q, kv = (heads * _head_dim(a) for heads in (_num_heads(a), a.k_weight.shape[0]))
+        first = {"q": 0, "k": q, "v": q + kv}[letter]
+        part = a.delta[:, first : first + (q if letter == "q" else kv)]
+        out = out + part.to(x.dtype).view(out.shape)
     return out.clamp(-a.clip, a.clip) if a.clip else out
 
 

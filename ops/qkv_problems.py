@@ -69,6 +69,7 @@ def finish_values(
         "q_bias_ptr": getattr(a, "q_bias", None),
         "k_bias_ptr": getattr(a, "k_bias", None),
         "v_bias_ptr": getattr(a, "v_bias", None),
+        "delta_ptr": getattr(a, "delta", None),
         "q_norm_ptr": getattr(a, "q_norm_weight", None),
         "k_norm_ptr": getattr(a, "k_norm_weight", None),
         "cos_ptr": a.cos,
@@ -99,6 +100,7 @@ def head_finish(
     kv_repeat = getattr(a, "kv_repeat", 1)
     q_bias = getattr(a, "q_bias", None)
     q_weight = getattr(a, "q_weight", None)
+    delta = getattr(a, "delta", None)
     return HeadFinish(
         dtype=TRITON_TYPES[dtype],
         num_heads=num_heads,
@@ -116,6 +118,7 @@ def head_finish(
             None if bias is None else (bias.stride(-2), TRITON_TYPES[bias.dtype])
             for bias in (getattr(a, f"{letter}_bias", None) for letter in "qkv")
         ),
+        delta=None if delta is None else (delta.stride(0), TRITON_TYPES[delta.dtype]),
         norms=tuple(
             None if weight is None else TRITON_TYPES[weight.dtype] for weight in _norm_weights(a)
         ),

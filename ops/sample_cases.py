@@ -113,6 +113,20 @@ PROJECTION_CASES = (
     AttentionCase(
         "clip", clip=0.7, projection="packed", bias=True, rope_style="half", rotary_dim=32
     ),
+    AttentionCase(
+        "delta",
+        delta=True,
+        bias=True,
+        clip=1.5,
+        qk_norm=True,
+        rope_style="half",
+        rotary_dim=16,
+        num_kv_heads=4,
+    ),
+    AttentionCase(
+        "delta_grouped", delta=True, projection="grouped", rope_style="interleaved", rotary_dim=32
+    ),
+    AttentionCase("delta_int8", delta=True, weight_format="int8", scale_block=(1, 64)),
     AttentionCase("one_query_many_heads", num_kv_heads=1, projection="packed", num_tokens=1),
 )
 

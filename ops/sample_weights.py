@@ -19,6 +19,7 @@ def sample_projection(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         **_input(case, sampler),
         **weights,
         **_norms(case, sampler),
+        **_delta(case, sampler),
         "kv_repeat": case.kv_repeat,
         "clip": case.clip,
     }
@@ -47,6 +48,15 @@ def _dense(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 def _biases(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     return _named("bias", _project(case, sampler, (), 1.0)) if case.bias else {}
+
+
+def _delta(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    """Columns of a wider tensor, as of a stack."""
+    if not case.delta:
+        return {}
+    kinds = 2 if case.writes_v else 1
+    width = (case.num_heads + kinds * case.num_kv_heads) * case.head_dim
+    return {"delta": sampler.normal(case.num_tokens, width + 8, dtype=case.dtype)[:, :width]}
 
 
 def _named(suffix: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:

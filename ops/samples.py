@@ -49,6 +49,7 @@ class AttentionCase:
     skipped: int = 0
     projection: str = "separate"
     bias: bool = False
+    delta: bool = False
     qk_norm: bool = False
     rope_style: str = "none"
     rotary_dim: int = 0

@@ -18,7 +18,7 @@ from tilewright.ops.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv_weights import weight_rows
 
 #: Arguments with a row per token.
-_PER_TOKEN = ("x", "x_scale")
+_PER_TOKEN = ("x", "x_scale", "delta")
 _WEIGHTS = ("q_weight", "k_weight", "v_weight")
 #: About how large each scale is.
 _SCALES = {

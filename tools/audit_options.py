@@ -31,6 +31,7 @@ def option_problems(plain: QkvProblem) -> dict[str, QkvProblem]:
         "layer norm": {"norms": (dtype, dtype), "norm": Norm(kind="layer")},
         "norm after rope": {"norms": (dtype, dtype), "norm": Norm(after_rope=True, offset=1.0)},
         "norm of rows": {"norms": (dtype, dtype), "norm": Norm(row=True, strides=(dim, dim))},
+        "delta": {"delta": (plain.num_rows, dtype)},
         "kv heads repeated": {"kv_repeat": 4, "clip": 8.0},
         "interleaved to half": {"rope": rope},
     }

@@ -11,6 +11,7 @@ from tilewright.codegen.templates.qkv_loads import (
     grouped,
     load_bias,
     load_cache_scale,
+    load_delta,
     load_norm,
     load_partners,
     load_rope,
@@ -44,7 +45,7 @@ def load_heads(
 def qkv_epilogue(
     q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
     slots_ptr, sequences_ptr, positions_ptr, k_cache_scale_ptr, v_cache_scale_ptr,
-    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, delta_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     num_tokens, sequence_tokens, rope_tokens, num_pages,
     num_sequences, lookup_columns, lookup_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -53,7 +54,7 @@ def qkv_epilogue(
     ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
     COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
     Q_IN_STRIDES: tl.constexpr, K_IN_STRIDES: tl.constexpr, V_IN_STRIDES: tl.constexpr,
-    BIAS_STRIDES: tl.constexpr, CLIP: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, DELTA_STRIDE: tl.constexpr, CLIP: tl.constexpr,
     NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr, NORMED: tl.constexpr,
     NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
     NORM_HALVES: tl.constexpr, NORM_STRIDES: tl.constexpr,
@@ -115,6 +116,14 @@ def qkv_epilogue(
     cache_scale = load_cache_scale(
         kind, heads, head_limit, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
     )
+    if delta_ptr is not None:
+        low_delta, high_delta = load_delta(
+            delta_ptr, kind, tokens, token_mask, heads, head_limit, 0,
+            BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
+        )  # fmt: skip
+    if delta_ptr is not None:
+        low += low_delta
+        high += high_delta
     low, high = add_bias_and_norm(
         low, high, kind, low_bias, high_bias, low_norm, high_norm, head_limit,
         HEAD_DIM, PAIR_HALF, INTERLEAVED,

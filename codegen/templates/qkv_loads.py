@@ -138,6 +138,28 @@ def load_bias(
 
 
 @triton.jit
+def load_delta(
+    delta_ptr, kind, tokens, token_mask, heads, head_limit, first_pair,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    DELTA_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """What is added to heads of one `kind`, both partners: fp32 [tokens, heads, pairs].
+
+    delta [T, heads * HEAD_DIM]: heads of q, then k, then v; rows DELTA_STRIDE apart.
+    """
+    before = (kind == KEY) * NUM_HEADS + (kind == VALUE) * (NUM_HEADS + NUM_KV_HEADS)
+    rows = delta_ptr + tokens.to(tl.int64)[:, None, None] * DELTA_STRIDE
+    rows += (before + heads)[None, :, None] * HEAD_DIM
+    low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+    mask = token_mask[:, None, None]
+    if head_limit is not None:
+        mask = mask & (heads < head_limit)[None, :, None]
+    low, high = load_partners(rows, first_pair, low_dims, high_dims, mask, 1, HEAD_DIM, INTERLEAVED)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
 def norm_vectors(
     pointer, is_kind, heads, head_limit, first_pair, low_dims, high_dims,
     HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,

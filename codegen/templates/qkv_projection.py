@@ -23,6 +23,7 @@ from tilewright.codegen.templates.qkv_loads import (
     grouped,
     load_bias,
     load_cache_scale,
+    load_delta,
     load_norm,
     load_rope,
     pair_dims,
@@ -89,7 +90,7 @@ def place_in_weight(kind, head, GROUP: tl.constexpr, HEAD_STEPS: tl.constexpr):
 def qkv_projection(
     x_ptr, weight_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
     slots_ptr, sequences_ptr, positions_ptr, k_cache_scale_ptr, v_cache_scale_ptr,
-    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, delta_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     num_tokens, sequence_tokens, rope_tokens, num_pages,
     num_sequences, lookup_columns, lookup_stride,
     second_distance, third_distance, q_place, k_place, v_place,
@@ -100,7 +101,7 @@ def qkv_projection(
     PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
     ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
     COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
-    BIAS_STRIDES: tl.constexpr, CLIP: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, DELTA_STRIDE: tl.constexpr, CLIP: tl.constexpr,
     NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr, NORMED: tl.constexpr,
     NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
     NORM_HALVES: tl.constexpr, NORM_STRIDES: tl.constexpr,
@@ -202,6 +203,14 @@ def qkv_projection(
             cache_scale = load_cache_scale(
                 kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
             )
+            if delta_ptr is not None:
+                low_delta, high_delta = load_delta(
+                    delta_ptr, kind, tokens, token_mask, heads, None, 0,
+                    HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
+                )  # fmt: skip
+            if delta_ptr is not None:
+                low += low_delta
+                high += high_delta
             low, high = add_bias_and_norm(
                 low, high, kind, low_bias, high_bias, low_norm, high_norm, None,
                 HEAD_DIM, PAIR_HALF, INTERLEAVED,
@@ -265,7 +274,7 @@ def stride_of(kind, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
 def qkv_projection_swapped(
     x_ptr, q_weight_ptr, k_weight_ptr, v_weight_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
     slots_ptr, sequences_ptr, positions_ptr, k_cache_scale_ptr, v_cache_scale_ptr,
-    q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, delta_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     workspace_ptr, counters_ptr,
     num_tokens, sequence_tokens, rope_tokens, num_pages,
     num_sequences, lookup_columns, lookup_stride,
@@ -277,7 +286,7 @@ def qkv_projection_swapped(
     PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
     ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
     COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
-    BIAS_STRIDES: tl.constexpr, CLIP: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, DELTA_STRIDE: tl.constexpr, CLIP: tl.constexpr,
     NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr, NORMED: tl.constexpr,
     NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
     NORM_HALVES: tl.constexpr, NORM_STRIDES: tl.constexpr,
@@ -349,6 +358,11 @@ def qkv_projection_swapped(
         BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
         COS_STRIDE, SIN_STRIDE,
     )  # fmt: skip
+    if delta_ptr is not None:
+        low_delta, high_delta = load_delta(
+            delta_ptr, kind, tokens, token_mask, heads, None, first_pair,
+            BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
+        )  # fmt: skip
     pointer, row_offsets, target_mask, head_stride, dim_stride = store_target(
         kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr,
         slots_ptr, sequences_ptr, positions_ptr,
@@ -388,6 +402,9 @@ def qkv_projection_swapped(
             low, high = tl.split(tl.permute(groups, (0, 2, 3, 1)))
         low = tl.reshape(tl.trans(tl.reshape(low, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
         high = tl.reshape(tl.trans(tl.reshape(high, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
+        if delta_ptr is not None:
+            low += low_delta
+            high += high_delta
         low, high = add_bias_and_norm(
             low, high, kind, low_bias, high_bias, low_norm, high_norm, None,
             HEAD_DIM, PAIR_HALF, INTERLEAVED,

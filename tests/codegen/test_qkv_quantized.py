@@ -50,6 +50,7 @@ CASES = {case.name: case for case in CODE_CASES} | {
     "rows in bytes": replace(ROWS, words=torch.uint8, num_tokens=18, qk_norm=True, bias=True),
     "rows, K contiguous": replace(ROWS, transposed=False, nibble_order=AWQ_ORDER),
     "k alone": replace(NIBBLES, writes_v=False, zeros="packed"),
+    "a delta": replace(NIBBLES, delta=True, bias=True),
     "half precision": replace(NIBBLES, dtype=torch.float16, zeros="packed", transposed=True),
 }
 CONFIGS = {

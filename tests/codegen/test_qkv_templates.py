@@ -104,6 +104,8 @@ OPTIONS = {
     "n-major, interleaved": replace(LLAMA, projection="n_major", rope_style="interleaved"),
     "kv heads repeated": replace(LLAMA, kv_repeat=3, bias=True, layout="head_major"),
     "clipped": replace(LLAMA, bias=True, clip=0.7),
+    "delta": replace(LLAMA, bias=True, delta=True, qk_norm=True),
+    "delta, interleaved": replace(LLAMA, delta=True, rope_style="interleaved", writes_v=False),
     "layer norm": replace(LLAMA, qk_norm=True, norm_kind="layer"),
     "layer norm, head_dim 24": replace(
         LLAMA, head_dim=24, rotary_dim=24, qk_norm=True, norm_kind="layer", norm_per_head=True

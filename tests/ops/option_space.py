@@ -35,6 +35,7 @@ def shapes(draw, kernels):
         "hidden": draw(st.sampled_from((64, 128, 192) if kernels else (16, 48, 64, 136))),
         "kv_repeat": draw(st.sampled_from((1, 1, 2, 3))),
         "bias": draw(st.booleans()),
+        "delta": draw(st.booleans()),
         "clip": draw(st.sampled_from((0.0, 0.0, 0.5))),
         "writes_v": draw(st.sampled_from((True, True, True, False))),
     }

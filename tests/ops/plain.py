@@ -75,10 +75,18 @@ def projected(a, x, letter):
     out = torch.stack([F.linear(x, rows) for rows in weight], dim=1)
     if bias is not None:
         out = out + bias.double()
+    if a.delta is not None:
+        first = {"q": 0, "k": heads(a, "q"), "v": heads(a, "q") + heads(a, "k")}[letter]
+        by_head = a.delta.double().unflatten(1, (-1, out.shape[2]))
+        out = out + by_head[:, first : first + out.shape[1]]
     if a.clip:
         limit = torch.tensor(a.clip, dtype=torch.float64)
         out = torch.minimum(torch.maximum(out, -limit), limit)
     return out
+
+
+def heads(a, letter):
+    return getattr(a, f"{letter}_weight").shape[:-2].numel()
 
 
 def decoded(a, weight, letter):

@@ -136,6 +136,8 @@ QKV_METADATA = [
     (NORMED, of("q_norm_weight", lambda t: t.to("meta")), "q_norm_weight", "on cpu"),
     (CASES["grouped"], of("q_weight", lambda t: t[:1]), "q_weight", r"= \[2, \*, 32, 64\]"),
     (CASES["grouped"], of("q_bias", lambda t: t.flatten(0, 1)), "q_bias", r"\[Hkv, G, D\]"),
+    (CASES["delta"], of("delta", lambda t: t[:, 1:]), "delta", r"\[5, 384\]"),
+    (CASES["delta"], of("delta", lambda t: t.half()), "delta", "torch.bfloat16"),
     (PLAIN, of("q_weight", lambda t: t.flatten(0, 1)), "q_weight", r"\[Hkv, G, D, K\], got shape"),
     (CASES["k_only"], just(v_bias=heads((2, 32))), "v_bias", "None, since v_weight is None"),
     (CASES["k_only"], just(v_cache=heads(8)), "v_cache", "None, since no V is written"),
