@@ -120,16 +120,22 @@ def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
     return View(flat.value, Effect(tuple(dims), flat.effect.start))
 
 
-def _einsum(value: Value) -> Gemm | None:
-    equation, operands = _equation(value)
-    if equation is None or len(operands) != 2:
+def _contracted(value: Value) -> Gemm | None:
+    found = named_product(value)
+    return None if found is None else _either(value, *found)
+
+
+def named_product(value: Value) -> tuple[tuple[View, ...], tuple[str, ...], str] | None:
+    """(operands, their dimensions' names, the result's) of a product of two tensors, whichever they
+    are; None for anything else."""
+    if value.op == "aten.einsum":
+        equation, operands = _equation(value)
+        if equation is None or len(operands) != 2:
+            return None
+        return operands, *equation
+    if value.op not in ("aten.matmul", "aten.mm", "aten.bmm"):
         return None
-    named, result = equation
-    return _either(value, operands, named, result)
-
-
-def _matmul(value: Value) -> Gemm | None:
-    """[..., M, K] @ [..., K, N]: leading dimensions broadcast."""
+    # [..., M, K] @ [..., K, N]: leading dimensions broadcast.
     if len(value.operands) != 2 or any(len(v.shape) < 2 for v in value.operands):
         return None
     batch = string.ascii_lowercase[: max(len(v.shape) for v in value.operands) - 2]
@@ -137,16 +143,16 @@ def _matmul(value: Value) -> Gemm | None:
         batch[len(batch) - len(v.shape) + 2 :] + two
         for v, two in zip(value.operands, ("MK", "KN"), strict=True)
     )
-    return _either(value, value.operands, named, batch + "MN")
+    return value.operands, named, batch + "MN"
 
 
 _RULES = {
     "aten.linear": _linear,
     "aten._scaled_mm": _scaled_mm,
-    "aten.einsum": _einsum,
-    "aten.matmul": _matmul,
-    "aten.mm": _matmul,
-    "aten.bmm": _matmul,
+    "aten.einsum": _contracted,
+    "aten.matmul": _contracted,
+    "aten.mm": _contracted,
+    "aten.bmm": _contracted,
 }
 
 

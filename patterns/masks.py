@@ -53,17 +53,17 @@ class _Compared:
 _Truth = bool | _Compared | None
 
 
-def causal_of(mask: View, batch: Size, queries: Size) -> Causal | bool | None:
+def causal_of(mask: View, batch: Size, queries: Size, sees: bool = True) -> Causal | bool | None:
     """What a boolean mask [B or 1, H or 1, S or 1, K] says to `batch` times `queries` queries.
 
-    True: every key is seen. None: it is no such mask.
+    sees: a key is seen where the mask is that. True: every key is seen. None: it is no such mask.
     """
     if mask.value.dtype != torch.bool:
         return None
     try:
-        if _is_triangle(mask):
+        if sees and _is_triangle(mask):
             return Causal(None)
-        truth = _truth(mask)
+        truth = _truth(mask) if sees else _negated(_truth(mask))
         if isinstance(truth, bool):
             return truth or None
         return None if truth is None else _by_position(truth, batch, queries)

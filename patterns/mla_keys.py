@@ -11,7 +11,8 @@ of its rope part, V of the values, L latent rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from tilewright.patterns import effects
@@ -70,10 +71,10 @@ class LatentKeys:
     scratch: tuple[Value, ...]
 
 
-def has_shared_part(k: View, flow: Dataflow) -> bool:
+def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
     """Whether K [B, K, H, D] has, beside others, columns that are the same for every head."""
     try:
-        found = assembled(k, flow)
+        found = assembled(keys, flow)
     except InexpressibleError:
         return False
     shared = [piece.is_shared for piece in found.pieces]
@@ -82,10 +83,12 @@ def has_shared_part(k: View, flow: Dataflow) -> bool:
 
 def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
     """What K and V of an attention are projected from; raises Reject."""
-    found = assembled(attention.k, flow)
+    found = assembled(attention.keys, flow)
     widths = " + ".join(str(piece.view.shape[-1]) for piece in found.pieces)
     if len(found.pieces) != 2:
-        _refuse(f"K's columns come in {len(found.pieces)} pieces ({widths}), not two", attention.k)
+        _refuse(
+            f"K's columns come in {len(found.pieces)} pieces ({widths}), not two", attention.keys[0]
+        )
     projected, shared = found.pieces
     if not shared.is_shared:
         _refuse(f"the second of K's pieces ({widths}) differs from head to head", shared.view)
@@ -184,8 +187,23 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
 # --- the columns of K -----------------------------------------------------------------------------
 
 
-def assembled(k: View, flow: Dataflow) -> Assembled:
-    """K [B, K, H, D] as runs of columns, each a view of what it was put together from."""
+def assembled(keys: Sequence[View], flow: Dataflow) -> Assembled:
+    """K [B, K, H, D], given in one or more parts, as runs of columns, each a view of what it was
+    put together from."""
+    parts = [_assembled(k, flow) for k in keys]
+    pieces: list[Piece] = []
+    first: Size = 0
+    for k, part in zip(keys, parts, strict=True):
+        pieces += [replace(piece, start=piece.start + first) for piece in part.pieces]
+        first = first + k.shape[-1]
+    return Assembled(
+        tuple(pieces),
+        tuple(value for part in parts for value in part.absorbed),
+        tuple(value for part in parts for value in part.scratch),
+    )
+
+
+def _assembled(k: View, flow: Dataflow) -> Assembled:
     value = k.value
     if value.op == "aten.cat":
         pieces = _cat_pieces(k)

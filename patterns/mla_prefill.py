@@ -21,14 +21,16 @@ from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.attention import (
     Attention,
-    is_attention,
     keys_of,
     match_attention,
+    refuse,
     without_padding,
 )
-from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
+from tilewright.patterns.equality import equal_values
 from tilewright.patterns.language import Match, Stage, register, reject
 from tilewright.patterns.masks import Causal, causal_of
+from tilewright.patterns.mla_absorbed import absorbed_products
 from tilewright.patterns.mla_keys import LatentKeys, has_shared_part, match_latent_keys
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,10 +45,19 @@ class MlaPrefill:
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         for value in flow.values:
-            if is_attention(value) and _is_latent(value, flow):
+            if _is_latent(value, flow):
                 yield value
+        yield from absorbed_products(flow)
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
+        if not _is_latent(anchor, flow):
+            reject(
+                "ABSORBED_DECODE",
+                Stage.ACTIVATION,
+                f"{anchor} multiplies the up-projection into the query",
+                anchor,
+                hint="left as it is: for few queries this is the better algorithm",
+            )
         attention = without_padding(match_attention(anchor, flow))
         keys = match_latent_keys(attention, flow)
         _guard(attention, keys)
@@ -67,12 +78,12 @@ class MlaPrefill:
 
 def _is_latent(value: Value, flow: Dataflow) -> bool:
     """Whether K has a part that all heads share: worth a word where it is not fused."""
-    keys = keys_of(value)
-    return keys is not None and has_shared_part(keys, flow)
+    return any(has_shared_part(keys, flow) for keys in keys_of(value))
 
 
 def _guard(attention: Attention, keys: LatentKeys) -> None:
-    read = (attention.q, keys.latents, keys.rope_keys, keys.weight)
+    queries = (q for q, _ in attention.terms)
+    read = (*queries, keys.latents, keys.rope_keys, keys.weight)
     dtypes = {view.value.dtype for view in read}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names, known = (
@@ -91,17 +102,27 @@ def _guard(attention: Attention, keys: LatentKeys) -> None:
 
 
 def _arguments(attention: Attention, keys: LatentKeys) -> dict[str, Any]:
-    batch, queries, heads, head_dim = attention.q.shape
-    return {
-        "q": _merged(attention.q, effects.product((batch, queries)), heads, head_dim),
+    arguments = {
+        "q": _query(attention),
         "latent": _rows(keys.latents),
         "k_rope": _rows(keys.rope_keys),
         "kv_b_weight": keys.weight,
         "v_dim": keys.v_dim,
         "scale": attention.scale,
-        "num_sequences": batch,
         **_mask(attention),
     }
+    if attention.row_offsets is None:
+        return arguments | {"num_sequences": attention.queries[0]}
+    offsets = {"row_offsets": attention.row_offsets, "key_offsets": attention.key_offsets}
+    return arguments | offsets
+
+
+def _query(attention: Attention) -> View | Computed:
+    """q as [T, H, N + R]."""
+    batch, queries, heads = attention.queries
+    tokens = effects.product((batch, queries))
+    parts = tuple(_merged(q, tokens, heads, q.shape[-1]) for q, _ in attention.terms)
+    return parts[0] if len(parts) == 1 else Computed("cat", (parts, -1))
 
 
 def _merged(view: View, *shape: Any) -> View:
@@ -116,30 +137,58 @@ def _rows(view: View) -> View:
 
 def _mask(attention: Attention) -> dict[str, Any]:
     """The mask, as little of it as has to be read."""
+    numbers = {} if attention.added is None else {"attn_mask": attention.added}
+    if attention.row_offsets is not None:
+        return _ragged_mask(attention)
     if attention.mask is None:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
-        reject("ATTENTION_FORM", Stage.GUARDS, "a mask besides is_causal", attention.end)
-    found = causal_of(attention.mask, *attention.q.shape[:2])
+        refuse("it has a mask besides is_causal", attention.end)
+    found = causal_of(attention.mask, *attention.queries[:2], sees=attention.sees)
     if found is True:
+        return {"mask": "none", **numbers}
+    if isinstance(found, Causal):
+        positions = {} if found.positions is None else {"positions": found.positions}
+        return {"mask": "causal", **positions, **numbers}
+    if numbers or not attention.sees:
+        refuse("its mask says which keys are hidden, not which are seen", attention.end)
+    return {"mask": "none", "attn_mask": attention.mask}
+
+
+def _ragged_mask(attention: Attention) -> dict[str, Any]:
+    """Causal from the last query and key: a sequence's queries come after its other keys."""
+    rows, keys = attention.row_offsets, attention.key_offsets
+    assert rows is not None
+    assert keys is not None
+    if not attention.causal:
         return {"mask": "none"}
-    if not isinstance(found, Causal):
-        return {"mask": "none", "attn_mask": attention.mask}
-    if found.positions is None:
+    if equal_values(rows, keys):
         return {"mask": "causal"}
-    return {"mask": "causal", "positions": found.positions}
+    lengths = Computed("add", (_lengths(keys), Computed("neg", (_lengths(rows),))))
+    return {"mask": "causal", "cache_lengths": lengths}
+
+
+def _lengths(offsets: View) -> Computed:
+    """[B] of offsets [B + 1]."""
+    count = offsets.shape[0] - 1
+    ends, starts = (
+        View(offsets.value, effects.narrow(offsets.effect, 0, first, count)) for first in (1, 0)
+    )
+    return Computed("add", (ends, Computed("neg", (starts,))))
 
 
 def _facts(attention: Attention, keys: LatentKeys) -> dict[str, Any]:
     mask = _mask(attention)
-    form = "tensor" if "attn_mask" in mask else mask["mask"]
+    ragged = attention.row_offsets is not None
+    form = "tensor" if mask["mask"] == "none" and "attn_mask" in mask else mask["mask"]
     return {
         "heads": f"{keys.num_heads}x({keys.nope}+{keys.rope_keys.shape[-1]})/{keys.v_dim}",
         "rank": keys.latents.shape[-1],
-        "queries": _size(attention.q.shape[1]),
+        "queries": _size(attention.queries[1]),
         "keys": _size(keys.latents.shape[1]),
         "mask": form + (" by position" if "positions" in mask else ""),
-        "q": str(attention.q.value.dtype).removeprefix("torch."),
+        "batch": "ragged" if ragged else "equal",
+        "q": str(attention.v.value.dtype).removeprefix("torch."),
     }
 
 
