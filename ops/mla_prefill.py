@@ -47,8 +47,8 @@ ERROR_MODEL = (
     "measured against the rms of the output; then one rounding of the result"
 )
 TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-5),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-8),
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=3 * 2.0**-6),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=3 * 2.0**-9),
     torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-17),
     torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-44),
 }

@@ -1,0 +1,126 @@
+"""The CUDA implementations of the MLA ops: latents in one launch, up-projection, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewright.codegen.mla_plan import uses_library
+from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.targets import SM90, TARGETS, Target
+from tilewright.ops.contract import LoweringReport
+from tilewright.ops.kernel_launch import launch
+from tilewright.ops.lowerings import device_target
+from tilewright.ops.mla_attend import arguments, attend_chunks
+from tilewright.ops.mla_attention import attention_plan
+from tilewright.ops.mla_checks import FP8
+from tilewright.ops.mla_key_kernels import (
+    Keys,
+    empty_keys,
+    last_position,
+    latent_kernel,
+    latent_launch,
+    latent_launches,
+    make_keys,
+    numbers_spec,
+    up_plan,
+)
+from tilewright.ops.mla_keys import buffer_rows, row_key_offsets
+from tilewright.ops.mla_latent_store import LatentStoreArguments
+from tilewright.ops.mla_prefill import MlaPrefillArguments
+from tilewright.ops.mla_prefill_fp8 import MlaBranchArguments, as_mla_prefill
+from tilewright.ops.mla_problems import Chunk, key_buffers, numbers_problem, up_problem
+
+
+def launch_latent_store(*args: Any, **kwargs: Any) -> None:
+    """`mla_latent_store` on CUDA tensors; see LatentStoreArguments."""
+    a = LatentStoreArguments(*args, **kwargs)
+    if a.latent.shape[0] == 0:
+        return
+    target = device_target(a.latent.device) or SM90
+    call = latent_launch(a, None, None, store=True, gather=False, fused=False)
+    launch(*latent_kernel(call, target), a.latent.device)
+
+
+def launch_mla_prefill(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`mla_prefill` on CUDA tensors; see MlaPrefillArguments."""
+    a = MlaPrefillArguments(*args, **kwargs)
+    return run_prefill(a, [whole(a)])
+
+
+def whole(a: Any) -> Chunk:
+    """All keys of a call."""
+    return Chunk(buffer_rows(a), row_key_offsets(a))
+
+
+def launch_mla_branch(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`mla_prefill_branch_fp8` on CUDA tensors; see MlaBranchArguments."""
+    a = MlaBranchArguments(*args, **kwargs)
+    return run_prefill(as_mla_prefill(a), branch_chunks(a))
+
+
+def branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
+    """The chunks that hold keys."""
+    count, batch = len(a.buffer_length), a.lookup_table.shape[0]
+    offsets = a.buffer_row_offsets.reshape(count, batch + 1)
+    starts = a.cache_offsets.reshape(count, -1)[:, :batch]
+    used = [chunk for chunk, length in enumerate(a.buffer_length) if length > 0]
+    return [
+        Chunk(a.buffer_length[chunk], offsets[chunk], starts[chunk], first=chunk == used[0])
+        for chunk in used
+    ]
+
+
+def run_prefill(a: Any, chunks: Sequence[Chunk]) -> torch.Tensor:
+    """[T, H, V]; without chunks zeros, and nothing is written."""
+    if not chunks or a.q.numel() == 0:
+        return a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
+    target = device_target(a.q.device) or SM90
+    made = ((chunk, make_keys(a, chunk, target)) for chunk in chunks)
+    return attend_chunks(a, made, len(chunks))
+
+
+def plan_latent_store(a: Any, target: str) -> LoweringReport:
+    """What a call will run on a target; `a` may hold meta tensors."""
+    call = latent_launch(a, None, None, store=True, gather=False, fused=False)
+    spec, _, _ = latent_kernel(call, TARGETS[target])
+    return LoweringReport("store", "one kernel norms, rotates and writes the named slots", (spec,))
+
+
+def plan_mla_prefill(a: Any, target: str) -> LoweringReport:
+    """What a call will run on a target; `a` may hold meta tensors."""
+    return plan_chunk(a, whole(a), TARGETS[target])
+
+
+def plan_mla_branch(a: Any, target: str) -> LoweringReport:
+    """What a call will run on a target, for each chunk; `a` may hold meta tensors."""
+    chunks = branch_chunks(a)
+    if not chunks:
+        return LoweringReport("nothing", "no keys, zeros")
+    report = plan_chunk(as_mla_prefill(a), chunks[0], TARGETS[target])
+    if len(chunks) == 1:
+        return report
+    return LoweringReport(report.name, f"{len(chunks)} chunks of {report.reason}", report.specs)
+
+
+def plan_chunk(a: Any, chunk: Chunk, target: Target) -> LoweringReport:
+    """The kernels of one chunk."""
+    if chunk.rows == 0:
+        return LoweringReport("nothing", "no keys, zeros")
+    buffers = key_buffers(a, chunk)
+    specs = [latent_kernel(call, target)[0] for call in latent_launches(a, chunk, buffers)]
+    problem = up_problem(a, buffers, limited=last_position(a, chunk) is not None)
+    if a.kv_b_weight.dtype == FP8 and problem.weight_type != "fp8e4nv":
+        specs.append(numbers_spec(numbers_problem(a), target.name))
+    if uses_library(problem, chunk.rows, target):
+        how = "library GEMM"
+    else:
+        config, spec = up_plan(problem, next_power_of_2(chunk.rows), target)
+        specs.append(spec)
+        how = f"up-projection {config}"
+    keys = Keys(*empty_keys(a, chunk.rows), buffers.k_rope)
+    core, reason = attention_plan(**arguments(a, chunk, keys), target=target)
+    reason = f"{len(specs) + len(core)} kernels: latents, {how}, {reason}"
+    return LoweringReport("mla prefill", reason, (*specs, *core))
