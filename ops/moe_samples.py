@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats import fp4, fp8_block, mxfp4, nvfp4
+from tilewright.ops.formats.division import divided
 from tilewright.ops.samples import Sampler
 
 INT4_GROUP = 32
@@ -123,7 +124,7 @@ def quantize_weight(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch
         data, scale = (nvfp4 if name == "nvfp4" else mxfp4).quantize(dense)
         return data, scale, []
     groups = dense.float().unflatten(-1, (-1, INT4_GROUP))
-    scale = groups.abs().amax(-1) / 7
+    scale = divided(groups.abs().amax(-1), 7)
     codes = (groups / scale[..., None]).round().clamp(-8, 7) + 8
     return fp4.pack(codes.flatten(-2).to(torch.uint8)), scale.to(dense.dtype), [1, INT4_GROUP]
 

@@ -11,7 +11,7 @@ those, so whichever way the graph rounds stays its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,16 +146,20 @@ def _both_quantised(
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
     """The rows' common factor as [E], in parts; None where rows have factors of their own."""
-    moved = []
-    for views in (rows.factors, rows.divisors):
-        if any(atom.axis is not None for view in views for atom in view.effect.dims[0]):
-            return None
-        again = (Atom(None, 0, num_experts),)
-        moved.append(tuple(View(v.value, Effect((again,), v.effect.start)) for v in views))
-    by_expert = DequantizedExperts(
-        rows.data, rows.format, (num_experts,), rows.scale, rows.steps, *moved, rows.number
-    )
-    factor = by_expert.expert_scale()
+    views = (*rows.factors, *rows.divisors)
+    if any(atom.axis is not None for view in views for atom in view.effect.dims[0]):
+        return None
+    again = (Atom(None, 0, num_experts),)
+
+    def moved(views: tuple[View, ...]) -> tuple[View, ...]:
+        return tuple(View(v.value, Effect((again,), v.effect.start)) for v in views)
+
+    factor = replace(
+        rows,
+        shape=(num_experts,),
+        factors=moved(rows.factors),
+        divisors=moved(rows.divisors),
+    ).expert_scale()
     return [] if factor is None else [factor]
 
 

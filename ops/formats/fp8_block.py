@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from tilewright.ops.formats.division import divided
+
 BLOCK = 128
 E4M3_MAX = 448.0
 
@@ -53,7 +55,7 @@ def _quantize(
     blocks: torch.Tensor, dims: tuple[int, ...], cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     amax = blocks.abs().amax(dims, keepdim=True)
-    scale = amax.clamp_max(cap) / E4M3_MAX
+    scale = divided(amax.clamp_max(cap), E4M3_MAX)
     inverse = torch.where(amax == 0, 0.0, 1.0 / scale)
     inverse = torch.where(inverse.isfinite(), inverse, 0.0)
     codes = (blocks * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from tilewright.ops.formats import fp4
+from tilewright.ops.formats.division import divided
 from tilewright.ops.formats.scale_layout import (
     BLOCK_ROWS,
     group_scale_offsets,
@@ -49,7 +50,7 @@ def quantize(
     row_scale = tensor_scale.float()[..., None]
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1).nan_to_num(nan=float("inf"))
-    scale = (row_scale * amax / fp4.MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = divided(row_scale * amax, fp4.MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     stored = scale.float()
     factor = torch.where(stored == 0, 0.0, row_scale / stored)[..., None]
     scaled = torch.where(factor == 0, 0.0, blocks * factor)
