@@ -3,10 +3,22 @@
 Importing the package registers the families, in order of preference.
 """
 
-from tilewright.patterns import cache_absent, cache_store, moe, qkv_cache
+# A latent and its rope key come before each of them is a K or V write of its own.
+from tilewright.patterns import cache_absent, mla_latent_store, qkv_cache
+
+# isort: split
+from tilewright.patterns import cache_store, mla_prefill, moe
 
 # isort: split
 # Last: it takes what the families leave.
 from tilewright.patterns import grouped_gemm
 
-__all__ = ["cache_absent", "cache_store", "grouped_gemm", "moe", "qkv_cache"]
+__all__ = [
+    "cache_absent",
+    "cache_store",
+    "grouped_gemm",
+    "mla_latent_store",
+    "mla_prefill",
+    "moe",
+    "qkv_cache",
+]

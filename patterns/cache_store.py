@@ -16,7 +16,7 @@ from tilewright.patterns.cache_address import Addressing, address, check_pair, p
 from tilewright.patterns.cache_write import CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.language import Match, Stage, register, reject
-from tilewright.patterns.qkv_cache import SUPPORTED_DTYPES
+from tilewright.patterns.written_heads import SUPPORTED_DTYPES
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tilewright.patterns.finish import HeadNorm
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
 from tilewright.patterns.mla_writes import latent_writes
 from tilewright.patterns.projection import Heads, match_heads, rope_table
-from tilewright.patterns.qkv_cache import SUPPORTED_DTYPES, check_tokens
+from tilewright.patterns.written_heads import SUPPORTED_DTYPES, check_tokens
 
 
 @dataclass(frozen=True)

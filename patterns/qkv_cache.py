@@ -17,19 +17,16 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.patterns import effects
 from tilewright.patterns.cache_address import Addressing, address, check_pair, place_arguments
 from tilewright.patterns.cache_write import WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, common_scope
 from tilewright.patterns.dequant import refuse
-from tilewright.patterns.effects import Effect
 from tilewright.patterns.finish import norm_arguments, norm_fact
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
 from tilewright.patterns.projection import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.query import find_query
 from tilewright.patterns.scales import weight_arguments
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from tilewright.patterns.written_heads import SUPPORTED_DTYPES, check_tokens
 
 
 @dataclass(frozen=True)
@@ -135,50 +132,6 @@ def _rotated(place: Addressing) -> Heads | None:
     except Reject:
         return None
     return heads if heads.rope is not None or heads.norm is not None else None
-
-
-def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
-    """How many neighbouring cache heads each head of the projection is written to.
-
-    The written dimensions must be exactly the product's tokens in order, heads, head_dim; raises
-    Reject where they are not.
-    """
-    source = heads.layout
-    lead = effects.reshape(
-        Effect(source.dims[: place.token_rank], source.start),
-        (effects.product(source.shape[: place.token_rank]),),
-    )
-    product = (*heads.tokens, 1)
-    whole = effects.reshape(
-        Effect(effects.identity(product).dims[:-1], (0,) * len(product)),
-        (effects.product(heads.tokens),),
-    )
-    if lead.dims != whole.dims or any(s != 0 for s in source.start[:-1]):
-        reject(
-            "SLOT_INDEX",
-            stage,
-            f"the {who} write does not store every token once and in order",
-            heads.linear,
-        )
-    written = place.window[2:4]
-    repeat = effects.divides(heads.num_heads, written[0])
-    if written[1] != heads.head_dim or not isinstance(repeat, int):
-        reject(
-            "CACHE_LAYOUT",
-            stage,
-            f"the cache holds {written[0]} heads of {written[1]}, the {who} projection makes "
-            f"{heads.num_heads} of {heads.head_dim}",
-            heads.linear,
-        )
-    inner = (*source.dims[place.token_rank :],)
-    if inner != heads.rows.dims(heads.feature, repeat):
-        reject(
-            "LAYOUT",
-            stage,
-            f"{who} is not written head by head, each {repeat} times, with its features in order",
-            heads.linear,
-        )
-    return repeat
 
 
 def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
