@@ -195,6 +195,8 @@ class Expectations:
         stack_bytes: allowed; warp specialisation keeps up to 8 bytes of its own.
         memory_bound: its loads in flight must cover the memory latency.
         blocks_per_sm: blocks of it that must fit an SM at once.
+        row_scales_reason: why the block scales of one operand pass through registers, "" where all
+            scales go from shared to tensor memory.
         fresh_sums_reason: why each step of the main loop starts a sum at zero and reads it out, ""
             where one accumulator stays in tensor memory.
     """
@@ -207,6 +209,7 @@ class Expectations:
     stack_bytes: int = 0
     memory_bound: bool = False
     blocks_per_sm: int = 1
+    row_scales_reason: str = ""
     fresh_sums_reason: str = ""
 
 
@@ -244,7 +247,10 @@ def _block_scaled(audit: Audit, target: Target, expected: Expectations) -> str |
     kinds = [k for k in audit.mma_kinds if "block_scale" in k and "mxf4nvf4" in k]
     if not kinds:
         return f"no kind::mxf4nvf4.block_scale instruction: {list(audit.mma_kinds)}"
-    return None if audit.count("UTCCP") else "scales do not reach tensor memory by UTCCP"
+    if not audit.count("UTCCP"):
+        return "scales do not reach tensor memory by UTCCP"
+    by_hand = audit.main_loop.get("STTM", 0) and not expected.row_scales_reason
+    return "scales reach tensor memory by registers (STTM in the main loop)" if by_hand else None
 
 
 def _round_trip(audit: Audit, target: Target, expected: Expectations) -> str | None:

@@ -26,6 +26,7 @@ from tilewright.tools.audit_cases import (
     audit_cases,
 )
 from tilewright.tools.audit_lora import lora_cases
+from tilewright.tools.audit_moe import moe_cases
 
 TOKEN_COUNTS = (1, 64, 1024)
 # Up to so many tokens the time is that of streaming the weights.
@@ -102,8 +103,9 @@ def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
 
 
 def all_cases(target: Target) -> list[AuditCase]:
-    """The kernels of dense weights, those of quantised ones, and those of LoRA."""
-    return [*audit_cases(target), *quantized_cases(target), *lora_cases(target)]
+    """The kernels of every family."""
+    families = (audit_cases, quantized_cases, lora_cases, moe_cases)
+    return [case for cases in families for case in cases(target)]
 
 
 def quantized_cases(target: Target) -> list[AuditCase]:

@@ -12,6 +12,7 @@ from tilewright.codegen.build import BuildError
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import Kernel
 from tilewright.tools.audit_cases import MMA_ROWS, SHORT_TILE_REASON, SPECIALISED_STACK_BYTES
+from tilewright.tools.audit_moe import ROW_SCALES_REASON, nvfp4_mma
 from tilewright.tools.audit_quantized import fresh_sums_reason
 
 WORKERS = 2
@@ -79,8 +80,8 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     """What a kernel's own spec commits it to.
 
     One that multiplies tiles does so on the tensor cores meant for its dtype, unless its tiles are
-    too short for them; a warp-specialised one, or one that unpacks codes, may keep a little on the
-    stack.
+    too short for them; NVFP4 x NVFP4 does so as NVFP4 wherever the chip can. A warp-specialised
+    one, or one that unpacks codes, may keep a little on the stack.
     """
     if "tl.dot" not in kernel.source:
         return Expectations()
@@ -90,9 +91,13 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     pairs = constants.get("BLOCK_P")
     short = isinstance(pairs, int) and 2 * pairs < MMA_ROWS
     roomy = constants.get("WARP_SPECIALIZE") or "CODE_OFFSET" in constants
+    roomy = roomy or constants.get("FORMAT", "dense") != "dense"
+    if "BLOCK_SCALED" in constants:
+        dtype = nvfp4_mma(target)
     return Expectations(
         mma=dtype if dtype in dict(target.mma_opcodes) else None,
         legacy_mma_reason=SHORT_TILE_REASON if short else "",
         stack_bytes=SPECIALISED_STACK_BYTES if roomy else 0,
+        row_scales_reason=ROW_SCALES_REASON if constants.get("SWAPPED") else "",
         fresh_sums_reason=fresh_sums_reason(constants),
     )

@@ -90,6 +90,12 @@ def test_nvfp4_needs_scales_on_the_fast_path():
     assert check(slow, SM100, claims) == [
         "block scales: scales do not reach tensor memory by UTCCP"
     ]
+    by_hand = dataclasses.replace(good, main_loop={**opcodes, "STTM": 4})
+    assert check(by_hand, SM100, claims) == [
+        "block scales: scales reach tensor memory by registers (STTM in the main loop)"
+    ]
+    allowed = dataclasses.replace(claims, row_scales_reason="a few rows")
+    assert check(by_hand, SM100, allowed) == []
     upcast = dataclasses.replace(good, mma_kinds=GOOD.mma_kinds)
     assert check(upcast, SM100, claims)[0].startswith("block scales: no kind::mxf4nvf4")
 

@@ -94,6 +94,15 @@ def test_json_of_an_outcome_has_the_facts():
     assert len(outcome.as_dict()["problems"]) == 2
 
 
+def test_nvfp4_that_falls_back_to_bf16_is_no_nvfp4():
+    """SLOW and GOOD both multiply bf16, as a compiler may for block scales that it cannot place."""
+    codes = {"dtype": "u8", "constants": (("BLOCK_SCALED", False), ("SWAPPED", False))}
+    for kernel in (GOOD, SLOW):
+        (outcome,) = audit_kernels([replace(kernel, **codes)], "sm100")
+        assert "tensor core: expected UTCOMMA for nvfp4" in outcome.problems[0]
+    assert expectations(replace(GOOD, **codes), SM90).mma == "bf16"
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="target: expected one of"):
         audit_kernels([GOOD], "sm80")
