@@ -83,14 +83,15 @@ def _tiled(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfig, 
 
 def _in_tensor_memory(problem: MoeProblem) -> tuple[GemmConfig, GemmConfig]:
     """The largest tiles whose machine code neither spills nor asks for more tensor memory than
-    there is, with every compiler release: what unpacks codes or clamps has no registers left for
-    specialised warps."""
+    there is, with every compiler release.
+
+    Warps are not specialised where an operand comes by pointers beside one that comes by TMA, as in
+    the up kernel (Triton issue 8311: wrong results), nor where codes are unpacked (spills).
+    """
     up = GemmConfig(128, 64, 64, False, 8, 4)
     if problem.format != "dense":
         return up, GemmConfig(128, 128, 64, False, 8, 4)
     down = GemmConfig(SPECIALISED_ROWS, 256, 64, False, 8, 3, flatten=True, warp_specialize=True)
-    if problem.activation != "clamped_swiglu":
-        up = GemmConfig(SPECIALISED_ROWS, 64, 64, False, 8, 4, flatten=True, warp_specialize=True)
     return up, down
 
 

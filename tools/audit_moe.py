@@ -128,14 +128,21 @@ def _fused_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[Au
         for step, spec in kernels.sort_specs(problem, plan.order, target.name).items():
             yield AuditCase(f"{name} {step}", spec, Expectations())
         few = cdiv(routes, problem.num_experts) <= MEMORY_BOUND_ROWS
-        claims = gemm_claims(problem.dtype, plan.up, memory_bound=few)
+        claims = _fused_claims(problem, plan.up, few)
         spec = kernels.up_spec(problem, plan.up, target.name)
         yield AuditCase(f"{name} up: {plan.up}", spec, claims)
-        claims = gemm_claims(problem.dtype, plan.down, memory_bound=few)
+        claims = _fused_claims(problem, plan.down, few)
         spec = kernels.down_spec(problem, plan.down, target.name)
         yield AuditCase(f"{name} down: {plan.down}", spec, claims)
         spec = kernels.combine_spec(problem, plan.combine, target.name)
         yield AuditCase(f"{name} combine", spec, Expectations())
+
+
+def _fused_claims(problem: MoeProblem, config: GemmConfig, few: bool) -> Expectations:
+    claims = gemm_claims(problem.dtype, config, memory_bound=few)
+    # What unpacks codes may keep as little on the stack as specialised warps do.
+    small = problem.format != "dense"
+    return replace(claims, stack_bytes=SPECIALISED_STACK_BYTES) if small else claims
 
 
 def gemm_claims(mma: str, config: GemmConfig, *, memory_bound: bool = False) -> Expectations:
