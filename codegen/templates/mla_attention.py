@@ -1,17 +1,19 @@
 """Attention of MLA prefill: keys in two parts, of which the second may be shared by all heads.
 
-A score is q[:NOPE] . k + q[NOPE:] . k_rope. Keys and values are read by stride from the output of
-the up-projection, rope keys from rows or straight from the pages of the latent cache. Online softmax
+A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
+up-projection, rope keys from rows or straight from the pages of the latent cache. Online softmax
 over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that no query of
-a tile sees are not visited; blocks that all of them see whole go through a loop without masks.
+a tile sees are not visited; blocks that all of them see whole are not masked.
 """
 
 import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.mla_tiles import (
+    base_of,
     block_of_step,
     block_range,
+    own_rows,
     query_positions,
     tile_place,
     visible,
@@ -27,6 +29,27 @@ def load_rows(rows, row_mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     mask = row_mask[:, None] & (columns < WIDTH)[None, :]
     return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_queries(
+    base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Queries [BLOCK_M, BLOCK] of a tile, zeros behind the sequence's last."""
+    if TMA:
+        # A descriptor needs a row; of none, nothing is stored.
+        rows = tl.maximum(own_queries, 1)
+        source = tl.make_tensor_descriptor(
+            base, [rows, WIDTH], [token_stride, 1], [BLOCK_M, BLOCK]
+        )
+        queries = source.load([first_row, 0])
+    else:
+        rows = first_row + tl.arange(0, BLOCK_M)
+        queries = load_rows(
+            base + rows.to(tl.int64) * token_stride, rows < own_queries, WIDTH, BLOCK
+        )
+    return queries
 
 
 @triton.jit
@@ -58,7 +81,7 @@ def block_scores(
     """fp32 [queries, BLOCK_N]: q . k + q_rope . k_rope, not yet scaled.
 
     k_source, rope_source: descriptors where TMA (ROPE_TMA), else base pointers. CHAINED: both
-    products go to one accumulator.
+    products go to one accumulator; else to one each, added in registers.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
     if TMA:
@@ -74,36 +97,28 @@ def block_scores(
                 table_stride, num_pages, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE,
             )  # fmt: skip
             k_rope = load_rows(rows, real, ROPE, ROPE_BLOCK).to(q_rope.dtype)
-        rope_scores = tl.dot(q_rope, k_rope.T)
-    else:
-        rope_scores = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-    if CHAINED:
-        scores = tl.dot(q, k.T, rope_scores)
-        rope_scores = scores
+        scores = tl.dot(q_rope, k_rope.T)
+        if CHAINED:
+            scores = tl.dot(q, k.T, scores)
+        else:
+            scores += tl.dot(q, k.T)
     else:
         scores = tl.dot(q, k.T)
-    return scores, rope_scores
-
-
-@triton.jit
-def sum_scores(scores, rope_scores, ROPE: tl.constexpr, CHAINED: tl.constexpr):
-    """The two parts together."""
-    if ROPE > 0 and not CHAINED:
-        scores = scores + rope_scores
     return scores
 
 
 @triton.jit
 def mask_scores(
-    scores, positions, rows, first_key, own_queries, own_keys, key_start, mask_base,
+    scores, positions, first_row, first_key, own_queries, own_keys, key_start, mask_base,
     mask_row_stride, mask_column_stride, factor,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores in the base-2 domain, -inf where a key is not seen."""
+    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
     keys = first_key + tl.arange(0, BLOCK_N)
     seen = visible(positions, keys, key_start, own_keys, MASK, WINDOW)
-    scores *= factor
     if MASK_KIND != "none":
+        rows = first_row + tl.arange(0, BLOCK_M)
         places = (
             mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
             + keys.to(tl.int64)[None, :] * mask_column_stride
@@ -113,7 +128,7 @@ def mask_scores(
         if MASK_KIND == "bool":
             seen = seen & (given != 0)
         else:
-            scores += given.to(tl.float32) * LOG2E
+            scores = scores * factor + given.to(tl.float32) * LOG2E
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -167,34 +182,23 @@ def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
 
 
 @triton.jit
-def base_of(pointer, first_row, sequence, head, row_stride, sequence_stride, head_stride,
-            RAGGED: tl.constexpr):  # fmt: skip
-    """Where a sequence's and head's rows start."""
-    if RAGGED:
-        start = first_row * row_stride
-    else:
-        start = sequence.to(tl.int64) * sequence_stride
-    return pointer + start + head.to(tl.int64) * head_stride
-
-
-@triton.jit
 def mla_attention(
-    q_ptr, k_ptr, v_ptr, rope_ptr, out_ptr, lse_ptr,
-    query_offsets_ptr, key_offsets_ptr, query_starts_ptr, key_starts_ptr, positions_ptr,
-    block_table_ptr, mask_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
-    num_sequences, num_queries, num_keys, row_tiles, num_pages, factor,
-    q_sequence_stride, q_head_stride, q_token_stride, k_sequence_stride, k_head_stride,
-    v_sequence_stride, v_head_stride, v_stride, rope_sequence_stride, rope_head_stride,
-    positions_sequence_stride, positions_stride, table_stride,
-    mask_sequence_stride, mask_head_stride, mask_row_stride, mask_column_stride,
-    NUM_HEADS: tl.constexpr, HEAD_GROUP: tl.constexpr, SEQUENCES: tl.constexpr,
-    SORTED: tl.constexpr, RAGGED: tl.constexpr,
+    q_ptr, q_rope_ptr, k_ptr, v_ptr, rope_ptr, out_ptr, lse_ptr,
+    query_offsets_ptr, key_offsets_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr,
+    positions_ptr, block_table_ptr, mask_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
+    num_sequences, num_queries, num_keys, row_tiles, head_group, num_pages, factor,
+    q_sequence_stride, q_head_stride, q_token_stride,
+    q_rope_sequence_stride, q_rope_head_stride, q_rope_token_stride,
+    k_sequence_stride, k_head_stride, v_sequence_stride, v_head_stride, v_stride,
+    rope_sequence_stride, rope_head_stride, positions_sequence_stride, positions_stride,
+    table_stride, mask_sequence_stride, mask_head_stride, mask_row_stride, mask_column_stride,
+    NUM_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, SORTED: tl.constexpr, RAGGED: tl.constexpr,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V_DIM: tl.constexpr,
     NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_STRIDE: tl.constexpr, V_BY_KEY: tl.constexpr,
     ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
-    SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, PIPELINED: tl.constexpr,
+    SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr, ROPE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -202,76 +206,70 @@ def mla_attention(
 
     Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
     or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
-    log2(e). MASK_KIND: "none", "bool" or "additive", of the mask tensor. PIPELINED: the scores of
-    the next block are computed while the softmax of this one runs.
+    log2(e), positive. MASK_KIND: "none", "bool" or "additive", of the mask tensor. ONE_LOOP: over
+    masked blocks and whole ones; else the whole ones have a loop of their own.
     """
+    # A program without a tile goes through with no queries and no keys: warps specialise only
+    # where nothing returns early.
     sequence, head, first_row, real = tile_place(
-        query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles,
-        NUM_HEADS, HEAD_GROUP, SEQUENCES, SORTED, RAGGED, BLOCK_M,
+        query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles, head_group,
+        NUM_HEADS, SEQUENCES, SORTED, RAGGED, BLOCK_M,
     )  # fmt: skip
-    # A program without a tile has neither queries nor keys; warp specialisation allows no return.
-    if RAGGED:
-        query_base = tl.load(query_offsets_ptr + sequence).to(tl.int64)
-        query_end = tl.load(query_offsets_ptr + sequence + 1).to(tl.int64)
-        key_base = tl.load(key_offsets_ptr + sequence).to(tl.int64)
-        key_end = tl.load(key_offsets_ptr + sequence + 1).to(tl.int64)
-        own_queries = tl.where(real, (query_end - query_base).to(tl.int32), 0)
-        own_keys = tl.where(real, tl.maximum((key_end - key_base).to(tl.int32), 0), 0)
-    else:
-        query_base = sequence.to(tl.int64) * num_queries
-        key_base = query_base
-        own_queries = tl.where(real, num_queries, 0)
-        own_keys = tl.where(real, num_keys, 0)
     key_start = 0
     if key_starts_ptr is not None:
         key_start = tl.load(key_starts_ptr + sequence).to(tl.int32)
-
-    rows = first_row + tl.arange(0, BLOCK_M)
-    row_mask = rows < own_queries
+    query_base, own_queries, key_base, own_keys = own_rows(
+        query_offsets_ptr, key_offsets_ptr, key_lengths_ptr, sequence, real, num_queries, num_keys,
+        key_start, RAGGED,
+    )  # fmt: skip
     q_base = base_of(
         q_ptr, query_base, sequence, head, q_token_stride, q_sequence_stride, q_head_stride, RAGGED
     )
-    q_rows = q_base + rows.to(tl.int64) * q_token_stride
-    q = load_rows(q_rows, row_mask, NOPE, NOPE_BLOCK)
+    q = load_queries(
+        q_base, first_row, own_queries, q_token_stride, NOPE, NOPE_BLOCK, BLOCK_M, TMA
+    )
     q_rope = q
+    rope_source = rope_ptr
     if ROPE > 0:
-        q_rope = load_rows(q_rows + NOPE, row_mask, ROPE, ROPE_BLOCK)
+        q_rope_base = base_of(
+            q_rope_ptr, query_base, sequence, head, q_rope_token_stride, q_rope_sequence_stride,
+            q_rope_head_stride, RAGGED,
+        )  # fmt: skip
+        q_rope = load_queries(
+            q_rope_base, first_row, own_queries, q_rope_token_stride, ROPE, ROPE_BLOCK, BLOCK_M, TMA
+        )
+        if block_table_ptr is None:
+            rope_source = base_of(
+                rope_ptr, key_base, sequence, head, ROPE_STRIDE, rope_sequence_stride,
+                rope_head_stride, RAGGED,
+            )  # fmt: skip
     k_source = base_of(
         k_ptr, key_base, sequence, head, K_STRIDE, k_sequence_stride, k_head_stride, RAGGED
     )
     v_first = 0
     if V_BY_KEY:
-        v_source = base_of(
-            v_ptr, key_base, sequence, head, 0, v_sequence_stride, v_head_stride, RAGGED
-        )
+        v_source = base_of(v_ptr, 0, sequence, head, 0, v_sequence_stride, v_head_stride, RAGGED)
         if RAGGED:
             v_first = key_base.to(tl.int32)
     else:
         v_source = base_of(
             v_ptr, key_base, sequence, head, v_stride, v_sequence_stride, v_head_stride, RAGGED
         )
-    rope_source = rope_ptr
-    if ROPE > 0:
-        if block_table_ptr is None:
-            rope_source = base_of(
-                rope_ptr, key_base, sequence, head, ROPE_STRIDE, rope_sequence_stride,
-                rope_head_stride, RAGGED,
-            )  # fmt: skip
     mask_base = mask_ptr
     if MASK_KIND != "none":
         mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
         mask_base += head.to(tl.int64) * mask_head_stride
-    positions, lowest, highest = query_positions(
-        positions_ptr, query_starts_ptr, sequence, first_row, own_queries, own_keys, key_start,
-        positions_sequence_stride, positions_stride, BLOCK_M,
-    )  # fmt: skip
-    first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, key_start, own_keys, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
-    )
     if q_scale_ptr is not None:
         factor *= tl.load(q_scale_ptr)
     if k_scale_ptr is not None:
         factor *= tl.load(k_scale_ptr)
+    positions, lowest, highest = query_positions(
+        positions_ptr, query_starts_ptr, sequence, query_base, first_row, own_queries,
+        positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
+    )  # fmt: skip
+    first, whole, num_whole, num_blocks = block_range(
+        lowest, highest, key_start, own_keys, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
+    )
     if TMA:
         # A descriptor needs a row; of none, no block is read.
         tma_keys = tl.maximum(own_keys, 1)
@@ -294,61 +292,41 @@ def mla_attention(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
-    if PIPELINED:
-        if num_whole > 0:
-            key = whole * BLOCK_N
-            scores, rope_scores = block_scores(
-                q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
-                key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
-                ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
-            )  # fmt: skip
-            for _ in tl.range(0, num_whole - 1, warp_specialize=WARP_SPECIALIZE):
-                next_scores, next_rope_scores = block_scores(
-                    q, q_rope, k_source, rope_source, block_table_ptr, sequence, key + BLOCK_N, own_keys,
-                    key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
-                    ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
-                )  # fmt: skip
-                scores = sum_scores(scores, rope_scores, ROPE, CHAINED)
-                weights, decay, top, total = soften(scores, top, total, factor, SHIFT)
-                values = load_values(
-                    v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
-                )
-                output = add_values(output, decay, weights, values, PROMOTE)
-                scores = next_scores
-                rope_scores = next_rope_scores
-                key += BLOCK_N
-            scores = sum_scores(scores, rope_scores, ROPE, CHAINED)
-            weights, decay, top, total = soften(scores, top, total, factor, SHIFT)
-            values = load_values(
-                v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
-            )
-            output = add_values(output, decay, weights, values, PROMOTE)
+    if MASK_KIND == "additive":
+        steepness = 1.0
     else:
+        steepness = factor
+    if not ONE_LOOP:
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
             key = (whole + step) * BLOCK_N
-            scores, rope_scores = block_scores(
+            scores = block_scores(
                 q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
                 key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
                 ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
             )  # fmt: skip
-            scores = sum_scores(scores, rope_scores, ROPE, CHAINED)
             weights, decay, top, total = soften(scores, top, total, factor, SHIFT)
             values = load_values(
                 v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
             )
             output = add_values(output, decay, weights, values, PROMOTE)
-    for step in tl.range(num_whole, num_blocks, warp_specialize=WARP_SPECIALIZE):
-        key = block_of_step(step, first, whole, num_whole) * BLOCK_N
-        scores, rope_scores = block_scores(
+    masked = 0
+    if not ONE_LOOP:
+        masked = num_whole
+    for step in tl.range(masked, num_blocks, warp_specialize=WARP_SPECIALIZE):
+        if ONE_LOOP:
+            key = (first + step) * BLOCK_N
+        else:
+            key = block_of_step(step, first, whole, num_whole) * BLOCK_N
+        scores = block_scores(
             q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
             key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
             ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
         )  # fmt: skip
         scores = mask_scores(
-            sum_scores(scores, rope_scores, ROPE, CHAINED), positions, rows, key, own_queries, own_keys, key_start, mask_base,
-            mask_row_stride, mask_column_stride, factor, MASK, WINDOW, MASK_KIND, BLOCK_N,
+            scores, positions, first_row, key, own_queries, own_keys, key_start, mask_base,
+            mask_row_stride, mask_column_stride, factor, MASK, WINDOW, MASK_KIND, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        weights, decay, top, total = soften(scores, top, total, 1.0, SHIFT)
+        weights, decay, top, total = soften(scores, top, total, steepness, SHIFT)
         values = load_values(
             v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
         )
@@ -358,6 +336,8 @@ def mla_attention(
     output *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
     if v_scale_ptr is not None:
         output *= tl.load(v_scale_ptr)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    row_mask = rows < own_queries
     out_rows = (query_base + rows) * NUM_HEADS + head
     dims = tl.arange(0, V_BLOCK)
     tl.store(

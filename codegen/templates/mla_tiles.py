@@ -46,59 +46,97 @@ def ragged_place(
 
 @triton.jit
 def tile_place(
-    query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles,
-    NUM_HEADS: tl.constexpr, HEAD_GROUP: tl.constexpr, SEQUENCES: tl.constexpr,
-    SORTED: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
+    query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles, head_group,
+    NUM_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, SORTED: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """(sequence, head, first row in the sequence, whether there is such a tile) of a program.
 
-    row_tiles: of a dense sequence, or of all ragged ones together at most.
+    Dense: a group is of (sequence, head) pairs, and row_tiles those of one sequence. Ragged: of
+    heads, and row_tiles at most those of all sequences together.
     """
     program = tl.program_id(0)
+    group = program // (row_tiles * head_group)
+    within = program % (row_tiles * head_group)
+    pair = group * head_group + within % head_group
+    tile = within // head_group
     if RAGGED:
-        group = program // (row_tiles * HEAD_GROUP)
-        within = program % (row_tiles * HEAD_GROUP)
-        head = group * HEAD_GROUP + within % HEAD_GROUP
         sequence, block, real = ragged_place(
-            within // HEAD_GROUP, query_offsets_ptr, key_offsets_ptr, num_sequences,
-            SEQUENCES, SORTED, BLOCK_M,
-        )  # fmt: skip
-        if NUM_HEADS % HEAD_GROUP != 0:
-            real = real & (head < NUM_HEADS)
+            tile, query_offsets_ptr, key_offsets_ptr, num_sequences, SEQUENCES, SORTED, BLOCK_M
+        )
+        real = real & (pair < NUM_HEADS)
     else:
-        group = program // (row_tiles * HEAD_GROUP)
-        within = program % (row_tiles * HEAD_GROUP)
-        pair = group * HEAD_GROUP + within % HEAD_GROUP
         real = pair < num_sequences * NUM_HEADS
-        pair = tl.where(real, pair, 0)
-        sequence = pair // NUM_HEADS
-        head = pair % NUM_HEADS
-        block = row_tiles - 1 - within // HEAD_GROUP
+        sequence = tl.where(real, pair // NUM_HEADS, 0)
+        block = row_tiles - 1 - tile
+    head = pair % NUM_HEADS
     return sequence, head, block * BLOCK_M, real
 
 
 @triton.jit
+def own_rows(
+    query_offsets_ptr, key_offsets_ptr, key_lengths_ptr, sequence, real, num_queries, num_keys,
+    key_start, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """(first query, number of queries, first key, number of keys) of a sequence, none unless real.
+
+    Keys at positions from key_lengths on do not count; a sequence's first lies at key_start.
+    """
+    if RAGGED:
+        query_base = tl.load(query_offsets_ptr + sequence).to(tl.int64)
+        query_end = tl.load(query_offsets_ptr + sequence + 1).to(tl.int64)
+        key_base = tl.load(key_offsets_ptr + sequence).to(tl.int64)
+        key_end = tl.load(key_offsets_ptr + sequence + 1).to(tl.int64)
+        own_queries = tl.where(real, (query_end - query_base).to(tl.int32), 0)
+        own_keys = tl.where(real, (key_end - key_base).to(tl.int32), 0)
+    else:
+        query_base = sequence.to(tl.int64) * num_queries
+        key_base = query_base
+        own_queries = tl.where(real, num_queries, 0)
+        own_keys = tl.where(real, num_keys, 0)
+    if key_lengths_ptr is not None:
+        length = tl.load(key_lengths_ptr + sequence).to(tl.int32)
+        own_keys = tl.minimum(own_keys, length - key_start)
+    return query_base, own_queries, key_base, tl.maximum(own_keys, 0)
+
+
+@triton.jit
+def base_of(
+    pointer, first_row, sequence, head, row_stride, sequence_stride, head_stride,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Where the rows of a sequence and head start."""
+    if RAGGED:
+        start = first_row * row_stride
+    else:
+        start = sequence.to(tl.int64) * sequence_stride
+    return pointer + start + head.to(tl.int64) * head_stride
+
+
+@triton.jit
 def query_positions(
-    positions_ptr, query_starts_ptr, sequence, first_row, own_queries, own_keys, key_start,
-    positions_sequence_stride, positions_stride, BLOCK_M: tl.constexpr,
+    positions_ptr, query_starts_ptr, sequence, query_base, first_row, own_queries,
+    positions_sequence_stride, positions_stride, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """(positions of a tile's queries, lowest, highest), i32; rows past own_queries do not count.
 
-    By tensor, by the position of a sequence's first query, or as the last of the keys.
+    By tensor, else from the position of a sequence's first query on, which is 0 if not given.
     """
     if positions_ptr is not None:
-        own = positions_ptr + sequence.to(tl.int64) * positions_sequence_stride
         rows = first_row + tl.arange(0, BLOCK_M)
         real = rows < own_queries
+        if RAGGED:
+            own = positions_ptr + query_base * positions_stride
+        else:
+            own = positions_ptr + sequence.to(tl.int64) * positions_sequence_stride
         positions = tl.load(own + rows.to(tl.int64) * positions_stride, mask=real, other=0)
         positions = positions.to(tl.int32)
-        lowest = tl.min(tl.where(real, positions, 2**31 - 1), axis=0)
+        lowest = tl.min(tl.where(real, positions, 2**30), axis=0)
         highest = tl.max(tl.where(real, positions, -1), axis=0)
     else:
+        start = 0
         if query_starts_ptr is not None:
             start = tl.load(query_starts_ptr + sequence).to(tl.int32)
-        else:
-            start = key_start + own_keys - own_queries
         positions = start + first_row + tl.arange(0, BLOCK_M)
         lowest = start + first_row
         highest = start + tl.minimum(first_row + BLOCK_M, own_queries) - 1
@@ -157,12 +195,14 @@ def visible(
     positions, keys, key_start, own_keys, MASK: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """[queries, keys]: which keys exist and are seen; `keys` count from the sequence's first."""
-    seen = (keys < own_keys)[None, :]
-    if MASK != "none":
-        key_positions = key_start + keys
-        seen = seen & (key_positions[None, :] <= positions[:, None])
+    if MASK == "none":
+        return (keys < own_keys)[None, :]
+    else:
+        last = tl.minimum(positions - key_start, own_keys - 1)
+        seen = keys[None, :] <= last[:, None]
         if MASK == "sliding_window":
-            seen = seen & (positions[:, None] - key_positions[None, :] < WINDOW)
+            seen = seen & (keys[None, :] > (positions - key_start - WINDOW)[:, None])
         if MASK == "chunked":
-            seen = seen & ((key_positions // WINDOW)[None, :] == (positions // WINDOW)[:, None])
-    return seen
+            chunk = positions // WINDOW * WINDOW - key_start
+            seen = seen & (keys[None, :] >= chunk[:, None])
+        return seen

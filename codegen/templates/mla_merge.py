@@ -1,0 +1,38 @@
+"""Partial results of attention over disjoint sets of keys, put together exactly."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mla_merge(
+    parts_ptr, lses_ptr, out_ptr, lse_ptr, num_rows, part_stride, lse_stride,
+    PARTS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out [rows, V_DIM] and lse [rows] of PARTS results [PARTS, rows, V_DIM] with their lses.
+
+    Grid (row blocks,). A row is one query of one head; one that no part saw a key for gives zeros
+    and -inf.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dims = tl.arange(0, V_BLOCK)
+    row_mask = rows < num_rows
+    mask = row_mask[:, None] & (dims < V_DIM)[None, :]
+    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        lse = tl.load(lses_ptr + part * lse_stride + rows, mask=row_mask, other=float("-inf"))
+        top = tl.maximum(top, lse)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    output = tl.zeros((BLOCK_R, V_BLOCK), tl.float32)
+    for part in tl.static_range(PARTS):
+        lse = tl.load(lses_ptr + part * lse_stride + rows, mask=row_mask, other=float("-inf"))
+        weight = tl.exp(lse - base)
+        places = parts_ptr + part * part_stride + rows[:, None] * V_DIM + dims[None, :]
+        output += weight[:, None] * tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        total += weight
+    output *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+    places = out_ptr + rows[:, None] * V_DIM + dims[None, :]
+    tl.store(places, output.to(out_ptr.dtype.element_ty), mask=mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, base + tl.log(total), mask=row_mask)

@@ -1,0 +1,83 @@
+"""Queries as attention wants them: the rope part rotated, everything cast to 8 bits where asked."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.mla_latent import (
+    load_pairs,
+    store_pairs,
+    table_columns,
+    token_positions,
+)
+from tilewright.codegen.templates.qkv_finish import rounded
+
+
+@triton.jit
+def mla_query(
+    q_ptr, cos_ptr, sin_ptr, row_offsets_ptr, starts_ptr, positions_ptr, scale_ptr, out_ptr,
+    num_rows, token_run, rope_rows, num_sequences,
+    q_sequence_stride, q_token_stride, q_head_stride,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_BLOCK: tl.constexpr,
+    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+    BY_POSITION: tl.constexpr, BATCH_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    CAST: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out [rows, ROPE_DIM], a row being one head of one token: q's last ROPE_DIM columns, rotated in
+    fp32 and rounded once. CAST: out [rows, NOPE + ROPE_DIM], q's columns over its scale, saturating.
+
+    Grid (cdiv(num_rows, BLOCK_R),). A row of cos and sin is the token's position (BY_POSITION) or
+    its number modulo rope_rows. token_run: tokens of one sequence, where they are equally many.
+    """
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = rows < num_rows
+    tokens = rows // NUM_HEADS
+    starts = (tokens // token_run).to(tl.int64) * q_sequence_stride
+    starts += (tokens % token_run).to(tl.int64) * q_token_stride
+    starts += (rows % NUM_HEADS).to(tl.int64) * q_head_stride
+    WIDTH: tl.constexpr = NOPE + ROPE_DIM if CAST else ROPE_DIM
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    places = rows.to(tl.int64) * WIDTH
+    inverse = 1.0
+    if scale_ptr is not None:
+        inverse = 1.0 / tl.load(scale_ptr)
+    low, high = load_pairs(
+        q_ptr + NOPE, starts, mask, ROPE_DIM, PAIRS,
+        ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
+    )  # fmt: skip
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    if ROPE_STYLE != "none":
+        if BY_POSITION:
+            turns = token_positions(
+                tokens, mask, row_offsets_ptr, starts_ptr, positions_ptr, num_sequences, token_run,
+                BATCH_STRIDES[0], BATCH_STRIDES[1], BATCH_STRIDES[2], SEARCH_STEPS,
+            )  # fmt: skip
+            known = mask & (turns >= 0) & (turns < rope_rows)
+        else:
+            turns = (tokens % rope_rows).to(tl.int64)
+            known = mask
+        TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
+        low_cos, high_cos = table_columns(
+            cos_ptr, turns, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
+        )
+        low_sin, high_sin = table_columns(
+            sin_ptr, turns, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
+        )
+        turned = low * low_cos - high * low_sin
+        high = high * high_cos + low * high_sin
+        low = turned
+    if CAST:
+        columns = tl.arange(0, NOPE_BLOCK)
+        inside = mask[:, None] & (columns < NOPE)[None, :]
+        values = tl.load(q_ptr + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+        codes = rounded(values.to(tl.float32) * inverse, DTYPE)
+        tl.store(out_ptr + places[:, None] + columns[None, :], codes, mask=inside)
+        places += NOPE
+        # The rotation is rounded to q's own type first, as if it had been stored.
+        low = low.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
+        high = high.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
+    store_pairs(
+        out_ptr, places, mask, rounded(low, DTYPE), rounded(high, DTYPE), ROPE_DIM, PAIRS,
+        ROPE_STYLE == "interleaved", 1,
+    )  # fmt: skip
