@@ -27,7 +27,8 @@ def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
         return UpConfig(block_m, block_n, block_k, warps, 4)
     block_n = _part_block(problem, 128)
     warps = 4 if block_m * block_n <= 64 * 128 else 8
-    if target.tmem_columns and block_m == 128 and not problem.limited:
+    # Triton 3.6 cannot flatten the loop where keys and values are stored apart.
+    if target.tmem_columns and block_m == 128 and problem.joint and not problem.limited:
         return UpConfig(128, block_n, 64, 8, 4, flatten=True, warp_specialize=True)
     return UpConfig(block_m, block_n, 64, warps, 4)
 
