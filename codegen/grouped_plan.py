@@ -27,9 +27,9 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Gemm
     if problem.format != "dense":
         # Dequantised tiles take registers, and Triton does not specialise their warps.
         return GemmConfig(128, 128, BLOCK_K, False, 8, 3)
-    if target.tmem_columns:
-        return GemmConfig(128, 128, BLOCK_K, False, 8, 4, flatten=True, warp_specialize=True)
-    return GemmConfig(128, 256, BLOCK_K, False, 8, 3)
+    # Warps stay together: a tile finds its group by reductions, and no kernel that could leave it
+    # in memory runs before. Flattened, a tile's end overlaps the next one's start.
+    return GemmConfig(128, 256, BLOCK_K, False, 8, 3, flatten=bool(target.tmem_columns))
 
 
 def block_k_obstacle(problem: GroupedProblem) -> str | None:

@@ -8,16 +8,26 @@ from dataclasses import dataclass, replace
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.audit import Expectations
+from tilewright.codegen.grouped_kernels import grouped_spec
+from tilewright.codegen.grouped_plan import plan_grouped
 from tilewright.codegen.moe_codes_kernels import CodesConfig
 from tilewright.codegen.moe_kernels import ExpertLayout, GemmConfig, MoeProblem
 from tilewright.codegen.moe_plan import plan_moe
-from tilewright.codegen.nvfp4_kernels import Nvfp4Problem, nvfp4_config, nvfp4_spec
+from tilewright.codegen.nvfp4_kernels import (
+    Nvfp4Problem,
+    QuantizeConfig,
+    QuantizeProblem,
+    nvfp4_config,
+    nvfp4_spec,
+    quantize_spec,
+)
 from tilewright.codegen.qkv_heads import cdiv
 from tilewright.codegen.targets import Target
 from tilewright.tools.audit_cases import SPECIALISED_STACK_BYTES, AuditCase
 
 # One token, decode batches, a chunk of a prefill, a whole one.
 TOKEN_COUNTS = (1, 64, 1024, 8192)
+ROWS_PER_GROUP = (1, 64, 1024)
 # Up to so many rows per expert the time is that of streaming the weights.
 MEMORY_BOUND_ROWS = 16
 # format -> (rows, columns) that share a scale, its dtype.
@@ -115,6 +125,8 @@ def moe_cases(target: Target) -> list[AuditCase]:
         for case in _fused_cases(model.name, model.problem(weight_format), target)
     ]
     cases += _fused_cases(f"{MODELS[0].name} fp16", MODELS[0].problem("dense", "fp16"), target)
+    for weight_format, dtype in (("dense", "bf16"), ("dense", "fp16"), ("fp8", "bf16")):
+        cases += _grouped_cases(MODELS[2].problem(weight_format, dtype), target)
     cases += [case for rows, inner in NVFP4_SHAPES for case in _nvfp4_cases(rows, inner, target)]
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
@@ -136,6 +148,16 @@ def _fused_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[Au
         yield AuditCase(f"{name} down: {plan.down}", spec, claims)
         spec = kernels.combine_spec(problem, plan.combine, target.name)
         yield AuditCase(f"{name} combine", spec, Expectations())
+
+
+def _grouped_cases(problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
+    """The second GEMM of a mixture as `grouped_matmul`, whose rows stay where they are."""
+    alone = replace(kernels.down_problem(problem), ordered=False, ids_dtype="i32")
+    for rows in ROWS_PER_GROUP:
+        config = plan_grouped(alone, rows * alone.num_groups, target)
+        claims = _fused_claims(problem, config, rows <= MEMORY_BOUND_ROWS)
+        name = f"grouped {problem.dtype} {problem.format} rows={rows}: {config}"
+        yield AuditCase(name, grouped_spec(alone, config, target.name), claims)
 
 
 def _fused_claims(problem: MoeProblem, config: GemmConfig, few: bool) -> Expectations:
@@ -166,9 +188,12 @@ def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
     problem = Nvfp4Problem(
         NVFP4_EXPERTS, NVFP4_EXPERTS, rows, inner, inner // 2, rows * inner // 2, inner // 2
     )
-    for per_group in (1, 64, 1024):
+    for per_group in ROWS_PER_GROUP:
         config = nvfp4_config(problem, per_group * NVFP4_EXPERTS, target)
         yield nvfp4_case(f"nvfp4 {rows}x{inner} rows={per_group}", problem, config, target)
+    rounding = QuantizeProblem("bf16", inner, inner, NVFP4_EXPERTS, "i32", True)
+    spec = quantize_spec(rounding, QuantizeConfig(), target.name)
+    yield AuditCase(f"nvfp4 {inner} quantise", spec, Expectations())
 
 
 def nvfp4_case(name: str, problem: Nvfp4Problem, config: GemmConfig, target: Target) -> AuditCase:
