@@ -46,6 +46,10 @@ MANY_ROWS = (
     GemmConfig(128, 256, 64, False, 8, 3), GemmConfig(128, 256, 64, False, 8, 4),
     GemmConfig(128, 256, 64, False, 8, 3, 1, True), GemmConfig(128, 128, 128, False, 8, 3),
 )  # fmt: skip
+QUANTISERS = (
+    (32, 256, 4), (32, 128, 4), (16, 256, 4), (32, 64, 1), (32, 64, 2), (64, 128, 8), (16, 512, 4),
+    (128, 64, 4),
+)  # fmt: skip
 
 
 def few_rows(block_m: int) -> tuple[GemmConfig, ...]:
@@ -198,10 +202,11 @@ def quantise(sweep: bool) -> list[dict[str, Any]]:
             for _ in range(count)
         ]  # fmt: skip
         graphs = {"planned": capture([lambda a=a: QUANTIZE.call(a) for a in sets], warmup=1)}
-        configs = [QuantizeConfig(c, w) for c in (64, 128, 256) for w in (4, 8)] if sweep else []
+        configs = [QuantizeConfig(*c) for c in QUANTISERS] if sweep else []
         for config in configs:
             calls = [codes(a, config) for a in sets]
-            graphs[f"{config.block_c} columns w{config.num_warps}"] = capture(calls, warmup=1)
+            name = f"{config.block_r}x{config.block_c} w{config.num_warps}"
+            graphs[name] = capture(calls, warmup=1)
         graphs["copy"] = capture([lambda a=a: a.x.clone() for a in sets], warmup=1)
         times = interleaved_us(graphs, count, rounds=4, replays=2)
         print(f"quantize_nvfp4 {rows} x {inner}")

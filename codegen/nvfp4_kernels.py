@@ -104,10 +104,11 @@ class QuantizeProblem:
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Columns of a program, a multiple of 64; it has 128 rows."""
+    """Columns of a program, a multiple of 64, and the rows it takes at a time, of its 128."""
 
-    block_c: int = 128
-    num_warps: int = 8
+    block_r: int = 32
+    block_c: int = 256
+    num_warps: int = 4
 
 
 def quantize_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
@@ -121,6 +122,7 @@ def quantize_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str)
             "GROUPS": next_power_of_2(groups),
             "INNER": problem.inner,
             "X_STRIDE": problem.x_stride,
+            "BLOCK_R": config.block_r,
             "BLOCK_C": config.block_c,
         },
         {

@@ -11,16 +11,18 @@ import triton.language as tl
 
 @triton.jit
 def e2m1_code(x):
-    """The nearest 4-bit codes of fp32 numbers, as int32: ties to even, saturating; NaN is +6."""
-    magnitude = tl.abs(x)
-    sign = tl.where(magnitude == magnitude, (x.to(tl.int32, bitcast=True) >> 28) & 8, 0)
-    magnitude = tl.where(magnitude <= 6.0, magnitude, 6.0)
-    # Below 1 codes are 0.5 apart, as fp32 is at 2 ** 22.
-    small = (magnitude + 4194304.0).to(tl.int32, bitcast=True) & 3
-    # Else exponent and one bit of mantissa stay of fp32's own, rounded to even.
-    bits = magnitude.to(tl.int32, bitcast=True)
-    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-    return sign | tl.where(magnitude < 1.0, small, large)
+    """The nearest 4-bit codes of fp32 numbers, as int32: ties to even, saturating; NaN is 6.
+
+    Added to 2 ** (22 + e), a number of exponent e is rounded to a mantissa of one bit, of exponent
+    0 and below to halves; the sum's last bits are the code but for 2 * e, which its exponent has.
+    """
+    number = x.to(tl.int32, bitcast=True)
+    # As integers NaN and infinity are beyond 6, too.
+    magnitude = tl.minimum(number & 0x7FFFFFFF, 0x40C00000)
+    shift = (tl.maximum(magnitude, 0x3F800000) & 0x7F800000) + (22 << 23)
+    rounded = magnitude.to(tl.float32, bitcast=True) + shift.to(tl.float32, bitcast=True)
+    bits = rounded.to(tl.int32, bitcast=True)
+    return ((bits >> 22) + (bits & 7) - 2 * (127 + 22)) | ((number >> 28) & 8)
 
 
 @triton.jit
@@ -52,59 +54,70 @@ def group_rows(block, offsets_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: t
 def quantize_nvfp4(
     x_ptr, offsets_ptr, tensor_scales_ptr, packed_ptr, scales_ptr, num_rows,
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """packed [num_rows, INNER / 2] and scales [S, ceil(INNER / 64), 32, 4, 4] of x.
 
     offsets [NUM_GROUPS + 1], exclusive; None: all rows are one group. tensor_scales [NUM_GROUPS];
-    None: 1. Grid (S, ceil(INNER / BLOCK_C)); BLOCK_C columns, a multiple of 64.
+    None: 1. Grid (S, ceil(INNER / BLOCK_C)); BLOCK_C columns, a multiple of 64, BLOCK_R rows (that
+    divide 128) at a time.
     """
     block = tl.program_id(0)
     if offsets_ptr is None:
         first = block * 128
         stop = num_rows
         group = 0
-        loaded = stop
     else:
         first, stop, group = group_rows(block, offsets_ptr, num_rows, NUM_GROUPS, GROUPS)
-        # Rows of no group are zeros.
-        loaded = tl.where(group < NUM_GROUPS, stop, 0)
-    COLUMN_BLOCKS: tl.constexpr = (INNER + 63) // 64
-    SCALES: tl.constexpr = BLOCK_C // 16
-    rows = first + tl.arange(0, 128)
-    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    x = tl.load(
-        x_ptr + rows.to(tl.int64)[:, None] * X_STRIDE + columns[None, :],
-        mask=(rows < loaded)[:, None] & (columns < INNER)[None, :], other=0.0,
-    )  # fmt: skip
-    parts = tl.reshape(x.to(tl.float32), (128, SCALES, 16))
-    magnitude = tl.abs(parts)
-    # tl.max may pass over a NaN.
-    amax = tl.max(tl.where(magnitude == magnitude, magnitude, float("inf")), axis=2)
+    here = tl.minimum(stop - first, 128)
+    # Rows of no group are zero codes, and have no scales.
+    scaled = tl.where(group < NUM_GROUPS, here, 0)
     if tensor_scales_ptr is None:
-        tensor_scale = tl.full((128, SCALES), 1.0, tl.float32)
+        own = 1.0
     else:
         own = tl.load(tensor_scales_ptr + group, mask=group < NUM_GROUPS, other=1.0)
-        tensor_scale = tl.zeros((128, SCALES), tl.float32) + own
-    exact = tl.div_rn(tensor_scale * amax, tl.full((128, SCALES), 6.0, tl.float32))
-    scales = tl.minimum(exact, 448.0).to(tl.float8e4nv)
-    stored = scales.to(tl.float32)
-    factor = tl.div_rn(tensor_scale, tl.where(stored == 0.0, 1.0, stored))
-    factor = tl.where(stored == 0.0, 0.0, factor)
-    scaled = tl.where((factor == 0.0)[:, :, None], 0.0, parts * factor[:, :, None])
-    codes = tl.reshape(e2m1_code(scaled), (128, BLOCK_C // 2, 2))
-    low, high = tl.split(codes)
+    COLUMN_BLOCKS: tl.constexpr = (INNER + 63) // 64
+    SCALES: tl.constexpr = BLOCK_C // 16
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     pairs = tl.program_id(1) * (BLOCK_C // 2) + tl.arange(0, BLOCK_C // 2)
-    tl.store(
-        packed_ptr + rows.to(tl.int64)[:, None] * (INNER // 2) + pairs[None, :],
-        (low | (high << 4)).to(tl.uint8),
-        mask=(rows < stop)[:, None] & (pairs < INNER // 2)[None, :],
-    )
-    within = tl.arange(0, 128)
     places = tl.program_id(1) * SCALES + tl.arange(0, SCALES)
-    in_block = (within % 32 * 16 + within // 32 * 4)[:, None] + (places % 4)[None, :]
-    first_scale = (block * COLUMN_BLOCKS).to(tl.int64) * 512
+    place_mask = (places < 4 * COLUMN_BLOCKS)[None, :]
+    # A block of the layout: row r and column c at r % 32 * 16 + r // 32 * 4 + c.
+    layout = scales_ptr + (block * COLUMN_BLOCKS).to(tl.int64) * 512
+    layout_columns = places // 4 * 512 + places % 4
+    tensor_scale = tl.zeros((BLOCK_R, SCALES), tl.float32) + own
+    for start in range(0, here, BLOCK_R):
+        within = start + tl.arange(0, BLOCK_R)
+        rows = (first + within).to(tl.int64)
+        x = tl.load(
+            x_ptr + rows[:, None] * X_STRIDE + columns[None, :],
+            mask=(within < scaled)[:, None] & (columns < INNER)[None, :], other=0.0,
+        )  # fmt: skip
+        parts = tl.reshape(x.to(tl.float32), (BLOCK_R, SCALES, 16))
+        # As integers NaN is the largest, which a maximum of floats may pass over.
+        largest = tl.max(parts.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+        amax = tl.minimum(largest, 0x7F800000).to(tl.float32, bitcast=True)
+        exact = tl.div_rn(tensor_scale * amax, tl.full((BLOCK_R, SCALES), 6.0, tl.float32))
+        scales = tl.minimum(exact, 448.0).to(tl.float8e4nv)
+        stored = scales.to(tl.float32)
+        factor = tl.div_rn(tensor_scale, tl.where(stored == 0.0, 1.0, stored))
+        kept = tl.where((stored == 0.0) | (factor == 0.0), 0, 255)
+        codes = e2m1_code(parts * factor[:, :, None])
+        low, high = tl.split(tl.reshape(codes, (BLOCK_R, SCALES, 8, 2)))
+        packed = tl.reshape((low | (high << 4)) & kept[:, :, None], (BLOCK_R, BLOCK_C // 2))
+        tl.store(
+            packed_ptr + rows[:, None] * (INNER // 2) + pairs[None, :], packed.to(tl.uint8),
+            mask=(within < here)[:, None] & (pairs < INNER // 2)[None, :],
+        )  # fmt: skip
+        layout_rows = within % 32 * 16 + within // 32 * 4
+        tl.store(
+            layout + layout_rows[:, None] + layout_columns[None, :], scales,
+            mask=(within < scaled)[:, None] & place_mask,
+        )  # fmt: skip
+    rest = tl.arange(0, 128)
+    rest_rows = rest % 32 * 16 + rest // 32 * 4
     tl.store(
-        scales_ptr + first_scale + (places // 4 * 512)[None, :] + in_block,
-        scales, mask=(places < 4 * COLUMN_BLOCKS)[None, :],
-    )  # fmt: skip
+        layout + rest_rows[:, None] + layout_columns[None, :],
+        tl.zeros((128, SCALES), tl.float8e4nv),
+        mask=(rest >= scaled)[:, None] & place_mask,
+    )

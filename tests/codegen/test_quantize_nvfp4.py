@@ -28,12 +28,12 @@ from tilewright.ops.quantize_nvfp4 import (
 OP = get_op("quantize_nvfp4")
 
 
-def run(a, block_c=128):
+def run(a, block_r=32, block_c=128):
     """(packed, scales) as the kernel writes them over memory that holds other bytes."""
     packed, scales = fake(a)
     packed.fill_(0xAB)
     scales.view(torch.uint8).fill_(0xCD)
-    problem, config = problem_of(a), QuantizeConfig(block_c)
+    problem, config = problem_of(a), QuantizeConfig(block_r, block_c)
     spec = quantize_spec(problem, config, "sm100")
     grid = quantize_grid(problem, config, a.num_blocks)
     values = kernel_values(a, packed, scales)
@@ -41,15 +41,15 @@ def run(a, block_c=128):
     return packed, scales
 
 
-def check(a, block_c=128):
-    for got, want in zip(run(a, block_c), reference(a), strict=True):
+def check(a, block_r=32, block_c=128):
+    for got, want in zip(run(a, block_r, block_c), reference(a), strict=True):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
-@pytest.mark.parametrize("block_c", [64, 128])
+@pytest.mark.parametrize(("block_r", "block_c"), [(32, 128), (128, 64)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_byte_is_that_of_the_formulas(case, block_c):
-    check(sample_inputs(case), block_c)
+def test_every_byte_is_that_of_the_formulas(case, block_r, block_c):
+    check(sample_inputs(case), block_r, block_c)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_rounding_of_every_boundary_and_its_neighbours():
     x = torch.zeros(values.numel(), 16)
     x[:, 0], x[:, 5] = 6.0, values
     a = QuantizeNvfp4Arguments(x)
-    check(a, 64)
-    packed, _ = run(a, 64)
+    check(a, 128, 64)
+    packed, _ = run(a, 128, 64)
     assert torch.equal(fp4.unpack(packed)[:, 5], fp4.encode(values))
 
 
@@ -78,7 +78,7 @@ def test_all_sizes_of_a_block_from_the_smallest_to_what_saturates():
     exponents = torch.arange(-140, 120, 2)
     x = torch.ldexp(torch.linspace(-1, 1, 16).repeat(exponents.numel(), 1), exponents[:, None])
     for scale in (1.0, 0.37, 2688.0):
-        check(QuantizeNvfp4Arguments(x, None, torch.tensor([scale])), 64)
+        check(QuantizeNvfp4Arguments(x, None, torch.tensor([scale])), 128, 64)
 
 
 def test_what_is_not_finite_saturates():
@@ -86,7 +86,7 @@ def test_what_is_not_finite_saturates():
     x[1, 3], x[2, 3], x[3, 3], x[4] = float("inf"), float("-inf"), float("nan"), float("nan")
     x[5] = float("inf")
     a = QuantizeNvfp4Arguments(x)
-    check(a, 64)
+    check(a, 128, 64)
     packed, scales = reference(a)
     rows = scale_layout.unswizzle(scales.view(torch.uint8), 6, 1).view(torch.float8_e4m3fn)
     assert rows[1:].float().flatten().tolist() == [448.0] * 5
