@@ -1,7 +1,7 @@
 """Attention of expanded latent keys and values, in the spellings of engines.
 
-Each takes q [T, H, n + r], keys [K, H, n + r], values [K, H, v], positions [T] and a scale, and gives
-[T, H, v]. Query t sees the keys up to its position.
+Each takes q [T, H, n + r], keys [K, H, n + r], values [K, H, v], positions [T] and a scale, and
+gives [T, H, v]. Query t sees the keys up to its position.
 """
 
 from __future__ import annotations

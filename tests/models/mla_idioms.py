@@ -216,7 +216,9 @@ class Mla(nn.Module):
         self.q_a = nn.Linear(axes.hidden, axes.q_rank, bias=False)
         self.q_norm = RmsNorm(axes.q_rank, axes.norm)
         self.kv_norm = RmsNorm(axes.kv_rank, axes.norm)
-        self.q_b = nn.Linear(axes.q_rank if axes.q_lora else axes.hidden, heads * qk_dim, bias=False)
+        self.q_b = nn.Linear(
+            axes.q_rank if axes.q_lora else axes.hidden, heads * qk_dim, bias=False
+        )
         self.kv_b = mla_weights.FORMS[axes.kv_b](axes)
         self.o_proj = nn.Linear(heads * axes.v_dim, axes.hidden, bias=False)
         self.rope: Callable[..., Any] = ROPES[axes.rope]
