@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import gc
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -188,7 +189,19 @@ def _site(done: Rewritten, target: str) -> Site:
         lowering=chosen.name,
         reason=chosen.reason,
         kernels=tuple(Kernel(spec) for spec in chosen.specs),
+        node=done.node.name,
+        absorbed=done.before,
+        intermediate_bytes=_intermediate_bytes(match),
     )
+
+
+def _intermediate_bytes(match: Match) -> int:
+    """Memory of the values that are no longer written and read; 0 where a size is a symbol."""
+    kept = {result.replaced for result in match.results}
+    gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
+    sizes = [(*value.shape, value.dtype.itemsize) for value in gone]
+    known = all(isinstance(size, int) for value in sizes for size in value)
+    return sum(map(math.prod, sizes)) if known else 0
 
 
 def _lowering(node: fx.Node, target: str) -> Any:

@@ -48,7 +48,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Site:
-    """One fused site. shapes: the facts a reader checks. lowering, reason: how, and why so."""
+    """One fused site.
+
+    shapes: the facts a reader checks. lowering, reason: how, and why so. node: the op's name in the
+    rewritten graph. absorbed: names of the original graph's nodes that it replaces.
+    intermediate_bytes: size of the values among them that are no longer written and read; 0 where
+    it is not known before the run.
+    """
 
     pattern: str
     op: str
@@ -58,6 +64,9 @@ class Site:
     lowering: str
     reason: str
     kernels: tuple[Kernel, ...] = ()
+    node: str = ""
+    absorbed: tuple[str, ...] = ()
+    intermediate_bytes: int = 0
 
     @property
     def kernel(self) -> str:
@@ -140,7 +149,11 @@ def _break(reason: str) -> Miss:
 def site_dict(site: Site) -> dict[str, Any]:
     """A site as JSON-ready data."""
     names = ("pattern", "op", "scope", "source", "shapes", "lowering", "reason")
-    return {n: getattr(site, n) for n in names} | {"kernels": [k.spec.name for k in site.kernels]}
+    return {n: getattr(site, n) for n in names} | {
+        "kernels": [k.spec.name for k in site.kernels],
+        "nodes_absorbed": len(site.absorbed),
+        "intermediate_bytes": site.intermediate_bytes,
+    }
 
 
 def miss_dict(miss: Miss) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _draw(folder: Path, names: list[str], as_json: bool) -> None:
         drawn = draw_results(FOLDER / "results", names, folder)
     except ImportError as error:
         raise CommandError(
-            f"plots need matplotlib: pip install 'tilewright[plots]' ({error})"
+            f"plots need matplotlib: pip install 'tilewright[report]' ({error})"
         ) from error
     if as_json:
         print_json({"plots": [str(path) for path in drawn]})

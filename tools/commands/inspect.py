@@ -78,9 +78,12 @@ def _check_page(path: Path | None) -> None:
 
 
 def _write_page(path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit]) -> None:
-    from tilewright.tools.html_report import write_html
-
     try:
+        from tilewright.tools.html_report import write_html
+
         write_html(path, model, lowered, audits)
+    except ImportError as error:
+        message = f"--html needs the extra 'report': pip install 'tilewright[report]' ({error})"
+        raise CommandError(message) from error
     except OSError as error:
         raise CommandError(f"--html: cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,144 @@
+"""A piece of a captured graph as an SVG drawing: layered, fused nodes highlighted, hover for facts.
+
+The layout is grandalf's (Sugiyama's method). Weights are not drawn as nodes: they are named in the
+facts of the node that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import torch
+from grandalf.graphs import Edge, Graph, Vertex
+from grandalf.layouts import SugiyamaLayout
+from grandalf.routing import EdgeViewer, route_with_lines
+from torch import fx
+
+from tilewright.patterns.dataflow import scope_of, source_of
+
+#: A graph with more nodes is not readable as one drawing.
+MAX_NODES = 600
+_HEIGHT, _PER_LETTER, _PADDING = 24, 7.2, 18
+_X_SPACE, _Y_SPACE, _MARGIN = 16, 26, 20
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG element, and how many nodes it shows."""
+
+    svg: str
+    nodes: int
+
+
+@dataclass
+class _Box:
+    """What grandalf places: a size, and later the centre."""
+
+    w: float
+    h: float = _HEIGHT
+    xy: tuple[float, float] = (0.0, 0.0)
+
+
+def draw(
+    nodes: Sequence[fx.Node],
+    title: str,
+    css_class: Callable[[fx.Node], str] = lambda node: "",
+    link: Callable[[fx.Node], str] = lambda node: "",
+) -> Drawing:
+    """The nodes and what flows between them.
+
+    css_class: a class for a node, empty for none. link: where a node leads to, empty for nowhere.
+    """
+    shown = [node for node in nodes if node.op not in ("get_attr", "placeholder", "output")]
+    boxes = {node: _Box(len(_label(node)) * _PER_LETTER + _PADDING) for node in shown}
+    lines = _place(boxes)
+    right = max((box.xy[0] + box.w / 2 for box in boxes.values()), default=0) + _MARGIN
+    bottom = max((box.xy[1] + box.h / 2 for box in boxes.values()), default=0) + _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" '
+        f'width="{right:.0f}" height="{bottom:.0f}" role="group" aria-label="{escape(title)}">'
+    ]
+    parts += [f'<polyline points="{_points(line)}"/>' for line in lines]
+    parts += [_node(node, box, css_class(node), link(node)) for node, box in boxes.items()]
+    return Drawing("".join([*parts, "</svg>"]), len(shown))
+
+
+def _place(boxes: Mapping[fx.Node, _Box]) -> list[list[tuple[float, float]]]:
+    """Gives each box its centre; the lines between them. Unconnected parts stand side by side."""
+    vertices = {node: Vertex(node) for node in boxes}
+    for node, vertex in vertices.items():
+        vertex.view = boxes[node]
+    edges = [
+        Edge(vertices[used], vertices[node])
+        for node in boxes
+        for used in dict.fromkeys(node.all_input_nodes)
+        if used in vertices
+    ]
+    for edge in edges:
+        edge.view = EdgeViewer()
+    left, lines = float(_MARGIN), []
+    for core in Graph(list(vertices.values()), edges).C:
+        members = [boxes[vertex.data] for vertex in core.sV]
+        if len(members) > 1:
+            layout = SugiyamaLayout(core)
+            layout.xspace, layout.yspace = _X_SPACE, _Y_SPACE
+            layout.route_edge = route_with_lines
+            layout.init_all()
+            layout.draw(3)
+        shift = left - min(box.xy[0] - box.w / 2 for box in members)
+        down = _MARGIN - min(box.xy[1] - box.h / 2 for box in members)
+        for box in members:
+            box.xy = (box.xy[0] + shift, box.xy[1] + down)
+        lines += [[(x + shift, y + down) for x, y in e.view._pts] for e in core.sE]
+        left = max(box.xy[0] + box.w / 2 for box in members) + 2 * _X_SPACE
+    return lines
+
+
+def _points(line: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.0f},{y:.0f}" for x, y in line)
+
+
+def _node(node: fx.Node, box: _Box, css_class: str, link: str) -> str:
+    x, y = box.xy[0] - box.w / 2, box.xy[1] - box.h / 2
+    shape = (
+        f'<g class="node {css_class}" tabindex="0"><title>{escape(facts(node))}</title>'
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{box.w:.0f}" height="{box.h}" rx="5"/>'
+        f'<text x="{box.xy[0]:.0f}" y="{box.xy[1] + 4:.0f}">{escape(_label(node))}</text></g>'
+    )
+    return f'<a href="{escape(link)}">{shape}</a>' if link else shape
+
+
+def _label(node: fx.Node) -> str:
+    """The operator, without its place."""
+    target = node.target if isinstance(node.target, str) else _name(node.target)
+    return target.rpartition("::")[2].removesuffix(".default") or node.op
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return getattr(target, "__name__", str(target)).rpartition(".")[2]
+
+
+def facts(node: fx.Node) -> str:
+    """What a reader asks of a node: operator, shape, weights, module and source line."""
+    lines = [_label(node), *_shapes(node.meta.get("example_value"))]
+    weights = [used for used in node.all_input_nodes if used.op in ("get_attr", "placeholder")]
+    for used in weights:
+        lines += [f"reads {used.name} {shape}" for shape in _shapes(used.meta.get("example_value"))]
+    place = scope_of(node)
+    return "\n".join(
+        [*lines, *([place] if place else []), *([s] if (s := source_of(node)) else [])]
+    )
+
+
+def _shapes(value: Any) -> list[str]:
+    if isinstance(value, torch.Tensor):
+        dims = ",".join(str(size) for size in value.shape)
+        return [f"{str(value.dtype).removeprefix('torch.')}[{dims}]"]
+    if isinstance(value, (tuple, list)):
+        return [shape for item in value for shape in _shapes(item)]
+    return []

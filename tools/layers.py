@@ -1,0 +1,66 @@
+"""A model's graph taken apart into its layers, and equal layers told once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from tilewright.compiler import GraphReport
+from tilewright.patterns.dataflow import scope_of
+
+_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*)(\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Layers whose nodes are equal, told by the first of them.
+
+    scope: "model.layers.0", or "" for what belongs to none. scopes: of all equal ones, in order.
+    """
+
+    scope: str
+    scopes: tuple[str, ...]
+    before: tuple[fx.Node, ...]
+    after: tuple[fx.Node, ...]
+
+    @property
+    def title(self) -> str:
+        """`model.layers.3 … 60 (58 layers)`."""
+        if not self.scope:
+            return "outside the layers"
+        last = self.scopes[-1].rpartition(".")[2]
+        more = f" … {last} ({len(self.scopes)} layers)" if len(self.scopes) > 1 else ""
+        return self.scope + more
+
+
+def layer_of(scope: str) -> str:
+    """The innermost numbered module list's member that a module path is in."""
+    found = _LAYER.match(scope)
+    return found[0] if found else ""
+
+
+def layers(graph: GraphReport) -> list[Layer]:
+    """The distinct layers of a graph, in order."""
+    before, after = _by_layer(graph.before), _by_layer(graph.after)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for scope, nodes in before.items():
+        groups.setdefault((bool(scope) * "layer", *_signature(nodes)), []).append(scope)
+    return [
+        Layer(scopes[0], tuple(scopes), tuple(before[scopes[0]]), tuple(after.get(scopes[0], ())))
+        for scopes in groups.values()
+    ]
+
+
+def _by_layer(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    found: dict[str, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "output", "get_attr"):
+            found.setdefault(layer_of(scope_of(node)), []).append(node)
+    return found
+
+
+def _signature(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(str(node.target) for node in nodes)

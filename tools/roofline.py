@@ -1,0 +1,150 @@
+"""How much a fused site computes and moves, and what the target allows: the roofline plot."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewright.codegen.targets import Target
+from tilewright.compiler import GraphReport, Site, _compat
+from tilewright.ops.contract import get_op
+
+#: Names a Triton signature has for torch's dtypes, as `Target.flops` lists them.
+RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a site computes and moves.
+
+    flops: of the matrix products it replaces. bytes: every operand read once, every result written
+    once; of a mixture, the experts that the tokens can reach; a cache's slots are small beside them
+    and are left out. rate: the target's FLOP/s for the activation's dtype.
+    """
+
+    flops: int
+    bytes: int
+    rate: float
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.bytes
+
+    def bound_us(self, target: Target) -> float:
+        """The least time the target needs, in microseconds."""
+        return 1e6 * max(self.flops / self.rate, self.bytes / target.hbm_bytes_per_s)
+
+
+def site_work(graph: GraphReport, site: Site, target: Target) -> Work | None:
+    """The work of one site; None where a size is a symbol or nothing is multiplied."""
+    after = {node.name: node for node in graph.after.graph.nodes}
+    before = {node.name: node for node in graph.before.graph.nodes}
+    node = after.get(site.node)
+    absorbed = [before[name] for name in site.absorbed if name in before]
+    flops = sum(map(_flops, absorbed))
+    if node is None or not flops:
+        return None
+    op = get_op(node.meta["tilewright"]["op"])
+    written = {
+        node.args[i]
+        for i, name in enumerate(_names(op))
+        if name in op.mutated and i < len(node.args)
+    }
+    read = [n for n in node.all_input_nodes if n not in written]
+    tensors = [
+        *_tensors(n.meta.get("example_value") for n in read),
+        *_tensors([node.meta["example_value"]]),
+    ]
+    share = _share_of_experts(site)
+    sizes = [t.numel() * t.element_size() * (share if t.dim() == 3 else 1) for t in tensors]
+    if not all(isinstance(size, (int, float)) for size in sizes):
+        return None
+    dtypes = [t.dtype for t in tensors if t.dtype in RATES]
+    rates = dict(target.flops)
+    rate = rates.get(RATES[dtypes[0]], min(rates.values())) if dtypes else min(rates.values())
+    return Work(flops, int(sum(sizes)), rate)
+
+
+def _share_of_experts(site: Site) -> float:
+    """The most of stacked expert weights [experts, ...] that a call's tokens can reach."""
+    facts = site.shapes
+    tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
+    if tokens is None or not {"experts", "slots"} <= facts.keys():
+        return 1.0
+    return min(1.0, int(tokens[1]) * int(facts["slots"]) / int(facts["experts"]))
+
+
+def _names(op: Any) -> list[str]:
+    return [argument.name for argument in op.torch_op._schema.arguments]
+
+
+def _tensors(items: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            found += _tensors(item)
+    return found
+
+
+def _flops(node: fx.Node) -> int:
+    """Of one node, run alone on fake tensors."""
+    values = [n.meta.get("example_value") for n in node.all_input_nodes]
+    if node.op not in ("call_function", "call_method") or not _multiplies(node, values):
+        return 0
+    if node.target in _compat.GROUPED_MM:
+        rows, weight = _tensors(values)[:2]
+        return 2 * math.prod(rows.shape) * weight.shape[-1]
+    with FlopCounterMode(display=False) as counter:
+        _compat.run_fake(node)
+    return counter.get_total_flops()
+
+
+_PRODUCTS = re.compile(r"linear|matmul|\bmm|bmm|einsum|grouped_mm|attention|__matmul__")
+
+
+def _multiplies(node: fx.Node, values: Sequence[Any]) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    concrete = all(isinstance(s, int) for t in _tensors(values) for s in t.shape)
+    return concrete and bool(_PRODUCTS.search(str(name)))
+
+
+def plot(points: Mapping[str, Work], target: Target) -> str:
+    """An SVG of the target's roof and each site's place under it. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    intensities = [work.intensity for work in points.values()]
+    low, high = min([0.5, *intensities]) / 2, max([2000.0, *intensities]) * 2
+    for rate in sorted({work.rate for work in points.values()}):
+        ridge = rate / target.hbm_bytes_per_s
+        axes.plot(
+            [low, ridge, high],
+            [low * target.hbm_bytes_per_s / 1e12, rate / 1e12, rate / 1e12],
+            color="#888",
+            linewidth=1,
+        )
+    for label, work in points.items():
+        reach = min(work.rate, work.intensity * target.hbm_bytes_per_s) / 1e12
+        axes.plot([work.intensity], [reach], "o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s at best")
+    axes.set_title(f"{target.name}: {target.hbm_bytes_per_s / 1e12:.1f} TB/s", fontsize=9)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=7)
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
