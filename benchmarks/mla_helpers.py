@@ -1,6 +1,6 @@
 """Times what makes MLA's keys: the kernel of latents against a copy, the up-projection by tiles.
 
-    python benchmarks/mla_helpers.py [--heads 16 128] [--rows 512 4096 16384]
+    python benchmarks/mla_helpers.py [--heads 16 128] [--rows 4096 16384] [--out FOLDER]
 
 One sequence; of `rows` keys all are new for the store, none for the gather. CUDA graphs, L2 cold
 where several sets of arguments exceed it, microseconds; bandwidth is bytes read and written over
@@ -16,10 +16,11 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from timing import capture, interleaved_us
+from timing import capture, interleaved_us, keep
 from tune_qkv import compile_quietly
 
 from tilewright.codegen import mla_kernels as kernels
@@ -36,18 +37,18 @@ RANK, ROPE, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 128
 DEVICE = torch.device("cuda", 0)
 COLD_BYTES = 160e6
 FP8 = torch.float8_e4m3fn
-LATENT_CONFIGS = [LatentConfig(t, w) for t in (1, 2, 4, 8, 16) for w in (2, 4, 8)]
+RESULTS: list[dict[str, Any]] = []
+LATENT_CONFIGS = [LatentConfig(1, 4), LatentConfig(4, 4), LatentConfig(8, 4), LatentConfig(8, 8)]
 VALUE_CONFIGS = [
-    UpConfig(m, n, 64, w, s, group_m=g, flatten=f)
-    for (m, n, w), s, g, f in itertools.product(
-        ((128, 128, 8), (128, 256, 8), (64, 128, 4)), (3, 4), (8, 16), (False, True)
-    )
+    UpConfig(128, 128, 64, 8, 4),
+    UpConfig(128, 256, 64, 8, 3, flatten=True),
+    UpConfig(128, 256, 64, 8, 4, group_m=16),
 ]
 CODE_CONFIGS = [
-    UpConfig(m, n, 128, w, s, group_m=g, flatten=f)
-    for (m, n, w), s, g, f in itertools.product(
-        ((128, 128, 8), (64, 128, 4), (64, 256, 8), (128, 64, 4)), (2, 3, 4), (8, 16), (False, True)
-    )
+    UpConfig(128, 128, 128, 8, 3),
+    UpConfig(128, 128, 128, 8, 4, flatten=True),
+    UpConfig(64, 128, 128, 4, 3, 2),
+    UpConfig(64, 256, 128, 8, 3),
 ]
 
 
@@ -118,7 +119,7 @@ def copies(count: int) -> int:
 
 def time_latents(rows: int, new: int, kind: str, bad: set[str]) -> None:
     size = latent_bytes(rows, new, kind.startswith("codes"))
-    sets = [arguments(16, rows, new, kind) for _ in range(copies(size))]
+    sets = [arguments(1, rows, new, kind) for _ in range(copies(size))]
     chunk_of = [Chunk(rows, a.key_offsets) for a in sets]
     made = []
     for a, chunk in zip(sets, chunk_of, strict=True):
@@ -187,18 +188,16 @@ def configs_of(problem: UpProblem) -> list[UpConfig]:
 
 def show(name: str, times: dict[str, float], work: float, unit: str) -> None:
     best = sorted(times, key=lambda text: times[text])
-    named = "  ".join(f"{text} {times[text]:.1f}" for text in best[:8])
-    named += "".join(
-        f"  [{text} {times[text]:.1f}]" for text in ("copy", "cuBLAS") if text in times
-    )
+    named = "  ".join(f"{text} {times[text]:.1f}" for text in best)
     print(f"{name}: {work / times[best[0]]:.2f} {unit}  {named}", flush=True)
-    print("   rest:", "  ".join(f"{t} {times[t]:.1f}" for t in best[8:]), flush=True)
+    RESULTS.append({"case": name, "unit": unit, "work": work, "us": times})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
-    parser.add_argument("--rows", type=int, nargs="+", default=[512, 4096, 16384])
+    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     kinds = ("values", "codes", "codes 8-bit core")
@@ -220,12 +219,12 @@ def main() -> None:
     print(f"{len(specs)} kernels, {len(bad)} do not compile", flush=True)
     for outcome in sorted(set(outcomes)):
         print(f"  {outcome[-300:]}", flush=True) if outcome else None
-    for rows in options.rows:
-        for kind in kinds:
-            for new in (rows, 1):
-                time_latents(rows, new, kind, bad)
+    for rows, kind in itertools.product(options.rows, kinds):
+        for new in (rows, 1):
+            time_latents(rows, new, kind, bad)
     for heads, rows, kind in itertools.product(options.heads, options.rows, kinds):
         time_up(heads, rows, kind, bad)
+        keep("mla_helpers", RESULTS, options.out)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tilewright.codegen.mla_attention_kernels import merge_spec
 from tilewright.codegen.mla_plan import uses_library
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.targets import SM90, TARGETS, Target
@@ -32,6 +34,7 @@ from tilewright.ops.mla_latent_store import LatentStoreArguments
 from tilewright.ops.mla_prefill import MlaPrefillArguments
 from tilewright.ops.mla_prefill_fp8 import MlaBranchArguments, as_mla_prefill
 from tilewright.ops.mla_problems import Chunk, key_buffers, numbers_problem, up_problem
+from tilewright.ops.triton_types import TRITON_TYPES
 
 
 def launch_latent_store(*args: Any, **kwargs: Any) -> None:
@@ -89,24 +92,45 @@ def plan_latent_store(a: Any, target: str) -> LoweringReport:
     return LoweringReport("store", "one kernel norms, rotates and writes the named slots", (spec,))
 
 
+def on_meta(a: Any) -> Any:
+    """The arguments with their metadata alone: nothing is computed, whatever is called."""
+    tensors = {name: t for name, t in vars(a).items() if isinstance(t, torch.Tensor)}
+    return replace(a, **{name: _without_memory(t) for name, t in tensors.items()})
+
+
+def _without_memory(t: torch.Tensor) -> torch.Tensor:
+    if t.device.type == "meta":
+        return t
+    size = t.untyped_storage().nbytes() // t.element_size()
+    base = torch.empty(size, dtype=t.dtype, device="meta")
+    return base.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
 def plan_mla_prefill(a: Any, target: str) -> LoweringReport:
     """What a call will run on a target; `a` may hold meta tensors."""
+    a = on_meta(a)
     return plan_chunk(a, whole(a), TARGETS[target])
 
 
 def plan_mla_branch(a: Any, target: str) -> LoweringReport:
     """What a call will run on a target, for each chunk; `a` may hold meta tensors."""
+    a = on_meta(a)
     chunks = branch_chunks(a)
     if not chunks:
         return LoweringReport("nothing", "no keys, zeros")
-    report = plan_chunk(as_mla_prefill(a), chunks[0], TARGETS[target])
+    given, chip = as_mla_prefill(a), TARGETS[target]
     if len(chunks) == 1:
-        return report
-    return LoweringReport(report.name, f"{len(chunks)} chunks of {report.reason}", report.specs)
+        return plan_chunk(given, chunks[0], chip)
+    reports = [plan_chunk(given, chunk, chip, partial=True) for chunk in chunks]
+    types = ("fp32", TRITON_TYPES[a.q.dtype])
+    merging = merge_spec(len(chunks), a.v_dim, *types, False, target)
+    specs = {spec: None for report in reports for spec in report.specs} | {merging: None}
+    reason = f"{len(chunks)} chunks of {reports[0].reason}; merged"
+    return LoweringReport(reports[0].name, reason, tuple(specs))
 
 
-def plan_chunk(a: Any, chunk: Chunk, target: Target) -> LoweringReport:
-    """The kernels of one chunk."""
+def plan_chunk(a: Any, chunk: Chunk, target: Target, *, partial: bool = False) -> LoweringReport:
+    """The kernels of one chunk; partial: one of several, to be merged."""
     if chunk.rows == 0:
         return LoweringReport("nothing", "no keys, zeros")
     buffers = key_buffers(a, chunk)
@@ -114,13 +138,14 @@ def plan_chunk(a: Any, chunk: Chunk, target: Target) -> LoweringReport:
     problem = up_problem(a, buffers, limited=last_position(a, chunk) is not None)
     if a.kv_b_weight.dtype == FP8 and problem.weight_type != "fp8e4nv":
         specs.append(numbers_spec(numbers_problem(a), target.name))
-    if uses_library(problem, chunk.rows, target):
-        how = "library GEMM"
-    else:
+    how = "library GEMM"
+    if not uses_library(problem, chunk.rows, target):
         config, spec = up_plan(problem, next_power_of_2(chunk.rows), target)
         specs.append(spec)
         how = f"up-projection {config}"
-    keys = Keys(*empty_keys(a, chunk.rows), buffers.k_rope)
-    core, reason = attention_plan(**arguments(a, chunk, keys), target=target)
-    reason = f"{len(specs) + len(core)} kernels: latents, {how}, {reason}"
-    return LoweringReport("mla prefill", reason, (*specs, *core))
+    given = arguments(a, chunk, Keys(*empty_keys(a, chunk.rows), buffers.k_rope))
+    if partial:
+        given |= {"out_dtype": torch.float32, "return_lse": True}
+    core, reason = attention_plan(**given, target=target)
+    names = ", ".join(spec.kernel for spec in (*specs, *core))
+    return LoweringReport("mla prefill", f"{how}, {reason}: {names}", (*specs, *core))
