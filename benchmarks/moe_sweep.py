@@ -3,10 +3,10 @@
     python benchmarks/moe_sweep.py CASES [--top 5]
 
 CASES: a file of lines `model format tokens stage config ...`, stage up, down or order. A config is
-written as GemmConfig prints it, without spaces: `s16x64x128w4s3p2` (s swapped, t not, c for
-streamed codes; at the end f: flattened), that of a sort `c128kw4l512r32` (k: counted before). CUDA
-graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the experts in use);
-torch._grouped_mm on sorted rows for comparison.
+written as GemmConfig prints it, without spaces: `s16x64x128w4s3p2` (s swapped, t not, d and c
+streamed codes, swapped and not; at the end f: flattened), that of a sort `c128kw4l512r32` (k:
+counted before). CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the
+experts in use); torch._grouped_mm on sorted rows for comparison.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_lowerings import Step, as_words, moe_steps
 from tilewright.ops.moe_problems import moe_problem
 
-GEMM = re.compile(r"([stc])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)")
+GEMM = re.compile(r"([stcd])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)")
 ORDER = re.compile(r"c(\d+)(k?)w(\d+)l(\d+)r(\d+)")
 
 
@@ -63,9 +63,9 @@ def gemm_config(text: str, stage: str) -> GemmConfig:
     if found is None:
         raise SystemExit(f"config: expected one like s16x64x128w4s3p2, got {text!r}")
     kind, m, n, k, warps, stages, programs, flat = found.groups()
-    if kind == "c":
+    if kind in "cd":
         numbers = (int(m), int(n), int(k), int(warps), int(stages), int(programs or 1))
-        return codes_config(*numbers, ordered=stage == "down")
+        return codes_config(*numbers, ordered=stage == "down", swapped=kind == "d")
     numbers = (int(warps), int(stages), int(programs or 1), bool(flat))
     return GemmConfig(int(m), int(n), int(k), kind == "s", *numbers)
 
@@ -175,9 +175,9 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
             for step in runs[0]:
                 step.run(device)
             # Streamed codes want the hidden rows in an order that these rows are not in.
-            if want is None and not (case.stage == "down" and text[0] == "c"):
+            if want is None and not (case.stage == "down" and text[0] in "cd"):
                 want = got.float().clone()
-            checked = want is not None and not (case.stage == "down" and text[0] == "c")
+            checked = want is not None and not (case.stage == "down" and text[0] in "cd")
             error = float((got.float() - want).norm() / want.norm()) if checked else 0.0
             if not error < 1e-2:
                 print(f"    {text}: WRONG, differs by {error:.3e}")

@@ -29,11 +29,12 @@ class CodesConfig(GemmConfig):
 
 def codes_config(
     block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int,
-    programs_per_sm: int = 1, *, ordered: bool = False,
+    programs_per_sm: int = 1, *, ordered: bool = False, swapped: bool = False,
 ) -> CodesConfig:  # fmt: skip
-    """Such tiles: weights always stand on the tensor core's M side."""
+    """Such tiles. swapped: weights on the M side of the newest instruction, which takes as long for
+    16 rows as for 64; else on the N side of the older one, which does not, if rows are few."""
     return CodesConfig(
-        block_m, block_n, block_k, True, num_warps, num_stages, programs_per_sm, ordered=ordered
+        block_m, block_n, block_k, swapped, num_warps, num_stages, programs_per_sm, ordered=ordered
     )
 
 
@@ -65,13 +66,28 @@ def codes_obstacle(problem: GroupedProblem, block_k: int) -> str | None:
     return None
 
 
-def order_step(problem: GroupedProblem, config: GemmConfig) -> int:
-    """Columns of the steps for which a GEMM wants its rows in order; 0: as they are."""
+def order_of(problem: GroupedProblem, config: GemmConfig) -> tuple[int, int]:
+    """(columns of a step, columns that a thread holds in a row) of the order in which a GEMM wants
+    its rows, see `rows_in_order`; (0, 0): as they are."""
     if not (isinstance(config, CodesConfig) and config.ordered):
-        return 0
+        return 0, 0
+    return order_step(problem, config), thread_run(problem, config)
+
+
+def order_step(problem: GroupedProblem, config: CodesConfig) -> int:
+    """Columns that are put in order together."""
     if problem.format == "int4":
         return min(config.block_k, problem.scale_block[1])
     return config.block_k
+
+
+def thread_run(problem: GroupedProblem, config: CodesConfig) -> int:
+    """Columns that a thread of the tensor core holds in a row, as Triton lays out an operand that
+    joins bring forth: twice as many as a register holds for the older instruction, four times
+    where bytes are loaded on the way to it. Another number would do, at the price of exchanges."""
+    if config.swapped:
+        return 2
+    return 8 if problem.format == "mxfp4" and scale_bytes(problem, config.block_k) == 1 else 4
 
 
 def scale_type(problem: GroupedProblem, block_k: int) -> str:
@@ -99,6 +115,8 @@ def storage_constants(problem: GroupedProblem, config: CodesConfig) -> dict[str,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
+        "RUN": thread_run(problem, config),
+        "SWAPPED": config.swapped,
     }
 
 

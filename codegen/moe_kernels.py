@@ -164,8 +164,10 @@ def sort_grids(
     return {"count": (chunks,), "scan": (scans,), "order": (chunks,)}
 
 
-def up_spec(problem: MoeProblem, config: GemmConfig, target: str, order: int = 0) -> KernelSpec:
-    """order: the steps for which the result is put in order, see `order_step`."""
+def up_spec(
+    problem: MoeProblem, config: GemmConfig, target: str, order: tuple[int, int] = (0, 0)
+) -> KernelSpec:
+    """order: of the result's columns, see `order_of`."""
     if isinstance(config, CodesConfig):
         return _up_codes_spec(problem, config, target, order)
     arguments = _up_arguments(problem)
@@ -192,7 +194,8 @@ def _up_codes_spec(problem: MoeProblem, config: CodesConfig, target: str, order:
     constants: dict[str, Constant] = {
         **_up_constants(problem),
         **storage_constants(storage, config),
-        "HIDDEN_STEP": order,
+        "HIDDEN_STEP": order[0],
+        "HIDDEN_RUN": order[1],
     }
     for name, strides in zip(("GATE", "UP"), problem.scale_strides[:2], strict=True):
         constants[f"{name}_SCALE_STRIDES"] = scale_steps(storage, strides, config.block_k)

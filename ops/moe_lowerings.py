@@ -14,7 +14,7 @@ from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
 from tilewright.codegen.moe_codes_kernels import (
     WORD_BYTES,
     CodesConfig,
-    order_step,
+    order_of,
     scale_bytes,
 )
 from tilewright.codegen.moe_kernels import MoeProblem
@@ -51,7 +51,7 @@ class Step:
 @cache
 def specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
     """The kernels of a call by step."""
-    order = order_step(kernels.down_problem(problem), plan.down)
+    order = order_of(kernels.down_problem(problem), plan.down)
     return kernels.sort_specs(problem, plan.order, target) | {
         "up": kernels.up_spec(problem, plan.up, target, order),
         "down": kernels.down_spec(problem, plan.down, target),

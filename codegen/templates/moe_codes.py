@@ -16,27 +16,43 @@ from tilewright.codegen.templates.moe_gemm import (
     expert_tiles,
     tile_place,
 )
-from tilewright.codegen.templates.moe_weights import e2m1_codes
-from tilewright.codegen.templates.qkv_codes import code_unit, codes_in_order, x_in_order
+from tilewright.codegen.templates.moe_weights import (
+    e2m1_codes,
+    int4_codes,
+    place_in_order,
+    rows_in_order,
+)
+from tilewright.codegen.templates.qkv_codes import code_unit
 from tilewright.codegen.templates.qkv_projection import part_of
 
 
 @triton.jit
 def multiply_codes(
-    words, x, scales, accumulator, FORMAT: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
+    words, x, scales, accumulator, FORMAT: tl.constexpr, GROUPS: tl.constexpr,
+    DTYPE: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr, X_IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """accumulator [rows, tokens] + the weights of words [rows, K / 8] times x [tokens, K] in order.
+    """accumulator + x [tokens, K] times the weights of words [rows, K / 8]; accumulator: [rows,
+    tokens] where SWAPPED, else [tokens, rows].
 
     scales: of E2M1 what `word_scales` gives; of int4 fp32 [rows, GROUPS].
     """
-    if FORMAT == "int4":
-        codes = codes_in_order(words, DTYPE, 8, False, 8.0, GROUPS)
-        UNIT: tl.constexpr = code_unit(DTYPE)
-        for group in tl.static_range(GROUPS):
-            product = tl.dot(part_of(codes, group, GROUPS), part_of(x, group, GROUPS).T)
-            accumulator += product * (part_of(scales, group, GROUPS) * UNIT)
-    else:
-        accumulator = tl.dot(e2m1_codes(words, scales, DTYPE, FORMAT), x.T, accumulator)
+    for group in tl.static_range(GROUPS):
+        part = part_of(x, group, GROUPS)
+        if not X_IN_ORDER:
+            part = rows_in_order(part, RUN)
+        if FORMAT == "int4":
+            codes = int4_codes(part_of(words, group, GROUPS), DTYPE, RUN, SWAPPED)
+            scale = part_of(scales, group, GROUPS) * code_unit(DTYPE)
+            if SWAPPED:
+                accumulator += tl.dot(codes, part.T) * scale
+            else:
+                accumulator += tl.dot(part, codes) * scale.T
+        else:
+            codes = e2m1_codes(words, scales, DTYPE, FORMAT, RUN, SWAPPED)
+            if SWAPPED:
+                accumulator = tl.dot(codes, part.T, accumulator)
+            else:
+                accumulator = tl.dot(part, codes, accumulator)
     return accumulator
 
 
@@ -73,14 +89,15 @@ def moe_up_codes(
     FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BIAS_STRIDES: tl.constexpr, HIDDEN_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, HIDDEN_STEP: tl.constexpr, HIDDEN_RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    SWAPPED: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden [routes, INNER] as `moe_up` makes it. Grid of any size.
 
     weight and scales: words of eight codes, strides (of scales: expert, row, column) and distance
-    count words (of E2M1's scales: of BLOCK_K / 4 columns). HIDDEN_STEP: the columns of hidden go in
-    the order of `x_in_order` for steps of that many; 0: as they are.
+    count words (of E2M1's scales: of BLOCK_K / 4 columns). RUN: see `rows_in_order`. HIDDEN_STEP:
+    the columns of hidden go in order for steps of that many and HIDDEN_RUN; 0: as they are.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -125,7 +142,10 @@ def moe_up_codes(
                 scale_rows = tl.where(is_upper, scale_rows, upper)
             else:
                 scale_rows = tl.where(is_upper, upper, scale_rows)
-        accumulator = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+        if SWAPPED:
+            accumulator = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+        else:
+            accumulator = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         for step in range(STEPS):
             word_columns = step * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8)
             x_columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -143,15 +163,18 @@ def moe_up_codes(
             scales = load_scales(
                 scale_rows, weight_mask, step, HIDDEN, BLOCK_K, SCALE_COLUMNS, GROUPS, FORMAT
             )
-            x = x_in_order(x, 8, False, GROUPS)
-            accumulator = multiply_codes(words, x, scales, accumulator, FORMAT, GROUPS, DTYPE)
+            accumulator = multiply_codes(
+                words, x, scales, accumulator, FORMAT, GROUPS, DTYPE, RUN, SWAPPED, False
+            )
         out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = out_columns < INNER
         if GATED:
-            both = tl.reshape(accumulator, (BLOCK_N // 8, 2, 8, BLOCK_M))
-            gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
-            gate = tl.trans(tl.reshape(gate, (BLOCK_N, BLOCK_M)))
-            up = tl.trans(tl.reshape(up, (BLOCK_N, BLOCK_M)))
+            if SWAPPED:
+                accumulator = tl.trans(accumulator)
+            both = tl.reshape(accumulator, (BLOCK_M, BLOCK_N // 8, 2, 8))
+            gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
+            gate = tl.reshape(gate, (BLOCK_M, BLOCK_N))
+            up = tl.reshape(up, (BLOCK_M, BLOCK_N))
             if UP_FIRST:
                 gate, up = up, gate
             if up_factor_ptr is not None:
@@ -160,8 +183,10 @@ def moe_up_codes(
                 up, up_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[2], BIAS_STRIDES[3]
             )
         else:
-            gate = tl.trans(accumulator)
-            up = gate
+            if SWAPPED:
+                accumulator = tl.trans(accumulator)
+            gate = accumulator
+            up = accumulator
         if gate_factor_ptr is not None:
             gate *= tl.load(gate_factor_ptr + expert)
         gate = add_row_bias(
@@ -170,13 +195,7 @@ def moe_up_codes(
         value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
         places = out_columns
         if HIDDEN_STEP > 0:
-            # Of a column's number within its step: quarter, word, half of the word, nibble.
-            WORDS: tl.constexpr = HIDDEN_STEP // 32
-            column = out_columns % HIDDEN_STEP
-            quarter = column // (8 * WORDS)
-            word = column // 8 % WORDS
-            half = column // 4 % 2
-            places = out_columns - column + word * 32 + column % 4 * 8 + quarter * 2 + half
+            places = place_in_order(out_columns, HIDDEN_STEP, HIDDEN_RUN)
         tl.store(
             hidden_ptr + rows.to(tl.int64)[:, None] * INNER + places[None, :],
             value.to(hidden_ptr.dtype.element_ty),
@@ -191,10 +210,11 @@ def moe_down_codes(
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr, X_IN_ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    SWAPPED: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """y [routes, HIDDEN] as `moe_down` makes it. Grid of any size. Strides as in `moe_up_codes`;
-    X_IN_ORDER: that one wrote its result for steps of BLOCK_K."""
+    X_IN_ORDER: that one wrote its result in order."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
@@ -215,7 +235,10 @@ def moe_down_codes(
         x_rows = x_ptr + rows.to(tl.int64) * INNER
         word_rows = weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + columns * ROW_STRIDE
         scale_rows = scale_ptr + expert * SCALE_STRIDES[0] + columns * SCALE_STRIDES[1]
-        accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if SWAPPED:
+            accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(STEPS):
             word_columns = step * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8)
             x_columns = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -232,10 +255,11 @@ def moe_down_codes(
             scales = load_scales(
                 scale_rows, column_mask, step, INNER, BLOCK_K, SCALE_COLUMNS, GROUPS, FORMAT
             )
-            if not X_IN_ORDER:
-                x = x_in_order(x, 8, False, GROUPS)
-            accumulator = multiply_codes(words, x, scales, accumulator, FORMAT, GROUPS, DTYPE)
-        accumulator = tl.trans(accumulator)
+            accumulator = multiply_codes(
+                words, x, scales, accumulator, FORMAT, GROUPS, DTYPE, RUN, SWAPPED, X_IN_ORDER
+            )
+        if SWAPPED:
+            accumulator = tl.trans(accumulator)
         routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
         if factor_ptr is not None:
             accumulator *= tl.load(factor_ptr + expert)

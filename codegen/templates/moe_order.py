@@ -36,7 +36,10 @@ def moe_scan(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS_PER_LOAD: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """counts become those of all chunks before; total [EXPERTS]: of all. Grid (EXPERTS / BLOCK_E,)."""
+    """counts become those of all chunks before, total [EXPERTS] those of all.
+
+    Grid (EXPERTS / BLOCK_E,).
+    """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.fp4_tiles import e2m1_value, unpack_codes
+from tilewright.codegen.templates.qkv_codes import nibble_pair
 
 
 @triton.jit
@@ -92,14 +93,67 @@ def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Words [rows, K / 8] of E2M1 codes times their scales, [rows, K] in the order of `x_in_order`.
+def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.constexpr,
+                    SWAPPED: tl.constexpr):  # fmt: skip
+    """Codes [ROWS, 4, WORDS, half of the word, low bit, high bit of the place in it] as [ROWS, K],
+    [K, ROWS] where not SWAPPED, K in the order of `rows_in_order`."""
+    K: tl.constexpr = 32 * WORDS
+    if SWAPPED:
+        order: tl.constexpr = (
+            (0, 2, 5, 4, 1, 3) if RUN == 2 else (0, 2, 5, 1, 4, 3) if RUN == 4
+            else (0, 2, 1, 5, 4, 3)
+        )  # fmt: skip
+        codes = tl.reshape(tl.permute(pairs, order), (ROWS, K))
+    else:
+        order: tl.constexpr = (
+            (2, 5, 4, 1, 3, 0) if RUN == 2 else (2, 5, 1, 4, 3, 0) if RUN == 4
+            else (2, 1, 5, 4, 3, 0)
+        )  # fmt: skip
+        codes = tl.reshape(tl.permute(pairs, order), (K, ROWS))
+    return codes
+
+
+@triton.jit
+def rows_in_order(x, RUN: tl.constexpr):
+    """x [tokens, K] with K as words of eight codes give it to a tensor core whose threads hold RUN
+    (2, 4, 8) columns in a row: a quarter of the words each."""
+    TOKENS: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    order: tl.constexpr = (
+        (0, 2, 4, 5, 1, 3) if RUN == 2 else (0, 2, 4, 1, 5, 3) if RUN == 4
+        else (0, 2, 1, 4, 5, 3)
+    )  # fmt: skip
+    x = tl.reshape(x, (TOKENS, 4, K // 32, 2, 2, 2))
+    return tl.reshape(tl.permute(x, order), (TOKENS, K))
+
+
+@triton.jit
+def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
+    """Where `rows_in_order` puts columns of a row that goes by steps of STEP."""
+    column = columns % STEP
+    quarter = column // (STEP // 4)
+    word = column // 8 % (STEP // 32)
+    half = column // 4 % 2
+    high = column // 2 % 2
+    low = column % 2
+    if RUN == 2:
+        place = high * 16 + low * 8 + quarter * 2 + half
+    elif RUN == 4:
+        place = high * 16 + quarter * 4 + low * 2 + half
+    else:
+        place = quarter * 8 + high * 4 + low * 2 + half
+    return columns - column + word * 32 + place
+
+
+@triton.jit
+def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
+               SWAPPED: tl.constexpr):  # fmt: skip
+    """Words [rows, K / 8] of E2M1 codes times their scales, see `joined_in_order`.
 
     scales: see `word_scales`. Exact, unless a power of two is beyond DTYPE's.
     """
     ROWS: tl.constexpr = words.shape[0]
-    COLUMNS: tl.constexpr = words.shape[1]
-    WORDS: tl.constexpr = COLUMNS // 4
+    WORDS: tl.constexpr = words.shape[1] // 4
     even = tl.join(e2m1_pair(words, 0, DTYPE), e2m1_pair(words, 1, DTYPE))
     odd = tl.join(e2m1_pair(words, 2, DTYPE), e2m1_pair(words, 3, DTYPE))
     codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
@@ -107,4 +161,15 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
     codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
     factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
     codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
-    return tl.reshape(tl.permute(codes, (0, 2, 5, 4, 1, 3)), (ROWS, 8 * COLUMNS))
+    return joined_in_order(codes, ROWS, WORDS, RUN, SWAPPED)
+
+
+@triton.jit
+def int4_codes(words, DTYPE: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr):
+    """Words [rows, K / 8] of int4 codes less 8, in parts of `code_unit`, see `joined_in_order`."""
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1] // 4
+    even = tl.join(nibble_pair(words, 0, 8.0, DTYPE), nibble_pair(words, 1, 8.0, DTYPE))
+    odd = tl.join(nibble_pair(words, 2, 8.0, DTYPE), nibble_pair(words, 3, 8.0, DTYPE))
+    codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
+    return joined_in_order(codes, ROWS, WORDS, RUN, SWAPPED)

@@ -11,7 +11,7 @@ import torch
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.emit import emit
-from tilewright.codegen.moe_codes_kernels import codes_config, codes_obstacle, order_step
+from tilewright.codegen.moe_codes_kernels import codes_config, codes_obstacle, order_of
 from tilewright.ops import moe
 from tilewright.ops.moe_lowerings import as_words
 from tilewright.ops.moe_problems import lower_weight, moe_problem, up_distance
@@ -94,7 +94,7 @@ def fused(a, config):
         "factor_ptr": a.down_expert_scale, "bias_ptr": a.down_bias,
     }  # fmt: skip
     run(
-        kernels.up_spec(problem, config, "sm100", order_step(storage, config)), (NUM_PROGRAMS,),
+        kernels.up_spec(problem, config, "sm100", order_of(storage, config)), (NUM_PROGRAMS,),
         **shared | up | as_words(up, storage, config), x_ptr=a.x,
     )  # fmt: skip
     run(
@@ -120,13 +120,13 @@ def test_kernels_compute_the_op(case, config):
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("ordered", "swapped"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("layout", ["up_first", "interleaved"])
-def test_codes_stream_in_the_order_of_their_words(name, ordered, layout):
+def test_codes_stream_in_the_order_of_their_words(name, ordered, swapped, layout):
     case = MoeCase("codes", weight_format=name, layout=layout, hidden=160, inner=128, num_tokens=3)
     block_k = {"nvfp4": 64, "mxfp4": 128, "int4": 64}[name]
     a = moe.sample_inputs(case)
-    config = codes_config(16, 32, block_k, 4, 2, ordered=ordered)
+    config = codes_config(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped)
     exact = moe.reference(as_double(a))
     assert codes_obstacle(kernels.down_problem(moe_problem(a)), block_k) is None
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
