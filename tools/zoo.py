@@ -38,14 +38,42 @@ class LoadedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A published configuration: a transformers config class and its fields."""
+    """A published configuration: a transformers config class and its fields.
+
+    forms: suffixes of the forms that it comes in besides the plain one.
+    """
 
     config_class: str
     fields: Mapping[str, Any]
+    forms: tuple[str, ...] = ("-paged", "-lora")
 
 
 def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
+
+
+def _latent_attention(mscale: float) -> dict[str, Any]:
+    """What DeepSeek-V2-Lite and DeepSeek-V3 have in common."""
+    return {
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": mscale,
+            "mscale_all_dim": mscale,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+    }
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
@@ -167,6 +195,50 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(
         ),
         "gpt-oss-20b": ZooModel("GptOssConfig", _gpt_oss(layers=24, experts=32)),
         "gpt-oss-120b": ZooModel("GptOssConfig", _gpt_oss(layers=36, experts=128)),
+        "deepseek-v2-lite": ZooModel(
+            "DeepseekV2Config",
+            {
+                "vocab_size": 102400,
+                "hidden_size": 2048,
+                "intermediate_size": 10944,
+                "moe_intermediate_size": 1408,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+                "q_lora_rank": None,
+                "n_routed_experts": 64,
+                "n_shared_experts": 2,
+                "num_experts_per_tok": 6,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                **_latent_attention(mscale=0.707),
+            },
+            forms=(),
+        ),
+        "deepseek-v3": ZooModel(
+            "DeepseekV3Config",
+            {
+                "vocab_size": 129280,
+                "hidden_size": 7168,
+                "intermediate_size": 18432,
+                "moe_intermediate_size": 2048,
+                "num_hidden_layers": 61,
+                "num_attention_heads": 128,
+                "num_key_value_heads": 128,
+                "q_lora_rank": 1536,
+                "n_routed_experts": 256,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 8,
+                "n_group": 8,
+                "topk_group": 4,
+                "first_k_dense_replace": 3,
+                "routed_scaling_factor": 2.5,
+                "norm_topk_prob": True,
+                **_latent_attention(mscale=1.0),
+            },
+            forms=(),
+        ),
     }
 )
 
@@ -179,16 +251,17 @@ PAGED = "-paged"
 LORA = "-lora"
 PAGE_SIZE = 16
 LORA_RANK = 16
-FORMS_OF_A_MODEL = "each also with -paged (a paged cache) or -lora (adapters on q, k and v), "
-FORMS_OF_A_MODEL += f"and then with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
+FORMS_OF_A_MODEL = "each but deepseek's also with -paged (a paged cache) or -lora (adapters on q, "
+FORMS_OF_A_MODEL += "k and v), each "
+FORMS_OF_A_MODEL += f"with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
 
 
 def zoo_names() -> tuple[str, ...]:
     """Every name `load_model` knows: a decode step and a prefill of each form of each model."""
     return tuple(
         name + form + tokens
-        for name in ZOO
-        for form in ("", PAGED, LORA)
+        for name, model in ZOO.items()
+        for form in ("", *model.forms)
         for tokens in ("", PREFILL)
     )
 
@@ -281,8 +354,7 @@ def build_zoo_model(
         if form.endswith(LORA):
             model = _with_adapters(name, model)
         cache = _cache(transformers, config, form.endswith(PAGED), batch, cache_length, device)
-        heads, head_dim = config.num_key_value_heads, config.head_dim
-        cache.early_initialization(batch, heads, head_dim, dtype, torch.device(device))
+        _allocate(cache, config, batch, dtype, torch.device(device))
         input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
     return LoadedModel(model, (input_ids,), {"past_key_values": cache})
 
@@ -296,6 +368,23 @@ def _cache(
     from tilewright.tools.paged_cache import PagedCache
 
     return PagedCache(config, length, batch, PAGE_SIZE, device)
+
+
+def _allocate(
+    cache: Any, config: Any, batch: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Makes a cache's tensors; those of latent attention hold latents and rope keys."""
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank is None:
+        heads, head_dim = config.num_key_value_heads, config.head_dim
+        cache.early_initialization(batch, heads, head_dim, dtype, device)
+        return
+    latent, rope_key = (
+        torch.zeros(batch, 1, 0, width, dtype=dtype, device=device)
+        for width in (rank, config.qk_rope_head_dim)
+    )
+    for layer in cache.layers:
+        layer.lazy_initialization(latent, rope_key)
 
 
 def _with_adapters(name: str, model: Any) -> Any:

@@ -229,3 +229,13 @@ def test_help_of_every_command_and_completion(command):
         assert shown.exit_code == 0
         assert "\x1b[" not in shown.stdout
     assert "--install-completion" in text
+
+
+def test_bench_draws_what_is_kept(command, tmp_path):
+    done = command("bench", "qkv_cache", "compile_time", "--plot", "plots", "--json")
+    assert done.exit_code == 0, done.stderr
+    (drawn,) = schema_checked("bench", done.stdout)["plots"]
+    assert drawn == "plots/qkv_cache.svg"
+    text = (tmp_path / drawn).read_text()
+    for word in ("llama3-70b, static", "tilewright", "eager", "NVIDIA H200"):
+        assert f"<!-- {word} -->" in text or word in text
