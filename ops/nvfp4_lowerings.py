@@ -49,7 +49,7 @@ def launch_grouped_nvfp4(*args: Any, **kwargs: Any) -> torch.Tensor:
     a = _aligned(Nvfp4MatmulArguments(*args, **kwargs))
     # Rows of no group are in no tile.
     out = fake(a).zero_()
-    if out.numel() == 0 or a.num_groups == 0:
+    if 0 in (out.numel(), a.num_groups, a.a_scales.numel()):
         return out
     target = device_target(a.a.device) or SM90
     config, spec = chosen(problem_of(a), next_power_of_2(a.a.shape[0]), target)

@@ -116,8 +116,9 @@ def grouped_nvfp4(
         row_mask = (rows >= group_start) & (rows < last_row)
         first_scale_row = (group_start // 128 + delta) * 128 + in_group
         if SWAPPED:
+            last_place = num_scale_blocks * 128 - BLOCK_M
+            first_scale_row = tl.maximum(tl.minimum(first_scale_row, last_place), 0)
             places = first_scale_row + tl.arange(0, BLOCK_M)
-            num_places = num_scale_blocks * 128
             accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         else:
             accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -130,7 +131,7 @@ def grouped_nvfp4(
             )
             if SWAPPED:
                 a_scales = scale_rows(
-                    a_scales_ptr, places, row_mask & (places >= 0) & (places < num_places),
+                    a_scales_ptr, places, row_mask,
                     step * (BLOCK_K // 16), COLUMN_BLOCKS, BLOCK_K // 16,
                 )  # fmt: skip
             else:
