@@ -27,6 +27,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "to": "to",
     "bitcast": "view",
     "reciprocal": torch.reciprocal,
+    "gather": torch.gather,
     "contiguous": "contiguous",
     "real": torch.real,
     "imag": torch.imag,

@@ -7,7 +7,7 @@ Importing the package registers the families, in order of preference.
 from tilewright.patterns import cache_absent, mla_latent_store, qkv_cache
 
 # isort: split
-from tilewright.patterns import cache_store, mla_prefill, moe
+from tilewright.patterns import cache_store, mla_prefill, moe, moe_dense
 
 # isort: split
 # Last: it takes what the families leave.
@@ -20,5 +20,6 @@ __all__ = [
     "mla_latent_store",
     "mla_prefill",
     "moe",
+    "moe_dense",
     "qkv_cache",
 ]

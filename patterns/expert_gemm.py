@@ -109,7 +109,7 @@ def _batched(value: Value) -> ExpertGemm | None:
     stored, experts = taken
     # The gathered weight may be transposed on its way: the same on the stored one.
     dims = value.args[weight_side].effect.dims
-    order = [0 if i == 0 else dim[0].axis for i, dim in enumerate(dims) if dim]
+    order = [0, *(dim[0].axis for dim in dims[1:])]
     weight = View(stored.value, effects.permute(stored.effect, order))
     x = value.args[x_side]
     if weight_side == 1:
@@ -130,7 +130,8 @@ def _by_expert(value: Value) -> tuple[int, int] | None:
         if taken is None or not one_row or len(taken[0].shape) != 3:
             continue
         dims = weight.effect.dims
-        whole = all(len(d) == 1 and d[0].step == 1 for d in dims) and dims[0][0].axis == 0
+        whole = all(len(d) == 1 and d[0].step == 1 for d in dims[1:])
+        whole = whole and (dims[0] == () or dims[0][0].axis == 0)
         if whole and sorted(weight.shape[1:]) == sorted(weight.value.shape[1:]):
             return weight_side, x_side
     return None

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilewright.patterns.dataflow import View
+import torch
+
+from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.expert_dequant import match_dequantized_experts
 from tilewright.patterns.language import Stage, register_code, reject
 
 register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
+
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def check_dtypes(x: View, weights: Sequence[View], anchor: Value) -> None:
+    """Rejects (DTYPE) what the kernels do not multiply."""
+    dtypes = {x.value.dtype, *(weight.value.dtype for weight in weights)}
+    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", anchor)
 
 
 def weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:

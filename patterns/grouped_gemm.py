@@ -24,7 +24,7 @@ from tilewright.patterns.expert_arguments import DequantizedExperts, cut_scale, 
 from tilewright.patterns.expert_dequant import match_dequantized_experts, match_dequantized_rows
 from tilewright.patterns.expert_gemm import ExpertGemm, check_device, match_grouped
 from tilewright.patterns.language import Match, Result, Stage, register, reject
-from tilewright.patterns.moe import SUPPORTED_DTYPES
+from tilewright.patterns.expert_weights import SUPPORTED_DTYPES
 from tilewright.patterns.scales import unrepeated
 
 # Columns of an NVFP4 block, and of what the op's loads take at a time.

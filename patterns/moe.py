@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
@@ -30,7 +28,7 @@ from tilewright.patterns.expert_gemm import (
     rows_of,
 )
 from tilewright.patterns.expert_loop import ExpertLoop, find_expert_loop
-from tilewright.patterns.expert_weights import weight_arguments
+from tilewright.patterns.expert_weights import check_dtypes, weight_arguments
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
 from tilewright.patterns.routing import (
@@ -41,8 +39,6 @@ from tilewright.patterns.routing import (
     match_order,
     match_rows,
 )
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
 register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
@@ -98,7 +94,7 @@ class Moe:
         combine = match_combine(flow, down, order, num_slots)
         gemms = {"gate": gate, "up": up, "down": down}
         weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
-        _guard((*firsts, down), x)
+        check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
         check_device(x)
         return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, weights)
 
@@ -217,13 +213,6 @@ def _upstream(rows: Value, reach: int = 24) -> set[Value]:
 
 
 # --- the match ------------------------------------------------------------------------------------
-
-
-def _guard(gemms: tuple[ExpertGemm, ...], x: View) -> None:
-    dtypes = {x.value.dtype, *(gemm.weight.value.dtype for gemm in gemms)}
-    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", gemms[0].end)
 
 
 def _match(

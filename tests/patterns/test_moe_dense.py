@@ -1,0 +1,40 @@
+"""Mixtures computed for all experts: fused where the weights are seen to be zero for the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, upcast
+from tests.models.moe_dense import NEAR_MISSES, SPELLINGS, build
+from tilewright.compiler import lower, reports
+
+
+CASES = [(name, False) for name in SPELLINGS]
+CASES += [(name, True) for name in ("bmm_output", "einsum_all", "llama4")]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
+def test_every_spelling_is_fused_and_no_less_accurate(name, dynamic):
+    torch._dynamo.reset()
+    module, args = build(*SPELLINGS[name])
+    compiled = torch.compile(
+        module, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+    )
+    with torch.no_grad():
+        fused, eager = compiled(*args), module(*args)
+        exact = upcast(module)(*(upcast(a) for a in args))
+    report = reports()[-1]
+    assert [site.pattern for site in report.matches] == ["moe_dense"], report.misses
+    assert_no_worse(fused, eager, exact, name)
+
+
+@pytest.mark.parametrize("step", NEAR_MISSES, ids=lambda step: step.__name__)
+def test_near_misses_say_what_is_wrong(step):
+    torch._dynamo.reset()
+    code, slots = NEAR_MISSES[step]
+    lowered = lower(*build(step, slots))
+    assert not lowered.matches, str(lowered)
+    assert {miss.code for miss in lowered.misses if miss.pattern == "moe_dense"} == (
+        {code} if code else set()
+    )
