@@ -132,7 +132,7 @@ def peer(a: GroupedMatmulArguments) -> Call:
 
 def configs_of(case: Case, a: GroupedMatmulArguments, sweep: bool) -> list[GemmConfig]:
     rows = -(-case.rows // case.shape.num_experts)
-    planned = plan_grouped(grouped_problem(a), next_power_of_2(case.rows), SM90)
+    planned = plan_grouped(grouped_problem(a), next_power_of_2(case.rows), SM90).gemm
     return list(dict.fromkeys((planned, *(candidates(rows) if sweep else ()))))
 
 

@@ -7,9 +7,9 @@ torch or a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tilewright.codegen.qkv_heads import ELEMENT_BYTES, next_power_of_2
+from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import get_target
 
@@ -130,6 +130,52 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
     return make_spec(
         "moe_gemm", "grouped_gemm", constants, arguments, problem.unaligned, config.num_warps,
         config.num_stages, target, dependent=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DequantizeConfig:
+    """Tiles of `dequantize_experts`: rows and columns of a weight."""
+
+    block_n: int = 32
+    block_k: int = 128
+    num_warps: int = 4
+
+
+def dequantize_spec(problem: GroupedProblem, config: DequantizeConfig, target: str) -> KernelSpec:
+    """What decodes all weights of a problem before its GEMM."""
+    constants: dict[str, Constant] = {
+        "HIDDEN": problem.rows,
+        "INNER": problem.inner,
+        **weight_constants(problem.weight, problem.format, problem.scale_block),
+        "SCALE_STRIDES": problem.scale_strides,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+    }
+    del constants["N_MAJOR"]
+    arguments = {
+        "weight_ptr": f"*{problem.stored_type}",
+        "scale_ptr": f"*{problem.scale_dtype}",
+        "out_ptr": f"*{problem.dtype}",
+    }
+    return make_spec(
+        "dequantize_experts", "dequantize_experts", constants, arguments, problem.unaligned,
+        config.num_warps, 1, target,
+    )  # fmt: skip
+
+
+def dequantize_grid(problem: GroupedProblem, config: DequantizeConfig) -> tuple[int, int, int]:
+    columns = cdiv(problem.inner, config.block_k)
+    return (columns, cdiv(problem.rows, config.block_n), problem.num_experts)
+
+
+def dequantized(problem: GroupedProblem) -> GroupedProblem:
+    """The problem after `dequantize_experts`; the factors of the experts are left."""
+    layout = ExpertLayout(problem.rows * problem.inner, problem.inner, False)
+    aligned = tuple(name for name in problem.unaligned if name != "weight_ptr")
+    return replace(
+        problem, weight=layout, format="dense", scale_block=(1, 1), scale_strides=(0, 0, 0),
+        unaligned=aligned,
     )  # fmt: skip
 
 

@@ -1,35 +1,58 @@
-"""Which tiles a lone grouped GEMM runs in: by the rows that a group gets on average."""
+"""Which kernels a lone grouped GEMM runs: by the rows that a group gets on average.
+
+Few rows: the time is that of streaming the weights in use. Many: tensor cores bound it. Codes are
+decoded in the GEMM, or, where each weight would be decoded too often, all of them before it. The
+bounds are where the two took equal time on an H200.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
-from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
+from tilewright.codegen.qkv_heads import cdiv
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
-SWAPPED_ROWS = 48
+SWAPPED_ROWS = 16
 # Rows per group from which 128-row tiles are taken.
-WIDE_ROWS = 192
+WIDE_ROWS = 160
+# Rows per group from which weights are decoded before the GEMM.
+DECODED_ROWS = {"fp8": 96, "int4": 48, "nvfp4": 40, "mxfp4": 48}
 # The inner dimension comes in blocks of one of these.
 BLOCK_K = 64
 STREAMED_K = 128
 
 
-def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> GemmConfig:
-    """The tiles for `num_rows` rows on a target."""
+@dataclass(frozen=True)
+class GroupedPlan:
+    """decode: the weights' codes are decoded by a kernel of their own, before a dense GEMM."""
+
+    gemm: GemmConfig
+    decode: bool
+    reason: str
+
+
+def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> GroupedPlan:
+    """The kernels for `num_rows` rows on a target."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
+    decode = rows >= DECODED_ROWS.get(problem.format, rows + 1)
+    dense = decode or problem.format == "dense"
+    config = _config(rows, target, dense=dense)
+    how = ", weights decoded before it" if decode else ""
+    return GroupedPlan(config, decode, f"{rows} rows per group, {config}{how}")
+
+
+def _config(rows: int, target: Target, *, dense: bool) -> GemmConfig:
     if rows <= SWAPPED_ROWS:
-        # A tile of one group is as long as its rows, within what a row tile may be.
-        block_m = min(max(next_power_of_2(rows), 16), 64)
-        return GemmConfig(block_m, 128, STREAMED_K, True, 8, 4)
+        # Two programs on a multiprocessor hide each other's ends.
+        return GemmConfig(16, 64, STREAMED_K, True, 4, 4, 2)
     if rows < WIDE_ROWS:
-        return GemmConfig(64, 128, BLOCK_K, False, 4, 4)
-    if problem.format != "dense":
-        # Dequantised tiles take registers, and Triton does not specialise their warps.
+        return GemmConfig(64, 128, BLOCK_K, False, 4, 3, 2)
+    if not dense:
+        # Decoding takes registers.
         return GemmConfig(128, 128, BLOCK_K, False, 8, 3)
-    # Warps stay together: a tile finds its group by reductions, and no kernel that could leave it
-    # in memory runs before. Flattened, a tile's end overlaps the next one's start.
-    return GemmConfig(128, 256, BLOCK_K, False, 8, 3, flatten=bool(target.tmem_columns))
+    return GemmConfig(128, 256, BLOCK_K, False, 8, 3, flatten=True)
 
 
 def block_k_obstacle(problem: GroupedProblem) -> str | None:

@@ -1,8 +1,8 @@
-"""The CUDA implementation of `grouped_matmul`: one persistent kernel."""
+"""The CUDA implementation of `grouped_matmul`: one persistent kernel, or two."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 
 from tilewright.codegen.grouped_kernels import (
     TMA_BYTES,
-    GemmConfig,
+    DequantizeConfig,
     GroupedProblem,
+    dequantize_grid,
+    dequantize_spec,
+    dequantized,
     gemm_grid,
     grouped_spec,
 )
-from tilewright.codegen.grouped_plan import plan_grouped
-from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
+from tilewright.codegen.grouped_plan import GroupedPlan, plan_grouped
+from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -26,26 +29,51 @@ from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The kernels of a call. decode: decodes the weights first; None: the GEMM does."""
+
+    plan: GroupedPlan
+    gemm: KernelSpec
+    decode: KernelSpec | None = None
+
+    @property
+    def specs(self) -> tuple[KernelSpec, ...]:
+        return (self.gemm,) if self.decode is None else (self.decode, self.gemm)
+
+
+DECODE = DequantizeConfig()
+
+
 @cache
-def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> tuple[GemmConfig, KernelSpec]:
-    """Tiles and kernel for up to `num_rows` rows."""
-    config = plan_grouped(problem, num_rows, target)
-    return config, grouped_spec(problem, config, target.name)
+def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> Chosen:
+    """Plan and kernels for up to `num_rows` rows."""
+    plan = plan_grouped(problem, num_rows, target)
+    if not plan.decode:
+        return Chosen(plan, grouped_spec(problem, plan.gemm, target.name))
+    gemm = grouped_spec(dequantized(problem), plan.gemm, target.name)
+    return Chosen(plan, gemm, dequantize_spec(problem, DECODE, target.name))
 
 
 def launch_grouped_matmul(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`grouped_matmul` on CUDA tensors; see GroupedMatmulArguments."""
     a = GroupedMatmulArguments(*args, **kwargs)
     a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
-    out = fake(a)
+    out, device = fake(a), a.x.device
     if out.numel() == 0:
         return out
     if a.ends.shape[0] == 0:
         return out.zero_()
-    target = device_target(a.x.device) or SM90
-    config, spec = chosen(grouped_problem(a), next_power_of_2(a.x.shape[0]), target)
-    sms = torch.cuda.get_device_properties(a.x.device).multi_processor_count
-    launch(spec, gemm_grid(config, sms), kernel_values(a, out), a.x.device)
+    target = device_target(device) or SM90
+    problem = grouped_problem(a)
+    made = chosen(problem, next_power_of_2(a.x.shape[0]), target)
+    values = kernel_values(a, out)
+    if made.decode is not None:
+        decoded = torch.empty(a.experts.shape, dtype=a.x.dtype, device=device)
+        launch(made.decode, dequantize_grid(problem, DECODE), values | {"out_ptr": decoded}, device)
+        values["weight_ptr"] = decoded
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    launch(made.gemm, gemm_grid(made.plan.gemm, sms), values, device)
     return out
 
 
@@ -74,8 +102,6 @@ def plan_grouped_matmul(a: Any, target: str) -> LoweringReport:
     reason = unsupported(a)
     if reason is not None:
         return LoweringReport("reference", reason)
-    problem = grouped_problem(a)
-    num_rows = max(a.x.shape[0], 1)
-    config, spec = chosen(problem, next_power_of_2(num_rows), TARGETS[target])
-    rows = cdiv(num_rows, max(problem.num_groups, 1))
-    return LoweringReport("grouped kernel", f"{rows} rows per group, {config}", (spec,))
+    num_rows = next_power_of_2(max(a.x.shape[0], 1))
+    made = chosen(grouped_problem(a), num_rows, TARGETS[target])
+    return LoweringReport("grouped kernel", made.plan.reason, made.specs)

@@ -10,7 +10,9 @@ import torch
 
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.grouped_kernels import GemmConfig, grouped_spec
-from tilewright.ops import ArgumentError
+from tilewright.codegen.grouped_plan import plan_grouped
+from tilewright.codegen.targets import TARGETS
+from tilewright.ops import ArgumentError, grouped_lowerings
 from tilewright.ops.contract import Tolerance, get_op
 from tilewright.ops.grouped_lowerings import kernel_values
 from tilewright.ops.grouped_matmul import OP, GroupedMatmulArguments, reference, sample_inputs
@@ -67,6 +69,45 @@ def test_offsets_out_of_order_reach_no_memory_outside():
         load_interpreted(spec)[(3,)](*(values[name] for name, _ in spec.signature))
         assert (guarded[:64] == 7).all()
         assert (guarded[-64:] == 7).all()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Launches run the emitted source on the CPU; the names of their kernels, in order."""
+    names = []
+
+    def interpret(spec, grid, values, device):
+        names.append(spec.kernel)
+        full_grid = (*grid, *(1,) * (3 - len(grid)))
+        load_interpreted(spec)[full_grid](*(values[name] for name, _ in spec.signature))
+
+    few = type("Properties", (), {"multi_processor_count": 2})
+    monkeypatch.setattr(grouped_lowerings, "launch", interpret)
+    monkeypatch.setattr(grouped_lowerings, "device_target", lambda device: TARGETS["sm90"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    return names
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4", "mxfp4"])
+def test_many_rows_have_their_weights_decoded_first(form, interpreted):
+    case = GroupedCase("case", (100, 30), (1, 0), 80, 160, 2, spare=3, weight_format=form)
+    a = sample_inputs(case)
+    args, options = OP.split(a)
+    out = grouped_lowerings.launch_grouped_matmul(*args, **options)
+    assert interpreted == ["dequantize_experts", "grouped_gemm"]
+    tolerance = (OP.tolerances if form in ("int4", "fp8") else ONE_ROUNDING)[torch.bfloat16]
+    problem = tolerance.problem(out, reference(as_double(a)))
+    assert problem is None, problem
+
+
+def test_a_tensor_that_tma_cannot_start_at_is_moved(interpreted):
+    a = sample_inputs(GROUPED_CASES[0])
+    shifted = torch.zeros(a.x.numel() + 1, dtype=a.x.dtype)[1:].view(a.x.shape).copy_(a.x)
+    args, options = OP.split(replace(a, x=shifted))
+    assert torch.equal(
+        grouped_lowerings.launch_grouped_matmul(*args, **options),
+        run(a, plan_grouped(grouped_problem(a), 128, TARGETS["sm90"]).gemm),
+    )
 
 
 def test_a_call_is_planned_for_both_chips():
