@@ -33,8 +33,10 @@ class PagedLayer(StaticLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the new tokens into their slots; gives every sequence's keys and values."""
-        if not self.is_initialized:
+        if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         tokens = key_states.shape[-2]
         positions = torch.arange(tokens, device=self.device) + self.cumulative_length
         self.cumulative_length.add_(tokens)
