@@ -118,6 +118,8 @@ def test_without_transformers_the_zoo_says_what_to_install(monkeypatch):
         ("llama3-70b", 70.6, 8),
         ("qwen3-8b", 8.19, 8),
         ("qwen3-30b-a3b", 30.5, 4),
+        ("deepseek-v2-lite", 15.7, 1),
+        ("deepseek-v3", 671.0, 1),
     ],
 )
 def test_zoo_models_have_their_published_size_and_no_memory(name, billions, heads):
@@ -131,7 +133,9 @@ def test_zoo_models_have_their_published_size_and_no_memory(name, billions, head
     )
     assert args[0].shape == (1, 1)
     layer = kwargs["past_key_values"].layers[-1]
-    assert layer.keys.shape == (1, heads, 2048, 128)
+    latent = name.startswith("deepseek")
+    assert layer.keys.shape == (1, heads, 2048, 512 if latent else 128)
+    assert layer.values.shape == (1, heads, 2048, 64 if latent else 128)
     assert layer.keys.device.type == "meta"
 
 
