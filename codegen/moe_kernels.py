@@ -36,8 +36,6 @@ from tilewright.codegen.moe_codes_kernels import (
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
-# A program compares its routes with each other: the square of this many.
-MAX_CHUNK = 128
 # Up to here every program of the sort counts all routes itself.
 COUNTED_BY_ALL = 2048
 
@@ -118,11 +116,13 @@ class CombineConfig:
 
 def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
     """Short chunks: a program's work is the square of its routes."""
-    chunk = min(max(next_power_of_2(num_routes), 16), MAX_CHUNK)
-    load = min(max(next_power_of_2(num_routes), 16), 512)
-    step = min(32, chunk)
-    counted = num_routes > COUNTED_BY_ALL
-    return OrderConfig(chunk, counted, routes_per_load=load, routes_per_step=step)
+    covered = max(next_power_of_2(num_routes), 16)
+    if num_routes <= COUNTED_BY_ALL:
+        chunk = min(32 if covered <= 128 else 64, covered)
+        return OrderConfig(chunk, False, routes_per_load=min(covered, 512), routes_per_step=chunk)
+    if num_routes <= 8 * COUNTED_BY_ALL:
+        return OrderConfig(128, True)
+    return OrderConfig(256, True, num_warps=8)
 
 
 def sort_specs(problem: MoeProblem, config: OrderConfig, target: str) -> dict[str, KernelSpec]:
@@ -261,7 +261,9 @@ def up_problem(problem: MoeProblem) -> GroupedProblem:
 
 def down_problem(problem: MoeProblem) -> GroupedProblem:
     """The second GEMM alone: its rows are the sorted routes, which it stores in their own order."""
-    moved = {"down_weight_ptr": "weight_ptr", "bias_ptr": "bias_ptr"}
+    moved = {
+        "down_weight_ptr": "weight_ptr", "bias_ptr": "bias_ptr", "down_scale_ptr": "scale_ptr",
+    }  # fmt: skip
     return GroupedProblem(
         dtype=problem.dtype,
         out_dtype=problem.dtype,

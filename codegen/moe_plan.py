@@ -116,6 +116,8 @@ def _codes(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, Gem
 
 def streams_codes(problem: MoeProblem) -> bool:
     """Whether both GEMMs can read their weights by words of codes."""
+    if any(name.endswith("scale_ptr") for name in problem.unaligned):
+        return False
     storages = (up_problem(problem), down_problem(problem))
     return all(codes_obstacle(storage, STREAMED_K) is None for storage in storages)
 

@@ -45,6 +45,7 @@ def moe_problem(a: Any) -> MoeProblem:
         "x_ptr": a.x, "weight_ptr": gate, "up_weight_ptr": up, "down_weight_ptr": down,
         "bias_ptr": a.down_bias, "gate_bias_ptr": a.gate_bias, "up_bias_ptr": a.up_bias,
         "ids_ptr": a.expert_ids, "weights_ptr": a.expert_weights,
+        "gate_scale_ptr": a.gate_scale, "up_scale_ptr": a.up_scale, "down_scale_ptr": a.down_scale,
     }  # fmt: skip
     return MoeProblem(
         dtype=TRITON_TYPES[a.x.dtype],

@@ -116,7 +116,15 @@ def _weight(case: MoeCase, sampler: Sampler, name: str, shape: tuple[int, ...]) 
 
 
 def quantize_weight(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """(data, scale, scale_block) of dense [E, N, K] in a format of ops.formats.expert_weight."""
+    """(data, scale, scale_block) of dense [E, N, K] in a format of ops.formats.expert_weight.
+
+    Made on the CPU, so that codes are the same wherever they go.
+    """
+    data, scale, block = _quantized(name, dense.cpu())
+    return data.to(dense.device), scale.to(dense.device), block
+
+
+def _quantized(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     if name == "fp8":
         codes, scale = fp8_block.quantize_blocks(dense)
         return codes, scale, [fp8_block.BLOCK, fp8_block.BLOCK]
