@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.grouped_kernels import grouped_spec
-from tilewright.codegen.grouped_plan import plan_grouped
 from tilewright.codegen.moe_codes_kernels import CodesConfig
 from tilewright.codegen.moe_kernels import ExpertLayout, GemmConfig, MoeProblem
 from tilewright.codegen.moe_plan import plan_moe
@@ -23,6 +21,7 @@ from tilewright.codegen.nvfp4_kernels import (
 )
 from tilewright.codegen.qkv_heads import cdiv
 from tilewright.codegen.targets import Target
+from tilewright.ops.grouped_lowerings import chosen
 from tilewright.tools.audit_cases import SPECIALISED_STACK_BYTES, AuditCase
 
 # One token, decode batches, a chunk of a prefill, a whole one.
@@ -154,10 +153,13 @@ def _grouped_cases(problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
     """The second GEMM of a mixture as `grouped_matmul`, whose rows stay where they are."""
     alone = replace(kernels.down_problem(problem), ordered=False, ids_dtype="i32")
     for rows in ROWS_PER_GROUP:
-        config = plan_grouped(alone, rows * alone.num_groups, target)
-        claims = _fused_claims(problem, config, rows <= MEMORY_BOUND_ROWS)
-        name = f"grouped {problem.dtype} {problem.format} rows={rows}: {config}"
-        yield AuditCase(name, grouped_spec(alone, config, target.name), claims)
+        made = chosen(alone, rows * alone.num_groups, target)
+        name = f"grouped {problem.dtype} {problem.format} rows={rows}"
+        multiplied = replace(problem, format="dense") if made.decode else problem
+        claims = _fused_claims(multiplied, made.plan.gemm, rows <= MEMORY_BOUND_ROWS)
+        yield AuditCase(f"{name}: {made.plan.gemm}", made.gemm, claims)
+        if made.decode is not None:
+            yield AuditCase(f"{name} decoded", made.decode, Expectations())
 
 
 def _fused_claims(problem: MoeProblem, config: GemmConfig, few: bool) -> Expectations:
