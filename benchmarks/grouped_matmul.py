@@ -24,8 +24,16 @@ from moe_layers import BY_NAME, COLD_BYTES, WEIGHT_BYTES, MoeShape, coded, dense
 from timing import Call, capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.grouped_kernels import GemmConfig, gemm_grid, grouped_spec
-from tilewright.codegen.grouped_plan import plan_grouped
+from tilewright.codegen.grouped_kernels import (
+    DequantizeConfig,
+    GemmConfig,
+    dequantize_grid,
+    dequantize_spec,
+    dequantized,
+    gemm_grid,
+    grouped_spec,
+)
+from tilewright.codegen.grouped_plan import DECODED_ROWS, grouped_config, plan_grouped
 from tilewright.codegen.nvfp4_kernels import QuantizeConfig, quantize_grid, quantize_spec
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
@@ -41,11 +49,13 @@ from tilewright.ops.quantize_nvfp4 import kernel_values as quantize_values
 
 DEVICE = torch.device("cuda")
 MANY_ROWS = (
-    GemmConfig(64, 128, 64, False, 4, 4), GemmConfig(64, 128, 64, False, 4, 3, 2),
-    GemmConfig(64, 256, 64, False, 8, 4), GemmConfig(128, 128, 64, False, 8, 4),
-    GemmConfig(128, 256, 64, False, 8, 3), GemmConfig(128, 256, 64, False, 8, 4),
-    GemmConfig(128, 256, 64, False, 8, 3, 1, True), GemmConfig(128, 128, 128, False, 8, 3),
+    GemmConfig(64, 128, 64, False, 4, 3, 2), GemmConfig(64, 128, 64, False, 4, 4, 2),
+    GemmConfig(64, 128, 64, True, 4, 4, 2), GemmConfig(64, 256, 64, False, 8, 4, 1, True),
+    GemmConfig(128, 128, 64, False, 4, 3, 2), GemmConfig(128, 128, 64, False, 8, 4, 1, True),
+    GemmConfig(128, 256, 64, False, 8, 3, 1, True), GemmConfig(128, 256, 64, False, 8, 4, 1, True),
 )  # fmt: skip
+DECODERS = (DequantizeConfig(), DequantizeConfig(64, 128, 8), DequantizeConfig(16, 256, 4),
+            DequantizeConfig(32, 256, 8), DequantizeConfig(8, 512, 4))  # fmt: skip
 QUANTISERS = (
     (32, 256, 4), (32, 128, 4), (16, 256, 4), (32, 64, 1), (32, 64, 2), (64, 128, 8), (16, 512, 4),
     (128, 64, 4),
@@ -66,7 +76,7 @@ def candidates(rows: int) -> tuple[GemmConfig, ...]:
         return few_rows(16)
     if rows <= 96:
         size = min(next_power_of_2(rows), 64)
-        return (*few_rows(size), *MANY_ROWS[:3])
+        return (*few_rows(size)[:3], *MANY_ROWS[:4])
     return MANY_ROWS
 
 
@@ -126,14 +136,35 @@ def kernel(a: GroupedMatmulArguments, config: GemmConfig) -> Call:
     return call
 
 
+def decoded(a: GroupedMatmulArguments, tiles: DequantizeConfig, config: GemmConfig) -> Call:
+    """All weights decoded, then the dense GEMM."""
+    problem = grouped_problem(a)
+    decode = dequantize_spec(problem, tiles, SM90.name)
+    gemm = grouped_spec(dequantized(problem), config, SM90.name)
+    dense = torch.empty(a.experts.shape, dtype=a.x.dtype, device=DEVICE)
+
+    def call() -> None:
+        values = kernel_values(a, fake(a))
+        grid = dequantize_grid(problem, tiles)
+        launch(decode, grid, values | {"out_ptr": dense}, DEVICE)
+        launch(gemm, gemm_grid(config, SM90.num_sms), values | {"weight_ptr": dense}, DEVICE)
+
+    return call
+
+
 def peer(a: GroupedMatmulArguments) -> Call:
     return lambda: torch.nn.functional.grouped_mm(a.x, a.weight.mT, offs=a.group_offsets)
 
 
 def configs_of(case: Case, a: GroupedMatmulArguments, sweep: bool) -> list[GemmConfig]:
     rows = -(-case.rows // case.shape.num_experts)
-    planned = plan_grouped(grouped_problem(a), next_power_of_2(case.rows), SM90).gemm
+    planned = plan_grouped(grouped_problem(a), next_power_of_2(case.rows)).gemm
     return list(dict.fromkeys((planned, *(candidates(rows) if sweep else ()))))
+
+
+def dense_config(case: Case) -> GemmConfig:
+    """What the planner takes for decoded weights."""
+    return grouped_config(-(-next_power_of_2(case.rows) // case.shape.num_experts), dense=True)
 
 
 def measure(case: Case, given: dict[str, Any], sweep: bool) -> dict[str, Any]:
@@ -149,8 +180,14 @@ def measure(case: Case, given: dict[str, Any], sweep: bool) -> dict[str, Any]:
             graphs[str(config)] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
         except Exception as error:  # what cannot be launched is a result here
             print(f"    {config}: {type(error).__name__}: {str(error)[:150]}")
+    if case.form in DECODED_ROWS and sweep:
+        for tiles in DECODERS:
+            runs = [decoded(a, tiles, dense_config(case)) for a in sets[:2]]
+            name = f"decoded by {tiles.block_n}x{tiles.block_k} w{tiles.num_warps}"
+            graphs[name] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
     got = OP.call(sets[0])[:64]
     error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
+    graphs["op"] = capture([lambda i=i: OP.call(sets[i % len(sets)]) for i in range(calls)], 1)
     if case.form == "dense":
         peers = [peer(a) for a in sets]
         graphs["grouped_mm"] = capture([peers[i % len(peers)] for i in range(calls)], warmup=1)
@@ -158,7 +195,7 @@ def measure(case: Case, given: dict[str, Any], sweep: bool) -> dict[str, Any]:
     if case.form == "fp16":
         times["grouped_mm"] = eager_us(peer(sets[0]))
         times["op, eager"] = eager_us(lambda: OP.call(sets[0]))
-    return report(case, sets, str(configs[0]), times, error)
+    return report(case, sets, times, error)
 
 
 def eager_us(call: Call, runs: int = 5) -> float:
@@ -171,9 +208,7 @@ def eager_us(call: Call, runs: int = 5) -> float:
     return 1e6 * (time.perf_counter() - start) / runs
 
 
-def report(
-    case: Case, sets: list[Any], planned: str, times: dict[str, float], error: float
-) -> dict[str, Any]:
+def report(case: Case, sets: list[Any], times: dict[str, float], error: float) -> dict[str, Any]:
     _, n, k = case.dims
     hit = sum(int((a.ends.diff(prepend=a.ends.new_zeros(1)) > 0).sum()) for a in sets) / len(sets)
     flop, read = 2 * case.rows * n * k, hit * n * k * WEIGHT_BYTES.get(case.form, 2.0)
@@ -181,12 +216,11 @@ def report(
           f"error {error:.1e}")  # fmt: skip
     for name in sorted(times, key=lambda name: times[name]):
         us = times[name]
-        mark = " <- planned" if name == planned else ""
         rates = f"{flop / us / 1e6:6.0f} TF {read / us / 1e6:5.2f} TB/s"
-        print(f"    {us:9.1f} us {rates}  {name}{mark}")
+        print(f"    {us:9.1f} us {rates}  {name}")
     print(end="", flush=True)
     return {"model": case.shape.name, "stage": case.stage, "form": case.form, "error": error,
-            "tokens": case.tokens, "planned": planned, "us": times}  # fmt: skip
+            "tokens": case.tokens, "us": times}  # fmt: skip
 
 
 def quantise(sweep: bool) -> list[dict[str, Any]]:
@@ -207,6 +241,8 @@ def quantise(sweep: bool) -> list[dict[str, Any]]:
             calls = [codes(a, config) for a in sets]
             name = f"{config.block_r}x{config.block_c} w{config.num_warps}"
             graphs[name] = capture(calls, warmup=1)
+        alone = [QuantizeNvfp4Arguments(a.x) for a in sets]
+        graphs["one group"] = capture([lambda a=a: QUANTIZE.call(a) for a in alone], warmup=1)
         graphs["copy"] = capture([lambda a=a: a.x.clone() for a in sets], warmup=1)
         times = interleaved_us(graphs, count, rounds=4, replays=2)
         print(f"quantize_nvfp4 {rows} x {inner}")
@@ -257,6 +293,9 @@ def main() -> None:
             problem = grouped_problem(a)
             configs = configs_of(case, a, options.sweep)
             wanted += [grouped_spec(problem, config, SM90.name) for config in configs]
+            if case.form in DECODED_ROWS and options.sweep:
+                wanted += [dequantize_spec(problem, tiles, SM90.name) for tiles in DECODERS]
+                wanted.append(grouped_spec(dequantized(problem), dense_config(case), SM90.name))
         del given, a
         torch.cuda.empty_cache()
     compile_all(list(dict.fromkeys(wanted)))

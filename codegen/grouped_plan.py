@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
 from tilewright.codegen.qkv_heads import cdiv
-from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
 SWAPPED_ROWS = 16
@@ -33,17 +32,18 @@ class GroupedPlan:
     reason: str
 
 
-def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> GroupedPlan:
-    """The kernels for `num_rows` rows on a target."""
+def plan_grouped(problem: GroupedProblem, num_rows: int) -> GroupedPlan:
+    """The kernels for `num_rows` rows."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
     decode = rows >= DECODED_ROWS.get(problem.format, rows + 1)
     dense = decode or problem.format == "dense"
-    config = _config(rows, target, dense=dense)
+    config = grouped_config(rows, dense=dense)
     how = ", weights decoded before it" if decode else ""
     return GroupedPlan(config, decode, f"{rows} rows per group, {config}{how}")
 
 
-def _config(rows: int, target: Target, *, dense: bool) -> GemmConfig:
+def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
+    """Tiles for so many rows per group; dense: of weights that need no decoding."""
     if rows <= SWAPPED_ROWS:
         # Two programs on a multiprocessor hide each other's ends.
         return GemmConfig(16, 64, STREAMED_K, True, 4, 4, 2)

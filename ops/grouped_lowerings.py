@@ -48,7 +48,7 @@ DECODE = DequantizeConfig()
 @cache
 def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> Chosen:
     """Plan and kernels for up to `num_rows` rows."""
-    plan = plan_grouped(problem, num_rows, target)
+    plan = plan_grouped(problem, num_rows)
     if not plan.decode:
         return Chosen(plan, grouped_spec(problem, plan.gemm, target.name))
     gemm = grouped_spec(dequantized(problem), plan.gemm, target.name)

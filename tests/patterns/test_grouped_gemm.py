@@ -298,3 +298,31 @@ def test_a_mixture_that_is_none_leaves_both_of_its_products():
         lowered = lower(module, args)
     assert [site.op for site in lowered.matches] == [WEIGHT_ONLY] * 2
     assert [miss.code for miss in lowered.misses] == ["EXPERT_ACTIVATION"]
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize(
+    ("spelling", "prepare", "op"),
+    [
+        ("nvfp4_table", library, BOTH), ("nvfp4_no_factor", spelled_out, BOTH),
+        ("nvfp4_table", by_row, WEIGHT_ONLY), ("mxfp4_ldexp", torch.clone, WEIGHT_ONLY),
+        ("fp8_blocks", torch.clone, WEIGHT_ONLY),
+    ],
+)  # fmt: skip
+def test_inductor_compiles_what_stands_before_the_op(spelling, prepare, op):
+    """Where scales are put into the tensor core's layout, and rows quantised, on a GPU."""
+    module, x = Coded(spelling, prepare), rows(count=210)
+    ends = torch.tensor([129, 129, 200], dtype=torch.int32)
+    with torch.device("cuda"), torch.no_grad():
+        module, x, ends = module.cuda(), x.cuda(), ends.cuda()
+        exact = product(prepare(x)[:200], module.weight(), ends.cpu())
+        eager = module(x, ends)[:200]
+        torch._dynamo.reset()
+        got = torch.compile(module, backend="tilewright")(x, ends)
+    assert [site.op for site in reports()[-1].matches] == [op]
+    assert_no_worse(got[:200], eager, exact, spelling)
+    assert not got[200:].any()
