@@ -20,17 +20,15 @@ def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
 def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
     """Tiles of the up-projection for `rows` keys."""
     block_m = 64 if rows <= 64 else 128
-    if problem.scale_block is not None:
-        block_k = min(problem.scale_block[1], 128)
-        block_n = _part_block(problem, 128)
-        warps = 4 if block_m * block_n <= 64 * 128 else 8
-        return UpConfig(block_m, block_n, block_k, warps, 4)
     block_n = _part_block(problem, 128)
+    block_k = 64 if problem.scale_block is None else min(problem.scale_block[1], 128)
     warps = 4 if block_m * block_n <= 64 * 128 else 8
     # Triton 3.6 cannot flatten the loop where keys and values are stored apart.
-    if target.tmem_columns and block_m == 128 and problem.joint and not problem.limited:
-        return UpConfig(128, block_n, 64, 8, 4, flatten=True, warp_specialize=True)
-    return UpConfig(block_m, block_n, 64, warps, 4)
+    wide = block_m == 128 and problem.joint and not problem.limited
+    specialised = bool(target.tmem_columns) and wide
+    return UpConfig(
+        block_m, block_n, block_k, warps, 4, flatten=specialised, warp_specialize=specialised
+    )
 
 
 def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
