@@ -27,6 +27,9 @@ INDEX_NAMES = (
     "positions_ptr",
     "block_table_ptr",
 )
+# Rows of one program of `mla_merge` and of `mla_join`.
+MERGE_ROWS = 16
+JOIN_ROWS = 32
 SCALE_NAMES = ("q_scale_ptr", "k_scale_ptr", "v_scale_ptr")
 STRIDES = (
     "q_sequence_stride",
@@ -217,6 +220,38 @@ def merge_spec(
     return _spec("mla_merge", constants, arguments, target, 4, 2, ("parts_ptr", "out_ptr"), {})
 
 
+def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
+    """The `mla_join` kernel that puts both parts of a problem's keys side by side."""
+    nope_block, rope_block, _ = problem.blocks
+    constants: dict[str, Constant] = {
+        "NUM_HEADS": problem.num_heads,
+        "NOPE": problem.nope,
+        "ROPE": problem.rope,
+        "NOPE_BLOCK": nope_block,
+        "ROPE_BLOCK": rope_block,
+        "K_STRIDE": problem.k_stride,
+        "ROPE_STRIDE": problem.rope_stride,
+        "BLOCK_R": JOIN_ROWS,
+    }
+    arguments: dict[str, str | None] = {
+        "k_ptr": f"*{problem.dtype}",
+        "rope_ptr": f"*{problem.dtype}",
+        "out_ptr": f"*{problem.dtype}",
+        "num_rows": "i32",
+        "run": "i32",
+        "k_sequence_stride": "i64",
+        "k_head_stride": "i64",
+        "rope_sequence_stride": "i64",
+    }
+    return _spec(
+        "mla_join", constants, arguments, target, 4, 2, problem.aligned, {"run": (1, 2**31 - 1)}
+    )
+
+
+def join_grid(num_rows: int) -> tuple[int]:
+    return (cdiv(num_rows, JOIN_ROWS),)
+
+
 def _spec(
     kernel: str,
     constants: Mapping[str, Constant],
@@ -241,9 +276,6 @@ def _spec(
         num_stages=num_stages,
         target=target,
     )
-
-
-MERGE_ROWS = 16
 
 
 def merge_grid(num_rows: int) -> tuple[int]:

@@ -1,5 +1,5 @@
-"""Which attention kernel an MLA call runs: by what the chip has, the operands' width and the tiles'
-number. The bounds are where two forms took equal time on an H200."""
+"""How an MLA attention call is computed: by what the chip has, the operands' width and the extents.
+The bounds are where two ways took equal time on an H200."""
 
 from __future__ import annotations
 
@@ -13,37 +13,42 @@ from tilewright.codegen.targets import Target
 
 # Share of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
+# A library's attention gains over ours what joining the keys costs at so many tiles of 128 queries.
+LIBRARY_TILES = 1024
+# And at so many keys: below, joining them is too much of the work.
+LIBRARY_KEYS = 1024
 
 
-def attention_config(
-    problem: AttentionProblem, sizes: AttentionSizes, target: Target
-) -> AttentionConfig:
-    """The tiles of a call."""
-    if not (problem.tma and (problem.rope_tma or not problem.rope)):
-        return _by_pointers(problem, target)
-    chained = not target.tmem_columns
-    if _tile_bytes(problem, 128, 64, 2) > target.max_shared_bytes:
-        return AttentionConfig(64, 32, 4, 2, chained=chained)
+def attention_config(problem: AttentionProblem, target: Target) -> AttentionConfig:
+    """The tiles of a call that runs our kernel."""
+    reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
-        return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=chained)
-    return AttentionConfig(128, 64, 4, 2, warp_specialize=True, one_loop=True)
+        if reached and _fits(problem, 128, 64, 2, target):
+            return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=False)
+        return _by_pointers(problem, target, chained=False)
+    if problem.is_fp8 and reached and _fits(problem, 64, 64, 3, target):
+        if problem.v_by_key:
+            # Several programs on a multiprocessor take turns at the tensor core.
+            return AttentionConfig(64, 64, 4, 3)
+        return AttentionConfig(128, 128, 8, 2)
+    return _by_pointers(problem, target, chained=True)
 
 
-def _by_pointers(problem: AttentionProblem, target: Target) -> AttentionConfig:
-    chained = not target.tmem_columns
+def _by_pointers(problem: AttentionProblem, target: Target, *, chained: bool) -> AttentionConfig:
     for block_m, block_n, warps, stages in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2)):
-        if _tile_bytes(problem, block_m, block_n, stages) <= target.max_shared_bytes:
+        if _fits(problem, block_m, block_n, stages, target):
             return AttentionConfig(block_m, block_n, warps, stages, tma=False, chained=chained)
     return AttentionConfig(64, 32, 4, 1, tma=False, chained=chained)
 
 
-def _tile_bytes(problem: AttentionProblem, block_m: int, block_n: int, stages: int) -> int:
-    """Shared memory of q's tile and of the stages of keys and values, with some for the rest."""
+def _fits(
+    problem: AttentionProblem, block_m: int, block_n: int, stages: int, target: Target
+) -> bool:
+    """Whether shared memory holds q's tile and the stages of keys and values."""
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
-    size = ELEMENT_BYTES[problem.dtype]
     tiles = block_m * (nope + rope) + stages * block_n * (nope + rope + v)
-    return tiles * size + 4096
+    return tiles * ELEMENT_BYTES[problem.dtype] + 4096 <= target.max_shared_bytes
 
 
 def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
@@ -56,3 +61,12 @@ def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target)
     kept = max(sizes.num_keys, 1) * problem.key_bytes
     fitting = max(int(L2_SHARE * target.l2_bytes / kept), 1)
     return min(pairs, fitting)
+
+
+def library_gains(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
+    """Whether a library's attention over joined keys takes less time than our kernel.
+
+    Asked only where it computes the same: dense 16-bit operands, a mask of shapes alone.
+    """
+    tiles = sizes.num_sequences * problem.num_heads * -(-sizes.num_queries // 128)
+    return tiles >= LIBRARY_TILES and sizes.num_keys >= LIBRARY_KEYS

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 
 from tilewright.codegen import mla_attention_kernels as kernels
-from tilewright.codegen.mla_attention_kernels import (
-    AttentionConfig,
-    AttentionProblem,
-    AttentionSizes,
-)
+from tilewright.codegen.mla_attention_kernels import AttentionConfig, AttentionProblem
 from tilewright.codegen.mla_attention_plan import attention_config, head_group
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, Target
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
+from tilewright.ops.mla_attention_library import (
+    NAME,
+    join_spec,
+    library_wanted,
+    run_library,
+)
 from tilewright.ops.mla_attention_problems import (
     AttentionCall,
     QueryRope,
@@ -71,12 +73,14 @@ def attend(
     not written. Nothing is read back from the device. Raises ArgumentError.
     """
     a = _call(q, k, v, k_rope, **options)
-    out, lse = _results(a)
-    if out.numel() == 0:
-        return out, lse
+    if a.q.numel() == 0:
+        return _results(a)
     target = device_target(a.q.device) or SM90
     problem, sizes = attention_problem(a), a.sizes
-    config, spec = _planned(problem, sizes, target)
+    if library_wanted(a, problem, target):
+        return run_library(a, problem, target)
+    config, spec = _planned(problem, target)
+    out, lse = _results(a)
     tiles = kernels.row_tiles(problem, config, sizes)
     group = head_group(problem, sizes, target)
     strides = strides_of(a)
@@ -129,16 +133,9 @@ def _results(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 @cache
-def _planned(
-    problem: AttentionProblem, sizes: AttentionSizes, target: Target
-) -> tuple[AttentionConfig, KernelSpec]:
-    config = attention_config(problem, sizes, target)
-    return config, _spec(problem, config, target.name)
-
-
-@cache
-def _spec(problem: AttentionProblem, config: AttentionConfig, target: str) -> KernelSpec:
-    return kernels.attention_spec(problem, config, target)
+def _planned(problem: AttentionProblem, target: Target) -> tuple[AttentionConfig, KernelSpec]:
+    config = attention_config(problem, target)
+    return config, kernels.attention_spec(problem, config, target.name)
 
 
 def attention_plan(
@@ -157,8 +154,11 @@ def attention_plan(
         given = {name: value for name, value in options.items() if name != "q_rope"}
         given["out_dtype"] = given.get("out_dtype") or q.dtype
         before = query_specs(AttentionCall(q, None, k, v, k_rope, **given), rope, target)
-    a = _call(q.to("meta"), k, v, k_rope, **options)
-    config, spec = _planned(attention_problem(a), a.sizes, target)
+    a = _call(q, k, v, k_rope, **options)
+    problem = attention_problem(a)
+    if library_wanted(a, problem, target):
+        return (*before, join_spec(problem, target.name)), NAME
+    config, spec = _planned(problem, target)
     return (*before, spec), f"attention {config}"
 
 

@@ -137,7 +137,7 @@ def load_values(
     v_source, first_key, own_keys, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BY_KEY: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Values [BLOCK_N, V_BLOCK] of a block of keys; v_first: the sequence's first in a dim's row."""
+    """Values [BLOCK_N, V_BLOCK] of a block; v_first: the sequence's first key in a dim's row."""
     if TMA:
         if V_BY_KEY:
             values = v_source.load([0, v_first + first_key]).T
@@ -292,10 +292,7 @@ def mla_attention(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
-    if MASK_KIND == "additive":
-        steepness = 1.0
-    else:
-        steepness = factor
+    steepness = 1.0 if MASK_KIND == "additive" else factor
     if not ONE_LOOP:
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
             key = (whole + step) * BLOCK_N

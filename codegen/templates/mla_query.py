@@ -23,8 +23,9 @@ def mla_query(
     BY_POSITION: tl.constexpr, BATCH_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     CAST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, ROPE_DIM], a row being one head of one token: q's last ROPE_DIM columns, rotated in
-    fp32 and rounded once. CAST: out [rows, NOPE + ROPE_DIM], q's columns over its scale, saturating.
+    """out [rows, ROPE_DIM], a row being one head of one token: q's last ROPE_DIM columns, rotated
+    in fp32 and rounded once. CAST: out [rows, NOPE + ROPE_DIM], all columns, over q's scale and
+    saturating.
 
     Grid (cdiv(num_rows, BLOCK_R),). A row of cos and sin is the token's position (BY_POSITION) or
     its number modulo rope_rows. token_run: tokens of one sequence, where they are equally many.

@@ -106,10 +106,7 @@ def base_of(
     RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Where the rows of a sequence and head start."""
-    if RAGGED:
-        start = first_row * row_stride
-    else:
-        start = sequence.to(tl.int64) * sequence_stride
+    start = first_row * row_stride if RAGGED else sequence.to(tl.int64) * sequence_stride
     return pointer + start + head.to(tl.int64) * head_stride
 
 

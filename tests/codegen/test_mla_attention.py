@@ -4,12 +4,12 @@ runs is the very source emitted for SM100 and SM90."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.attention_cases import FP8, Case, call_of, exact, offsets, prefix, with_options
 from tilewright.codegen import mla_attention_kernels as kernels
 from tilewright.codegen import mla_query_kernels
 from tilewright.codegen.build import load_interpreted
@@ -24,63 +24,9 @@ from tilewright.ops.mla_attention_problems import (
 )
 from tilewright.ops.rope import apply_rope
 
-FP8 = torch.float8_e4m3fn
 TWO_LOOPS = kernels.AttentionConfig(32, 16, 4, 2, tma=True, chained=False)
 ONE_LOOP = kernels.AttentionConfig(16, 32, 4, 2, tma=True, one_loop=True, promote=True)
 POINTERS = kernels.AttentionConfig(16, 16, 4, 2, tma=False)
-
-
-@dataclass(frozen=True)
-class Case:
-    """queries, keys: of each sequence; dense where `dense`, all alike then."""
-
-    name: str
-    queries: tuple[int, ...] = (37,)
-    keys: tuple[int, ...] = (37,)
-    heads: int = 2
-    nope: int = 32
-    rope: int = 16
-    v_dim: int = 32
-    dtype: torch.dtype = torch.float16
-    dense: bool = False
-    v_by_key: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def prefix(case: Case) -> dict[str, Any]:
-    """Queries are the last of their sequence's keys."""
-    starts = [k - q for q, k in zip(case.queries, case.keys, strict=True)]
-    return {"query_starts": torch.tensor(starts, dtype=torch.int32)}
-
-
-def call_of(case: Case, seed: int = 0) -> AttentionCall:
-    torch.manual_seed(seed)
-    total_q, total_k = sum(case.queries), sum(case.keys)
-    wide = torch.float32 if case.dtype == FP8 else case.dtype
-    q = torch.randn(total_q, case.heads, case.nope + case.rope, dtype=wide).to(case.dtype)
-    kv = torch.randn(total_k, case.heads, case.nope + case.v_dim, dtype=wide).to(case.dtype)
-    # Rope keys are columns of a cache entry.
-    entry = torch.randn(total_k, 16 + case.rope, dtype=wide).to(case.dtype)
-    k, v, k_rope = kv[..., : case.nope], kv[..., case.nope :], entry[:, 16:]
-    if case.v_by_key:
-        padded = torch.zeros(case.heads, case.v_dim, -(-total_k // 16) * 16, dtype=case.dtype)
-        padded[..., :total_k] = v.permute(1, 2, 0)
-        v = padded.permute(2, 0, 1)[:total_k]
-    q_rope = q[..., case.nope :] if case.rope else None
-    k_rope = k_rope if case.rope else None
-    given: dict[str, Any] = {"scale": 0.3, "return_lse": True, "out_dtype": wide, **case.options}
-    if case.dense:
-        batch = len(case.queries)
-        q, k, v = (t.unflatten(0, (batch, -1)) for t in (q, k, v))
-        q_rope, k_rope = (None if t is None else t.unflatten(0, (batch, -1)) for t in (q_rope, k_rope))
-    else:
-        given["query_offsets"] = offsets(case.queries)
-        given["key_offsets"] = offsets(case.keys).long()
-    return AttentionCall(q[..., : case.nope], q_rope, k, v, k_rope, **given)
-
-
-def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
 
 
 def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100", group: int = 2):
@@ -104,72 +50,11 @@ def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100"
     return out, lse
 
 
-def exact(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in float64, sequence by sequence; NaN where no sequence has the token."""
-    q, k, v = (t.flatten(0, -3).double() for t in (a.q, a.k, a.v))
-    rows = a.q.shape[-3] if not a.ragged else 0
-    out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=torch.float64)
-    lse = torch.full(q.shape[:-1], math.nan, dtype=torch.float64)
-    for b in range(a.num_sequences):
-        if a.ragged:
-            mine, keys = (slice(*map(int, o[b : b + 2])) for o in (a.query_offsets, a.key_offsets))
-        else:
-            mine = slice(b * rows, (b + 1) * rows)
-            keys = slice(b * a.k.shape[1], (b + 1) * a.k.shape[1])
-        scores = torch.einsum("qhd,khd->hqk", q[mine], k[keys])
-        start = 0 if a.key_starts is None else int(a.key_starts[b])
-        key_at = start + torch.arange(scores.shape[2])
-        if a.q_rope is not None:
-            q_rope = a.q_rope.flatten(0, -3).double()[mine]
-            if a.block_table is not None:
-                size = a.k_rope.shape[1]
-                k_rope = a.k_rope[a.block_table[b, key_at // size].long(), key_at % size].double()
-            else:
-                k_rope = a.k_rope.flatten(0, -2).double()[keys]
-            scores += torch.einsum("qhd,kd->hqk", q_rope, k_rope)
-        scores *= a.scale
-        for scale in (a.q_scale, a.k_scale):
-            scores *= 1.0 if scale is None else float(scale)
-        if a.query_positions is not None:
-            places = a.query_positions if a.query_positions.dim() == 1 else a.query_positions[b]
-            places = places[mine] if a.ragged else places
-        else:
-            first = 0 if a.query_starts is None else int(a.query_starts[b])
-            places = first + torch.arange(scores.shape[1])
-        seen = torch.ones(scores.shape[1:], dtype=torch.bool)
-        p, j = places[:, None], key_at[None, :]
-        if a.mask != "none":
-            seen &= j <= p
-        if a.mask == "sliding_window":
-            seen &= j > p - a.window
-        if a.mask == "chunked":
-            seen &= j // a.window == p // a.window
-        if a.key_lengths is not None:
-            seen &= j < a.key_lengths[b]
-        scores.masked_fill_(~seen, -math.inf)
-        if a.attn_mask is not None:
-            given = a.attn_mask.expand(a.num_sequences, a.k.shape[-2], *scores.shape[1:])[b]
-            if given.dtype == torch.bool:
-                scores.masked_fill_(~given, -math.inf)
-            else:
-                scores += given
-        blind = (scores == -math.inf).all(-1, keepdim=True)
-        weights = torch.where(blind, 0.0, scores.softmax(-1)) if scores.shape[2] else scores
-        scale = 1.0 if a.v_scale is None else float(a.v_scale)
-        out[mine] = torch.einsum("hqk,khd->qhd", weights, v[keys]) * scale
-        lse[mine] = scores.logsumexp(-1).T
-    return out.view(*a.q.shape[:-1], -1), lse.view(a.q.shape[:-1])
-
-
 def agree(a: AttentionCall, got, tolerance: float) -> None:
     out, lse = got
     want, want_lse = exact(a)
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance, equal_nan=True)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=1e-3, equal_nan=True)
-
-
-def with_options(case: Case, **options: Any) -> Case:
-    return replace(case, options={**case.options, **options})
 
 
 RAGGED = Case("ragged", (5, 0, 33, 1), (5, 0, 70, 40))
@@ -200,7 +85,9 @@ def tolerance(case: Case) -> float:
 
 
 @pytest.mark.parametrize("config", [TWO_LOOPS, ONE_LOOP, POINTERS], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.options.get('mask', '')}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.name} {case.options.get('mask', '')}"
+)
 def test_kernel_is_attention(case, config):
     a = call_of(case)
     agree(a, run(a, config), tolerance(case))
@@ -210,7 +97,9 @@ def test_positions_and_masks_of_a_dense_batch():
     """Positions by tensor, in no order; masks by stride, broadcast or of each head."""
     case = Case("dense", (17,) * 2, (45,) * 2, dense=True)
     positions = torch.randint(0, 45, (2, 17))
-    bias = torch.randn(2, 1, 17, 48)[..., :45].masked_fill(torch.rand(2, 1, 17, 45) < 0.3, -math.inf)
+    bias = torch.randn(2, 1, 17, 48)[..., :45].masked_fill(
+        torch.rand(2, 1, 17, 45) < 0.3, -math.inf
+    )
     flags = torch.rand(1, 2, 1, 45) < 0.5
     for options in (
         {"query_positions": positions},
@@ -264,7 +153,8 @@ def test_order_of_tiles_does_not_matter(sequences):
     a = call_of(case)
     results = [run(a, ONE_LOOP, group=group) for group in (1, 2, 3)]
     for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
 
 
 def test_merged_chunks_are_the_whole():

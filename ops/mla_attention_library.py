@@ -1,0 +1,99 @@
+"""cuDNN's attention as one way to compute the MLA core: keys joined in one launch before it.
+
+It is given what its masks can say from shapes alone. Ragged sequences are not: their lengths are on
+the device (and torch's variable-length form builds a plan at each call, 45 ms on an H200).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from tilewright.codegen import mla_attention_kernels as kernels
+from tilewright.codegen.mla_attention_kernels import AttentionProblem
+from tilewright.codegen.mla_attention_plan import library_gains
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.kernel_launch import launch
+from tilewright.ops.mla_attention_problems import AttentionCall
+
+NAME = "cuDNN attention over joined keys"
+
+
+def library_wanted(a: AttentionCall, problem: AttentionProblem, target: Target) -> bool:
+    """Whether a call goes to the library: it computes the same there, and gains by it."""
+    if not target.has("wgmma") or a.ragged or problem.is_fp8 or problem.rope == 0:
+        return False
+    places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions, a.block_table)
+    if any(tensor is not None for tensor in (*places, a.attn_mask)):
+        return False
+    if (
+        a.mask not in ("none", "causal")
+        or a.out_dtype != a.k.dtype
+        or problem.rope_dtype != problem.dtype
+    ):
+        return False
+    if a.k_rope is None or a.k_rope.dim() != 3 or not _whole(a):
+        return False
+    return library_gains(problem, a.sizes) and _accepted(a)
+
+
+def _whole(a: AttentionCall) -> bool:
+    """Whether q's two parts lie side by side, so that nothing has to be copied."""
+    q, rope = a.q, a.q_rope
+    assert rope is not None
+    together = q.stride() == rope.stride() and q.dtype == rope.dtype
+    after = rope.storage_offset() - q.storage_offset() == q.shape[-1]
+    same = rope.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+    return together and after and (same or q.device.type == "meta")
+
+
+def _accepted(a: AttentionCall) -> bool:
+    if a.q.device.type == "meta":
+        return True
+    return _supported(a.q.dtype, a.nope + a.rope, a.v.shape[-1], a.q.device.index or 0)
+
+
+@cache
+def _supported(dtype: torch.dtype, qk_dim: int, v_dim: int, index: int) -> bool:
+    """Whether this torch's cuDNN takes such head dims, asked of it with tiny tensors."""
+    q = torch.empty((1, 1, 128, qk_dim), dtype=dtype, device=f"cuda:{index}")
+    v = q.new_empty((1, 1, 128, v_dim))
+    params = torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, True, False)
+    return bool(torch.backends.cuda.can_use_cudnn_attention(params))
+
+
+@cache
+def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
+    return kernels.join_spec(problem, target)
+
+
+def run_library(
+    a: AttentionCall, problem: AttentionProblem, target: Target
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out [B, S, H, V], lse [B, S, H] or None)."""
+    batch, num_keys, heads = a.k.shape[:3]
+    assert a.k_rope is not None
+    width = a.nope + a.rope
+    keys = a.k.new_empty((batch, num_keys, heads, width))
+    rows = batch * num_keys * heads
+    values = {
+        "k_ptr": a.k,
+        "rope_ptr": a.k_rope,
+        "out_ptr": keys,
+        "num_rows": rows,
+        "run": num_keys,
+        "k_sequence_stride": a.k.stride(0),
+        "k_head_stride": a.k.stride(2),
+        "rope_sequence_stride": a.k_rope.stride(0),
+    }
+    launch(join_spec(problem, target.name), kernels.join_grid(rows), values, a.k.device)
+    q = a.q.as_strided((*a.q.shape[:-1], width), a.q.stride())
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, keys, a.v))
+    # is_causal goes from the top left, as positions that start at 0 do.
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, a.return_lse, 0.0, a.mask == "causal", False, scale=a.scale
+    )
+    out = found[0].transpose(1, 2).contiguous()
+    return out, found[1][..., 0].transpose(1, 2).contiguous() if a.return_lse else None
