@@ -70,3 +70,29 @@ def test_the_readme_s_examples_run(capsys):
     said = capsys.readouterr().out
     assert "model.layers.0.self_attn" in said
     assert "import triton" in said
+
+
+def _script(name):
+    """A module of docs/, which is no package."""
+    path = ROOT / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def test_the_op_reference_is_what_the_ops_declare():
+    script = _script("op_reference")
+    assert script.PAGE.read_text() == script.page(), "run python docs/op_reference.py"
+
+
+def test_the_pictures_are_what_the_patterns_make():
+    script = _script("pattern_pictures")
+    for pattern, example in script.EXAMPLES.items():
+        for name, svg in script.pictures(pattern, example).items():
+            drawn = (script.PICTURES / name).read_text()
+            assert drawn == svg, f"{name}: run python docs/pattern_pictures.py"

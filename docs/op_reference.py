@@ -1,0 +1,51 @@
+"""Writes docs/op-reference.md from what each op declares: schema, docstrings, lowerings, errors.
+
+    python docs/op_reference.py
+
+A test says when the page is no longer what the code says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import tilewright.ops  # noqa: F401  registers the ops
+from tilewright.ops.contract import FusedOp, all_ops
+
+PAGE = Path(__file__).with_name("op-reference.md")
+HEAD = """# Op reference
+
+Every fused op as its code declares it; `python docs/op_reference.py` writes this page. What the ops
+are for, and what they refuse: [ops.md](ops.md).
+"""
+
+
+def page() -> str:
+    ops = [op for op in all_ops() if op.namespace == "tilewright"]
+    index = "\n".join(f"- [`{op.name}`](#{op.name})" for op in ops)
+    return "\n\n".join([HEAD.rstrip(), index, *map(section, ops)]) + "\n"
+
+
+def section(op: FusedOp) -> str:
+    """One op."""
+    lowerings = ", ".join(f"`{l.name}` ({'/'.join(sorted(l.device_types))})" for l in op.lowerings)
+    parts = [
+        f"## {op.name}",
+        f"```\n{op.name}{op.schema}\n```",
+        _text(op.arguments.__doc__),
+        f"**Computes.** {_text(op.reference.__doc__)}",
+        f"**Writes.** {', '.join(f'`{name}`' for name in op.mutated) or 'nothing'}.",
+        f"**Lowerings.** {lowerings or 'none'}; last, the reference.",
+        f"**Error.** {op.error_model}",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _text(docstring: str | None) -> str:
+    """A docstring as Markdown: its indented parts as they stand."""
+    return inspect.cleandoc(docstring or "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
