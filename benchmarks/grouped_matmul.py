@@ -1,10 +1,14 @@
 """`grouped_matmul` alone against torch's grouped_mm, and `quantize_nvfp4` against the memory.
 
-    python benchmarks/grouped_matmul.py [--models qwen3 ...] [--tokens 1 16 ...] [--sweep] [--out F]
+    python benchmarks/grouped_matmul.py [CASE ...] [--out F]
+
+A case is `model/stage/form/tokens,tokens`, e.g. `qwen3/up/dense/1,16`; stage up or down, form
+dense, fp16 or one of ops.formats.expert_weight; with a + behind a number other tiles are timed
+beside the op. `quantise` (`quantise+`) is the quantiser. Without cases: those that are kept.
 
 Random routing, CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the
-experts in use). --sweep times every tile config beside the planned one. float16, for which torch
-has a loop over the groups, is timed without graphs: the loop waits for the GPU.
+experts in use). float16, for which torch has a loop over the groups, is timed without graphs, too:
+the loop waits for the GPU.
 """
 
 from __future__ import annotations
@@ -33,12 +37,12 @@ from tilewright.codegen.grouped_kernels import (
     gemm_grid,
     grouped_spec,
 )
-from tilewright.codegen.grouped_plan import DECODED_ROWS, grouped_config, plan_grouped
+from tilewright.codegen.grouped_plan import DECODED_ROWS, grouped_config
 from tilewright.codegen.nvfp4_kernels import QuantizeConfig, quantize_grid, quantize_spec
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops.grouped_lowerings import kernel_values
+from tilewright.ops.grouped_lowerings import chosen, kernel_values
 from tilewright.ops.grouped_matmul import OP, GroupedMatmulArguments, fake
 from tilewright.ops.grouped_problems import grouped_problem
 from tilewright.ops.kernel_launch import launch
@@ -47,6 +51,13 @@ from tilewright.ops.quantize_nvfp4 import QuantizeNvfp4Arguments, problem_of
 from tilewright.ops.quantize_nvfp4 import fake as fake_codes
 from tilewright.ops.quantize_nvfp4 import kernel_values as quantize_values
 
+KEPT = (
+    "qwen3/up/dense/1,16,128,1024,8192", "qwen3/down/dense/1,16,128,1024,8192",
+    "mixtral/up/dense/1,16,128,1024,8192", "gpt/up/dense/16,1024,8192",
+    "deepseek/down/dense/16,1024,8192", "qwen3/up/fp16/16,1024,8192",
+    "qwen3/up/nvfp4/16,512,1024,8192", "qwen3/up/mxfp4/16,512,1024,8192",
+    "qwen3/up/fp8/16,512,1024,8192", "qwen3/up/int4/16,512,1024,8192", "quantise",
+)  # fmt: skip
 DEVICE = torch.device("cuda")
 MANY_ROWS = (
     GemmConfig(64, 128, 64, False, 4, 3, 2), GemmConfig(64, 128, 64, False, 4, 4, 2),
@@ -88,6 +99,7 @@ class Case:
     stage: str
     tokens: int
     form: str
+    sweep: bool = False
 
     @property
     def dims(self) -> tuple[int, int, int]:
@@ -100,6 +112,14 @@ class Case:
     @property
     def rows(self) -> int:
         return self.tokens * self.shape.num_slots
+
+
+def cases_of(text: str) -> list[Case]:
+    """The cases of one argument."""
+    model, stage, form, tokens = text.split("/")
+    shape = next(s for name, s in BY_NAME.items() if name.startswith(model))
+    numbers = tokens.split(",")
+    return [Case(shape, stage, int(n.rstrip("+")), form, n.endswith("+")) for n in numbers]
 
 
 def weights(case: Case) -> dict[str, Any]:
@@ -156,10 +176,8 @@ def peer(a: GroupedMatmulArguments) -> Call:
     return lambda: torch.nn.functional.grouped_mm(a.x, a.weight.mT, offs=a.group_offsets)
 
 
-def configs_of(case: Case, a: GroupedMatmulArguments, sweep: bool) -> list[GemmConfig]:
-    rows = -(-case.rows // case.shape.num_experts)
-    planned = plan_grouped(grouped_problem(a), next_power_of_2(case.rows)).gemm
-    return list(dict.fromkeys((planned, *(candidates(rows) if sweep else ()))))
+def configs_of(case: Case) -> tuple[GemmConfig, ...]:
+    return candidates(-(-case.rows // case.shape.num_experts)) if case.sweep else ()
 
 
 def dense_config(case: Case) -> GemmConfig:
@@ -167,20 +185,19 @@ def dense_config(case: Case) -> GemmConfig:
     return grouped_config(-(-next_power_of_2(case.rows) // case.shape.num_experts), dense=True)
 
 
-def measure(case: Case, given: dict[str, Any], sweep: bool) -> dict[str, Any]:
+def measure(case: Case, given: dict[str, Any]) -> dict[str, Any]:
     sets = arguments(case, given)
-    configs = configs_of(case, sets[0], sweep)
     calls = max(len(sets), 4 if case.tokens <= 1024 else 2)
     graphs: dict[str, Any] = {}
     few = replace(sets[0], x=sets[0].x[:64], group_offsets=sets[0].ends.clamp(max=64))
     want = OP.reference(few)
-    for config in configs:
+    for config in configs_of(case):
         try:
             runs = [kernel(a, config) for a in sets]
             graphs[str(config)] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
         except Exception as error:  # what cannot be launched is a result here
             print(f"    {config}: {type(error).__name__}: {str(error)[:150]}")
-    if case.form in DECODED_ROWS and sweep:
+    if case.form in DECODED_ROWS and case.sweep:
         for tiles in DECODERS:
             runs = [decoded(a, tiles, dense_config(case)) for a in sets[:2]]
             name = f"decoded by {tiles.block_n}x{tiles.block_k} w{tiles.num_warps}"
@@ -270,30 +287,21 @@ def compile_all(wanted: list[KernelSpec]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", default=["qwen3", "mixtral", "deepseek", "gpt"])
-    parser.add_argument("--stages", nargs="*", default=["up", "down"])
-    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 128, 1024, 8192])
-    parser.add_argument("--forms", nargs="*", default=["dense"])
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--quantise", action="store_true")
+    parser.add_argument("cases", nargs="*", default=KEPT)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     start = time.time()
-    shapes = [s for m in options.models for n, s in BY_NAME.items() if n.startswith(m)]
-    grids = [
-        [Case(shape, stage, tokens, form) for tokens in options.tokens]
-        for shape in shapes for stage in options.stages for form in options.forms
-    ]  # fmt: skip
+    grids = [cases_of(text) for text in options.cases if text not in ("quantise", "quantise+")]
     wanted = []
     for cases in grids:
         given = weights(cases[0])
         for case in cases:
             a = arguments(case, given)[0]
             problem = grouped_problem(a)
-            configs = configs_of(case, a, options.sweep)
-            wanted += [grouped_spec(problem, config, SM90.name) for config in configs]
-            if case.form in DECODED_ROWS and options.sweep:
+            wanted += chosen(problem, next_power_of_2(case.rows), SM90).specs
+            wanted += [grouped_spec(problem, config, SM90.name) for config in configs_of(case)]
+            if case.form in DECODED_ROWS and case.sweep:
                 wanted += [dequantize_spec(problem, tiles, SM90.name) for tiles in DECODERS]
                 wanted.append(grouped_spec(dequantized(problem), dense_config(case), SM90.name))
         del given, a
@@ -303,11 +311,12 @@ def main() -> None:
     kept: dict[str, Any] = {"environment": environment(), "grouped_matmul": []}
     for cases in grids:
         given = weights(cases[0])
-        kept["grouped_matmul"] += [measure(case, given, options.sweep) for case in cases]
+        kept["grouped_matmul"] += [measure(case, given) for case in cases]
         del given
         torch.cuda.empty_cache()
-    if options.quantise:
-        kept["quantize_nvfp4"] = quantise(options.sweep)
+    for text in options.cases:
+        if text in ("quantise", "quantise+"):
+            kept["quantize_nvfp4"] = quantise(text.endswith("+"))
     if options.out:
         options.out.write_text(json.dumps(kept, indent=1))
     print(f"all in {time.time() - start:.0f} s")

@@ -195,10 +195,9 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU
 
 @pytest.mark.gpu
 @NO_GPU
-@pytest.mark.parametrize("rows", [352, 704, 2880])
 @pytest.mark.parametrize("form", ["dense", "fp8", "int4", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize(
-    "sizes", [(0, 3, 40, 0), (129, 0, 100, 127), (700, 1, 513, 0)], ids=["few", "mid", "many"]
+    ("rows", "sizes"), [(352, (0, 3, 40, 0)), (704, (129, 0, 100, 127)), (2880, (700, 1, 513, 0))]
 )
 def test_widths_that_no_tile_divides(rows, form, sizes):
     case = GroupedCase("case", sizes, (2, -1, 0, 1), rows, 704, 3, spare=5, weight_format=form)

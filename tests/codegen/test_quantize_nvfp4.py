@@ -173,8 +173,9 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU
 
 @pytest.mark.gpu
 @NO_GPU
-@pytest.mark.parametrize("inner", [352, 704, 2048, 2944])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("inner", "dtype"), [(352, torch.bfloat16), (704, torch.float16), (2944, torch.float32)]
+)
 @pytest.mark.parametrize("sizes", [None, (256, 128, 256), (13, 999, 0), (1, 0, 0)])
 def test_the_gpu_gives_the_same_bytes(sizes, dtype, inner):
     scales = (0.43,) if sizes is None else (0.43, 1.0, 0.5)
