@@ -309,16 +309,16 @@ def main() -> None:
     compile_all(list(dict.fromkeys(wanted)))
     print(f"{len(set(wanted))} kernels in {time.time() - start:.0f} s", flush=True)
     kept: dict[str, Any] = {"environment": environment(), "grouped_matmul": []}
+    for text in options.cases:
+        if text in ("quantise", "quantise+"):
+            kept["quantize_nvfp4"] = quantise(text.endswith("+"))
     for cases in grids:
         given = weights(cases[0])
         kept["grouped_matmul"] += [measure(case, given) for case in cases]
         del given
         torch.cuda.empty_cache()
-    for text in options.cases:
-        if text in ("quantise", "quantise+"):
-            kept["quantize_nvfp4"] = quantise(text.endswith("+"))
-    if options.out:
-        options.out.write_text(json.dumps(kept, indent=1))
+        if options.out:
+            options.out.write_text(json.dumps(kept, indent=1))
     print(f"all in {time.time() - start:.0f} s")
 
 
