@@ -1,10 +1,11 @@
 """The routed experts of one layer: the fused op, eager, stock torch.compile, and the GEMMs alone.
 
     python benchmarks/moe.py [--out DIR] [--models qwen3-30b-a3b ...] [--tokens 1 16 ...]
-                             [--formats dense nvfp4 ...] [--routing random zipf]
+    python benchmarks/moe.py --quantised     weights of 4 and 8 bits; writes moe_quantized.json
 
 Microseconds per call, CUDA graphs, L2 cold; routing outside. Eager is Hugging Face's `grouped_mm`
-chain (sort, gather, GEMM, activation, GEMM, weights, un-permute, sum), stock torch.compile of it.
+chain (sort, gather, GEMM, activation, GEMM, weights, un-permute, sum), stock torch.compile of it,
+token counts becoming symbols after the second, as they do by default.
 up and down are our two GEMMs alone, sorting done: up gathers its rows and applies the activation;
 grouped_up and grouped_down are torch._grouped_mm on rows that are sorted already. TB/s count the
 weights of the experts in use, rows in and rows out; of_copy is their share of the copy bandwidth
@@ -16,7 +17,10 @@ root of the mean squared difference from float64, over the rms of the result.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,15 +37,21 @@ from moe_layers import (
     make_experts,
 )
 from timing import capture, interleaved_us, keep
+from tune_qkv import compile_quietly
 
 from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.moe import OP, FusedMoeArguments, reference
-from tilewright.ops.moe_lowerings import Step, cached_plan, moe_steps
+from tilewright.ops.moe_lowerings import Step, cached_plan, moe_steps, specs
 from tilewright.ops.moe_problems import moe_problem
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+QUANTISED_TOKENS = (1, 4, 16, 64, 1024, 4096)
+ZIPF_TOKENS = (16, 256, 4096)
+# Calls of stock after which no other token count makes it compile again.
+WARM_TOKENS = (1, 4, 16)
 # Which formats are measured beside bf16, where their checkpoints exist or targets name them.
 FORMATS = {
     "qwen3-30b-a3b": ("nvfp4", "int4", "fp8"),
@@ -51,7 +61,7 @@ FORMATS = {
 }
 MAX_SETS = 16
 # float64 of more routes than this takes longer than all the rest.
-CHECKED_TOKENS = 1024
+CHECKED_TOKENS = 256
 
 
 def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
@@ -153,7 +163,7 @@ def measure(
         name: capture([lambda i=i, v=v: v(i % count) for i in range(per_graph)], warmup=1)
         for name, v in variants.items()
     }
-    row |= interleaved_us(graphs, per_graph)
+    row |= interleaved_us(graphs, per_graph, replays=5 if num_tokens <= 256 else 2)
     return row | rates(shape, form, row, copy) | {"lowering": _reason(calls[0])}
 
 
@@ -205,38 +215,78 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
+def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec]:
+    """What the op launches at these token counts."""
+    experts = make_experts(shape, form, "meta")
+    found: set[KernelSpec] = set()
+    for num_tokens in tokens:
+        problem = moe_problem(arguments(shape, experts, num_tokens, device="meta"))
+        plan = cached_plan(problem, next_power_of_2(num_tokens), SM90)
+        found |= set(specs(problem, plan, SM90.name).values())
+    return found
+
+
+def warm(shape: MoeShape) -> None:
+    """In a process of its own: fills the caches of stock torch.compile."""
+    with torch.no_grad():
+        experts = make_experts(shape)
+        stock = torch.compile(chain(shape))
+        for num_tokens in WARM_TOKENS:
+            a = arguments(shape, experts, num_tokens)
+            stock(a.x, a.expert_ids, a.expert_weights, *stored(shape, experts))
+
+
+def prepare(wanted: set[KernelSpec], shapes: Sequence[MoeShape]) -> None:
+    """Compiles in parallel what will be measured."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        warmed = [pool.submit(warm, shape) for shape in shapes]
+        for spec, outcome in zip(wanted, pool.map(compile_quietly, wanted), strict=True):
+            if outcome:
+                print(f"{spec.name}: {outcome}")
+        for one in warmed:
+            one.result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--name", default="moe")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--quantised", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
-    parser.add_argument("--formats", nargs="+", default=["dense", "nvfp4", "mxfp4", "int4", "fp8"])
-    parser.add_argument("--routing", nargs="+", default=["random", "zipf"])
     options = parser.parse_args()
     torch.manual_seed(0)
+    tokens = options.tokens or (QUANTISED_TOKENS if options.quantised else TOKENS)
+    shapes = [shape for shape in SHAPES if shape.name in options.models]
+    wanted = set()
+    for shape in shapes:
+        for form in ("dense", *(FORMATS[shape.name] if options.quantised else ())):
+            wanted |= kernels(shape, form, tokens)
+    prepare(wanted, () if options.quantised else shapes)
     copy = copy_bytes_per_s()
     rows: list[dict[str, Any]] = []
-    for shape in SHAPES:
-        if shape.name not in options.models:
-            continue
+    for shape in shapes:
         dense = make_experts(shape)
-        for form in ("dense", *FORMATS[shape.name]):
-            if form not in options.formats:
-                continue
-            experts = dense if form == "dense" else make_experts(shape, form)
-            for num_tokens in options.tokens:
-                torch._dynamo.reset()
-                stock = torch.compile(chain(shape)) if form == "dense" else None
-                for kind in options.routing if form == "dense" else options.routing[:1]:
-                    bf16 = None if form == "dense" else dense
-                    row = measure(shape, experts, form, num_tokens, kind, copy, bf16, stock)
-                    rows.append(row)
-                    print(describe(row), flush=True)
-                    keep(options.name, rows, options.out)
-            if form != "dense":
+        if options.quantised:
+            for form in FORMATS[shape.name]:
+                experts = make_experts(shape, form)
+                for count in tokens:
+                    rows.append(measure(shape, experts, form, count, "random", copy, dense, None))
+                    print(describe(rows[-1]), flush=True)
+                    keep("moe_quantized", rows, options.out)
                 del experts
                 torch.cuda.empty_cache()
+        else:
+            torch._dynamo.reset()
+            stock = torch.compile(chain(shape))
+            for count in WARM_TOKENS:
+                a = arguments(shape, dense, count)
+                stock(a.x, a.expert_ids, a.expert_weights, *stored(shape, dense))
+            for count in tokens:
+                for kind in ("random", "zipf") if count in ZIPF_TOKENS else ("random",):
+                    rows.append(measure(shape, dense, "dense", count, kind, copy, None, stock))
+                    print(describe(rows[-1]), flush=True)
+                    keep("moe", rows, options.out)
         del dense
         torch.cuda.empty_cache()
 

@@ -2,14 +2,18 @@
 
     python benchmarks/moe_end_to_end.py [--layers 8] [--cases 1x1 64x1] [--out DIR]
 
-Whole forward passes in CUDA graphs, in microseconds; experts by Hugging Face's `grouped_mm`. The
-weights of one pass exceed the L2 cache many times, so every pass is cold. floor: the bytes of the
-weights in use over the copy rate of the same run, where that is what bounds a pass.
+Whole forward passes in CUDA graphs, in microseconds; experts by Hugging Face's `grouped_mm`. Each
+case is a process: all compile side by side, then each has the GPU to itself. The weights of one
+pass exceed the L2 cache many times, so every pass is cold. floor: the bytes of the weights in use
+over the copy rate of the same run, where that is what bounds a pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from tilewright.compiler import reports
 MAX_LENGTH = 2048
 CASES = ("1x1", "16x1", "64x1", "1x1024")  # batch x tokens
 START = 1000
+READY = "ready"
 VOCABULARY = 151936
 
 
@@ -84,8 +89,8 @@ def floor_us(model: Any, tokens: int, copy: float) -> float:
     return 1e6 * read / copy
 
 
-def measure(model: Any, batch: int, tokens: int, copy: float) -> dict[str, Any]:
-    torch._dynamo.reset()
+def prepared(model: Any, batch: int, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the row so far, graphs by variant) of one case."""
     position = START if tokens == 1 else 0
     ids = torch.randint(0, VOCABULARY, (batch, tokens), device="cuda")
     variants = {
@@ -103,43 +108,75 @@ def measure(model: Any, batch: int, tokens: int, copy: float) -> dict[str, Any]:
 
         outputs[name] = call().float()
         graphs[name] = capture([call], warmup=2)
-    report = reports()[-1]
+    ops = [match.op for match in reports()[-1].matches]
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
-    row["fused"] = {
-        op: sum(1 for match in report.matches if match.op == op)
-        for op in dict.fromkeys(match.op for match in report.matches)
-    }
-    row |= interleaved_us(graphs, 1, rounds=12, replays=10)
-    row["floor"] = floor_us(model, batch * tokens, copy)
-    row["speedup_over_best"] = min(row["eager"], row["stock"]) / row["tilewright"]
+    row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
     exact = outputs["eager"]
     for name in ("stock", "tilewright"):
         row[f"{name}_difference"] = ((outputs[name] - exact).norm() / exact.norm()).item()
-    return row
+    return row, graphs
+
+
+def run_case(layers: int, case: str) -> None:
+    """A process of its own: compiles, says so, times when it is told to, prints the row."""
+    batch, tokens = map(int, case.split("x"))
+    with torch.no_grad():
+        model = build(layers)
+        row, graphs = prepared(model, batch, tokens)
+        print(READY, flush=True)
+        sys.stdin.readline()
+        row |= interleaved_us(graphs, 1, rounds=12, replays=5)
+        row["floor"] = floor_us(model, batch * tokens, copy_bytes_per_s())
+        row["speedup_over_best"] = min(row["eager"], row["stock"]) / row["tilewright"]
+    print(json.dumps(row), flush=True)
+
+
+def started(layers: int, case: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--layers", str(layers), "--case", case]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def is_ready(process: subprocess.Popen[str]) -> bool:
+    """Waits for a case to have compiled; False where it ended before."""
+    assert process.stdout is not None
+    return any(line.strip() == READY for line in process.stdout)
+
+
+def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Lets a case time itself; its row."""
+    lines = process.communicate("go\n")[0].splitlines()
+    return json.loads(lines[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--case", help="one case, driven by another process")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()
-    model = build(given.layers)
-    copy = copy_bytes_per_s()
+    if given.case:
+        run_case(given.layers, given.case)
+        return
+    # All compile at once; then each has the GPU to itself.
+    processes = {case: started(given.layers, case) for case in given.cases}
+    ready = {case: is_ready(process) for case, process in processes.items()}
     rows = []
-    for batch, tokens in (map(int, case.split("x")) for case in given.cases):
-        rows.append(measure(model, batch, tokens, copy))
+    for case, process in processes.items():
+        if not ready[case]:
+            print(f"{case}: failed")
+            continue
+        rows.append(finished(process))
         r = rows[-1]
         print(
-            f"{batch:3} x {tokens:4}  eager {r['eager']:8.0f}  stock {r['stock']:8.0f}  "
-            f"tilewright {r['tilewright']:8.0f} us  floor {r['floor']:8.0f}  "
-            f"{r['speedup_over_best']:.2f}x  fused {r['fused']}  differences "
-            f"{r['stock_difference']:.1e} {r['tilewright_difference']:.1e}",
+            f"{case:>7}  eager {r['eager']:8.0f}  stock {r['stock']:8.0f}  tilewright "
+            f"{r['tilewright']:8.0f} us  floor {r['floor']:8.0f}  {r['speedup_over_best']:.2f}x  "
+            f"fused {r['fused']}  differences {r['stock_difference']:.1e} "
+            f"{r['tilewright_difference']:.1e}",
             flush=True,
         )
         keep("qwen3_30b_a3b_end_to_end", rows, given.out)
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

@@ -51,37 +51,41 @@ SHAPES = (
 BY_NAME = {shape.name: shape for shape in SHAPES}
 
 
-def routes(shape: MoeShape, num_tokens: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def routes(
+    shape: MoeShape, num_tokens: int, kind: str, device: str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(expert_ids int64 [T, S], bf16 weights): top-k of scores that are uniform ("random"), or of
     experts drawn by their rank to the power -1 ("zipf")."""
-    scores = torch.rand(num_tokens, shape.num_experts, device="cuda")
+    scores = torch.rand(num_tokens, shape.num_experts, device=device)
     if kind == "zipf":
-        rank = 1 + torch.randperm(shape.num_experts, device="cuda").float()
+        rank = 1 + torch.randperm(shape.num_experts, device=device).float()
         # Gumbel's trick: the largest are a draw without replacement.
         scores = -ZIPF_EXPONENT * rank.log() - (-scores.clamp(1e-9, 1 - 1e-7).log()).log()
     top, ids = scores.topk(shape.num_slots)
     return ids, top.softmax(-1).bfloat16()
 
 
-def dense(*shape: int) -> torch.Tensor:
+def dense(*shape: int, device: str = "cuda") -> torch.Tensor:
     """Normal bf16 weights [..., K] of variance 1 / K, made by parts: fp32 of it all is too much."""
-    out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(shape, dtype=torch.bfloat16, device=device)
     for part in out:
-        part.copy_(torch.randn(shape[1:], device="cuda").mul_(shape[-1] ** -0.5))
+        part.copy_(torch.randn(shape[1:], device=device).mul_(shape[-1] ** -0.5))
     return out
 
 
-def coded(form: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+def coded(
+    form: str, *shape: int, device: str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """(codes, scales, scale_block) of random codes, values of about the size of `dense`'s."""
     experts, rows, columns = shape
     size = columns**-0.5
     per_byte = 1 if form == "fp8" else 2
     codes = torch.randint(
-        0, 256, (experts, rows, columns // per_byte), dtype=torch.uint8, device="cuda"
+        0, 256, (experts, rows, columns // per_byte), dtype=torch.uint8, device=device
     )
 
     def scales(*blocks: int) -> torch.Tensor:
-        return 0.5 + torch.rand(experts, *blocks, device="cuda")
+        return 0.5 + torch.rand(experts, *blocks, device=device)
 
     if form == "fp8":
         codes = torch.where(codes & 0x7F == 0x7F, codes ^ 1, codes).view(torch.float8_e4m3fn)
@@ -91,7 +95,7 @@ def coded(form: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor, list[int]
         return codes, (scales(rows, columns // group) * size / 5).bfloat16(), [1, group]
     if form == "nvfp4":
         return codes, scales(rows, columns // 16).to(torch.float8_e4m3fn), []
-    exponents = torch.randint(-7, -4, (experts, rows, columns // 32), device="cuda") + 127
+    exponents = torch.randint(-7, -4, (experts, rows, columns // 32), device=device) + 127
     return codes, exponents.to(torch.uint8), []
 
 
@@ -107,29 +111,29 @@ class Experts:
     down_bias: torch.Tensor | None = None
 
 
-def make_experts(shape: MoeShape, form: str = "dense") -> Experts:
-    """Random weights in a format of ops.formats.expert_weight."""
+def make_experts(shape: MoeShape, form: str = "dense", device: str = "cuda") -> Experts:
+    """Random weights in a format of ops.formats.expert_weight. device "meta": shapes alone."""
     e, h, i = shape.num_experts, shape.hidden, shape.inner
     given: dict[str, Any] = {"weight_format": form}
     gate_up = down = gate_up_bias = down_bias = None
     if shape.oss:
-        gate_up_bias, down_bias = dense(e, 2 * i), dense(e, h)
+        gate_up_bias, down_bias = dense(e, 2 * i, device=device), dense(e, h, device=device)
         given |= {
             "activation": "clamped_swiglu", "limit": CLAMP, "down_bias": down_bias,
             "gate_bias": gate_up_bias[:, 0::2], "up_bias": gate_up_bias[:, 1::2],
         }  # fmt: skip
     if form == "dense" and shape.oss:
-        gate_up, down = dense(e, h, 2 * i), dense(e, i, h)
+        gate_up, down = dense(e, h, 2 * i, device=device), dense(e, i, h, device=device)
         turned = gate_up.mT
         given |= {"gate_weight": turned[:, 0::2], "up_weight": turned[:, 1::2]}
         given["down_weight"] = down.mT
     elif form == "dense":
-        gate_up, down = dense(e, 2 * i, h), dense(e, h, i)
+        gate_up, down = dense(e, 2 * i, h, device=device), dense(e, h, i, device=device)
         given |= dict(zip(("gate_weight", "up_weight"), gate_up.chunk(2, 1), strict=True))
         given["down_weight"] = down
     else:
-        codes, scale, block = coded(form, e, 2 * i, h)
-        down_codes, down_scale, _ = coded(form, e, h, i)
+        codes, scale, block = coded(form, e, 2 * i, h, device=device)
+        down_codes, down_scale, _ = coded(form, e, h, i, device=device)
         parts = (slice(0, None, 2), slice(1, None, 2)) if shape.oss else (slice(i), slice(i, None))
         for name, part in zip(("gate", "up"), parts, strict=True):
             given[f"{name}_weight"] = codes[:, part]
@@ -138,18 +142,18 @@ def make_experts(shape: MoeShape, form: str = "dense") -> Experts:
             given["gate_scale"], given["up_scale"] = scale.chunk(2, 1)
         given |= {"down_weight": down_codes, "down_scale": down_scale, "scale_block": block}
         if form == "nvfp4":
-            factor = torch.full((e,), 1 / 3, device="cuda")
+            factor = torch.full((e,), 1 / 3, device=device)
             for name, columns in (("gate", h), ("up", h), ("down", i)):
                 given[f"{name}_expert_scale"] = factor * columns**-0.5
     return Experts(given, gate_up, down, gate_up_bias, down_bias)
 
 
 def arguments(
-    shape: MoeShape, experts: Experts, num_tokens: int, kind: str = "random"
+    shape: MoeShape, experts: Experts, num_tokens: int, kind: str = "random", device: str = "cuda"
 ) -> FusedMoeArguments:
     """One call over a layer's weights: tokens and routes drawn anew."""
-    x = torch.randn(num_tokens, shape.hidden, device="cuda").bfloat16()
-    ids, weights = routes(shape, num_tokens, kind)
+    x = torch.randn(num_tokens, shape.hidden, device=device).bfloat16()
+    ids, weights = routes(shape, num_tokens, kind, device)
     return FusedMoeArguments(x, ids, weights, **experts.given)
 
 

@@ -28,11 +28,10 @@ from tune_qkv import compile_quietly
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.moe_codes_kernels import codes_config
-from tilewright.codegen.moe_kernels import GemmConfig, OrderConfig
+from tilewright.codegen.moe_kernels import GemmConfig, MoeProblem, OrderConfig
 from tilewright.codegen.moe_plan import MoePlan, plan_moe
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_lowerings import Step, as_words, moe_steps
 from tilewright.ops.moe_problems import moe_problem
 
@@ -78,52 +77,34 @@ def order_config(text: str) -> OrderConfig:
     return OrderConfig(int(chunk), bool(counted), *(int(number) for number in rest))
 
 
-def steps_of(case: Case, text: str, a: FusedMoeArguments) -> dict[str, Step]:
-    """The steps of a call with one stage's config replaced."""
-    problem = moe_problem(a)
-    plan = plan_moe(problem, case.tokens, SM90)
-    made = order_config(text) if case.stage == "order" else gemm_config(text, case.stage)
-    plan = replace(plan, **{case.stage: made})
-    return moe_steps(a, problem, plan, SM90, torch.empty_like(a.x))
+def stage_specs(case: Case, text: str, problem: MoeProblem) -> dict[str, KernelSpec]:
+    """The kernels of a case's stage in one config."""
+    if case.stage == "order":
+        return kernels.sort_specs(problem, order_config(text), SM90.name)
+    config = gemm_config(text, case.stage)
+    make = kernels.up_spec if case.stage == "up" else kernels.down_spec
+    return {case.stage: make(problem, config, SM90.name)}
 
 
-def stage_steps(case: Case, steps: dict[str, Step]) -> list[Step]:
-    names = ("count", "scan", "order") if case.stage == "order" else (case.stage,)
-    return [steps[name] for name in names if name in steps]
-
-
-def with_config(case: Case, text: str, base: dict[str, Step], problem: Any) -> list[Step]:
-    """A GEMM of another config over the scratch of `base`, whose own configs are plain."""
-    config, storage = gemm_config(text, case.stage), kernels.down_problem(problem)
-    if case.stage == "up":
-        spec = kernels.up_spec(problem, config, SM90.name)
-    else:
-        spec = kernels.down_spec(problem, config, SM90.name)
+def stage_steps(case: Case, text: str, base: dict[str, Step], problem: MoeProblem) -> list[Step]:
+    """Its launches over the scratch of `base`, whose own configs are plain."""
+    made = stage_specs(case, text, problem)
+    if case.stage == "order":
+        values = base["order"].values
+        counts = torch.empty(values["num_routes"] * problem.experts, dtype=torch.int32).cuda()
+        grids = kernels.sort_grids(problem, order_config(text), values["num_routes"])
+        values = values | {"counts_ptr": counts, "num_chunks": grids["count"][0]}
+        return [Step(spec, grids[name], values) for name, spec in made.items()]
+    config = gemm_config(text, case.stage)
     values = base[case.stage].values
-    grid = kernels.gemm_grid(config, SM90.num_sms)
-    return [Step(spec, grid, values | as_words(values, storage, config))]
+    values = values | as_words(values, kernels.down_problem(problem), config)
+    return [Step(made[case.stage], kernels.gemm_grid(config, SM90.num_sms), values)]
 
 
-def plain_plan(problem: Any, case: Case) -> MoePlan:
+def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
     """A plan whose GEMMs read weights as they are stored."""
     tiles = GemmConfig(16, 64, 128, True, 4, 3)
     return replace(plan_moe(problem, case.tokens, SM90), up=tiles, down=tiles)
-
-
-def specs_of(case: Case, experts: Experts) -> dict[str, tuple[KernelSpec, ...]]:
-    """Kernels by config."""
-    a = arguments(case.shape, experts, case.tokens)
-    if case.stage == "order":
-        return {
-            text: tuple(step.spec for step in stage_steps(case, steps_of(case, text, a)))
-            for text in case.configs
-        }
-    problem = moe_problem(a)
-    base = moe_steps(a, problem, plain_plan(problem, case), SM90, a.x)
-    return {
-        text: tuple(step.spec for step in with_config(case, text, base, problem))
-        for text in case.configs
-    }
 
 
 def library(case: Case, experts: Experts, base: dict[str, Step]) -> Any:
@@ -165,10 +146,7 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
         if text in bad:
             print(f"    {text}: {bad[text]}")
             continue
-        if case.stage == "order":
-            runs = [stage_steps(case, steps_of(case, text, a)) for a in sets]
-        else:
-            runs = [with_config(case, text, base, problem) for base in bases]
+        runs = [stage_steps(case, text, base, problem) for base in bases]
         try:
             got = runs[0][-1].values[result]
             got.fill_(0 if case.stage == "order" else torch.nan)
@@ -226,11 +204,10 @@ def main() -> None:
         groups.setdefault((case.shape, case.form), []).append(case)
     start = time.time()
     made: dict[Case, dict[str, tuple[KernelSpec, ...]]] = {}
-    for (shape, form), members in groups.items():
-        experts = make_experts(shape, form)
-        made |= {case: specs_of(case, experts) for case in members}
-        del experts
-        torch.cuda.empty_cache()
+    for case in cases:
+        experts = make_experts(case.shape, case.form, "meta")
+        problem = moe_problem(arguments(case.shape, experts, case.tokens, device="meta"))
+        made[case] = {t: tuple(stage_specs(case, t, problem).values()) for t in case.configs}
     wanted = list(dict.fromkeys(s for by in made.values() for specs in by.values() for s in specs))
     bad = compiled(wanted)
     print(f"{len(wanted)} kernels in {time.time() - start:.0f} s", flush=True)
