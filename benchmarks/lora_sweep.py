@@ -3,10 +3,10 @@
     python benchmarks/lora_sweep.py CASES [--top 6]
 
 CASES: a file of lines `hidden rank adapters tokens form config ...`; form is groups (sorted, with
-offsets), single (one adapter), rows (an id each, in any order) or expand (sorted). A config is `t64x64/4w4s3` (tiled:
-rows, step of K, split, warps, stages), `f16x8x8*128w8s3` (few: rows, columns, slices, their step of
-K), `r1x4096w4` (row: columns, step) or, for expand, `e16x128x16w4`. CUDA graphs, L2 cold,
-microseconds.
+offsets), single (one adapter), rows (an id each, in any order) or expand (sorted). A config is
+`t64x64/4w4s3` (tiled: rows, step of K, split, warps, stages), `f16x8x8*128w8s3` (few: rows,
+columns, slices, their step of K), `r1x1x4096w4` (row: rows, columns, step) or, for expand,
+`e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Config = kernels.ShrinkConfig | kernels.ExpandConfig
 FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Config]]] = {
     "t": (re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)"), kernels.TiledShrink),
     "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), kernels.FewShrink),
-    "r": (re.compile(r"r(\d+)x(\d+)w(\d+)"), kernels.RowShrink),
+    "r": (re.compile(r"r(\d+)x(\d+)x(\d+)w(\d+)"), kernels.RowShrink),
     "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), kernels.ExpandConfig),
 }
 

@@ -15,9 +15,10 @@ from tilewright.codegen.targets import get_target
 
 # The tensor core's least: rows of a dot, and its inner dim.
 DOT_ROWS = 16
-# More columns of three planes would not fit the registers.
-MAX_COLUMNS = 128
-PLACES = ("first", "second", "third")
+# Run-time distances in elements; 16 divides them unless a problem's `unaligned` has them.
+STEPS = ("second_distance", "third_distance", "s_plane_stride")
+# More would not fit the registers.
+MAX_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ShrinkProblem:
     """The static part of a `shrink_qkv_permute_3mn` call, over the weights that are given.
 
     rank: N; ranks: each weight's own. weight_strides: (adapter, row, column of K), in elements.
+    unaligned: pointers off 16 bytes, and distances from the first weight off 16 elements.
     """
 
     dtype: str
@@ -102,7 +104,7 @@ class ShrinkProblem:
 
 @dataclass(frozen=True)
 class TiledShrink:
-    """`lora_shrink`: block_m rows by all columns of all planes (MAX_COLUMNS of each, for higher
+    """`lora_shrink`: block_m rows by all columns of all planes (MAX_COLUMNS of them, for higher
     ranks), K split over split_k programs."""
 
     block_m: int
@@ -118,7 +120,7 @@ class TiledShrink:
 
 @dataclass(frozen=True)
 class FewShrink:
-    """`lora_shrink_few`: block_m rows by `columns` of one plane, K split over slices of warps."""
+    """`lora_shrink_few`: block_m rows by `columns`, K split over slices of warps."""
 
     block_m: int
     columns: int
@@ -134,86 +136,89 @@ class FewShrink:
 
 @dataclass(frozen=True)
 class RowShrink:
-    """`lora_shrink_row`: one row by `columns` of one plane."""
+    """`lora_shrink_row`: block_m rows by `columns`, block_k products at a time."""
 
+    block_m: int
     columns: int
     block_k: int
     num_warps: int
     num_stages: int = 1
 
-    @property
-    def block_m(self) -> int:
-        return 1
-
     def __str__(self) -> str:
-        return f"row {self.columns}x{self.block_k} w{self.num_warps}"
+        return f"row {self.block_m}x{self.columns}x{self.block_k} w{self.num_warps}"
 
 
 ShrinkConfig = TiledShrink | FewShrink | RowShrink
 
 
 def padded_rank(rank: int) -> int:
-    """Columns of a dot that cover a rank."""
+    """What a dot has for a rank."""
     return max(next_power_of_2(rank), DOT_ROWS)
 
 
 def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> KernelSpec:
-    form = problem.form
-    pointer = f"*{problem.dtype}"
-    planes = problem.planes
+    form, pointer, planes = problem.form, f"*{problem.dtype}", problem.planes
     filled = [problem.weight_strides[min(i, planes - 1)] for i in range(3)]
     constants: dict[str, Constant] = {
         "HIDDEN": problem.hidden,
         "N": problem.rank,
+        "PLANES": planes,
         "RANKS": tuple(problem.ranks[min(i, planes - 1)] for i in range(3)),
         "A_STRIDE": problem.a_stride,
         "ADAPTER_STRIDES": tuple(strides[0] for strides in filled),
         "ROW_STRIDES": tuple(strides[1] for strides in filled),
         "COLUMN_STRIDES": tuple(strides[2] for strides in filled),
         **form.constants(),
+        "ROWS": form.rows,
+        "BLOCK_M": config.block_m,
+        "COLUMNS": tile_columns(problem, config),
         "BLOCK_K": config.block_k,
     }
-    weights = {f"{p}_weight_ptr": pointer if i < planes else None for i, p in enumerate(PLACES)}
-    arguments: dict[str, str | None] = {"a_ptr": pointer, **weights, **form.pointers()}
+    arguments: dict[str, str | None] = {
+        "a_ptr": pointer,
+        "weight_ptr": pointer,
+        **form.pointers(),
+        "out_ptr": pointer,
+    }
     kernel = "lora_shrink"
-    if isinstance(config, RowShrink):
-        kernel = "lora_shrink_row"
-        constants["COLUMNS"] = config.columns
-        del arguments["order_ptr"]
-    else:
-        constants |= {"ROWS": form.rows, "BLOCK_M": config.block_m}
-    arguments["out_ptr"] = pointer
     if isinstance(config, TiledShrink):
-        constants |= {"COLUMNS": tile_columns(problem), "SPLIT_K": config.split_k}
+        constants["SPLIT_K"] = config.split_k
         split = config.split_k > 1
         arguments["workspace_ptr"] = "*fp32" if split else None
         arguments["counters_ptr"] = "*i32" if split else None
     elif isinstance(config, FewShrink):
         kernel = "lora_shrink_few"
-        constants |= {"COLUMNS": config.columns, "SLICES": config.slices}
-    arguments |= {"num_rows": "i32", "num_groups": "i32", "rows_per_id": "i32"}
+        constants["SLICES"] = config.slices
+    else:
+        kernel = "lora_shrink_row"
+    arguments["second_distance"] = "i64" if planes > 1 else None
+    arguments["third_distance"] = "i64" if planes > 2 else None
+    arguments |= dict.fromkeys(("num_rows", "num_groups", "rows_per_id"), "i32")
     known = {} if not form.one_each else {"rows_per_id": 1}
     return _spec("lora_shrink", kernel, constants, arguments, known, problem.unaligned, config,
                  target)  # fmt: skip
+
+
+def tile_columns(problem: ShrinkProblem, config: ShrinkConfig) -> int:
+    """Columns of a tile, over all planes."""
+    if isinstance(config, TiledShrink):
+        return min(padded_rank(problem.planes * problem.rank), MAX_COLUMNS)
+    return config.columns
 
 
 def shrink_grid(
     problem: ShrinkProblem, config: ShrinkConfig, counts: RowCounts
 ) -> tuple[int, int, int]:
     tiles = tile_bound(problem.form, counts, config.block_m)
+    column_blocks = cdiv(problem.planes * problem.rank, tile_columns(problem, config))
     if isinstance(config, TiledShrink):
-        return config.split_k, tiles, cdiv(problem.rank, tile_columns(problem))
-    return problem.planes * cdiv(problem.rank, config.columns), tiles, 1
-
-
-def tile_columns(problem: ShrinkProblem) -> int:
-    """Columns of a plane in a tile of `lora_shrink`."""
-    return min(padded_rank(problem.rank), MAX_COLUMNS)
+        return config.split_k, tiles, column_blocks
+    return column_blocks, tiles, 1
 
 
 def scratch_elements(problem: ShrinkProblem, config: TiledShrink) -> int:
     """fp32 workspace of a tile whose K is split."""
-    return config.split_k * problem.planes * config.block_m * tile_columns(problem)
+    return config.split_k * config.block_m * tile_columns(problem, config)
 
 
 @dataclass(frozen=True)
@@ -365,7 +370,7 @@ def _spec(
     aligned = [
         name
         for name, type_name in signature.items()
-        if (type_name.startswith("*") or name == "s_plane_stride") and name not in unaligned
+        if (type_name.startswith("*") or name in STEPS) and name not in unaligned
     ]
     ranges = dict.fromkeys(("num_rows", "total_rows", "rows_per_id"), (1, 2**31 - 1))
     return KernelSpec.make(

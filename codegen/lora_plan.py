@@ -1,4 +1,7 @@
-"""Which kernel a LoRA shrink or expand runs, by its rows."""
+"""Which kernel a LoRA shrink or expand runs: by its rows, its columns and K.
+
+The bounds are where two kernels took equal time on an H200 (docs/lora-performance.md).
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,50 @@ from tilewright.codegen.targets import Target
 
 # Rows in any order up to which each program finds its own; more are sorted first.
 UNSORTED_ROWS = 512
+# Rows, and products in all, up to which a tensor core is not worth its way.
+SINGLE_ROWS = 64
+ROW_PRODUCTS = 1536 * 4096
+# Rows up to which a program has all of K.
+FEW_ROWS = 256
+# Programs of a split K for each multiprocessor, so that all stream.
+PROGRAMS_PER_SM = 2
+MAX_SPLIT = 8
+# What a program reads of K at least.
+LEAST_PART = 512
 
 
 def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig:
     """The kernel for up to `num_rows` rows on a target."""
-    if num_rows <= 2:
-        return RowShrink(1, min(next_power_of_2(problem.hidden), 4096), 4)
-    if num_rows <= 64:
-        columns = min(padded_rank(problem.rank), 16)
-        return FewShrink(16, columns, 128, 4, 4, 3)
-    block_m = 64 if num_rows < 4096 else 128
-    tiles = cdiv(num_rows, block_m)
+    columns = problem.planes * problem.rank
+    if num_rows <= SINGLE_ROWS and num_rows * columns * problem.hidden <= ROW_PRODUCTS:
+        return RowShrink(1, 1, min(next_power_of_2(problem.hidden), 4096), 8)
+    if num_rows <= FEW_ROWS:
+        if num_rows * columns <= 64 * 48:
+            return FewShrink(16, 8, 256, 4, 4, 3)
+        return FewShrink(16, 16, 128, 4, 4, 3)
+    wide = columns > 64
+    block_m = 64 if num_rows <= 1024 else 128
+    split = _split(problem, cdiv(num_rows, block_m), target)
+    return TiledShrink(block_m, 64, split, 8 if wide else 4, 3)
+
+
+def _split(problem: ShrinkProblem, tiles: int, target: Target) -> int:
+    """Programs over which the K of a tile is split."""
     split = 1
-    while split < 16 and tiles * split < 2 * target.num_sms and problem.hidden >= 256 * split:
+    while (
+        split < MAX_SPLIT
+        and tiles * split * 2 <= PROGRAMS_PER_SM * target.num_sms
+        and problem.hidden >= 2 * split * LEAST_PART
+    ):
         split *= 2
-    return TiledShrink(block_m, 64, split, 4 if block_m == 64 else 8, 4)
+    return split
 
 
 def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> ExpandConfig:
     """The kernel for up to `num_rows` rows on a target."""
     block_r = min(padded_rank(problem.rank), 64)
-    if num_rows <= 4:
+    if num_rows * problem.rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)
     if num_rows <= 256:
         return ExpandConfig(16, 128, block_r, 4)
-    return ExpandConfig(64, 128, block_r, 4)
+    return ExpandConfig(32 if problem.rank <= 32 else 64, 128, block_r, 4)

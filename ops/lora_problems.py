@@ -78,9 +78,13 @@ def row_values(a: Any, counts: RowCounts) -> Values:
 def shrink_problem(a: ShrinkArguments, counts: RowCounts) -> tuple[ShrinkProblem, Values]:
     """The problem of a call, and its tensors by the kernels' parameter names."""
     weights = [weight for weight in a.weights if weight is not None]
-    values: Values = {"a_ptr": a.a, **row_values(a, counts)}
-    names = ("first_weight_ptr", "second_weight_ptr", "third_weight_ptr")
-    values |= dict(zip(names, weights, strict=False))
+    values: Values = {"a_ptr": a.a, "weight_ptr": weights[0], **row_values(a, counts)}
+    steps = {
+        name: (weight.data_ptr() - weights[0].data_ptr()) // weight.element_size()
+        for name, weight in zip(("second_distance", "third_distance"), weights[1:], strict=False)
+    }
+    odd = tuple(name for name, step in steps.items() if step % 16)
+    values |= steps
     problem = ShrinkProblem(
         dtype=TRITON_TYPES[a.a.dtype],
         hidden=a.a.shape[1],
@@ -89,7 +93,7 @@ def shrink_problem(a: ShrinkArguments, counts: RowCounts) -> tuple[ShrinkProblem
         a_stride=a.a.stride(0),
         weight_strides=tuple(weight.stride() for weight in weights),  # type: ignore[misc]
         form=row_form(a, counts, weights[0].shape[0]),
-        unaligned=unaligned(values),
+        unaligned=(*unaligned(values), *odd),
     )
     return problem, values
 

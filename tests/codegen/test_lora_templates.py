@@ -26,7 +26,8 @@ SHRINK_CONFIGS = {
     "tiled": kernels.TiledShrink(16, 64, 1, 4, 2),
     "split": kernels.TiledShrink(32, 16, 3, 4, 2),
     "few": kernels.FewShrink(16, 8, 16, 2, 2, 2),
-    "row": kernels.RowShrink(16, 64, 4),
+    "row": kernels.RowShrink(1, 16, 64, 4),
+    "rows": kernels.RowShrink(4, 8, 64, 4),
 }
 # A program for each row.
 FEW_ROWS = 30

@@ -1,0 +1,252 @@
+"""LoRA shrink (q, k and v, planar) and expand of one layer: the fused ops and what PyTorch has.
+
+    python benchmarks/lora.py [--out DIR] [--hidden 4096 8192] [--ranks 8 16 64 128] [--tokens ...]
+
+Microseconds per call, CUDA graphs, L2 cold. Tokens are sorted by adapter; `unsorted` is the fused
+op with an id for each token, in random order, and whatever sorting that takes. Peers: `grouped_mm`
+is torch._grouped_mm over one stack [G, K, 3R], then the permutation to planes; `gather` picks each
+token's weights and multiplies by bmm, left out where that takes more than 1 GB; `loop` is
+torch.compile of a loop over the adapters with a mask (--loop). of_copy: the least bytes (x and the
+active weights once, the result once) over our time, as a share of the copy rate of the same run.
+Errors: norm of the difference from float64 over the norm. Rows with "op": "expand" add the deltas
+to q, k and v; the peer is three torch._grouped_mm and three additions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from bounds import copy_bytes_per_s
+from lora_shapes import LoraSet, LoraShape, make_sets
+from timing import capture, interleaved_us, keep
+from tune_qkv import compile_quietly
+
+from tilewright.codegen.spec import KernelSpec
+from tilewright.ops import lora_expand, lora_shrink
+
+MOST_CALLS = 60
+GATHER_BYTES = 1e9
+FLUSH_BYTES = 2**28
+TOKENS = (1, 16, 64, 512, 4096, 8192)
+Variants = dict[str, Callable[[int], Any]]
+
+
+def grouped_mm(one: LoraSet) -> torch.Tensor:
+    rank = one.weights.shape[1] // 3
+    made = torch._grouped_mm(one.x, one.weights.mT, offs=one.offsets[1:])
+    return made.view(-1, 3, rank).permute(1, 0, 2).contiguous()
+
+
+def gather(one: LoraSet) -> torch.Tensor:
+    rank = one.weights.shape[1] // 3
+    made = torch.bmm(one.weights[one.ids], one.x.unsqueeze(2))
+    return made.view(-1, 3, rank).permute(1, 0, 2).contiguous()
+
+
+def loop(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    total = x.new_zeros(x.shape[0], weights.shape[1])
+    for adapter in range(weights.shape[0]):
+        total = total + (x * (ids == adapter).unsqueeze(1).to(x.dtype)) @ weights[adapter].t()
+    return total.view(x.shape[0], 3, -1).permute(1, 0, 2).contiguous()
+
+
+def shrink_variants(shape: LoraShape, sets: list[LoraSet], *, with_loop: bool) -> Variants:
+    op = lora_shrink.OP.torch_op
+    unsorted = [one.ids[one.order] for one in sets]
+    variants: Variants = {
+        "tilewright": lambda i: op(sets[i].x, sets[i].weights, sets[i].offsets),
+        "unsorted": lambda i: op(sets[i].x, sets[i].weights, None, unsorted[i]),
+        "grouped_mm": lambda i: grouped_mm(sets[i]),
+    }
+    if 6 * shape.tokens * shape.rank * shape.hidden <= GATHER_BYTES:
+        variants["gather"] = lambda i: gather(sets[i])
+    if with_loop:
+        torch._dynamo.reset()
+        compiled = torch.compile(loop)
+        variants["loop"] = lambda i: compiled(sets[i].x, sets[i].weights, sets[i].ids)
+    return variants
+
+
+def exact(one: LoraSet) -> torch.Tensor:
+    """The shrink in float64, planar."""
+    total = one.x.new_zeros(one.x.shape[0], one.weights.shape[1], dtype=torch.float64)
+    for adapter in one.ids.unique().tolist():
+        rows = (one.ids == adapter).nonzero().flatten()
+        total[rows] = one.x[rows].double() @ one.weights[adapter].double().t()
+    return total.view(total.shape[0], 3, -1).permute(1, 0, 2)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def timed(variants: Variants, count: int) -> dict[str, float]:
+    """Microseconds of each; every replay finds the L2 cache full of something else."""
+    flushed = torch.empty(FLUSH_BYTES // 4, device="cuda")
+    graphs = {
+        name: capture([lambda i=i, v=variant: v(i) for i in range(count)], warmup=1)
+        for name, variant in variants.items()
+    }
+    return interleaved_us(graphs, count, rounds=7, replays=1, before_round=flushed.zero_)
+
+
+def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[str, Any]:
+    sets = make_sets(shape)[:MOST_CALLS]
+    variants = shrink_variants(shape, sets, with_loop=with_loop)
+    want = exact(sets[0])
+    errors = {
+        f"{name}_error": error(variants[name](0), want) for name in ("tilewright", "grouped_mm")
+    }
+    if not errors["tilewright_error"] <= 1.05 * errors["grouped_mm_error"]:
+        raise AssertionError(f"{shape}: less accurate than its peer: {errors}")
+    times = timed(variants, len(sets))
+    peers = {name: us for name, us in times.items() if name not in ("tilewright", "unsorted")}
+    columns = 3 * shape.rank
+    least = shape.hidden * (shape.tokens + columns * sets[0].active) + shape.tokens * columns
+    return {
+        "op": "shrink",
+        **describe(shape, sets[0]),
+        **{name: round(us, 2) for name, us in times.items()},
+        "speedup_over_best": round(min(peers.values()) / times["tilewright"], 2),
+        "of_copy": round(2 * least / (1e-6 * times["tilewright"] * copy), 3),
+        **errors,
+        "kernel": lora_shrink.OP.plan_for(arguments(sets[0]), "sm90").reason,
+    }
+
+
+def describe(shape: LoraShape, one: LoraSet) -> dict[str, Any]:
+    return {
+        "hidden": shape.hidden,
+        "rank": shape.rank,
+        "adapters": shape.adapters,
+        "active": one.active,
+        "tokens": shape.tokens,
+        "routing": shape.routing,
+    }
+
+
+def arguments(one: LoraSet) -> lora_shrink.ShrinkArguments:
+    return lora_shrink.ShrinkArguments(one.x, one.weights, one.offsets)
+
+
+def expand_arguments(one: LoraSet, s: torch.Tensor) -> lora_expand.ExpandArguments:
+    return lora_expand.ExpandArguments(s, *one.bases, *one.b, one.offsets)
+
+
+def measure_expand(shape: LoraShape, copy: float) -> dict[str, Any]:
+    sets = make_sets(shape, expand=True)[:MOST_CALLS]
+    shrunk = [torch.randn(3, shape.tokens, shape.rank, device="cuda").bfloat16() for _ in sets]
+    op = lora_expand.OP.torch_op
+
+    def peer(i: int) -> list[torch.Tensor]:
+        one, ends = sets[i], sets[i].offsets[1:]
+        deltas = [
+            torch._grouped_mm(s, b.mT, offs=ends) for s, b in zip(shrunk[i], one.b, strict=True)
+        ]
+        return [base + delta for base, delta in zip(one.bases, deltas, strict=True)]
+
+    def ours(i: int) -> tuple[torch.Tensor, ...]:
+        return op(shrunk[i], *sets[i].bases, *sets[i].b, sets[i].offsets)
+
+    want = lora_expand.reference(in_float64(sets[0], shrunk[0]))
+    errors = {
+        "tilewright_error": max(error(a, b) for a, b in zip(ours(0), want, strict=True)),
+        "grouped_mm_error": max(error(a, b) for a, b in zip(peer(0), want, strict=True)),
+    }
+    if not errors["tilewright_error"] <= errors["grouped_mm_error"]:
+        raise AssertionError(f"{shape}: less accurate than its peer: {errors}")
+    times = timed({"tilewright": ours, "grouped_mm": peer}, len(sets))
+    least = sum(shape.widths) * (2 * shape.tokens + shape.rank * sets[0].active)
+    least += 3 * shape.tokens * shape.rank
+    report = lora_expand.OP.plan_for(expand_arguments(sets[0], shrunk[0]), "sm90")
+    return {
+        "op": "expand",
+        **describe(shape, sets[0]),
+        **{name: round(us, 2) for name, us in times.items()},
+        "speedup_over_best": round(times["grouped_mm"] / times["tilewright"], 2),
+        "of_copy": round(2 * least / (1e-6 * times["tilewright"] * copy), 3),
+        **errors,
+        "kernel": report.reason,
+    }
+
+
+def in_float64(one: LoraSet, s: torch.Tensor) -> lora_expand.ExpandArguments:
+    wide = [t.double() for t in (s, *one.bases, *one.b)]
+    return lora_expand.ExpandArguments(*wide, one.offsets)
+
+
+def shapes_of(options: argparse.Namespace) -> Iterator[LoraShape]:
+    for hidden in options.hidden:
+        for rank in options.ranks:
+            for adapters in options.adapters:
+                for tokens in options.tokens:
+                    yield LoraShape(hidden, rank, adapters, tokens)
+    for tokens in options.skewed:
+        yield LoraShape(options.hidden[0], 16, 8, tokens, "skewed")
+
+
+def compile_all(shapes: list[LoraShape], expands: list[LoraShape]) -> None:
+    """Compiles every kernel that will be timed, in parallel."""
+    specs: dict[KernelSpec, None] = {}
+    for shape in shapes:
+        x = torch.empty(shape.tokens, shape.hidden, dtype=torch.bfloat16, device="meta")
+        w = x.new_empty(shape.adapters, 3 * shape.rank, shape.hidden)
+        offsets = x.new_empty(shape.adapters + 1, dtype=torch.int32)
+        ids = x.new_empty(shape.tokens, dtype=torch.int32)
+        for rows in ((offsets,), (None, ids)):
+            a = lora_shrink.ShrinkArguments(x, w, *rows)
+            specs |= dict.fromkeys(lora_shrink.OP.plan_for(a, "sm90").specs)
+    for shape in expands:
+        s = torch.empty(3, shape.tokens, shape.rank, dtype=torch.bfloat16, device="meta")
+        bases = [s.new_empty(shape.tokens, width) for width in shape.widths]
+        b = [s.new_empty(shape.adapters, width, shape.rank) for width in shape.widths]
+        offsets = s.new_empty(shape.adapters + 1, dtype=torch.int32)
+        e = lora_expand.ExpandArguments(s, *bases, *b, offsets)
+        specs |= dict.fromkeys(lora_expand.OP.plan_for(e, "sm90").specs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
+    print(f"{len(specs)} kernels, {sum(map(bool, outcomes))} do not compile", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64, 128])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--skewed", type=int, nargs="*", default=[64, 512, 8192])
+    parser.add_argument("--expand", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--loop", type=int, nargs="*", default=[64, 512, 8192])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    copy = copy_bytes_per_s()
+    shapes = list(shapes_of(options))
+    expands = [LoraShape(4096, rank, 8, t) for rank in (16, 64) for t in options.expand]
+    compile_all(shapes, expands)
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append({**row, "copy_tb_per_s": round(copy / 1e12, 3)})
+        keep("lora", rows, options.out)
+        print(row, flush=True)
+
+    for shape in shapes:
+        first = (options.hidden[0], 16, 8, "uniform")
+        is_first = (shape.hidden, shape.rank, shape.adapters, shape.routing) == first
+        with_loop = is_first and shape.tokens in options.loop
+        add(measure_shrink(shape, copy, with_loop=with_loop))
+    for shape in expands:
+        add(measure_expand(shape, copy))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The LoRA kernels that the plan takes for real sizes, on a GPU, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.test_contract import as_double, clone
+from tilewright.ops import lora_expand, lora_shrink
+from tilewright.ops.lora_samples import LoraCase
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+ROWS = LoraCase("rows", num_rows=40, hidden=1024, num_adapters=5, none_every=6)
+CASES = [
+    ROWS,
+    replace(ROWS, name="a row each", num_rows=9, hidden=2880, dtype=torch.float16),
+    replace(ROWS, name="rows of many columns", num_rows=130, ranks=(64, 8, 33)),
+    replace(ROWS, name="sorted first", num_rows=700, index_dtype=torch.int64),
+    replace(ROWS, name="transposed", num_rows=1500, layout="transposed", ranks=(40, 40, 40)),
+    replace(ROWS, name="high ranks", num_rows=600, ranks=(128, 128, 128)),
+    replace(ROWS, name="higher ranks", num_rows=200, ranks=(256, 200, 72)),
+    replace(ROWS, name="sequences", rows="sequences", num_rows=1280, num_sequences=10),
+    replace(ROWS, name="short sequences", rows="sequences", num_rows=1200, num_sequences=400),
+    replace(ROWS, name="one adapter", rows="single", num_rows=2100, num_adapters=1),
+    replace(
+        ROWS, name="groups", rows="groups", sizes=(700, 0, 1, 900, 64, 13), base_rows=50, spare=7,
+        ids=(4, 0, -1, 2, 2, 1), layout="stacked", hidden=4096,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [lora_shrink.OP, lora_expand.OP], ids=lambda op: op.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_compute_the_op_and_repeat_bit_for_bit(op, case, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    a = op.sample_inputs(case, "cuda")
+    exact = as_tuple(op.reference(as_double(a)))
+    made = as_tuple(op.call(a))
+    for out, expected in zip(made, exact, strict=True):
+        problem = op.tolerances[case.dtype].problem(out, expected)
+        assert problem is None, problem
+    again = as_tuple(op.call(clone(a)))
+    assert all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
