@@ -163,7 +163,7 @@ def measure(
         name: capture([lambda i=i, v=v: v(i % count) for i in range(per_graph)], warmup=1)
         for name, v in variants.items()
     }
-    row |= interleaved_us(graphs, per_graph, replays=5 if num_tokens <= 256 else 2)
+    row |= interleaved_us(graphs, per_graph, rounds=5, replays=3 if num_tokens <= 256 else 2)
     return row | rates(shape, form, row, copy) | {"lowering": _reason(calls[0])}
 
 
