@@ -8,13 +8,16 @@ from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import Effect
 from tilewright.patterns.expert_gemm import ExpertGemm
+from tilewright.patterns.gemm import named_product
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.norm import strip_casts
 from tilewright.patterns.routing import Order, flat, gathered, match_inverse, match_rows
 
 # They take a tensor for its shape alone.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
+_PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
 
 register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
 
@@ -36,11 +39,19 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
     """Weighting, un-permutation and sum, in whichever order and spelling."""
     value, weights, absorbed = down.end, None, []
     in_token_order = order.permutation is None
+    matrix = effects.product(order.ids.shape), down.weight.shape[1]
     for _ in range(8):
         user = _only_user(flow, value)
         if user is None:
             break
         absorbed.append(user)
+        if in_token_order and weights is None and user.op in _PRODUCTS:
+            weights = _contracted(user, value, num_slots, matrix)
+            if weights is not None:
+                return _finish(flow, user, weights, num_slots, absorbed)
+            break
+        if user.op in ("cast", "aten.clone", "aten.mul") and not _keeps_rows(user, value, matrix):
+            break
         if user.op == "cast" or user.op == "aten.clone":
             value = user
         elif user.op == "aten.mul" and weights is None:
@@ -65,6 +76,45 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
         f"after the down projection came {absorbed[-1] if absorbed else 'no single reader'}",
         absorbed[-1] if absorbed else down.end,
     )
+
+
+def _keeps_rows(user: Value, value: Value, matrix: tuple[Any, Any]) -> bool:
+    """Whether an element-wise operation reads all of value, its rows in their order."""
+    own = [v for v in user.operands if v.value is value]
+    return len(own) == 1 and user.shape == own[0].shape and _is_matrix(own[0], matrix)
+
+
+def _is_matrix(view: View, matrix: tuple[Any, Any]) -> bool:
+    """Whether a view is its whole value, seen as the matrix [routes, hidden], regrouped."""
+    try:
+        whole = effects.reshape(effects.identity(view.value.shape), matrix)
+        return effects.reshape(view.effect, matrix) == whole
+    except effects.InexpressibleError:
+        return False
+
+
+def _contracted(
+    product: Value, value: Value, num_slots: Any, matrix: tuple[Any, Any]
+) -> View | None:
+    """Expert weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product."""
+    found = named_product(product)
+    if found is None:
+        return None
+    (one, other), (ones, others), result = found
+    for y, ys, by, bs in ((one, ones, other, others), (other, others, one, ones)):
+        if y.value is not value or len(ys) != 3 or len(set(ys)) != 3 or len(set(bs)) != len(bs):
+            continue
+        dims = dict(zip(bs, by.effect.dims, strict=True))
+        single = [name for name, dim in dims.items() if name not in ys and not dim]
+        t, s, h = ys[0], ys[1], ys[2]
+        if y.shape[1:] != (num_slots, matrix[1]) or not _is_matrix(y, matrix):
+            continue
+        if {n for n in bs if n not in single} != {t, s} or s in result:
+            continue
+        if [n for n in result if n not in single] == [t, h]:
+            weights, _ = strip_casts(View(by.value, Effect((dims[t], dims[s]), by.effect.start)))
+            return weights
+    return None
 
 
 def _finish(

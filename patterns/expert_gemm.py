@@ -1,7 +1,8 @@
 """A GEMM that takes each row's weight from its expert: grouped by sorted rows, or one by one.
 
 grouped_mm(x [M, K], weight [E, K, N], ends [E])
-bmm(weight[experts] [M, N, K], x [M, K, 1])          or the other way round
+bmm(weight[experts] [M, N, K], x [M, K, 1])                   or the other way round, or as
+einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S routes
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from typing import Any
 from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.gemm import named_product
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.norm import strip_casts
-from tilewright.patterns.routing import gathered, strip_integer_casts
+from tilewright.patterns.routing import flat, gathered, strip_integer_casts
 
 # First column, their number, and the distance from one to the next.
 Columns = tuple[Any, Any, int]
 
 _GROUPED = "aten._grouped_mm"
-_BATCHED = "aten.bmm"
+_BATCHED = ("aten.bmm", "aten.einsum", "aten.matmul")
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,19 @@ class ExpertGemm:
     absorbed: tuple[Value, ...]
 
     def columns_of(self, part: View) -> Columns | None:
-        """The columns that a view [M, n] of the result takes of every row; None for another."""
-        if part.value is not self.end or len(part.effect.dims) != 2:
+        """The columns that a view [M, n] (or [T, S, n]) of the result takes of every row; None for
+        another."""
+        if part.value is not self.end or len(part.effect.dims) < 2:
             return None
-        rows, columns = part.effect.dims
+        *lead, width = part.shape
+        try:
+            flat_part = effects.reshape(part.effect, (effects.product(lead), width))
+        except InexpressibleError:
+            return None
+        rows, columns = flat_part.dims
         whole = effects.reshape(
-            effects.identity(self.end.shape), (part.shape[0], self.end.shape[self.column_axis])
+            effects.identity(self.end.shape),
+            (effects.product(lead), self.end.shape[self.column_axis]),
         )
         starts = [s for a, s in enumerate(part.effect.start) if a != self.column_axis]
         if rows != whole.dims[0] or any(s != 0 for s in starts) or len(columns) != 1:
@@ -62,7 +72,7 @@ class ExpertGemm:
 
 def is_expert_gemm(value: Value) -> bool:
     """Whether a value looks like one: cheap, for anchors."""
-    return value.op == _GROUPED or (value.op == _BATCHED and _by_expert(value) is not None)
+    return rows_of(value) is not None
 
 
 def rows_of(value: Value) -> View | None:
@@ -70,8 +80,8 @@ def rows_of(value: Value) -> View | None:
     if value.op == _GROUPED:
         rows: View = value.args[0]
         return rows
-    sides = _by_expert(value) if value.op == _BATCHED else None
-    return None if sides is None else value.operands[sides[1]]
+    found = _batched(value)
+    return None if found is None else found.x
 
 
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
@@ -100,41 +110,74 @@ def match_grouped(value: Value) -> ExpertGemm | None:
 
 
 def _batched(value: Value) -> ExpertGemm | None:
-    found = _by_expert(value) if value.op == _BATCHED else None
-    if found is None:
+    product = named_product(value) if value.op in _BATCHED else None
+    if product is None:
         return None
-    weight_side, x_side = found
-    taken = gathered(value.args[weight_side].value.whole)
-    assert taken is not None
-    stored, experts = taken
-    # The gathered weight may be transposed on its way: the same on the stored one.
-    dims = value.args[weight_side].effect.dims
-    order = [0, *(dim[0].axis for dim in dims[1:])]
-    weight = View(stored.value, effects.permute(stored.effect, order))
-    x = value.args[x_side]
-    if weight_side == 1:
-        weight = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
-    x = View(x.value, effects.squeeze(x.effect, (1 if x_side == 0 else 2,)))
-    axis = 2 if weight_side == 1 else 1
-    absorbed = (value, value.args[weight_side].value)
-    experts = strip_integer_casts(experts)
-    return ExpertGemm(x, weight, None, None, None, experts, value, axis, absorbed)
-
-
-def _by_expert(value: Value) -> tuple[int, int] | None:
-    """(operand that is weight[experts], operand that is one row each) of a bmm."""
-    for weight_side, x_side in ((0, 1), (1, 0)):
-        weight, x = value.args[weight_side], value.args[x_side]
-        taken = gathered(weight.value.whole)
-        one_row = x.shape[1 if x_side == 0 else 2] == 1
-        if taken is None or not one_row or len(taken[0].shape) != 3:
-            continue
-        dims = weight.effect.dims
-        whole = all(len(d) == 1 and d[0].step == 1 for d in dims[1:])
-        whole = whole and (dims[0] == () or dims[0][0].axis == 0)
-        if whole and sorted(weight.shape[1:]) == sorted(weight.value.shape[1:]):
-            return weight_side, x_side
+    (one, other), (ones, others), result = product
+    for x, xs, weight, ws in ((other, others, one, ones), (one, ones, other, others)):
+        found = _by_route(value, (x, xs), (weight, ws), result)
+        if found is not None:
+            return found
     return None
+
+
+def _by_route(
+    value: Value, x: tuple[View, str], weight: tuple[View, str], result: str
+) -> ExpertGemm | None:
+    """A product of which one operand is weight[experts], a weight for every row of the other."""
+    taken = gathered(weight[0].value.whole)
+    axes = _axes(weight[0])
+    if taken is None or axes is None or len(taken[0].shape) != 3 or len(axes) != len(weight[1]):
+        return None
+    stored, experts = taken
+    lead = len(experts.shape)
+    name_of = dict(zip(axes, weight[1], strict=True))
+    routes = [name_of[axis] for axis in range(lead)]
+    xs = dict(zip(x[1], x[0].effect.dims, strict=True))
+    k = [a for a in axes if a >= lead and name_of[a] in xs and name_of[a] not in result]
+    n = [a for a in axes if a >= lead and name_of[a] in result and name_of[a] not in xs]
+    if len(k) != 1 or len(n) != 1 or len(xs) != len(x[1]) or weight[0].value is x[0].value:
+        return None
+    # A row by itself: bmm has a dimension of one for it.
+    single = [a for a in xs if a not in routes and a != name_of[k[0]]]
+    if any(xs[a] for a in single) or [a for a in result if a not in single] != [
+        *routes, name_of[n[0]],
+    ]:  # fmt: skip
+        return None
+    sizes = [weight[0].value.shape[axis] for axis in range(lead)]
+    rows = [
+        xs[name] if xs.get(name) else (effects.Atom(None, 0, size),)
+        for name, size in zip(routes, sizes, strict=True)
+    ]
+    merged = effects.coalesce(atom for dim in rows for atom in dim)
+    rows_view = View(x[0].value, Effect((merged, xs[name_of[k[0]]]), x[0].effect.start))
+    order = [0, n[0] - lead + 1, k[0] - lead + 1]
+    by_row = View(stored.value, effects.permute(stored.effect, order))
+    column_axis = result.index(name_of[n[0]])
+    ids = flat(strip_integer_casts(experts))
+    absorbed = (value, weight[0].value)
+    return ExpertGemm(rows_view, by_row, None, None, None, ids, value, column_axis, absorbed)
+
+
+def _axes(view: View) -> list[int] | None:
+    """The axis of its value that each dimension of a view is, where it only orders them."""
+    if any(s != 0 for s in view.effect.start):
+        return None
+    ones = [a for a, n in enumerate(view.value.shape) if n == 1]
+    axes: list[int] = []
+    for dim in view.effect.dims:
+        if dim == ():
+            if not ones:
+                return None
+            axes.append(ones.pop(0))
+            continue
+        axis = dim[0].axis
+        if len(dim) != 1 or axis is None or dim[0].step != 1:
+            return None
+        if dim[0].length != view.value.shape[axis]:
+            return None
+        axes.append(axis)
+    return axes if sorted(axes) == list(range(len(view.value.shape))) else None
 
 
 def check_device(x: View) -> None:
@@ -154,10 +197,11 @@ def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
         return None
     other, casts = strip_casts(others[0])
     taken = gathered(other)
-    if taken is None or len(taken[0].shape) != 2 or len(add.shape) != 2:
+    if taken is None or len(taken[0].shape) != 2 or not add.shape == own[0].shape == other.shape:
         return None
     absorbed = (*gemm.absorbed, add, other.value, *casts)
+    index = flat(strip_integer_casts(taken[1]))
     return ExpertGemm(
-        gemm.x, gemm.weight, taken[0], strip_integer_casts(taken[1]), gemm.ends, gemm.experts,
-        add, 1, absorbed,
+        gemm.x, gemm.weight, taken[0], index, gemm.ends, gemm.experts, add, len(add.shape) - 1,
+        absorbed,
     )  # fmt: skip

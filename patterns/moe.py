@@ -76,7 +76,7 @@ class Moe:
                 f"the weight of {anchor} is computed in the graph",
                 anchor,
             )
-        activation = match_activation(down.x)
+        activation = match_activation(_whole_again(down.x))
         if activation is None:
             reject(
                 "EXPERT_ACTIVATION",
@@ -97,6 +97,15 @@ class Moe:
         check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
         check_device(x)
         return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, weights)
+
+
+def _whole_again(rows: View) -> View:
+    """Rows [M, K] that are a whole value with its leading dimensions in one, as that value."""
+    try:
+        matrix = effects.reshape(effects.identity(rows.value.shape), rows.shape)
+    except effects.InexpressibleError:
+        return rows
+    return rows.value.whole if matrix == rows.effect else rows
 
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
@@ -260,7 +269,7 @@ def _match(
         op=pattern.op,
         anchor=anchor,
         arguments=arguments,
-        results=(Result(combine.end, effects.identity(combine.end.shape)),),
+        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x)),),
         absorbed=tuple(v for v in dict.fromkeys(absorbed) if v not in scratch),
         stores=(),
         scratch=scratch,
@@ -268,6 +277,13 @@ def _match(
         | {"weights": weights.get("weight_format", "dense")},
         scope=common_scope(gate.end.scope, anchor.scope),
     )
+
+
+def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:
+    """The op's output [T, H] in the shape of the value that it replaces."""
+    if len(end.shape) == 2:
+        return effects.identity(end.shape)
+    return effects.reshape(effects.identity((tokens, x.shape[1])), end.shape)
 
 
 def _facts(

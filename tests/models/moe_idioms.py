@@ -20,7 +20,8 @@ from tilewright.ops.formats.expert_weight import ExpertWeight
 
 @dataclass(frozen=True)
 class MoeAxes:
-    """gemm: "grouped", or "batched" with a gathered weight per route (routes stay in their order).
+    """gemm: "grouped", or with a gathered weight per route (routes stay in their order): "batched",
+    or "einsum" by token and slot.
     ends, rows, order, combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves",
     "interleaved" or "separate". stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows
     times expert_weights[order]) or "tokens" (after the way back). quantised, quantised_down: a
@@ -238,6 +239,8 @@ class Moe(nn.Module):
         shape, flat = ids.shape, ids.reshape(-1)
         if axes.gemm == "batched":
             return self.batched(x, flat, weights)
+        if axes.gemm == "einsum":
+            return self.by_slot(x, ids, weights)
         ids_sorted, order = ORDERS[axes.order](flat)
         counted = self.ends_of(flat)
         counted_sorted = ids_sorted if counted is flat else counted.sort()[0]
@@ -271,6 +274,16 @@ class Moe(nn.Module):
         if self.axes.stored == "NK":
             return torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1)
         return torch.bmm(x.unsqueeze(1), weight).squeeze(1)
+
+    def by_slot(self, x, ids, weights):
+        stored = "tsnk" if self.axes.stored == "NK" else "tskn"
+        both = torch.einsum(f"tk,{stored}->tsn", x, self.gate_up[ids])
+        if self.axes.bias:
+            both = both + self.gate_up_bias[ids]
+        y = torch.einsum(f"tsk,{stored}->tsn", self.activation(*self.split(both)), self.down[ids])
+        if self.axes.bias:
+            y = y + self.down_bias[ids]
+        return torch.einsum("tsh,ts->th", y, weights.to(y.dtype))
 
     def projected(self, x, ends, ids_sorted):
         if self.axes.layout == "separate":
@@ -306,6 +319,14 @@ IDIOMS |= {
     for name in ("nvfp4_table", "mxfp4_ldexp", "fp8_blocks", "int4_groups")
 }
 IDIOMS |= {
+    "batched_one_route": {"gemm": "batched", "num_tokens": 1, "num_slots": 1},
+    "einsum": {"gemm": "einsum"},
+    "einsum_KN_bias": {
+        "gemm": "einsum", "stored": "KN", "bias": True, "layout": "interleaved",
+        "activation": "clamped",
+    },
+    "einsum_one_token": {"gemm": "einsum", "num_tokens": 1},
+    "einsum_one_slot": {"gemm": "einsum", "num_slots": 1},
     "quantised_interleaved": {
         "quantised": "mxfp4_ldexp", "inner": 64, "layout": "interleaved", "activation": "clamped",
         "bias": True,
