@@ -121,22 +121,25 @@ def storage_constants(problem: GroupedProblem, config: CodesConfig) -> dict[str,
 
 
 def down_codes_spec(problem: GroupedProblem, config: CodesConfig, target: str) -> KernelSpec:
-    """The second GEMM over sorted routes, stored in their own order."""
+    """A grouped GEMM whose groups are the experts."""
+    groups = problem.num_groups
     arguments: dict[str, str | None] = {
         "x_ptr": f"*{problem.dtype}",
-        "order_ptr": "*i32",
-        "ends_ptr": "*i32",
+        "order_ptr": "*i32" if problem.ordered else None,
+        "ends_ptr": f"*{problem.ends_dtype}",
         "weight_ptr": "*i32",
         "scale_ptr": f"*{scale_type(problem, config.block_k)}",
         "factor_ptr": "*fp32" if problem.factor else None,
         "bias_ptr": None if problem.bias is None else f"*{problem.bias_dtype}",
         "y_ptr": f"*{problem.out_dtype}",
+        "num_rows": "i32",
     }
     constants: dict[str, Constant] = {
-        "NUM_EXPERTS": problem.num_experts,
-        "EXPERTS": next_power_of_2(problem.num_experts),
+        "NUM_EXPERTS": groups,
+        "EXPERTS": next_power_of_2(groups if problem.ordered else groups + 1),
         "HIDDEN": problem.rows,
         "INNER": problem.inner,
+        "X_STRIDE": problem.x_stride,
         **storage_constants(problem, config),
         "SCALE_STRIDES": scale_steps(problem, problem.scale_strides, config.block_k),
         "BIAS_STRIDES": problem.bias or (0, 0),

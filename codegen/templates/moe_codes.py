@@ -13,7 +13,9 @@ import triton.language as tl
 from tilewright.codegen.templates.moe_gemm import (
     activate,
     add_row_bias,
+    clear_rows,
     expert_tiles,
+    group_tiles,
     tile_place,
 )
 from tilewright.codegen.templates.moe_weights import (
@@ -205,16 +207,18 @@ def moe_up_codes(
 
 @triton.jit
 def moe_down_codes(
-    x_ptr, order_ptr, ends_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr,
+    x_ptr, order_ptr, ends_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr, num_rows,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    X_STRIDE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr, X_IN_ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [routes, HIDDEN] as `moe_down` makes it. Grid of any size. Strides as in `moe_up_codes`;
-    X_IN_ORDER: that one wrote its result in order."""
+    """y [num_rows, HIDDEN] as `grouped_gemm` makes it, also without order_ptr; group g's weight is
+    its own. Grid of any size. Strides as in `moe_up_codes`; X_IN_ORDER: that one wrote its result
+    in order."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
@@ -222,7 +226,12 @@ def moe_down_codes(
     GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1) if FORMAT == "int4" else 1
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-    start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+    if order_ptr is None:
+        start, end, blocks, idle, _ = group_tiles(
+            ends_ptr, None, num_rows, NUM_EXPERTS, EXPERTS, NUM_EXPERTS, BLOCK_M
+        )
+    else:
+        start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
     num_tiles = tl.sum(blocks, axis=0) * TILES_N
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, first_row, last_row, tile_n = tile_place(
@@ -232,7 +241,7 @@ def moe_down_codes(
         row_mask = rows < last_row
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < HIDDEN
-        x_rows = x_ptr + rows.to(tl.int64) * INNER
+        x_rows = x_ptr + rows.to(tl.int64) * X_STRIDE
         word_rows = weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + columns * ROW_STRIDE
         scale_rows = scale_ptr + expert * SCALE_STRIDES[0] + columns * SCALE_STRIDES[1]
         if SWAPPED:
@@ -260,14 +269,18 @@ def moe_down_codes(
             )
         if SWAPPED:
             accumulator = tl.trans(accumulator)
-        routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        places = rows
+        if order_ptr is not None:
+            places = tl.load(order_ptr + rows, mask=row_mask, other=0)
         if factor_ptr is not None:
             accumulator *= tl.load(factor_ptr + expert)
         value = add_row_bias(
             accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
         )
         tl.store(
-            y_ptr + routes.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
+            y_ptr + places.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
             value.to(y_ptr.dtype.element_ty),
             mask=row_mask[:, None] & column_mask[None, :],
         )
+    if order_ptr is None:
+        clear_rows(y_ptr, start, end, idle, EXPERTS, HIDDEN, BLOCK_M, BLOCK_N)

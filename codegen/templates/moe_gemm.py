@@ -304,6 +304,25 @@ def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GR
 
 
 @triton.jit
+def clear_rows(y_ptr, start, end, idle, GROUPS: tl.constexpr, HIDDEN: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Zeros in y's rows that have no weight: the `idle` row blocks of all groups."""
+    TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    num_idle = tl.sum(idle, axis=0) * TILES_N
+    for idle_tile in range(tl.program_id(0), num_idle, tl.num_programs(0)):
+        _, idle_row, idle_end, idle_n = tile_place(
+            idle_tile, start, end, idle, GROUPS, BLOCK_M, TILES_N
+        )
+        idle_rows = idle_row + tl.arange(0, BLOCK_M)
+        idle_columns = idle_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(
+            y_ptr + idle_rows.to(tl.int64)[:, None] * HIDDEN + idle_columns[None, :],
+            tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty),
+            mask=(idle_rows < idle_end)[:, None] & (idle_columns < HIDDEN)[None, :],
+        )
+
+
+@triton.jit
 def grouped_gemm(
     x_ptr, order_ptr, ends_ptr, expert_ids_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr,
     num_rows,
@@ -405,15 +424,4 @@ def grouped_gemm(
             mask=row_mask[:, None] & column_mask[None, :],
         )
     if order_ptr is None:
-        num_idle = tl.sum(idle, axis=0) * TILES_N
-        for idle_tile in range(tl.program_id(0), num_idle, tl.num_programs(0)):
-            _, idle_row, idle_end, idle_n = tile_place(
-                idle_tile, start, end, idle, GROUPS, BLOCK_M, TILES_N
-            )
-            idle_rows = idle_row + tl.arange(0, BLOCK_M)
-            idle_columns = idle_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            tl.store(
-                y_ptr + idle_rows.to(tl.int64)[:, None] * HIDDEN + idle_columns[None, :],
-                tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty),
-                mask=(idle_rows < idle_end)[:, None] & (idle_columns < HIDDEN)[None, :],
-            )
+        clear_rows(y_ptr, start, end, idle, GROUPS, HIDDEN, BLOCK_M, BLOCK_N)
