@@ -1,5 +1,6 @@
 """Fused ops: schema, fake, validation, reference and lowerings, one file per op."""
 
+from tilewright.ops import mla_prefill_dense as _mla_prefill_dense  # noqa: F401  registers it
 from tilewright.ops.cache_store import paged_kv_store
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow

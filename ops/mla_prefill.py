@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, get_op, register
 from tilewright.ops.mla_checks import check_prefill, check_prefill_values
 from tilewright.ops.mla_latents import pool_windows
 from tilewright.ops.mla_problems import prefill_obstacle
@@ -216,4 +216,5 @@ def mla_prefill(
         if latent_cache is not None:
             windows = pool_windows(NAME, latent_cache, rope_cache, kv_b_weight.shape[1])
     given = (q, latent, k_rope, kv_b_weight, latent_cache, rope_cache, *windows)
-    return OP.torch_op(*given, v_dim=v_dim, scale=scale, **options)
+    op = OP if latent_cache is not None else get_op(f"{NAME}_dense")
+    return op.torch_op(*given, v_dim=v_dim, scale=scale, **options)

@@ -1,7 +1,7 @@
 """Attention of expanded latents: up-projection, K put together, attention.
 
     kv = linear(latents, kv_b)
-    k  = cat(kv[..., :N], rope_keys for every head)            ⇒   mla_prefill
+    k  = cat(kv[..., :N], rope_keys for every head)            ⇒   mla_prefill_dense
     out = attention(q, k, kv[..., N:])
 
 The query's projection and everything before the latents stay outside, so the same match serves a
@@ -41,7 +41,7 @@ class MlaPrefill:
     """The pattern; see the module."""
 
     name: str = "mla_prefill"
-    op: str = "mla_prefill"
+    op: str = "mla_prefill_dense"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         for value in flow.values:

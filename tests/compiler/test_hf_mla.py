@@ -1,0 +1,179 @@
+"""Hugging Face models with latent attention: every layer fused, and no worse than eager against
+float64, without a cache and with each kind of one."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched
+from tilewright.compiler import lower, reports
+
+pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
+
+import transformers
+
+from tests.models.hf import DIMS, perturb_vectors
+
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+}
+# Every expert takes part: which ones a token goes to must not hang on a rounding.
+EXPERTS = {
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
+FIELDS = DIMS | MLA | EXPERTS
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 16,
+}
+
+#: name -> (config class, fields)
+MODELS = {
+    "v2": ("DeepseekV2Config", {}),
+    "v2_lite": ("DeepseekV2Config", {"q_lora_rank": None, "rope_parameters": YARN}),
+    "v3": ("DeepseekV3Config", {"rope_parameters": YARN}),
+    "v3_half_rope": ("DeepseekV3Config", {"rope_interleave": False}),
+    "v3_bias": ("DeepseekV3Config", {"attention_bias": True}),
+}
+LAYERS, LENGTH, TOKENS = 2, 32, 7
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def built(name, cache, phase, **changes):
+    """(model, arguments, keywords, the tensors that the call writes)."""
+    config_class, fields = MODELS[name]
+    config = getattr(transformers, config_class)(**FIELDS | fields | changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.requires_grad_(False)
+    perturb_vectors(model)
+    tokens = torch.randint(3, DIMS["vocab_size"], (2, TOKENS + 1))
+    prompt, step = tokens[:, :TOKENS], tokens[:, TOKENS:]
+    if cache == "none":
+        return model, (prompt,), {"use_cache": False}, []
+    if cache == "dynamic":
+        past = transformers.DynamicCache(config=config)
+    else:
+        past = transformers.StaticCache(config=config, max_cache_len=LENGTH)
+    model(prompt, past_key_values=past)
+    if phase == "prefill" and cache == "static":
+        past.reset()
+        step = prompt
+    written = [t for layer in past.layers for t in (layer.keys, layer.values)]
+    return model, (step,), {"past_key_values": past}, written if cache == "static" else []
+
+
+def in_float64(model, args, kwargs):
+    """(logits, the caches) of the model in float64."""
+    exact = copy.deepcopy(model).to(torch.float64)
+    exact.set_experts_implementation("eager")  # grouped products know no float64
+    layers = kwargs["past_key_values"].layers if "past_key_values" in kwargs else []
+    for layer in layers:
+        layer.keys, layer.values = layer.keys.double(), layer.values.double()
+    logits = exact(*args, **kwargs).logits
+    return logits, [t for layer in layers for t in (layer.keys, layer.values)]
+
+
+CASES = [(name, "static", phase, None) for name in MODELS for phase in ("prefill", "decode")]
+CASES += [(name, "none", "prefill", None) for name in ("v2", "v2_lite", "v3")]
+CASES += [("v3", cache, "prefill", True) for cache in ("none", "static")]
+CASES += [("v2", "static", "prefill", True)]
+
+
+@pytest.mark.parametrize(("name", "cache", "phase", "dynamic"), CASES)
+def test_every_layer_is_fused_and_right(name, cache, phase, dynamic):
+    ours, eager, exact = (built(name, cache, phase) for _ in range(3))
+    before = [t.clone() for t in ours[3]]
+    expected = eager[0](*eager[1], **eager[2]).logits
+    reference, exact_caches = in_float64(*exact[:3])
+    compiled = torch.compile(
+        ours[0], backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+    )
+    logits = compiled(*ours[1], **ours[2]).logits
+    found = reports()[-1]
+    patterns = [m.pattern for m in found.matches]
+    stores = ["mla_latent_store"] * LAYERS * (cache == "static")
+    assert patterns == stores + ["mla_prefill"] * LAYERS, found.misses
+    assert found.misses == ()
+    masks = {m.shapes["mask"] for m in found.matches if m.pattern == "mla_prefill"}
+    assert masks == {"causal" if cache == "none" else "causal by position"}
+    assert_no_worse(logits, expected, reference, f"{name} logits")
+    for i, old in enumerate(before):
+        what = f"{name} layer {i // 2} cache {i % 2}"
+        assert_no_worse(ours[3][i], eager[3][i], exact_caches[i], what)
+        assert_untouched(old, ours[3][i], exact_caches[i], what)
+
+
+def test_a_growing_cache_is_attended_fused_and_named():
+    ours, eager = (built("v2", "dynamic", "decode") for _ in range(2))
+    compiled = torch.compile(ours[0], backend="tilewright", options={"inner": "eager"})
+    logits = compiled(*ours[1], **ours[2]).logits
+    expected = eager[0](*eager[1], **eager[2]).logits
+    found = reports()[-1]
+    assert [m.pattern for m in found.matches] == ["mla_prefill"] * LAYERS
+    assert [m.code for m in found.misses] == ["GROWING_CACHE"]
+    torch.testing.assert_close(logits, expected, rtol=0.1, atol=0.03)
+
+
+def test_padding_is_a_mask_that_is_read():
+    """A padded batch: its mask depends on the data, so the op gets it as it is."""
+    model, args, _, _ = built("v3", "none", "prefill")
+    padding = torch.ones(2, TOKENS, dtype=torch.int64)
+    padding[1, :3] = 0
+    keywords = {"use_cache": False, "attention_mask": padding}
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(*args, **keywords).logits
+    expected = model(*args, **keywords).logits
+    assert {m.shapes["mask"] for m in reports()[-1].matches} == {"tensor"}
+    seen = padding.bool()
+    torch.testing.assert_close(logits[seen], expected[seen], rtol=0.1, atol=0.03)
+
+
+def test_several_steps_on_one_cache():
+    """Decoding goes on where the last step wrote; one compile serves all steps."""
+    ours, eager = (built("v3", "static", "decode") for _ in range(2))
+    compiled = torch.compile(ours[0], backend="tilewright", options={"inner": "eager"})
+    for step in range(4):
+        token = torch.full((2, 1), 3 + step)
+        a = compiled(token, **ours[2]).logits
+        b = eager[0](token, **eager[2]).logits
+        assert (a.float() - b.float()).abs().max() < 0.05
+
+
+def test_inductor_gives_the_same_as_eager():
+    ours, eager, exact = (built("v3", "static", "prefill") for _ in range(3))
+    expected = eager[0](*eager[1], **eager[2]).logits
+    reference, _ = in_float64(*exact[:3])
+    logits = torch.compile(ours[0], backend="tilewright")(*ours[1], **ours[2]).logits
+    assert len(reports()[-1].matches) == 2 * LAYERS
+    assert_no_worse(logits, expected, reference, "logits")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_spelled_out_is_fused_too(attention):
+    model, args, keywords, _ = built("v3", "static", "prefill")
+    model.set_attn_implementation(attention)
+    found = lower(model, args, keywords)
+    assert [m.pattern for m in found.matches].count("mla_prefill") == LAYERS, found.misses
