@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -116,6 +116,8 @@ def up_project(a: Any, chunk: Chunk, buffers: Buffers, target: Target) -> Keys:
     device, rows = a.q.device, chunk.rows
     limit = last_position(a, chunk)
     problem = up_problem(a, buffers, limited=limit is not None)
+    if limit is not None and kernels.up_obstacle(problem) is not None:
+        limit, problem = None, replace(problem, limited=False)
     weight = _weight_numbers(a, target) if problem.weight_type != "fp8e4nv" else a.kv_b_weight
     k, v = empty_keys(a, rows)
     if rows and uses_library(problem, rows, target):
@@ -151,8 +153,9 @@ def empty_keys(a: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv = a.q.new_empty((rows, heads, nope + v_dim))
         return kv[..., :nope], kv[..., nope:]
     k = a.q.new_empty((rows, heads, nope), dtype=FP8)
+    v = a.q.new_empty((heads, v_dim, -(-max(rows, 1) // 16) * 16), dtype=FP8)
     # Keys past the last are multiplied by zero weights, so they must be numbers.
-    v = a.q.new_zeros((heads, v_dim, -(-max(rows, 1) // 16) * 16), dtype=FP8)
+    v[..., rows:].view(torch.uint8).zero_()
     return k, v.permute(2, 0, 1)[:rows]
 
 

@@ -81,8 +81,16 @@ def run_prefill(a: Any, chunks: Sequence[Chunk]) -> torch.Tensor:
     if not chunks or a.q.numel() == 0:
         return a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
     target = device_target(a.q.device) or SM90
+    a = _aligned(a)
     made = ((chunk, make_keys(a, chunk, target)) for chunk in chunks)
     return attend_chunks(a, made, len(chunks))
+
+
+def _aligned(a: Any) -> Any:
+    """The same call with the weight, and latents that are codes, where TMA can start."""
+    names = ("kv_b_weight",) if a.latent_scale is None else ("kv_b_weight", "latent")
+    away = {name: getattr(a, name) for name in names if getattr(a, name).data_ptr() % 16}
+    return replace(a, **{name: t.clone() for name, t in away.items()}) if away else a
 
 
 def plan_latent_store(a: Any, target: str) -> LoweringReport:

@@ -61,15 +61,29 @@ def prefill_obstacle(a: Any) -> str | None:
         return f"no kernel for {a.q.dtype}"
     rank = a.kv_b_weight.shape[1]
     obstacle = _width_obstacle(rank, widths(a)[1])
-    if obstacle is None and (a.quantize_latent or a.latent_scale is not None):
-        columns = a.scale_block[1]
-        if columns not in (32, 64, 128):
-            obstacle = f"no kernel for scales of {columns} columns"
+    if obstacle is None and _coded(a):
+        obstacle = _coded_obstacle(a)
     if obstacle is None and a.kv_b_weight.stride(0) * a.kv_b_weight.element_size() % 16:
         obstacle = (
             f"kv_b_weight: rows {a.kv_b_weight.stride(0)} elements apart are out of TMA's reach"
         )
     return obstacle
+
+
+def _coded(a: Any) -> bool:
+    """Whether the up-projection multiplies codes."""
+    return a.quantize_latent or a.latent_scale is not None
+
+
+def _coded_obstacle(a: Any) -> str | None:
+    columns, rows = a.scale_block[1], a.kv_b_weight.shape[0]
+    if columns not in (32, 64, 128):
+        return f"no kernel for scales of {columns} columns"
+    if rows * a.q.element_size() % 16:
+        return f"keys and values of {rows} columns are out of TMA's reach"
+    if a.latent_scale is not None and a.latent.stride(0) % 16:
+        return f"latent: rows {a.latent.stride(0)} bytes apart are out of TMA's reach"
+    return None
 
 
 def branch_obstacle(a: Any) -> str | None:
@@ -78,6 +92,8 @@ def branch_obstacle(a: Any) -> str | None:
         return f"no kernel for {a.q.dtype}"
     rank = a.kv_b_proj.shape[1]
     obstacle = _width_obstacle(rank, a.latents.shape[1] - rank)
+    if obstacle is None and a.kv_b_proj.shape[0] * a.q.element_size() % 16:
+        obstacle = f"keys and values of {a.kv_b_proj.shape[0]} columns are out of TMA's reach"
     if obstacle is None and a.kv_b_proj.stride(0) % 16:
         obstacle = f"kv_b_proj: rows {a.kv_b_proj.stride(0)} bytes apart are out of TMA's reach"
     return obstacle

@@ -1,0 +1,71 @@
+"""The MLA ops as a GPU runs them, kernel after kernel, on Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.test_contract import as_double, clone
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.targets import SM90
+from tilewright.ops import mla_attention, mla_key_kernels, mla_lowerings, mla_queries
+from tilewright.ops.contract import get_op
+
+CASES = {
+    ("mla_prefill", "static_cache"): 3,
+    ("mla_prefill", "codes"): 3,
+    ("mla_prefill_branch_fp8", "chunks"): 17,
+    ("mla_prefill_branch_fp8", "uint"): 4,
+}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches go to the interpreter; the kernels' names are noted."""
+    noted = []
+
+    def launch(spec, grid, values, device):
+        noted.append(spec.kernel)
+        load_interpreted(spec)[grid](**{name: values[name] for name, _ in spec.signature})
+
+    for module in (mla_attention, mla_key_kernels, mla_lowerings, mla_queries):
+        monkeypatch.setattr(module, "launch", launch)
+    for module in (mla_attention, mla_lowerings, mla_queries):
+        monkeypatch.setattr(module, "device_target", lambda device: SM90)
+    return noted
+
+
+@pytest.mark.parametrize(("where", "count"), CASES.items(), ids=["-".join(w) for w in CASES])
+def test_the_kernels_together_are_the_op(where, count, launches):
+    """And its plan names them. count: four chunks of keys take four each and one that merges."""
+    op = get_op(where[0])
+    a = op.sample_inputs(next(case for case in op.cases if case.name == where[1]))
+    planned = {spec.kernel for spec in op.plan_for(a, "sm90").specs}
+    exact = as_double(clone(a))
+    expected = op.reference(exact)
+    args, kwargs = op.split(a)
+    run = {"mla_prefill": "launch_mla_prefill", "mla_prefill_branch_fp8": "launch_mla_branch"}
+    out = getattr(mla_lowerings, run[op.name])(*args, **kwargs)
+    problem = op.tolerances[out.dtype].problem(out, expected)
+    assert problem is None, problem
+    for name in op.mutated:
+        if getattr(a, name) is not None:
+            torch.testing.assert_close(
+                getattr(a, name).double(), getattr(exact, name), rtol=2.0**-7, atol=2.0**-7
+            )
+    assert len(launches) == count
+    assert set(launches) == planned
+
+
+def test_memory_that_tma_cannot_reach_is_copied(launches):
+    op = get_op("mla_prefill")
+    a = op.sample_inputs(next(case for case in op.cases if case.name == "codes"))
+    expected = op.reference(clone(a))
+    moved = torch.empty(a.kv_b_weight.numel() + 1, dtype=a.kv_b_weight.dtype)[1:]
+    moved = moved.view(a.kv_b_weight.shape).copy_(a.kv_b_weight)
+    assert moved.data_ptr() % 16
+    args, kwargs = op.split(a)
+    args[3] = moved
+    out = mla_lowerings.launch_mla_prefill(*args, **kwargs)
+    problem = op.tolerances[out.dtype].problem(out, expected.double())
+    assert problem is None, problem
