@@ -1,8 +1,8 @@
 """Which kernels a lone grouped GEMM runs: by the rows that a group gets on average.
 
 Few rows: the time is that of streaming the weights in use. Many: tensor cores bound it. Codes are
-decoded in the GEMM, or, where each weight would be decoded too often, all of them before it. The
-bounds are where the two took equal time on an H200.
+decoded in the GEMM, those of 4 bits as they lie where rows are few, or, where each weight would be
+decoded too often, all of them before it. The bounds are where the two took equal time on an H200.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
-from tilewright.codegen.qkv_heads import cdiv
+from tilewright.codegen.moe_codes_kernels import CodesConfig, codes_config, codes_obstacle
+from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
+from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
 SWAPPED_ROWS = 16
+# Rows per group up to which 4-bit codes reach the tensor core as they lie.
+CODES_ROWS = 48
 # Rows per group from which 128-row tiles are taken.
 WIDE_ROWS = 160
 # Rows per group from which weights are decoded before the GEMM.
@@ -32,9 +36,12 @@ class GroupedPlan:
     reason: str
 
 
-def plan_grouped(problem: GroupedProblem, num_rows: int) -> GroupedPlan:
-    """The kernels for `num_rows` rows."""
+def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> GroupedPlan:
+    """The kernels for `num_rows` rows on a target."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
+    if rows <= CODES_ROWS and not target.tmem_columns and streams_codes(problem):
+        codes = _codes_config(rows)
+        return GroupedPlan(codes, False, f"{rows} rows per group, {codes}")
     decode = rows >= DECODED_ROWS.get(problem.format, rows + 1)
     dense = decode or problem.format == "dense"
     config = grouped_config(rows, dense=dense)
@@ -53,6 +60,18 @@ def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
         # Decoding takes registers.
         return GemmConfig(128, 128, BLOCK_K, False, 8, 3)
     return GemmConfig(128, 256, BLOCK_K, False, 8, 3, flatten=True)
+
+
+def streams_codes(problem: GroupedProblem) -> bool:
+    """Whether the GEMM can read its weights by words of codes."""
+    plain = problem.ids_dtype is None and "scale_ptr" not in problem.unaligned
+    return plain and codes_obstacle(problem, STREAMED_K) is None
+
+
+def _codes_config(rows: int) -> CodesConfig:
+    # A group's number of rows varies around the average.
+    block_m = min(max(next_power_of_2(2 * rows - 1), 16), 64)
+    return codes_config(block_m, 64, STREAMED_K, 4, 4, 4)
 
 
 def block_k_obstacle(problem: GroupedProblem) -> str | None:

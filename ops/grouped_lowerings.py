@@ -19,6 +19,7 @@ from tilewright.codegen.grouped_kernels import (
     grouped_spec,
 )
 from tilewright.codegen.grouped_plan import GroupedPlan, plan_grouped
+from tilewright.codegen.moe_codes_kernels import CodesConfig, down_codes_spec
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
@@ -27,6 +28,7 @@ from tilewright.ops.grouped_matmul import GroupedMatmulArguments, fake
 from tilewright.ops.grouped_problems import grouped_problem, unsupported
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
+from tilewright.ops.moe_lowerings import as_words
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ DECODE = DequantizeConfig()
 @cache
 def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> Chosen:
     """Plan and kernels for up to `num_rows` rows."""
-    plan = plan_grouped(problem, num_rows)
+    plan = plan_grouped(problem, num_rows, target)
+    if isinstance(plan.gemm, CodesConfig):
+        return Chosen(plan, down_codes_spec(problem, plan.gemm, target.name))
     if not plan.decode:
         return Chosen(plan, grouped_spec(problem, plan.gemm, target.name))
     gemm = grouped_spec(dequantized(problem), plan.gemm, target.name)
@@ -72,6 +76,7 @@ def launch_grouped_matmul(*args: Any, **kwargs: Any) -> torch.Tensor:
         decoded = torch.empty(a.experts.shape, dtype=a.x.dtype, device=device)
         launch(made.decode, dequantize_grid(problem, DECODE), values | {"out_ptr": decoded}, device)
         values["weight_ptr"] = decoded
+    values |= as_words(values, problem, made.plan.gemm)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     launch(made.gemm, gemm_grid(made.plan.gemm, sms), values, device)
     return out
