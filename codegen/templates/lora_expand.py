@@ -25,7 +25,8 @@ def part_of_delta(
     weight_rows += columns * WEIGHT_STRIDES[1]
     column_mask = (columns < WIDTH)[:, None]
     delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in tl.static_range(0, RANK, BLOCK_R):
+    # A loop and not its steps in a row: before triton 3.9 SM100 wants one dot per accumulator.
+    for first in range(0, RANK, BLOCK_R):
         ranks = first + tl.arange(0, BLOCK_R)
         rank_mask = (ranks < RANK)[None, :]
         s = tl.load(
