@@ -240,10 +240,24 @@ def report(case: Case, sets: list[Any], times: dict[str, float], error: float) -
             "tokens": case.tokens, "us": times}  # fmt: skip
 
 
+QUANTISED = ((128, 2048), (8192, 2048), (65536, 2048), (65536, 7168))
+
+
+def quantise_specs() -> list[KernelSpec]:
+    made = []
+    for _, inner in QUANTISED:
+        x = torch.empty(256, inner, dtype=torch.bfloat16, device=DEVICE)
+        ends = torch.empty(129, dtype=torch.int32, device=DEVICE)
+        grouped = QuantizeNvfp4Arguments(x, ends, torch.ones(128, device=DEVICE))
+        for a in (grouped, QuantizeNvfp4Arguments(x)):
+            made.append(quantize_spec(problem_of(a), QuantizeConfig(), SM90.name))
+    return made
+
+
 def quantise(sweep: bool) -> list[dict[str, Any]]:
     """`quantize_nvfp4` of the rows that go to Qwen3's and DeepSeek's experts."""
     kept = []
-    for rows, inner in ((128, 2048), (8192, 2048), (65536, 2048), (65536, 7168)):
+    for rows, inner in QUANTISED:
         # Blocks of rows so that calls together exceed the L2 cache.
         count = max(1, min(8, int(COLD_BYTES) // (rows * inner * 2)))
         ends = torch.arange(0, 129, device=DEVICE) * (rows // 128)
@@ -265,7 +279,7 @@ def quantise(sweep: bool) -> list[dict[str, Any]]:
         print(f"quantize_nvfp4 {rows} x {inner}")
         for name, us in times.items():
             moved = rows * inner * (4 if name == "copy" else 2 + 0.5625)
-            print(f"    {us:9.1f} us {moved / us / 1e3:6.0f} GB/s  {name}")
+            print(f"    {us:9.1f} us {moved / us / 1e3:6.0f} GB/s  {name}", flush=True)
         kept.append({"rows": rows, "inner": inner, "us": times})
     return kept
 
@@ -306,6 +320,8 @@ def main() -> None:
                 wanted.append(grouped_spec(dequantized(problem), dense_config(case), SM90.name))
         del given, a
         torch.cuda.empty_cache()
+    if any(text.startswith("quantise") for text in options.cases):
+        wanted += quantise_specs()
     compile_all(list(dict.fromkeys(wanted)))
     print(f"{len(set(wanted))} kernels in {time.time() - start:.0f} s", flush=True)
     kept: dict[str, Any] = {"environment": environment(), "grouped_matmul": []}
