@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.activation import match_activation
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
+from tilewright.patterns.norm import strip_casts
 
 register_code("EXPERT_LOOP", "the experts run one by one in Python, where no pattern sees them")
 
 # By these a loop finds the tokens of an expert.
 _PREPARED = {
     "aten.one_hot", "aten.eq", "aten.sort", "aten.argsort", "aten.histc", "aten.bincount",
-    "aten.nonzero", "aten.unique", "opaque:unique", "opaque:where", "opaque:bincount",
+    "aten.nonzero", "aten.unique", "aten.where", "opaque:unique", "opaque:bincount",
 }  # fmt: skip
-_COUNTED = {"aten.nonzero", "opaque:nonzero", "opaque:where", "opaque:tolist"}
 _TRANSFORMERS = "experts_implementation='grouped_mm' (model.set_experts_implementation)"
 _PLAIN = (
     "sort the routes by expert and multiply with torch._grouped_mm (or gather weights[expert_ids] "
@@ -58,8 +59,31 @@ class ExpertLoop:
 def find_expert_loop(flow: Dataflow) -> ExpertLoop | None:
     """What shows that a graph was cut before a loop over experts, or holds one; else None."""
     prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
-    found = [v for v in prepared if v.op in _COUNTED or _leaves(v, flow)]
+    found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
+    alone = [v for v in flow.values if _is_lone_expert(v) and _of_experts(v)]
+    found += alone if len(alone) == 1 else []
     return ExpertLoop(tuple(found)) if found else None
+
+
+def _finds_tokens(value: Value) -> bool:
+    """Whether the data decides how many numbers a value holds: captured, not cut."""
+    return value.op == "aten.nonzero" or (value.op == "aten.where" and len(value.args) == 1)
+
+
+def _is_lone_expert(value: Value) -> bool:
+    """Whether a value is an MLP whose weights are one of many in a tensor: a graph of its own."""
+    if value.op != "aten.linear" or not _is_one_of_many(value.args[1]):
+        return False
+    activation = match_activation(strip_casts(value.args[0])[0])
+    gate = None if activation is None else activation.gate.value
+    if gate is None or gate.op != "aten.linear" or not _is_one_of_many(gate.args[1]):
+        return False
+    return gate.args[0].value.op == "input"
+
+
+def _is_one_of_many(weight: View) -> bool:
+    stacked = weight.value.op == "constant" and len(weight.value.shape) == 3
+    return stacked and len(weight.shape) == 2
 
 
 def _of_experts(value: Value) -> bool:

@@ -28,6 +28,7 @@ from tilewright.patterns.expert_gemm import (
     rows_of,
 )
 from tilewright.patterns.expert_loop import ExpertLoop, find_expert_loop
+from tilewright.patterns.expert_unrolled import UnrolledExperts, find_unrolled_experts
 from tilewright.patterns.expert_weights import check_dtypes, weight_arguments
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
@@ -52,7 +53,7 @@ class Moe:
     name: str = "moe"
     op: str = "fused_moe"
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value | ExpertLoop]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | ExpertLoop | UnrolledExperts]:
         """A GEMM with expert weights that another one of its kind feeds, not as it is: two in a
         row are an adapter."""
         for value in flow.values:
@@ -64,9 +65,10 @@ class Moe:
         loop = find_expert_loop(flow)
         if loop is not None:
             yield loop
+        yield from find_unrolled_experts(flow)
 
-    def match(self, anchor: Value | ExpertLoop, flow: Dataflow) -> Match:
-        if isinstance(anchor, ExpertLoop):
+    def match(self, anchor: Value | ExpertLoop | UnrolledExperts, flow: Dataflow) -> Match:
+        if isinstance(anchor, (ExpertLoop, UnrolledExperts)):
             raise anchor.refuse(self.name)
         down = match_expert_gemm(anchor, flow)
         if down is None:

@@ -1,0 +1,58 @@
+"""Experts that run one by one are told by name, with the setting that helps: in `lower`'s report,
+in the backend's, and in the log; and the model runs as it did."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.models.moe_loops import LOOPS, build
+from tilewright.compiler import lower, reports
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_lower_says_that_the_experts_run_one_by_one(name):
+    torch._dynamo.reset()
+    _, breaks, code = LOOPS[name]
+    lowered = lower(*build(name))
+    codes = [miss.code for miss in lowered.misses]
+    assert not lowered.matches
+    # One for each graph that shows it.
+    assert 1 <= codes.count(code) <= len(lowered.graphs), str(lowered)
+    assert ("GRAPH_BREAK" in codes) == breaks
+    assert set(codes) <= {code, "GRAPH_BREAK"}
+    assert all("torch._grouped_mm" in m.hint for m in lowered.misses if m.code == code)
+
+
+@pytest.mark.parametrize("name", ["one_hot_nonzero", "masked_stacked"])
+def test_the_backend_reports_and_logs_it_and_the_model_runs(name, caplog):
+    torch._dynamo.reset()
+    module, args = build(name)
+    before = len(reports())
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="tilewright"):
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        assert torch.equal(compiled(*args), module(*args))
+    found = [miss.code for report in reports()[before:] for miss in report.misses]
+    code = LOOPS[name][2]
+    assert code in (found or [m.code for m in reports()[-1].misses])
+    assert code in caplog.text
+
+
+def test_a_loop_that_dynamo_captures_is_told_too():
+    torch._dynamo.reset()
+    config = torch._dynamo.config
+    with config.patch(capture_dynamic_output_shape_ops=True):
+        lowered = lower(*build("where_each"))
+    assert "EXPERT_LOOP" in {miss.code for miss in lowered.misses}, str(lowered)
+
+
+def test_transformers_are_told_their_own_setting():
+    pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
+    from tests.compiler.test_hf_moe import built
+
+    torch._dynamo.reset()
+    lowered = lower(built("mixtral", "eager"), (torch.arange(3, 8)[None],), {"use_cache": False})
+    (miss,) = (m for m in lowered.misses if m.code == "EXPERT_LOOP")
+    assert "experts_implementation='grouped_mm'" in miss.hint
