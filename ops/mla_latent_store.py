@@ -23,6 +23,7 @@ from tilewright.ops.checks import ArgumentError, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, Lowering, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.mla_cases import STORE_CASES, StoreCase
 from tilewright.ops.mla_latents import (
     DTYPES,
     WritePlaces,
@@ -34,9 +35,9 @@ from tilewright.ops.mla_latents import (
     pool_windows,
     write_latents,
 )
+from tilewright.ops.mla_obstacles import store_obstacle
 from tilewright.ops.mla_positions import check_positions, token_positions
-from tilewright.ops.mla_problems import store_obstacle
-from tilewright.ops.mla_samples import STORE_CASES, StoreCase, sample_store
+from tilewright.ops.mla_samples import sample_store
 
 NAME = "mla_latent_store"
 SCHEMA = (

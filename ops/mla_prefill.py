@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, get_op, register
+from tilewright.ops.mla_cases import PREFILL_CASES, PrefillCase
 from tilewright.ops.mla_checks import check_prefill, check_prefill_values
 from tilewright.ops.mla_latents import pool_windows
-from tilewright.ops.mla_problems import prefill_obstacle
+from tilewright.ops.mla_obstacles import prefill_obstacle
 from tilewright.ops.mla_reference import prefill_reference
-from tilewright.ops.mla_samples import PREFILL_CASES, PrefillCase, sample_prefill
+from tilewright.ops.mla_samples import sample_prefill
 
 NAME = "mla_prefill"
 SCHEMA = (

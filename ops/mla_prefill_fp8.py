@@ -23,11 +23,12 @@ from tilewright.ops.cache_checks import readable
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla_branch_checks import NAME, check_branch, check_branch_values
+from tilewright.ops.mla_cases import BRANCH_CASES, BranchCase
 from tilewright.ops.mla_checks import check_prefill_values
+from tilewright.ops.mla_obstacles import branch_obstacle
 from tilewright.ops.mla_prefill import TOLERANCES, MlaPrefillArguments
-from tilewright.ops.mla_problems import branch_obstacle
 from tilewright.ops.mla_reference import prefill_reference
-from tilewright.ops.mla_samples import BRANCH_CASES, BranchCase, sample_branch
+from tilewright.ops.mla_samples import sample_branch
 
 SCHEMA = (
     "(Tensor q, Tensor latents, Tensor input_row_offsets, Tensor freqs_cis, "

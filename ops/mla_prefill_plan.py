@@ -13,9 +13,9 @@ import torch
 from tilewright.ops.cache_checks import readable
 from tilewright.ops.checks import ArgumentError, check_device, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, Tolerance, register
+from tilewright.ops.mla_cases import PLAN_CASES, PlanCase
 from tilewright.ops.mla_chunks import Plan, cut, row_ends
 from tilewright.ops.mla_latents import INDEX_DTYPES
-from tilewright.ops.mla_samples import PLAN_CASES, PlanCase
 
 NAME = "mla_prefill_plan"
 SCHEMA = (

@@ -3,12 +3,8 @@
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.mla_latent import (
-    load_pairs,
-    store_pairs,
-    table_columns,
-    token_positions,
-)
+from tilewright.codegen.templates.mla_entries import load_pairs, store_pairs, table_columns
+from tilewright.codegen.templates.mla_latent import token_positions
 from tilewright.codegen.templates.qkv_finish import rounded
 
 

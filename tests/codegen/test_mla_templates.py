@@ -15,6 +15,7 @@ from tilewright.codegen.mla_kernels import UpConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops import mla_key_kernels
 from tilewright.ops.formats import fp8_block
+from tilewright.ops.mla_cases import PrefillCase
 from tilewright.ops.mla_checks import FP8, positions_of
 from tilewright.ops.mla_keys import buffer_rows, gathered_keys, row_key_offsets
 from tilewright.ops.mla_latent_store import OP as STORE
@@ -24,7 +25,6 @@ from tilewright.ops.mla_prefill_fp8 import OP as BRANCH
 from tilewright.ops.mla_prefill_fp8 import as_mla_prefill, with_all_keys
 from tilewright.ops.mla_problems import Chunk, key_buffers
 from tilewright.ops.mla_reference import _key_latents, _up_projected, up_weight
-from tilewright.ops.mla_samples import PrefillCase
 
 
 def case_of(op, name):

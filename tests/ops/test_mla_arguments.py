@@ -9,11 +9,11 @@ import torch
 
 from tests.ops.test_contract import clone
 from tilewright.ops import ArgumentError, mla_latent_store
+from tilewright.ops.mla_cases import BranchCase, PrefillCase, StoreCase
 from tilewright.ops.mla_latent_store import OP as STORE
 from tilewright.ops.mla_prefill import OP as PREFILL
 from tilewright.ops.mla_prefill_fp8 import OP as BRANCH
 from tilewright.ops.mla_prefill_plan import OP as PLAN
-from tilewright.ops.mla_samples import BranchCase, PrefillCase, StoreCase
 
 
 def refused(op, a, argument, words):

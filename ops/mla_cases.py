@@ -1,0 +1,157 @@
+"""The settings that MLA ops are tried in: together they reach every option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    """What latents, their cache and their places have in all MLA ops.
+
+    new_tokens, cached_tokens: per sequence. pool: "joint" ([P, S, L + R]), "layers" (one layer of
+    [P, 1, 3, S, 1, L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S, .],
+    a page per sequence; equal new_tokens and cached_tokens). slots: as in `ops.addressing`.
+    rope_style "none": no rope.
+    """
+
+    name: str
+    new_tokens: tuple[int, ...] = (3, 0, 9, 1)
+    cached_tokens: tuple[int, ...] = (6, 3, 0, 8)
+    rank: int = 64
+    rope_dim: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    pool: str = "joint"
+    num_pages: int = 8
+    page_size: int = 8
+    slots: str = "ragged"
+    index_dtype: torch.dtype = torch.int64
+    norm: bool = True
+    norm_dtype: torch.dtype | None = None
+    rope_style: str = "interleaved"
+    table_width: str = "half"
+    by_position: bool = False
+    magnitude: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.new_tokens)
+
+
+@dataclass(frozen=True)
+class StoreCase(LatentCase):
+    """One setting of `mla_latent_store`."""
+
+
+@dataclass(frozen=True)
+class PrefillCase(LatentCase):
+    """One setting of `mla_prefill`.
+
+    keys: as in `ops.mla_keys`; with "given" no cache. runs: equal runs instead of row_offsets.
+    ragged_keys: key_offsets instead of all slots of all columns. attn_mask: "none", "bool" or
+    "float". weight: "dense", "fp8", "quantized" (latents too) or "codes" (latents given as codes).
+    """
+
+    num_heads: int = 3
+    nope: int = 32
+    v_dim: int = 24
+    keys: str = "table"
+    runs: bool = False
+    ragged_keys: bool = True
+    mask: str = "causal"
+    window: int = 0
+    attn_mask: str = "none"
+    weight: str = "dense"
+    rope_on: str = "qk"
+    attention_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class BranchCase(PrefillCase):
+    """One setting of `mla_prefill_branch_fp8`. buffer_size: rows of a chunk; 0: one for all."""
+
+    rank: int = 128
+    pool: str = "layers"
+    weight: str = "quantized"
+    by_position: bool = True
+    buffer_size: int = 0
+    buffer_pages: bool = False
+    granularity: int = 128
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """One setting of `mla_prefill_plan`."""
+
+    name: str
+    new_tokens: tuple[int, ...] = (10, 30)
+    cached_tokens: tuple[int, ...] = (0, 0)
+    buffer_size: int = 32
+    max_chunks: int = 16
+    page_size: int = 1
+    index_dtype: torch.dtype = torch.int64
+    dtype: torch.dtype = torch.int32
+
+
+STORE_CASES = (
+    StoreCase("joint"),
+    StoreCase("layers", pool="layers", index_dtype=torch.uint32, by_position=True),
+    StoreCase("pair", pool="pair", slots="flat", rope_style="half", table_width="full"),
+    StoreCase("static", pool="static", slots="per_sequence", new_tokens=(3, 3),
+              cached_tokens=(2, 2), rope_style="interleaved_to_half", table_width="full"),
+    StoreCase("block_table", slots="block_table", dtype=torch.float16, norm_dtype=torch.float32),
+    StoreCase("plain", norm=False, rope_style="none", dtype=torch.float32),
+    StoreCase("odd", rank=40, rope_dim=6, rope_style="half", by_position=True),
+    StoreCase("no_tokens", new_tokens=(0, 0), cached_tokens=(3, 0)),
+    StoreCase("double", dtype=torch.float64),
+)  # fmt: skip
+
+PREFILL_CASES = (
+    PrefillCase("paged"),
+    PrefillCase("paged_uint", pool="layers", index_dtype=torch.uint32, by_position=True),
+    PrefillCase("no_cache", keys="given", slots="none", runs=True, new_tokens=(7, 7),
+                cached_tokens=(0, 0), rope_style="half", table_width="full"),
+    PrefillCase("no_cache_ragged", keys="given", slots="none", cached_tokens=(0, 0, 0, 0)),
+    PrefillCase("static_cache", keys="pages", pool="static", slots="per_sequence", runs=True,
+                new_tokens=(5, 5), cached_tokens=(4, 4), page_size=16,
+                rope_style="interleaved_to_half", table_width="full"),
+    PrefillCase("static_bool_mask", keys="pages", pool="static", slots="per_sequence", runs=True,
+                new_tokens=(5, 5), cached_tokens=(0, 0), page_size=8, mask="none",
+                attn_mask="bool"),
+    PrefillCase("static_float_mask", keys="pages", pool="static", slots="per_sequence", runs=True,
+                new_tokens=(5, 5), cached_tokens=(2, 2), page_size=8, mask="none",
+                attn_mask="float", dtype=torch.float16),
+    PrefillCase("key_slots", keys="slots", slots="flat", pool="pair"),
+    PrefillCase("whole_table", keys="table", ragged_keys=False, slots="block_table", norm=False,
+                rope_style="none"),
+    PrefillCase("sliding_window", mask="sliding_window", window=4),
+    PrefillCase("chunked", mask="chunked", window=5, dtype=torch.float32),
+    PrefillCase("unmasked", mask="none", rope_on="q"),
+    PrefillCase("fp8_weight", weight="fp8", rank=160),
+    PrefillCase("quantized", weight="quantized", rank=128, magnitude=3000.0, norm=False),
+    PrefillCase("codes", keys="given", slots="none", weight="codes", rank=128, norm=False,
+                rope_on="q", cached_tokens=(0, 0, 0, 0)),
+    PrefillCase("no_tokens", new_tokens=(0, 0), cached_tokens=(3, 0)),
+    PrefillCase("no_sequences", new_tokens=(), cached_tokens=()),
+    PrefillCase("double", dtype=torch.float64),
+)  # fmt: skip
+
+BRANCH_CASES = (
+    BranchCase("plain"),
+    BranchCase("uint", index_dtype=torch.uint32, rope_style="half"),
+    BranchCase("chunks", buffer_size=8, index_dtype=torch.int32),
+    BranchCase("page_chunks", buffer_size=16, buffer_pages=True, mask="sliding_window", window=6),
+    BranchCase("fine_scales", granularity=64, rank=160, mask="chunked", window=4),
+    BranchCase("large", magnitude=3000.0, dtype=torch.float16, mask="none"),
+    BranchCase("no_tokens", new_tokens=(0, 0), cached_tokens=(3, 0)),
+    BranchCase("no_sequences", new_tokens=(), cached_tokens=()),
+    BranchCase("double", dtype=torch.float64),
+)
+PLAN_CASES = (
+    PlanCase("tight"),
+    PlanCase("pages", (160, 200), buffer_size=256, page_size=128, index_dtype=torch.uint32),
+    PlanCase("cached", (0, 3, 9), (6, 0, 8), buffer_size=5, index_dtype=torch.int32),
+    PlanCase("nothing", (), ()),
+)
