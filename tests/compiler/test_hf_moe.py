@@ -94,3 +94,17 @@ def test_the_sparse_layer_is_fused_and_right(name, experts, dynamic):
     assert tokens == f"bfloat16[{'T' if dynamic else BATCH * PROMPT},{BASE['hidden_size']}]"
     for what, (fused, eager, exact) in zip(("prompt", "decode"), results, strict=True):
         assert_no_worse(fused, eager, exact, f"{name} {what}")
+
+
+def test_float16_with_transformers_own_grouped_product_is_fused_too():
+    """torch's grouped_mm takes no float16 under compilation; transformers has an operator then."""
+    torch._dynamo.reset()
+    model = built("mixtral", "grouped_mm").half()
+    exact = copy.deepcopy(model).to(torch.float64)
+    exact.set_experts_implementation("eager")
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    results = zip(*(steps(m, c) for m, c in ((model, compiled), (model, model), (exact, exact))),
+                  strict=True)  # fmt: skip
+    for fused, eager, reference in results:
+        assert_no_worse(fused, eager, reference, "mixtral in float16")
+    assert [m.op for m in reports()[-1].matches].count("fused_moe") == 1
