@@ -25,6 +25,7 @@ from tune_qkv import compile_quietly
 
 from tilewright.codegen import mla_kernels as kernels
 from tilewright.codegen.mla_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -37,16 +38,17 @@ RANK, ROPE, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 128
 DEVICE = torch.device("cuda", 0)
 COLD_BYTES = 160e6
 FP8 = torch.float8_e4m3fn
+KINDS = ("values", "codes", "codes 8-bit core")
 RESULTS: list[dict[str, Any]] = []
-LATENT_CONFIGS = [LatentConfig(1, 4), LatentConfig(4, 4), LatentConfig(8, 4), LatentConfig(8, 8)]
+LATENT_CONFIGS = [LatentConfig(4, 4), LatentConfig(8, 4), LatentConfig(16, 8)]
 VALUE_CONFIGS = [
     UpConfig(128, 128, 64, 8, 4),
     UpConfig(128, 256, 64, 8, 3, flatten=True),
-    UpConfig(128, 256, 64, 8, 4, group_m=16),
 ]
 CODE_CONFIGS = [
     UpConfig(128, 128, 128, 8, 3),
-    UpConfig(128, 128, 128, 8, 4, flatten=True),
+    UpConfig(128, 128, 128, 8, 4),
+    UpConfig(128, 128, 128, 8, 3, flatten=True),
     UpConfig(64, 128, 128, 4, 3, 2),
     UpConfig(64, 256, 128, 8, 3),
 ]
@@ -107,10 +109,10 @@ def latent_call(
 
 
 def latent_bytes(rows: int, new: int, coded: bool) -> int:
-    """Each key's entry is read and its buffer row written, each new one written to the cache."""
+    """Each key's entry is read and its buffer row written, each new one to the cache as well."""
     entry = 2 * (RANK + ROPE)
     out = RANK + 4 * RANK // 128 + 2 * ROPE if coded else entry
-    return rows * (entry + out) + new * 2 * entry
+    return rows * (entry + out) + new * entry
 
 
 def copies(count: int) -> int:
@@ -147,12 +149,13 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
         if tensor is not None:
             tensor.copy_(torch.rand(tensor.shape, device=DEVICE))
     problem = up_problem(a, buffers)
-    graphs = {}
+    graphs, calls = {}, {}  # a graph works on its call's memory
     for config in configs_of(problem):
         if kernels.up_spec(problem, config, "sm90").name in bad:
             continue
         try:
-            graphs[str(config)] = capture([up_call(a, problem, buffers, config)], warmup=1)
+            calls[str(config)] = up_call(a, problem, buffers, config)
+            graphs[str(config)] = capture([calls[str(config)]], warmup=1)
         except Exception as error:  # what does not launch is a result here
             print(f"  {config}: {str(error)[:150]}", flush=True)
     if kind == "values":
@@ -183,7 +186,7 @@ def up_call(a: Any, problem: UpProblem, buffers: Any, config: UpConfig) -> Calla
 
 def configs_of(problem: UpProblem) -> list[UpConfig]:
     configs = CODE_CONFIGS if problem.scale_block else VALUE_CONFIGS
-    return [c for c in configs if problem.joint or c.block_n <= 128]
+    return [c for c in configs if problem.joint or (c.block_n <= 128 and not c.flatten)]
 
 
 def show(name: str, times: dict[str, float], work: float, unit: str) -> None:
@@ -193,6 +196,21 @@ def show(name: str, times: dict[str, float], work: float, unit: str) -> None:
     RESULTS.append({"case": name, "unit": unit, "work": work, "us": times})
 
 
+def specs_of(head_counts: list[int]) -> dict[KernelSpec, None]:
+    """All kernels that are timed."""
+    specs: dict[KernelSpec, None] = {}
+    for kind, heads in itertools.product(KINDS, head_counts):
+        a = arguments(heads, 512, 16, kind)
+        chunk = Chunk(512, a.key_offsets)
+        buffers = key_buffers(a, chunk)
+        for call in latent_launches(a, chunk, buffers):
+            made = [kernels.latent_spec(call.problem, c, "sm90") for c in LATENT_CONFIGS]
+            specs |= dict.fromkeys(made)
+        problem = up_problem(a, buffers)
+        specs |= dict.fromkeys(kernels.up_spec(problem, c, "sm90") for c in configs_of(problem))
+    return specs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
@@ -200,18 +218,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    kinds = ("values", "codes", "codes 8-bit core")
-    specs = {}
-    for kind in kinds:
-        for heads in options.heads:
-            a = arguments(heads, 512, 16, kind)
-            chunk = Chunk(512, a.key_offsets)
-            buffers = key_buffers(a, chunk)
-            for call in latent_launches(a, chunk, buffers):
-                made = [kernels.latent_spec(call.problem, c, "sm90") for c in LATENT_CONFIGS]
-                specs |= dict.fromkeys(made)
-            problem = up_problem(a, buffers)
-            specs |= dict.fromkeys(kernels.up_spec(problem, c, "sm90") for c in configs_of(problem))
+    specs = specs_of(options.heads)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
@@ -219,10 +226,10 @@ def main() -> None:
     print(f"{len(specs)} kernels, {len(bad)} do not compile", flush=True)
     for outcome in sorted(set(outcomes)):
         print(f"  {outcome[-300:]}", flush=True) if outcome else None
-    for rows, kind in itertools.product(options.rows, kinds):
+    for rows, kind in itertools.product(options.rows, KINDS):
         for new in (rows, 1):
             time_latents(rows, new, kind, bad)
-    for heads, rows, kind in itertools.product(options.heads, options.rows, kinds):
+    for heads, rows, kind in itertools.product(options.heads, options.rows, KINDS):
         time_up(heads, rows, kind, bad)
         keep("mla_helpers", RESULTS, options.out)
 

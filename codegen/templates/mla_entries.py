@@ -73,6 +73,21 @@ def store_pairs(
 
 
 @triton.jit
+def store_entries(
+    page, slot, mask, latent, low, high, latent_cache_ptr, rope_cache_ptr,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, LATENT_STRIDES: tl.constexpr, ROPE_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Entries to their slots of the cache; strides (page, slot, column)."""
+    places = page * LATENT_STRIDES[0] + slot * LATENT_STRIDES[1]
+    store_latents(latent_cache_ptr, places, mask, latent, RANK, BLOCK_L, LATENT_STRIDES[2])
+    places = page * ROPE_STRIDES[0] + slot * ROPE_STRIDES[1]
+    store_pairs(
+        rope_cache_ptr, places, mask, low, high, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDES[2]
+    )
+
+
+@triton.jit
 def table_columns(
     pointer, rows, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr,

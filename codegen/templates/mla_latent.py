@@ -14,8 +14,7 @@ from tilewright.codegen.templates.mla_entries import (
     load_latents,
     load_pairs,
     new_entries,
-    store_latents,
-    store_pairs,
+    store_entries,
     write_rows,
 )
 from tilewright.codegen.templates.qkv_places import cache_places, sequence_of
@@ -99,6 +98,30 @@ def key_places(
 
 
 @triton.jit
+def are_keys(
+    tokens, mask, row_offsets_ptr, lengths_ptr, key_offsets_ptr, key_starts_ptr,
+    num_sequences, token_run, key_run,
+    BATCH_STRIDES: tl.constexpr, KEY_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """Whether each new token is one of the keys that other programs take."""
+    sequence, place, valid = sequence_places(
+        tokens, mask, row_offsets_ptr, num_sequences, token_run, BATCH_STRIDES[0], SEARCH_STEPS
+    )
+    length = tl.load(lengths_ptr + sequence * BATCH_STRIDES[1], mask=valid, other=0)
+    position = place + length.to(tl.int64)
+    if key_offsets_ptr is not None:
+        offsets = key_offsets_ptr + sequence * KEY_STRIDES[0]
+        first = tl.load(offsets, mask=valid, other=0).to(tl.int64)
+        count = tl.load(offsets + KEY_STRIDES[0], mask=valid, other=0).to(tl.int64) - first
+    else:
+        count = tl.zeros_like(position) + key_run
+    if key_starts_ptr is not None:
+        start = tl.load(key_starts_ptr + sequence * KEY_STRIDES[1], mask=valid, other=0)
+        position -= start.to(tl.int64)
+    return valid & (position >= 0) & (position < count)
+
+
+@triton.jit
 def mla_latents(
     latent_ptr, k_rope_ptr, norm_ptr, cos_ptr, sin_ptr, latent_cache_ptr, rope_cache_ptr,
     slots_ptr, sequences_ptr, positions_ptr, row_offsets_ptr, lengths_ptr, token_positions_ptr,
@@ -129,7 +152,9 @@ def mla_latents(
     strides are (page, slot, column); addresses of tokens as in `qkv_places.cache_places`, keys as
     in `key_places`. BATCH_STRIDES: of row_offsets, lengths and token_positions. NEIGHBOURS: how the
     members of a pair lie in the cache and the buffers. FUSED: keys from position lengths[b] on are
-    the new tokens of sequence b. BLOCK_L, a power of two, covers RANK, and PAIRS half of ROPE_DIM.
+    the new tokens of sequence b; whoever takes such a key writes it to the cache as well, and the
+    programs of tokens are left with those that are no keys. BLOCK_L, a power of two, covers RANK,
+    and PAIRS half of ROPE_DIM.
     """
     program = tl.program_id(0)
     if GATHER and program < row_programs:
@@ -165,6 +190,10 @@ def mla_latents(
             latent = tl.where(new[:, None], new_latent, latent)
             low = tl.where(new[:, None], new_low, low)
             high = tl.where(new[:, None], new_high, high)
+            store_entries(
+                page, slot, new, latent, low, high, latent_cache_ptr, rope_cache_ptr,
+                RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES, ROPE_STRIDES,
+            )  # fmt: skip
         write_rows(
             rows, mask, latent, low, high, latent_out_ptr, rope_out_ptr, scale_out_ptr,
             scale_stride, RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, OUT_STRIDE,
@@ -173,34 +202,39 @@ def mla_latents(
     elif STORE or KEEP:
         tokens = (program - row_programs) * BLOCK_T + tl.arange(0, BLOCK_T)
         mask = tokens < num_tokens
-        position = tokens.to(tl.int64)
-        if BY_POSITION:
-            position = token_positions(
-                tokens, mask, row_offsets_ptr, lengths_ptr, token_positions_ptr,
-                num_sequences, token_run,
-                BATCH_STRIDES[0], BATCH_STRIDES[1], BATCH_STRIDES[2], SEARCH_STEPS,
+        left = 1
+        if FUSED:
+            mask = mask & ~are_keys(
+                tokens, mask, row_offsets_ptr, lengths_ptr, key_offsets_ptr, key_starts_ptr,
+                num_sequences, token_run, key_run, BATCH_STRIDES, KEY_STRIDES, SEARCH_STEPS,
             )  # fmt: skip
-        latent, low, high = new_entries(
-            tokens, mask, position, latent_ptr, k_rope_ptr, norm_ptr, cos_ptr, sin_ptr, rope_rows,
-            RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, NORM_EPS,
-            ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES, BY_POSITION,
-        )  # fmt: skip
-        if KEEP:
-            write_rows(
-                tokens, mask, latent, low, high, latent_out_ptr, rope_out_ptr, scale_out_ptr,
-                scale_stride, RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, OUT_STRIDE,
-                CAP, GROUP, ROPE_SCALE,
+            left = tl.max(mask.to(tl.int32), axis=0)
+        if left > 0:
+            position = tokens.to(tl.int64)
+            if BY_POSITION:
+                position = token_positions(
+                    tokens, mask, row_offsets_ptr, lengths_ptr, token_positions_ptr,
+                    num_sequences, token_run,
+                    BATCH_STRIDES[0], BATCH_STRIDES[1], BATCH_STRIDES[2], SEARCH_STEPS,
+                )  # fmt: skip
+            latent, low, high = new_entries(
+                tokens, mask, position, latent_ptr, k_rope_ptr, norm_ptr, cos_ptr, sin_ptr,
+                rope_rows, RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, NORM_EPS,
+                ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES, BY_POSITION,
             )  # fmt: skip
-        if STORE:
-            page, slot, valid = cache_places(
-                tokens, mask, slots_ptr, sequences_ptr, positions_ptr,
-                sequence_tokens, num_pages, table_rows, table_width, table_stride,
-                PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
-            )  # fmt: skip
-            places = page * LATENT_STRIDES[0] + slot * LATENT_STRIDES[1]
-            store_latents(latent_cache_ptr, places, valid, latent, RANK, BLOCK_L, LATENT_STRIDES[2])
-            places = page * ROPE_STRIDES[0] + slot * ROPE_STRIDES[1]
-            store_pairs(
-                rope_cache_ptr, places, valid, low, high, ROPE_DIM, PAIRS, NEIGHBOURS,
-                ROPE_STRIDES[2],
-            )  # fmt: skip
+            if KEEP:
+                write_rows(
+                    tokens, mask, latent, low, high, latent_out_ptr, rope_out_ptr, scale_out_ptr,
+                    scale_stride, RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, OUT_STRIDE,
+                    CAP, GROUP, ROPE_SCALE,
+                )  # fmt: skip
+            if STORE:
+                page, slot, valid = cache_places(
+                    tokens, mask, slots_ptr, sequences_ptr, positions_ptr,
+                    sequence_tokens, num_pages, table_rows, table_width, table_stride,
+                    PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
+                )  # fmt: skip
+                store_entries(
+                    page, slot, valid, latent, low, high, latent_cache_ptr, rope_cache_ptr,
+                    RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES, ROPE_STRIDES,
+                )  # fmt: skip

@@ -97,6 +97,19 @@ def test_keys_and_values_are_those_of_the_reference(name, count, launches):
     assert len(launches) == count
 
 
+def test_new_tokens_that_are_no_keys_are_written_too(launches):
+    """Keys are the cached tokens alone: no program of keys meets a new one."""
+    a = PREFILL.sample_inputs(case_of(PREFILL, "paged"))
+    offsets = torch.nn.functional.pad(a.cache_lengths.cumsum(0), (1, 0))
+    a = replace(a, key_offsets=offsets, num_keys=int(offsets[-1]))
+    expected = clone(a)
+    PREFILL.reference(expected)
+    made = mla_key_kernels.make_keys(a, Chunk(a.num_keys, offsets), SM100)
+    close(a.latent_cache, expected.latent_cache)
+    close(made.k, expected_keys(expected)[0])
+    assert len(launches) == 1
+
+
 @pytest.mark.parametrize("name", ["chunks", "page_chunks", "fine_scales", "large"])
 def test_chunks_hold_the_keys_of_the_whole(name, launches):
     a = BRANCH.sample_inputs(case_of(BRANCH, name))
