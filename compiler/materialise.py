@@ -13,6 +13,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.spelling import shape_of
+from tilewright.ops.contract import get_op
 from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
@@ -21,6 +22,7 @@ from tilewright.patterns.language import Parts
 
 _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "add": operator.add,
+    "getitem": operator.getitem,
     "mul": operator.mul,
     "arange": torch.arange,
     "full": torch.full,
@@ -90,7 +92,10 @@ class Materialiser:
             shape = shape_of(output.meta["example_value"])
             return self.select(output, shape, parts.restate(view.effect))
         home = self.flow.home(view.value)
-        return self.select(self.replaced.get(home, home), view.value.shape, view.effect)
+        base = self.replaced.get(home, home)
+        if isinstance(base.meta["example_value"], (tuple, list)):
+            base = self.call(operator.getitem, base, view.value.kwargs["output"])
+        return self.select(base, view.value.shape, view.effect)
 
     def _precedes(self, node: fx.Node) -> bool:
         assert self.serving is not None
@@ -212,7 +217,9 @@ class Materialiser:
 
     def _computed(self, item: Computed) -> fx.Node:
         operands = [self.argument(o) for o in item.operands]
-        return self.call(_FUNCTIONS[item.function], *operands, **dict(item.options))
+        options = {name: self.argument(option) for name, option in item.options}
+        known = _FUNCTIONS.get(item.function)
+        return self.call(known or get_op(item.function).torch_op, *operands, **options)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """One new node, or the equal one made before where that precedes the insertion point."""

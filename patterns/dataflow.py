@@ -94,8 +94,8 @@ class View:
 class Computed:
     """A small expression that the rewriter adds to the graph, e.g. page * page_size + offset.
 
-    function: a name that `compiler.materialise` knows. operands: views, numbers, more of these.
-    options: the call's keywords.
+    function: a name that `compiler.materialise` knows, or a fused op's. operands, options (the
+        call's keywords): views, numbers, more of these.
     """
 
     function: str

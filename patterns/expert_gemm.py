@@ -80,13 +80,13 @@ def rows_of(value: Value) -> View | None:
     if value.op == _GROUPED:
         rows: View = value.args[0]
         return rows
-    found = _batched(value)
+    found = match_batched(value)
     return None if found is None else found.x
 
 
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
     """The GEMM that `value` computes, with the bias that follows it if one does."""
-    found = match_grouped(value) or _batched(value)
+    found = match_grouped(value) or match_batched(value)
     if found is None:
         return None
     for user in flow.users.get(value, ()):
@@ -109,7 +109,8 @@ def match_grouped(value: Value) -> ExpertGemm | None:
     return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,))
 
 
-def _batched(value: Value) -> ExpertGemm | None:
+def match_batched(value: Value) -> ExpertGemm | None:
+    """A product of which one operand is weight[experts], without what follows it."""
     product = named_product(value) if value.op in _BATCHED else None
     if product is None:
         return None

@@ -307,6 +307,7 @@ def anchored_stores(anchor: Any) -> Iterator[Value]:
 
 
 CODES: dict[str, str] = {
+    "LORA_ROWS": "the adapters of q, k and v do not belong together",
     "GROWING_CACHE": "the cache grows by concatenation, so there is no memory to write into",
     "FUNCTIONAL_WRITE": "the cache is updated out of place: a new tensor is returned",
     "FRESH_CACHE": "the cache is made inside the graph: there is nothing to write into yet",

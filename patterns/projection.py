@@ -23,6 +23,7 @@ from tilewright.patterns.equality import equal_values
 from tilewright.patterns.finish import HeadNorm, head_norm, match_finish
 from tilewright.patterns.gemm import piece_of
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.lora_arguments import merged_rows
 from tilewright.patterns.rope import Rope, Table, table_argument
 from tilewright.patterns.rows import Rows, heads_of
 from tilewright.patterns.trunk import Trunk, match_trunk
@@ -118,6 +119,22 @@ class Heads:
         return replace(found, scale=given[0] if given else None)
 
     @property
+    def expand_rows(self) -> View | None:
+        """This projection's rows of its adapters' B, [G, W, R].
+
+        Raises InexpressibleError for several adapters of a packed projection.
+        """
+        delta = self.trunk.delta
+        if delta is None:
+            return None
+        num_adapters, width, _ = delta.expand.shape
+        if self.rows.indices() == frozenset(range(width)) and len(self.rows.heads) < 2:
+            return delta.expand
+        if num_adapters != 1:
+            raise effects.InexpressibleError("adapters of a packed projection")
+        return merged_rows(self.rows.of(delta.expand.through(_first(delta.expand))))
+
+    @property
     def bias_rows(self) -> View | Computed | None:
         """This projection's part of the bias, shaped as the weight without K."""
         bias = self.trunk.bias
@@ -126,6 +143,11 @@ class Heads:
         rows = piece_of(self.rows.of(bias, self.trunk.bias_first))
         dense = rows.effect.dims[-1] == (Atom(len(rows.value.shape) - 1, 1, self.head_dim),)
         return rows if dense else Computed("contiguous", (rows,))
+
+
+def _first(stack: View) -> Effect:
+    """The only matrix of a stack [1, W, R], on the stack's axes."""
+    return effects.select(effects.identity(stack.shape), 0, 0)
 
 
 def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:

@@ -19,10 +19,13 @@ import torch
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache_address import Addressing, address, check_pair, place_arguments
 from tilewright.patterns.cache_write import WritePair, pairs
-from tilewright.patterns.dataflow import Dataflow, common_scope
+from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
 from tilewright.patterns.dequant import refuse
 from tilewright.patterns.finish import norm_arguments, norm_fact
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.lora_arguments import fact as lora_fact
+from tilewright.patterns.lora_arguments import packed_delta
+from tilewright.patterns.mla_writes import latent_writes
 from tilewright.patterns.projection import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.query import find_query
 from tilewright.patterns.scales import weight_arguments
@@ -37,7 +40,8 @@ class QkvCache:
     op: str = "fused_qkv_paged"
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
-        yield from pairs(flow)
+        latents = {store for pair in latent_writes(flow) for store in pair.stores}
+        yield from (pair for pair in pairs(flow) if not latents.issuperset(pair.stores))
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
         first = address(anchor.first, flow)
@@ -197,8 +201,18 @@ def _arguments(
         "rope_style": "none" if rope is None else rope.style,
         "static_tokens": isinstance(q.num_tokens, int),
         "clip": k.trunk.clip,
+        "delta": _delta((q, k, v)),
         **_codes(q, k, v),
     }
+
+
+def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
+    """What the adapters of the projections add, columns of q, k and v one beside the other."""
+    deltas = [h.trunk.delta for h in heads]
+    if not any(deltas):
+        return None
+    expands = [h.expand_rows for h in heads]
+    return packed_delta(deltas, expands, [h.num_heads * h.head_dim for h in heads])
 
 
 def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
@@ -235,6 +249,7 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[s
     }
     if k.trunk.clip:
         facts["clip"] = k.trunk.clip
+    facts |= lora_fact([p.trunk.delta for p in (q, k, v)])
     if (weight := k.quantized) is not None:
         facts["weight"] = weight.format + (" with zeros" if weight.zero is not None else "")
     return facts

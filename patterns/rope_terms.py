@@ -14,6 +14,7 @@ import numpy as np
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.lora_delta import match_delta
 from tilewright.patterns.norm import is_float_cast, match_norm
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
@@ -94,7 +95,9 @@ def _terms(view: View, absorbed: list[Value]) -> list[Term]:
 def _is_boundary(value: Value) -> bool:
     """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections."""
     if value.op in ("aten.add", "aten.sub"):
-        return len(value.operands) < 2 or not all(v.value.projected for v in value.operands)
+        if len(value.operands) < 2 or not all(v.value.projected for v in value.operands):
+            return True
+        return any(match_delta(v) is not None for v in value.operands)
     if value.op == "aten.mul":
         projected = [v for v in value.operands if v.value.projected]
         if len(projected) != 1 or len(value.operands) != 2:

@@ -9,16 +9,18 @@ from tilewright.patterns import effects
 from tilewright.patterns.codes import holds_codes
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect
+from tilewright.patterns.equality import equal_values
 from tilewright.patterns.gemm import Gemm, bias_rows, match_gemm
 from tilewright.patterns.language import Reject, Stage, reject
-from tilewright.patterns.norm import is_float_cast
+from tilewright.patterns.lora_delta import LoraDelta, match_delta
+from tilewright.patterns.norm import is_float_cast, strip_casts
 
 _CLAMPS = {"aten.clamp": ("min", "max"), "aten.hardtanh": ("min_val", "max_val")}
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """clamp(x @ weight^T * scale + bias, -clip, clip), all but the product optional.
+    """clamp(x @ weight^T * scale + bias + delta, -clip, clip), all but the product optional.
 
     value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N].
     bias, scale: [n], of the rows from `bias_first` or `scale_first` on. clip: 0 for none.
@@ -33,6 +35,7 @@ class Trunk:
     absorbed: tuple[Value, ...]
     scale: View | None = None
     scale_first: int = 0
+    delta: LoraDelta | None = None
 
     @property
     def bare(self) -> Trunk:
@@ -51,8 +54,8 @@ def match_trunk(value: Value, stage: Stage) -> Trunk:
         return _clamped(value, stage)
     if value.op == "aten.add" and value.kwargs.get("alpha", 1) == 1 and len(value.operands) == 2:
         left, right = value.operands
-        for product, bias in ((left, right), (right, left)):
-            found = _biased(value, product, bias, stage)
+        for product, other in ((left, right), (right, left)):
+            found = _biased(value, product, other, stage) or _adapted(value, product, other, stage)
             if found is not None:
                 return found
     if value.op == "aten.mul" and len(value.operands) == 2:
@@ -83,6 +86,33 @@ def _biased(value: Value, product: View, bias: View, stage: Stage) -> Trunk | No
     if found is None or inner.bias is not None or inner.clip or value.shape != product.shape:
         return None
     return replace(trunk, bias=found[0], bias_first=found[1])
+
+
+def _adapted(value: Value, product: View, other: View, stage: Stage) -> Trunk | None:
+    """The delta of a low-rank adapter of the same activation is added, column by column."""
+    delta = match_delta(other)
+    if delta is None or value.shape != product.shape or product.shape != other.shape:
+        return None
+    try:
+        inner = match_trunk(product.value, stage)
+    except Reject:
+        return None
+    gemm = inner.gemm
+    *lead, width = product.shape
+    whole = effects.identity(gemm.shape)
+    if effects.compose(product.effect, inner.layout) != whole or width != delta.expand.shape[1]:
+        return None
+    if inner.clip or inner.delta is not None or gemm.x_scale is not None:
+        return None
+    if effects.product(lead) != delta.x.shape[0] or not same_floats(gemm.flat_x, delta.x):
+        return None
+    trunk = _through(inner, product, value)
+    return replace(trunk, delta=delta, absorbed=(*trunk.absorbed, *delta.absorbed))
+
+
+def same_floats(one: View, other: View) -> bool:
+    """Whether two tensors are the same but for casts between floating types."""
+    return equal_values(strip_casts(one)[0], strip_casts(other)[0])
 
 
 def _scaled(value: Value, product: View, scale: View, stage: Stage) -> Trunk | None:
