@@ -99,7 +99,8 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
     if value.op in ("aten.softmax", "aten.logsumexp"):
         logits = logits_of(value)
         if logits is not None:
-            yield tuple(k for _, k in logits.terms)
+            heads = _broadcast([q.shape for q, _ in logits.terms])[2]
+            yield tuple(_expanded(k, (*k.shape[:2], heads)) for _, k in logits.terms)
     elif value.op == _SDPA:
         k = _named(value).get("key")
         if isinstance(k, View) and len(k.shape) in (3, 4):
@@ -204,9 +205,11 @@ def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
     if logits is None or above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
+    # A part that all heads share comes last.
+    parts = sorted(logits.terms, key=lambda term: term[1].effect.dims[2] == ())
     terms = tuple(
         (_expanded(q, (batch, queries, heads)), _expanded(k, (batch, k.shape[1], heads)))
-        for q, k in logits.terms
+        for q, k in parts
     )
     v = _expanded(above.v, (batch, above.v.shape[1], heads))
     mask = logits.seen or logits.hidden or logits.added

@@ -102,8 +102,7 @@ def _peel(found: Logits, view: View) -> bool:
             inner = _masked(found, value, view)
         elif value.op == "aten.add" and value.kwargs.get("alpha", 1) == 1:
             if len(value.operands) == 2 and all(v.value.projected for v in value.operands):
-                found.absorbed.append(value)
-                return all(_peel(found, _pushed(view, v)) for v in value.operands)
+                return _sum(found, view)
             inner = _added(found, value, view)
         else:
             return False
@@ -112,6 +111,21 @@ def _peel(found: Logits, view: View) -> bool:
         found.absorbed.append(value)
         view = _pushed(view, inner)
     return False
+
+
+def _sum(found: Logits, view: View) -> bool:
+    """A sum of products: one that heads share says which dimension they are, so it comes first."""
+    found.absorbed.append(view.value)
+    left = [_pushed(view, v) for v in view.value.operands]
+    around = _around(found)
+    for _ in range(2):
+        left = [part for part in left if not _peel(found, part)]
+    # What scales or masks one product does nothing to the other.
+    return not left and _around(found) == around
+
+
+def _around(found: Logits) -> tuple[Any, ...]:
+    return found.scale, found.seen, found.hidden, found.added, found.finite
 
 
 def _pushed(view: View, operand: View) -> View:
@@ -179,25 +193,37 @@ def _term(found: Logits, view: View) -> bool:
     (q, q_names), (k, k_names) = sides
     if keys in q_names or keys not in k_names:
         return False
-    queries = [n for n in result if n not in k_names]
-    shared = [n for n in dims if n is not None and n in q_names and n in k_names]
-    summed = [n for n in q_names if n not in result]
-    only_k = [n for n in k_names if n not in result and n not in summed]
-    if len(queries) != 1 or len(shared) not in (1, 2) or len(summed) != 1 or only_k:
+    order = found.roles or _roles_in(dims, q_names, k_names)
+    if not order:
         return False
-    batch, heads = (shared[0] if len(shared) == 2 else None), shared[-1]
-    order = tuple(dims.index(n) if n is not None else -1 for n in (batch, heads, queries[0], keys))
-    if found.roles not in ((), order):
+    batch, heads, queries, last = (None if at < 0 else dims[at] for at in order)
+    summed = [n for n in q_names if n not in result]
+    known = {batch, heads, queries, None} | set(summed)
+    fits = last == keys and len(summed) == 1 and queries not in k_names and heads in q_names
+    if not fits or not set(q_names) <= known or not set(k_names) <= (known - {queries}) | {keys}:
         return False
     found.roles = order
     found.absorbed.append(view.value)
     found.terms.append(
         (
-            _by_names(q, q_names, (batch, queries[0], heads, summed[0])),
+            _by_names(q, q_names, (batch, queries, heads, summed[0])),
             _by_names(k, k_names, (batch, keys, heads, summed[0])),
         )
     )
     return True
+
+
+def _roles_in(
+    dims: Sequence[str | None], q_names: Sequence[str], k_names: Sequence[str]
+) -> tuple[int, ...]:
+    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head."""
+    shared = [n for n in dims if n is not None and n in q_names and n in k_names]
+    queries = [n for n in dims if n is not None and n in q_names and n not in k_names]
+    if len(queries) != 1 or len(shared) not in (1, 2):
+        return ()
+    batch = shared[0] if len(shared) == 2 else None
+    wanted = (batch, shared[-1], queries[0], dims[-1])
+    return tuple(-1 if n is None else dims.index(n) for n in wanted)
 
 
 def _names_of(view: View, names: str) -> list[str | None] | None:

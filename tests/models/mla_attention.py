@@ -53,8 +53,7 @@ def eager(q, keys, values, positions, scale):
     q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
     scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
     scores = scores.masked_fill(~seen(keys[0], positions), float("-inf"))
-    wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
-    weights = F.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+    weights = F.softmax(scores, dim=-1, dtype=wide(q)).to(q.dtype)
     return torch.matmul(weights, values).transpose(0, 1)
 
 
@@ -63,6 +62,29 @@ def einsum(q, keys, values, positions, scale):
     scores = scores.masked_fill(~seen(keys, positions), float("-inf"))
     weights = scores.float().softmax(-1).to(q.dtype)
     return torch.einsum("htk,khv->thv", weights, values)
+
+
+def apart(q, keys, values, positions, scale):
+    """The two parts of the logits are products of their own; `keys` are the parts."""
+    k_nope, rope_key = keys
+    width = k_nope.shape[-1]
+    scores = torch.einsum("thd,khd->htk", q[..., :width], k_nope)
+    scores = (scores + torch.einsum("thr,kr->htk", q[..., width:], rope_key)) * scale
+    scores = scores.masked_fill(~seen(k_nope, positions), float("-inf"))
+    return torch.einsum("htk,khv->thv", scores.float().softmax(-1).to(q.dtype), values)
+
+
+def apart_rope_first(q, keys, values, positions, scale):
+    k_nope, rope_key = keys
+    width = k_nope.shape[-1]
+    q_nope, q_pe = (part.transpose(0, 1) for part in q.split([width, rope_key.shape[-1]], dim=-1))
+    scores = q_pe @ rope_key.t() + q_nope @ k_nope.permute(1, 2, 0)
+    scores = torch.where(seen(k_nope, positions), scores * scale, float("-inf"))
+    return (scores.softmax(-1, dtype=wide(q)).to(q.dtype) @ values.transpose(0, 1)).transpose(0, 1)
+
+
+def wide(x):
+    return torch.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 @torch.library.custom_op("mla_idioms::varlen", mutates_args=())
@@ -116,6 +138,8 @@ ATTENTIONS = {
         default_scale,
         eager,
         einsum,
+        apart,
+        apart_rope_first,
         own_varlen,
         own_varlen_padded,
     )

@@ -187,6 +187,10 @@ def repeated(k_nope, rope_key):
     return torch.concat([k_nope, k_pe], -1)
 
 
+def left_apart(k_nope, rope_key):
+    return k_nope, rope_key
+
+
 CONCATS = {f.__name__: f for f in (cat, new_empty, pad_add, repeated)}
 
 
@@ -225,7 +229,8 @@ class Mla(nn.Module):
         self.key_rope: Callable[..., Any] = ROPES[axes.rope]
         self.write: Callable[..., Any] = WRITES[axes.write]
         self.gather: Callable[..., Any] = GATHERS[axes.gather]
-        self.concat: Callable[..., Any] = CONCATS[axes.concat]
+        apart = axes.attention.startswith("apart")
+        self.concat: Callable[..., Any] = left_apart if apart else CONCATS[axes.concat]
         self.attend: Callable[..., Any] = ATTENTIONS.get(axes.attention, mla_attention.masked)
         self.slots_of: Callable[..., Any] = lambda slots: slots
         self.latents_of: Callable[..., Any] = lambda latents: latents
