@@ -153,9 +153,8 @@ def empty_keys(a: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv = a.q.new_empty((rows, heads, nope + v_dim))
         return kv[..., :nope], kv[..., nope:]
     k = a.q.new_empty((rows, heads, nope), dtype=FP8)
+    # Keys past the last are multiplied by zero weights: the kernel makes them zeros.
     v = a.q.new_empty((heads, v_dim, -(-max(rows, 1) // 16) * 16), dtype=FP8)
-    # Keys past the last are multiplied by zero weights, so they must be numbers.
-    v[..., rows:].view(torch.uint8).zero_()
     return k, v.permute(2, 0, 1)[:rows]
 
 

@@ -69,8 +69,8 @@ def mla_up_projection(
     strides (column block: scale_stride, row: LATENT_SCALE_STRIDE) and (row block, column block);
     None for operands that are values.
     JOINT: k_ptr is contiguous [K, H * (NOPE + V_DIM)]. Else k has strides K_STRIDES (row, head), v
-    (V_ROW_STRIDE, v_head_stride, v_column_stride); V_TRANSPOSED: V_ROW_STRIDE is 1. Keys are
-    divided by K_SCALE and values by V_SCALE.
+    (V_ROW_STRIDE, v_head_stride, v_column_stride); V_TRANSPOSED: V_ROW_STRIDE is 1, and K is padded
+    to 16, by zeros. Keys are divided by K_SCALE and values by V_SCALE.
     limit: one int64; rows of which K % run is not below it are not made, in tiles that have none.
     """
     HEAD_ROWS: tl.constexpr = NOPE + V_DIM
@@ -145,6 +145,8 @@ def mla_up_projection(
                 places = v_ptr + head.to(tl.int64) * v_head_stride + starts * V_ROW_STRIDE
                 if V_TRANSPOSED:
                     places += columns.to(tl.int64)[None, :] * v_column_stride
+                    # Up to whole vectors: rows past the last are zeros.
+                    row_mask = rows < (num_rows + 15) // 16 * 16
                 else:
                     places += columns[None, :]
                 inside = row_mask[:, None] & (columns < V_DIM)[None, :]

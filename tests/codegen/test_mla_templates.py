@@ -143,6 +143,9 @@ def test_the_8_bit_core_gets_keys_of_8_bits(weight, launches):
     PREFILL.reference(expected)
     made = mla_key_kernels.make_keys(a, Chunk(buffer_rows(a), row_key_offsets(a)), SM100)
     assert made.v.stride(0) == 1
+    rows = made.v.shape[0]
+    padded = made.v.as_strided((-(-rows // 16) * 16, *made.v.shape[1:]), made.v.stride())
+    assert not padded[rows:].float().any()
     scales = (0.5, 2.0, 0.5)
     wanted = expected_keys(expected)
     for got, want, scale in zip((made.k, made.v, made.k_rope), wanted, scales, strict=True):
