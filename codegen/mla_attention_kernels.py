@@ -119,6 +119,7 @@ class AttentionConfig:
 
     tma: loads by descriptors. one_loop: masked and whole key blocks in one. chained: both parts of
     a score in one accumulator. promote: the tensor core's sums of each block are added in fp32.
+    maxnreg: registers of a thread at most.
     """
 
     block_m: int
@@ -130,11 +131,13 @@ class AttentionConfig:
     one_loop: bool = False
     chained: bool = True
     promote: bool = False
+    maxnreg: int | None = None
 
     def __str__(self) -> str:
         flags = ("tma", "one_loop", "chained", "promote")
         words = [name.replace("_", " ") for name in flags if getattr(self, name)]
         words += ["ws"] if self.warp_specialize else []
+        words += [f"r{self.maxnreg}"] if self.maxnreg else []
         tile = f"{self.block_m}x{self.block_n} w{self.num_warps} s{self.num_stages}"
         return " ".join([tile, *words])
 
@@ -177,7 +180,7 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
     ranges = {"row_tiles": (1, 2**31 - 1), "head_group": (1, 2**31 - 1)}
     return _spec(
         "mla_attention", constants, arguments, target, config.num_warps, config.num_stages,
-        problem.aligned, ranges,
+        problem.aligned, ranges, config.maxnreg,
     )  # fmt: skip
 
 
@@ -261,6 +264,7 @@ def _spec(
     num_stages: int,
     aligned: tuple[str, ...],
     ranges: Mapping[str, tuple[int, int]],
+    maxnreg: int | None = None,
 ) -> KernelSpec:
     """Absent tensors become constants, the rest is the signature."""
     absent = {name: None for name, type_name in arguments.items() if type_name is None}
@@ -275,6 +279,7 @@ def _spec(
         num_warps=num_warps,
         num_stages=num_stages,
         target=target,
+        maxnreg=maxnreg,
     )
 
 

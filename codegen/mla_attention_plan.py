@@ -11,6 +11,12 @@ from tilewright.codegen.mla_attention_kernels import (
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES
 from tilewright.codegen.targets import Target
 
+# Keys of a sequence from which specialised warps take less time than loads by all warps.
+SPECIALISED_KEYS = 2048
+# Shared memory for barriers and reductions.
+SPARE_BYTES = 4096
+# (queries, keys, warps, stages) where all warps load; the first that fits.
+BY_POINTERS = ((128, 64, 8, 4), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2))
 # Share of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
 # A library's attention gains over ours what joining the keys costs at so many tiles of 128 queries.
@@ -19,36 +25,59 @@ LIBRARY_TILES = 1024
 LIBRARY_KEYS = 1024
 
 
-def attention_config(problem: AttentionProblem, target: Target) -> AttentionConfig:
+def attention_config(
+    problem: AttentionProblem, sizes: AttentionSizes, target: Target
+) -> AttentionConfig:
     """The tiles of a call that runs our kernel."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
-        if reached and _fits(problem, 128, 64, 2, target):
-            return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=False)
-        return _by_pointers(problem, target, chained=False)
+        return _in_tensor_memory(problem, target, reached)
     if problem.is_fp8 and reached and _fits(problem, 64, 64, 3, target):
-        if problem.v_by_key:
-            # Several programs on a multiprocessor take turns at the tensor core.
-            return AttentionConfig(64, 64, 4, 3)
-        return AttentionConfig(128, 128, 8, 2)
-    return _by_pointers(problem, target, chained=True)
-
-
-def _by_pointers(problem: AttentionProblem, target: Target, *, chained: bool) -> AttentionConfig:
-    for block_m, block_n, warps, stages in ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2)):
+        if not problem.v_by_key:
+            return AttentionConfig(128, 128, 8, 2, promote=True)
+        # Three programs on a multiprocessor take turns at the tensor core.
+        return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
+    mean_keys = sizes.num_keys // max(sizes.num_sequences if problem.ragged else 1, 1)
+    # Reductions over queries outside the loop do not compile where warps are specialised.
+    by_tensor = any(name == "positions_ptr" for name, _ in problem.indices)
+    plain = reached and not by_tensor and problem.mask_kind == "none"
+    if plain and mean_keys >= SPECIALISED_KEYS and max(problem.blocks) <= 128:
+        # What is stored goes through shared memory of its own.
+        needed = _tile_bytes(problem, 128, 128, 2) + 128 * problem.v_dim + SPARE_BYTES // 2
+        if needed <= target.max_shared_bytes:
+            return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
+    for block_m, block_n, warps, stages in BY_POINTERS:
         if _fits(problem, block_m, block_n, stages, target):
-            return AttentionConfig(block_m, block_n, warps, stages, tma=False, chained=chained)
-    return AttentionConfig(64, 32, 4, 1, tma=False, chained=chained)
+            return AttentionConfig(
+                block_m, block_n, warps, stages, tma=False, promote=problem.is_fp8
+            )
+    return AttentionConfig(64, 32, 4, 1, tma=False, promote=problem.is_fp8)
+
+
+def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) -> AttentionConfig:
+    """Before Triton 3.9 two products may not go to one accumulator."""
+    wide = max(problem.blocks) > 128
+    if reached and problem.mask_kind == "none" and not wide:
+        return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=False)
+    if problem.mask_kind != "none":
+        return AttentionConfig(64, 32, 8, 2, tma=reached, chained=False)
+    if wide:
+        return AttentionConfig(128, 32, 8, 2, tma=reached, chained=False)
+    return AttentionConfig(128, 64, 8, 2, tma=reached, chained=False)
 
 
 def _fits(
     problem: AttentionProblem, block_m: int, block_n: int, stages: int, target: Target
 ) -> bool:
     """Whether shared memory holds q's tile and the stages of keys and values."""
+    return _tile_bytes(problem, block_m, block_n, stages) + SPARE_BYTES <= target.max_shared_bytes
+
+
+def _tile_bytes(problem: AttentionProblem, block_m: int, block_n: int, stages: int) -> int:
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
     tiles = block_m * (nope + rope) + stages * block_n * (nope + rope + v)
-    return tiles * ELEMENT_BYTES[problem.dtype] + 4096 <= target.max_shared_bytes
+    return tiles * ELEMENT_BYTES[problem.dtype]
 
 
 def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
@@ -60,7 +89,8 @@ def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target)
     pairs = problem.num_heads * (1 if problem.ragged else max(sizes.num_sequences, 1))
     kept = max(sizes.num_keys, 1) * problem.key_bytes
     fitting = max(int(L2_SHARE * target.l2_bytes / kept), 1)
-    return min(pairs, fitting)
+    # Groups of one size: a small last one would leave multiprocessors idle.
+    return -(-pairs // -(-pairs // fitting))
 
 
 def library_gains(problem: AttentionProblem, sizes: AttentionSizes) -> bool:

@@ -79,7 +79,8 @@ def attend(
     problem, sizes = attention_problem(a), a.sizes
     if library_wanted(a, problem, target):
         return run_library(a, problem, target)
-    config, spec = _planned(problem, target)
+    config = attention_config(problem, sizes, target)
+    spec = _spec(problem, config, target.name)
     out, lse = _results(a)
     tiles = kernels.row_tiles(problem, config, sizes)
     group = head_group(problem, sizes, target)
@@ -133,9 +134,8 @@ def _results(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 @cache
-def _planned(problem: AttentionProblem, target: Target) -> tuple[AttentionConfig, KernelSpec]:
-    config = attention_config(problem, target)
-    return config, kernels.attention_spec(problem, config, target.name)
+def _spec(problem: AttentionProblem, config: AttentionConfig, target: str) -> KernelSpec:
+    return kernels.attention_spec(problem, config, target)
 
 
 def attention_plan(
@@ -158,8 +158,8 @@ def attention_plan(
     problem = attention_problem(a)
     if library_wanted(a, problem, target):
         return (*before, join_spec(problem, target.name)), NAME
-    config, spec = _planned(problem, target)
-    return (*before, spec), f"attention {config}"
+    config = attention_config(problem, a.sizes, target)
+    return (*before, _spec(problem, config, target.name)), f"attention {config}"
 
 
 def merge(

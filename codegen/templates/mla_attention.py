@@ -38,12 +38,14 @@ def load_queries(
 ):  # fmt: skip
     """Queries [BLOCK_M, BLOCK] of a tile, zeros behind the sequence's last."""
     if TMA:
-        # A descriptor needs a row; of none, nothing is stored.
-        rows = tl.maximum(own_queries, 1)
+        # Where warps are specialised, Triton 3.6 moves the row that is loaded by each group's
+        # share, and with it whatever else was made of that number: so it is one of its own, and
+        # zero. A descriptor needs a row; of none, nothing is stored.
         source = tl.make_tensor_descriptor(
-            base, [rows, WIDTH], [token_stride, 1], [BLOCK_M, BLOCK]
-        )
-        queries = source.load([first_row, 0])
+            base + first_row.to(tl.int64) * token_stride,
+            [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
+        )  # fmt: skip
+        queries = source.load([tl.minimum(own_queries, 0), 0])
     else:
         rows = first_row + tl.arange(0, BLOCK_M)
         queries = load_rows(
@@ -72,16 +74,17 @@ def rope_rows(
 @triton.jit
 def block_scores(
     q, q_rope, k_source, rope_source, block_table_ptr, sequence, first_key, own_keys, key_start,
-    table_stride, num_pages,
+    table_stride, num_pages, factor,
     NOPE: tl.constexpr, NOPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr, ROPE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     TMA: tl.constexpr, ROPE_TMA: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [queries, BLOCK_N]: q . k + q_rope . k_rope, not yet scaled.
+    """fp32 [queries, BLOCK_N]: q . k + q_rope . k_rope, not yet scaled where CHAINED.
 
     k_source, rope_source: descriptors where TMA (ROPE_TMA), else base pointers. CHAINED: both
-    products go to one accumulator; else to one each, added in registers.
+    products go to one accumulator; else to one each, and they are scaled before they are added:
+    of a plain sum the compiler would make a chain.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
     if TMA:
@@ -98,19 +101,22 @@ def block_scores(
             )  # fmt: skip
             k_rope = load_rows(rows, real, ROPE, ROPE_BLOCK).to(q_rope.dtype)
         scores = tl.dot(q_rope, k_rope.T)
-        if CHAINED:
-            scores = tl.dot(q, k.T, scores)
+        if not CHAINED:
+            scores = scores * factor
+            scores += tl.dot(q, k.T) * factor
         else:
-            scores += tl.dot(q, k.T)
+            scores = tl.dot(q, k.T, scores)
     else:
         scores = tl.dot(q, k.T)
+        if not CHAINED:
+            scores *= factor
     return scores
 
 
 @triton.jit
 def mask_scores(
     scores, positions, first_row, first_key, own_queries, own_keys, key_start, mask_base,
-    mask_row_stride, mask_column_stride, factor,
+    mask_row_stride, mask_column_stride, steepness,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +134,7 @@ def mask_scores(
         if MASK_KIND == "bool":
             seen = seen & (given != 0)
         else:
-            scores = scores * factor + given.to(tl.float32) * LOG2E
+            scores = scores * steepness + given.to(tl.float32) * LOG2E
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -292,16 +298,18 @@ def mla_attention(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
-    steepness = 1.0 if MASK_KIND == "additive" else factor
+    # What takes scores to the base-2 domain: of whole blocks, and of masked ones.
+    steepness = factor if CHAINED else 1.0
+    masked_steepness = 1.0 if MASK_KIND == "additive" else steepness
     if not ONE_LOOP:
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
             key = (whole + step) * BLOCK_N
             scores = block_scores(
                 q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
-                key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
-                ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
+                key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
+                ROPE_BLOCK, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
             )  # fmt: skip
-            weights, decay, top, total = soften(scores, top, total, factor, SHIFT)
+            weights, decay, top, total = soften(scores, top, total, steepness, SHIFT)
             values = load_values(
                 v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
             )
@@ -316,14 +324,15 @@ def mla_attention(
             key = block_of_step(step, first, whole, num_whole) * BLOCK_N
         scores = block_scores(
             q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
-            key_start, table_stride, num_pages, NOPE, NOPE_BLOCK, K_STRIDE, ROPE, ROPE_BLOCK,
-            ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
+            key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
+            ROPE_BLOCK, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
         )  # fmt: skip
         scores = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, key_start, mask_base,
-            mask_row_stride, mask_column_stride, factor, MASK, WINDOW, MASK_KIND, BLOCK_M, BLOCK_N,
+            mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, BLOCK_M,
+            BLOCK_N,
         )  # fmt: skip
-        weights, decay, top, total = soften(scores, top, total, steepness, SHIFT)
+        weights, decay, top, total = soften(scores, top, total, masked_steepness, SHIFT)
         values = load_values(
             v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
         )

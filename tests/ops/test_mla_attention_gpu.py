@@ -40,7 +40,12 @@ CASES = [
     with_options(DENSE, query_positions=torch.randint(0, 257, (257,))),
     with_options(DENSE, mask="none", attn_mask=torch.rand(2, 1, 257, 257) < 0.5),
     with_options(DENSE, attn_mask=torch.randn(1, 4, 257, 257).bfloat16()),
-    # Long enough for the library.
+    # Long enough for specialised warps, and for the library.
+    with_options(replace(LATER, name="long", queries=(300, 257), keys=(2300, 2111)),
+                 query_starts=torch.tensor([2000, 1854])),
+    with_options(replace(REAL, name="long", queries=(2200,), keys=(2200,)), mask="none"),
+    with_options(replace(LATER, name="long window", queries=(3000,), keys=(3000,)),
+                 mask="sliding_window", window=1500),
     replace(DENSE, name="library", queries=(1100,), keys=(1100,), heads=128),
 ]  # fmt: skip
 
