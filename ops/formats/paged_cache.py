@@ -10,7 +10,7 @@ mutated view costs a copy of the whole cache, a mutated graph input costs nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -85,7 +85,7 @@ class CacheWindow:
         return cls.of(base[:, 0, layer], base), cls.of(base[:, 1, layer], base)
 
     def to_ints(self) -> list[Any]:
-        return list(astuple(self))
+        return list(vars(self).values())
 
     @property
     def shape(self) -> tuple[Any, ...]:
