@@ -6,7 +6,8 @@
 
 The query's projection and everything before the latents stay outside, so the same match serves a
 graph without a cache, one that reads its latents from a static cache, and one that gathers them
-from pages. Dimension letters: see `patterns/mla_keys.py`; T = B * S queries.
+from pages; the query's rotation comes inside where its projection is seen. Dimension letters: see
+`patterns/mla_keys.py`; T = B * S queries.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tilewright.patterns.language import Match, Stage, register, reject
 from tilewright.patterns.masks import Causal, causal_of
 from tilewright.patterns.mla_absorbed import absorbed_products
 from tilewright.patterns.mla_keys import LatentKeys, has_shared_part, match_latent_keys
+from tilewright.patterns.mla_query import Query, match_query
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -60,17 +62,18 @@ class MlaPrefill:
             )
         attention = without_padding(match_attention(anchor, flow))
         keys = match_latent_keys(attention, flow)
+        query = match_query(attention, keys.nope, flow)
         _guard(attention, keys)
-        absorbed = tuple(dict.fromkeys((*attention.absorbed, *keys.absorbed)))
+        absorbed = (*attention.absorbed, *keys.absorbed, *query.absorbed)
         return Match(
             pattern=self.name,
             op=self.op,
             anchor=anchor,
-            arguments=_arguments(attention, keys),
+            arguments=_arguments(attention, keys, query),
             results=(attention.result(),),
-            absorbed=absorbed,
+            absorbed=tuple(dict.fromkeys(absorbed)),
             stores=(),
-            facts=_facts(attention, keys),
+            facts=_facts(attention, keys, query),
             scope=common_scope(keys.weight.value.scope or anchor.scope, anchor.scope),
             scratch=keys.scratch,
         )
@@ -101,9 +104,9 @@ def _guard(attention: Attention, keys: LatentKeys) -> None:
         reject("UNSUPPORTED", Stage.GUARDS, f"{device} has no kernels", attention.end)
 
 
-def _arguments(attention: Attention, keys: LatentKeys) -> dict[str, Any]:
+def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
     arguments = {
-        "q": _query(attention),
+        **query.arguments,
         "latent": _rows(keys.latents),
         "k_rope": _rows(keys.rope_keys),
         "kv_b_weight": keys.weight,
@@ -115,14 +118,6 @@ def _arguments(attention: Attention, keys: LatentKeys) -> dict[str, Any]:
         return arguments | {"num_sequences": attention.queries[0]}
     offsets = {"row_offsets": attention.row_offsets, "key_offsets": attention.key_offsets}
     return arguments | offsets
-
-
-def _query(attention: Attention) -> View | Computed:
-    """q as [T, H, N + R]."""
-    batch, queries, heads = attention.queries
-    tokens = effects.product((batch, queries))
-    parts = tuple(_merged(q, tokens, heads, q.shape[-1]) for q, _ in attention.terms)
-    return parts[0] if len(parts) == 1 else Computed("cat", (parts, -1))
 
 
 def _merged(view: View, *shape: Any) -> View:
@@ -177,7 +172,7 @@ def _lengths(offsets: View) -> Computed:
     return Computed("add", (ends, Computed("neg", (starts,))))
 
 
-def _facts(attention: Attention, keys: LatentKeys) -> dict[str, Any]:
+def _facts(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
     mask = _mask(attention)
     ragged = attention.row_offsets is not None
     form = "tensor" if mask["mask"] == "none" and "attn_mask" in mask else mask["mask"]
@@ -188,6 +183,7 @@ def _facts(attention: Attention, keys: LatentKeys) -> dict[str, Any]:
         "keys": _size(keys.latents.shape[1]),
         "mask": form + (" by position" if "positions" in mask else ""),
         "batch": "ragged" if ragged else "equal",
+        "q rope": query.style,
         "q": str(attention.v.value.dtype).removeprefix("torch."),
     }
 
