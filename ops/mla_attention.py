@@ -117,12 +117,12 @@ def _call(
             given["query_positions"] = positions.unflatten(0, (batch, run))
     nope = k.shape[-1]
     plain = AttentionCall(q, None, k, v, k_rope, **given)
+    turned: torch.Tensor | None
     if isinstance(rope, QueryRope) or q.dtype != k.dtype:
         own, turned = finished_queries(plain, rope)
     else:
         own, turned = q[..., :nope], rope if rope is not None else q[..., nope:]
-    turned = None if k_rope is None else turned
-    a = AttentionCall(own, turned, k, v, k_rope, **given)
+    a = AttentionCall(own, None if k_rope is None else turned, k, v, k_rope, **given)
     check_call(a)
     return a
 

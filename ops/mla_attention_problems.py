@@ -251,7 +251,7 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
 def address(tensor: torch.Tensor) -> int:
     """A tensor's address modulo what allocations keep; by its offset where it has no memory."""
     if tensor.device.type == "meta":
-        return tensor.storage_offset() * tensor.element_size()
+        return int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
 
 

@@ -46,13 +46,19 @@ def attention_call(
     if dtype == FP8:
         k = _meta(1, rows, heads, nope, dtype=dtype)
         v = _meta(1, heads, v_dim, rows, dtype=dtype).permute(0, 3, 1, 2)
-    tensors = [q[..., :nope], q[..., nope:], k, v, k_rope]
+    parts: dict[str, Any] = {
+        "q": q[..., :nope],
+        "q_rope": q[..., nope:],
+        "k": k,
+        "v": v,
+        "k_rope": k_rope,
+    }
     if ragged:
-        tensors = [t[0] for t in tensors]
+        parts = {name: part[0] for name, part in parts.items()}
         options = {"query_offsets": _integers(9), "key_offsets": _integers(9), **options}
         options.setdefault("query_starts", _integers(8))
-    given = {"scale": 0.1, "out_dtype": torch.bfloat16, **options}
-    return AttentionCall(*tensors, **given)
+    given: dict[str, Any] = {"scale": 0.1, "out_dtype": torch.bfloat16, **options}
+    return AttentionCall(**parts, **given)
 
 
 CALLS: dict[str, AttentionCall] = {

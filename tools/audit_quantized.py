@@ -27,6 +27,7 @@ from tilewright.tools.audit_cases import (
 )
 from tilewright.tools.audit_lora import lora_cases
 from tilewright.tools.audit_mla import mla_cases
+from tilewright.tools.audit_mla_attention import mla_attention_cases
 from tilewright.tools.audit_moe import moe_cases
 
 TOKEN_COUNTS = (1, 64, 1024)
@@ -105,7 +106,10 @@ def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
 
 def all_cases(target: Target) -> list[AuditCase]:
     """The kernels of every family."""
-    families = (audit_cases, quantized_cases, lora_cases, moe_cases, mla_cases)
+    families = (
+        *(audit_cases, quantized_cases, lora_cases, moe_cases),
+        *(mla_cases, mla_attention_cases),
+    )
     return [case for cases in families for case in cases(target)]
 
 
