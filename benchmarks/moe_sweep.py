@@ -4,9 +4,9 @@
 
 CASES: a file of lines `model format tokens stage config ...`, stage up, down or order. A config is
 written as GemmConfig prints it, without spaces: `s16x64x128w4s3p2` (s swapped, t not, d and c
-streamed codes, swapped and not; at the end f: flattened), that of a sort `c128kw4l512r32` (k:
-counted before). CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the
-experts in use); torch._grouped_mm on sorted rows for comparison.
+streamed codes, swapped and not; at the end f: flattened, k256: its parts), that of a sort
+`c128kw4l512r32` (k: counted before). CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of
+the weights of the experts in use); torch._grouped_mm on sorted rows for comparison.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilewright.codegen.targets import SM90
 from tilewright.ops.moe_lowerings import Step, as_words, moe_steps
 from tilewright.ops.moe_problems import moe_problem
 
-GEMM = re.compile(r"([stcd])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)")
+GEMM = re.compile(r"([stcd])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)(?:k(\d+))?")
 ORDER = re.compile(r"c(\d+)(k?)w(\d+)l(\d+)r(\d+)")
 
 
@@ -61,10 +61,11 @@ def gemm_config(text: str, stage: str) -> GemmConfig:
     found = GEMM.fullmatch(text)
     if found is None:
         raise SystemExit(f"config: expected one like s16x64x128w4s3p2, got {text!r}")
-    kind, m, n, k, warps, stages, programs, flat = found.groups()
+    kind, m, n, k, warps, stages, programs, flat, part = found.groups()
     if kind in "cd":
         numbers = (int(m), int(n), int(k), int(warps), int(stages), int(programs or 1))
-        return codes_config(*numbers, ordered=stage == "down", swapped=kind == "d")
+        more = {"ordered": stage == "down", "swapped": kind == "d", "part_k": int(part or 128)}
+        return codes_config(*numbers, **more)
     numbers = (int(warps), int(stages), int(programs or 1), bool(flat))
     return GemmConfig(int(m), int(n), int(k), kind == "s", *numbers)
 

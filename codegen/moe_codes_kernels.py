@@ -11,7 +11,7 @@ from tilewright.codegen.spec import Constant, KernelSpec
 # A word of the weight's storage is an int32.
 WORD_CODES = 8
 WORD_BYTES = 4
-# A quarter of the columns of a step belongs to one thread of the tensor core.
+# A quarter of the columns of a part belongs to one thread of the tensor core.
 QUARTERS = 4
 _INTEGERS = {1: "u8", 2: "i16", 4: "i32"}
 
@@ -19,9 +19,11 @@ _INTEGERS = {1: "u8", 2: "i16", 4: "i32"}
 @dataclass(frozen=True)
 class CodesConfig(GemmConfig):
     """Tiles of a GEMM that streams codes. ordered: the rows it multiplies are written in the order
-    of its steps (of block_k columns); else it puts them in order itself."""
+    of its parts; else it puts them in order itself. part_k: most columns of a part, which are
+    unpacked and multiplied together, of the block_k that are loaded together."""
 
     ordered: bool = False
+    part_k: int = 128
 
     def __str__(self) -> str:
         return super().__str__() + " codes" + (" ordered" if self.ordered else "")
@@ -29,23 +31,30 @@ class CodesConfig(GemmConfig):
 
 def codes_config(
     block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int,
-    programs_per_sm: int = 1, *, ordered: bool = False, swapped: bool = False,
+    programs_per_sm: int = 1, *, ordered: bool = False, swapped: bool = True, part_k: int = 128,
 ) -> CodesConfig:  # fmt: skip
-    """Such tiles. swapped: weights on the M side of the newest instruction, which takes as long for
-    16 rows as for 64; else on the N side of the older one, which does not, if rows are few."""
+    """Such tiles. swapped: weights on the M side of the newest instruction; else on the N side of
+    the older one, which takes less for 16 rows and far more for 64."""
     return CodesConfig(
-        block_m, block_n, block_k, swapped, num_warps, num_stages, programs_per_sm, ordered=ordered
-    )
+        block_m, block_n, block_k, swapped, num_warps, num_stages, programs_per_sm,
+        ordered=ordered, part_k=part_k,
+    )  # fmt: skip
 
 
-def scale_bytes(problem: GroupedProblem, block_k: int) -> int:
-    """Bytes of E2M1 scales that a quarter of a step has."""
-    return block_k // QUARTERS // problem.scale_block[1]
+def part_columns(problem: GroupedProblem, config: CodesConfig) -> int:
+    """Columns of a part: int4's are those of a scale."""
+    most = problem.scale_block[1] if problem.format == "int4" else config.part_k
+    return min(config.block_k, most)
 
 
-def codes_obstacle(problem: GroupedProblem, block_k: int) -> str | None:
-    """Why a GEMM cannot stream codes in steps of block_k columns; None where it can."""
-    width = problem.scale_block[1]
+def scale_bytes(problem: GroupedProblem, config: CodesConfig) -> int:
+    """Bytes of E2M1 scales that a quarter of a part has."""
+    return part_columns(problem, config) // QUARTERS // problem.scale_block[1]
+
+
+def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
+    """Why a GEMM cannot stream codes in these tiles; None where it can."""
+    width, block_k = problem.scale_block[1], config.block_k
     if problem.format not in ("nvfp4", "mxfp4", "int4"):
         return f"{problem.format} weights are no 4-bit codes"
     if problem.weight.n_major or problem.weight.row_stride % WORD_BYTES:
@@ -56,9 +65,9 @@ def codes_obstacle(problem: GroupedProblem, block_k: int) -> str | None:
         if problem.scale_block[0] != 1 or block_k % width or block_k // width > 4:
             return f"groups of {problem.scale_block} do not fit steps of {block_k} columns"
         return None if problem.inner % WORD_CODES == 0 else "columns are not whole words"
-    size = scale_bytes(problem, block_k)
-    if size not in _INTEGERS or problem.inner * QUARTERS % block_k:
-        return f"{problem.inner} columns are not whole quarters of steps of {block_k}"
+    size, part = scale_bytes(problem, config), part_columns(problem, config)
+    if size not in _INTEGERS or problem.inner * QUARTERS % part:
+        return f"{problem.inner} columns are not whole quarters of {part}"
     if any(stride % size for stride in problem.scale_strides[:2]):
         return f"scales do not lie in units of {size} bytes"
     if problem.format == "mxfp4" and problem.dtype != "bf16":
@@ -67,18 +76,11 @@ def codes_obstacle(problem: GroupedProblem, block_k: int) -> str | None:
 
 
 def order_of(problem: GroupedProblem, config: GemmConfig) -> tuple[int, int]:
-    """(columns of a step, columns that a thread holds in a row) of the order in which a GEMM wants
+    """(columns of a part, columns that a thread holds in a row) of the order in which a GEMM wants
     its rows, see `rows_in_order`; (0, 0): as they are."""
     if not (isinstance(config, CodesConfig) and config.ordered):
         return 0, 0
-    return order_step(problem, config), thread_run(problem, config)
-
-
-def order_step(problem: GroupedProblem, config: CodesConfig) -> int:
-    """Columns that are put in order together."""
-    if problem.format == "int4":
-        return min(config.block_k, problem.scale_block[1])
-    return config.block_k
+    return part_columns(problem, config), thread_run(problem, config)
 
 
 def thread_run(problem: GroupedProblem, config: CodesConfig) -> int:
@@ -87,21 +89,21 @@ def thread_run(problem: GroupedProblem, config: CodesConfig) -> int:
     where bytes are loaded on the way to it. Another number would do, at the price of exchanges."""
     if config.swapped:
         return 2
-    return 8 if problem.format == "mxfp4" and scale_bytes(problem, config.block_k) == 1 else 4
+    return 8 if problem.format == "mxfp4" and scale_bytes(problem, config) == 1 else 4
 
 
-def scale_type(problem: GroupedProblem, block_k: int) -> str:
+def scale_type(problem: GroupedProblem, config: CodesConfig) -> str:
     """Triton's type of what the kernel loads of the scales: E2M1's by the integer."""
     if problem.format == "int4":
         return problem.scale_dtype
-    return _INTEGERS[scale_bytes(problem, block_k)]
+    return _INTEGERS[scale_bytes(problem, config)]
 
 
 def scale_steps(
-    problem: GroupedProblem, strides: tuple[int, int, int], block_k: int
+    problem: GroupedProblem, strides: tuple[int, int, int], config: CodesConfig
 ) -> tuple[int, int, int]:
     """Strides of scales in elements of `scale_type`."""
-    size = 1 if problem.format == "int4" else scale_bytes(problem, block_k)
+    size = 1 if problem.format == "int4" else scale_bytes(problem, config)
     return strides[0] // size, strides[1] // size, 1
 
 
@@ -111,7 +113,7 @@ def storage_constants(problem: GroupedProblem, config: CodesConfig) -> dict[str,
         "EXPERT_STRIDE": problem.weight.expert_stride // WORD_BYTES,
         "ROW_STRIDE": problem.weight.row_stride // WORD_BYTES,
         "FORMAT": problem.format,
-        "SCALE_COLUMNS": problem.scale_block[1],
+        "PART_K": part_columns(problem, config),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -128,7 +130,7 @@ def down_codes_spec(problem: GroupedProblem, config: CodesConfig, target: str) -
         "order_ptr": "*i32" if problem.ordered else None,
         "ends_ptr": f"*{problem.ends_dtype}",
         "weight_ptr": "*i32",
-        "scale_ptr": f"*{scale_type(problem, config.block_k)}",
+        "scale_ptr": f"*{scale_type(problem, config)}",
         "factor_ptr": "*fp32" if problem.factor else None,
         "bias_ptr": None if problem.bias is None else f"*{problem.bias_dtype}",
         "y_ptr": f"*{problem.out_dtype}",
@@ -141,7 +143,7 @@ def down_codes_spec(problem: GroupedProblem, config: CodesConfig, target: str) -
         "INNER": problem.inner,
         "X_STRIDE": problem.x_stride,
         **storage_constants(problem, config),
-        "SCALE_STRIDES": scale_steps(problem, problem.scale_strides, config.block_k),
+        "SCALE_STRIDES": scale_steps(problem, problem.scale_strides, config),
         "BIAS_STRIDES": problem.bias or (0, 0),
         "X_IN_ORDER": config.ordered,
     }

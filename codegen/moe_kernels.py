@@ -187,7 +187,7 @@ def up_spec(
 
 def _up_codes_spec(problem: MoeProblem, config: CodesConfig, target: str, order: int) -> KernelSpec:
     storage = up_problem(problem)
-    scales = f"*{scale_type(storage, config.block_k)}"
+    scales = f"*{scale_type(storage, config)}"
     arguments = _up_arguments(problem) | {"weight_ptr": "*i32", "gate_scale_ptr": scales}
     if problem.gated:
         arguments["up_scale_ptr"] = scales
@@ -198,7 +198,7 @@ def _up_codes_spec(problem: MoeProblem, config: CodesConfig, target: str, order:
         "HIDDEN_RUN": order[1],
     }
     for name, strides in zip(("GATE", "UP"), problem.scale_strides[:2], strict=True):
-        constants[f"{name}_SCALE_STRIDES"] = scale_steps(storage, strides, config.block_k)
+        constants[f"{name}_SCALE_STRIDES"] = scale_steps(storage, strides, config)
     distance = None if problem.distance is None else problem.distance // WORD_BYTES
     return _spec(
         "moe_codes", "moe_up_codes", replace(problem, distance=distance), constants, arguments,

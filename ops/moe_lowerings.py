@@ -172,7 +172,7 @@ def as_words(
         made["distance"] = values["distance"] // WORD_BYTES
     for name in ("scale_ptr", "gate_scale_ptr", "up_scale_ptr"):
         if storage.format != "int4" and values.get(name) is not None:
-            made[name] = values[name].view(_INTEGERS[scale_bytes(storage, config.block_k)])
+            made[name] = values[name].view(_INTEGERS[scale_bytes(storage, config)])
     return made
 
 

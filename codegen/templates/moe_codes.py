@@ -30,50 +30,35 @@ from tilewright.codegen.templates.qkv_projection import part_of
 
 @triton.jit
 def multiply_codes(
-    words, x, scales, accumulator, FORMAT: tl.constexpr, GROUPS: tl.constexpr,
-    DTYPE: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr, X_IN_ORDER: tl.constexpr,
+    words, x, scales, accumulator, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+    RUN: tl.constexpr, SWAPPED: tl.constexpr, X_IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """accumulator + x [tokens, K] times the weights of words [rows, K / 8]; accumulator: [rows,
-    tokens] where SWAPPED, else [tokens, rows].
-
-    scales: of E2M1 what `word_scales` gives; of int4 fp32 [rows, GROUPS].
-    """
-    for group in tl.static_range(GROUPS):
-        part = part_of(x, group, GROUPS)
-        if not X_IN_ORDER:
-            part = rows_in_order(part, RUN)
-        if FORMAT == "int4":
-            codes = int4_codes(part_of(words, group, GROUPS), DTYPE, RUN, SWAPPED)
-            scale = part_of(scales, group, GROUPS) * code_unit(DTYPE)
-            if SWAPPED:
-                accumulator += tl.dot(codes, part.T) * scale
-            else:
-                accumulator += tl.dot(part, codes) * scale.T
+    tokens] where SWAPPED, else [tokens, rows]. scales: see `load_scales`."""
+    if not X_IN_ORDER:
+        x = rows_in_order(x, RUN)
+    if FORMAT == "int4":
+        codes = int4_codes(words, DTYPE, RUN, SWAPPED)
+        scale = scales * code_unit(DTYPE)
+        if SWAPPED:
+            accumulator += tl.dot(codes, x.T) * scale
         else:
-            codes = e2m1_codes(words, scales, DTYPE, FORMAT, RUN, SWAPPED)
-            if SWAPPED:
-                accumulator = tl.dot(codes, part.T, accumulator)
-            else:
-                accumulator = tl.dot(part, codes, accumulator)
+            accumulator += tl.dot(x, codes) * scale.T
+    else:
+        codes = e2m1_codes(words, scales, DTYPE, FORMAT, RUN, SWAPPED)
+        accumulator = tl.dot(codes, x.T, accumulator) if SWAPPED else tl.dot(x, codes, accumulator)
     return accumulator
 
 
 @triton.jit
 def load_scales(
-    row_ptrs, row_mask, step, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
+    row_ptrs, row_mask, part, K: tl.constexpr, PART_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """What `multiply_codes` wants of the scales of columns step * BLOCK_K on.
-
-    E2M1: [rows, 4] integers with the scales of a quarter of the columns each; int4: fp32 [rows,
-    GROUPS].
-    """
-    WIDTH: tl.constexpr = GROUPS if FORMAT == "int4" else 4
-    places = step * (BLOCK_K // SCALE_COLUMNS if FORMAT == "int4" else 4) + tl.arange(0, WIDTH)
-    mask = row_mask[:, None]
-    # The last step loads ahead of itself, too.
-    BOUND: tl.constexpr = K // SCALE_COLUMNS if FORMAT == "int4" else 4 * K // BLOCK_K
-    mask = mask & (places < BOUND)[None, :]
+    """Scales of the part-th PART_K columns. E2M1: [rows, 4] integers with those of a quarter of the
+    columns each; int4, whose groups are the parts: fp32 [rows, 1]."""
+    WIDTH: tl.constexpr = 1 if FORMAT == "int4" else 4
+    places = part * WIDTH + tl.arange(0, WIDTH)
+    mask = row_mask[:, None] & (places < WIDTH * K // PART_K)[None, :]
     values = tl.load(row_ptrs[:, None] + places[None, :], mask=mask, other=0)
     if FORMAT == "int4":
         values = values.to(tl.float32)
@@ -88,7 +73,7 @@ def moe_up_codes(
     HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, UP_FIRST: tl.constexpr,
-    FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr, PART_K: tl.constexpr,
     GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BIAS_STRIDES: tl.constexpr, HIDDEN_STEP: tl.constexpr, HIDDEN_RUN: tl.constexpr,
@@ -98,7 +83,8 @@ def moe_up_codes(
     """hidden [routes, INNER] as `moe_up` makes it. Grid of any size.
 
     weight and scales: words of eight codes, strides (of scales: expert, row, column) and distance
-    count words (of E2M1's scales: of BLOCK_K / 4 columns). RUN: see `rows_in_order`. HIDDEN_STEP:
+    count words (of E2M1's scales: of PART_K / 4 columns). PART_K: columns that are unpacked and
+    multiplied together, of BLOCK_K that are loaded together. RUN: see `rows_in_order`. HIDDEN_STEP:
     the columns of hidden go in order for steps of that many and HIDDEN_RUN; 0: as they are.
     """
     if LAUNCH_PDL:
@@ -106,7 +92,7 @@ def moe_up_codes(
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = HIDDEN % BLOCK_K == 0
-    GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1) if FORMAT == "int4" else 1
+    PARTS: tl.constexpr = BLOCK_K // PART_K
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile_rows = tl.arange(0, WIDTH)
@@ -162,12 +148,14 @@ def moe_up_codes(
             )  # fmt: skip
             x = tl.load(x_rows[:, None] + x_columns[None, :], mask=x_mask, other=0.0)
             # A step ahead: what a load needs here is not staged in shared memory.
-            scales = load_scales(
-                scale_rows, weight_mask, step, HIDDEN, BLOCK_K, SCALE_COLUMNS, GROUPS, FORMAT
-            )
-            accumulator = multiply_codes(
-                words, x, scales, accumulator, FORMAT, GROUPS, DTYPE, RUN, SWAPPED, False
-            )
+            for part in tl.static_range(PARTS):
+                scales = load_scales(
+                    scale_rows, weight_mask, step * PARTS + part, HIDDEN, PART_K, FORMAT
+                )
+                accumulator = multiply_codes(
+                    part_of(words, part, PARTS), part_of(x, part, PARTS), scales, accumulator,
+                    FORMAT, DTYPE, RUN, SWAPPED, False,
+                )  # fmt: skip
         out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = out_columns < INNER
         if GATED:
@@ -211,7 +199,7 @@ def moe_down_codes(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_STRIDE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    FORMAT: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr, PART_K: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr, X_IN_ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, LAUNCH_PDL: tl.constexpr,
@@ -223,7 +211,7 @@ def moe_down_codes(
         tl.extra.cuda.gdc_wait()
     STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = INNER % BLOCK_K == 0
-    GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1) if FORMAT == "int4" else 1
+    PARTS: tl.constexpr = BLOCK_K // PART_K
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     if order_ptr is None:
@@ -261,12 +249,14 @@ def moe_down_codes(
                 eviction_policy="evict_first",
             )  # fmt: skip
             x = tl.load(x_rows[:, None] + x_columns[None, :], mask=x_mask, other=0.0)
-            scales = load_scales(
-                scale_rows, column_mask, step, INNER, BLOCK_K, SCALE_COLUMNS, GROUPS, FORMAT
-            )
-            accumulator = multiply_codes(
-                words, x, scales, accumulator, FORMAT, GROUPS, DTYPE, RUN, SWAPPED, X_IN_ORDER
-            )
+            for part in tl.static_range(PARTS):
+                scales = load_scales(
+                    scale_rows, column_mask, step * PARTS + part, INNER, PART_K, FORMAT
+                )
+                accumulator = multiply_codes(
+                    part_of(words, part, PARTS), part_of(x, part, PARTS), scales, accumulator,
+                    FORMAT, DTYPE, RUN, SWAPPED, X_IN_ORDER,
+                )  # fmt: skip
         if SWAPPED:
             accumulator = tl.trans(accumulator)
         places = rows

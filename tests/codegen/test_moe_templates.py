@@ -130,11 +130,12 @@ CODES = [
 @pytest.mark.parametrize(("name", "layout", "ordered", "swapped"), CODES)
 def test_codes_stream_in_the_order_of_their_words(name, layout, ordered, swapped):
     case = MoeCase("codes", weight_format=name, layout=layout, hidden=160, inner=128, num_tokens=3)
-    block_k = {"nvfp4": 64, "mxfp4": 128, "int4": 64}[name]
+    block_k = {"nvfp4": 256 if swapped else 64, "mxfp4": 128, "int4": 64}[name]
     a = moe.sample_inputs(case)
-    config = codes_config(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped)
+    part_k = 128 if layout == "interleaved" else 256
+    config = codes_config(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped, part_k=part_k)
     exact = moe.reference(as_double(a))
-    assert codes_obstacle(kernels.down_problem(moe_problem(a)), block_k) is None
+    assert codes_obstacle(kernels.down_problem(moe_problem(a)), config) is None
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
 

@@ -26,8 +26,8 @@ FORMS = {
     "no expert": replace(BASE, routing="none"),
     "one expert": replace(BASE, routing="one"),
     "fp8": replace(BASE, weight_format="fp8", hidden=384, inner=272),
-    "int4": replace(BASE, weight_format="int4"),
-    "nvfp4": replace(BASE, weight_format="nvfp4", hidden=288),
+    "int4": replace(BASE, weight_format="int4", inner=256),
+    "nvfp4": replace(BASE, weight_format="nvfp4", hidden=288, inner=256),
     "mxfp4": replace(BASE, weight_format="mxfp4", layout="interleaved"),
     "mxfp4 separate": replace(BASE, weight_format="mxfp4", layout="separate"),
 }
