@@ -3,8 +3,8 @@
     python benchmarks/grouped_matmul.py [CASE ...] [--out F]
 
 A case is `model/stage/form/tokens,tokens`, e.g. `qwen3/up/dense/1,16`; stage up or down, form
-dense, fp16 or one of ops.formats.expert_weight; with a + behind a number other tiles are timed
-beside the op. `quantise` (`quantise+`) is the quantiser. Without cases: those that are kept.
+dense, fp16, fp8_rows (both operands codes) or one of ops.formats.expert_weight; with a + behind a
+number other tiles are timed beside the op. `quantise` (`quantise+`) is the quantiser. Without cases: those that are kept.
 
 Random routing, CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the
 experts in use). float16, for which torch has a loop over the groups, is timed without graphs, too:
@@ -42,6 +42,7 @@ from tilewright.codegen.nvfp4_kernels import QuantizeConfig, quantize_grid, quan
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
+from tilewright.ops.formats import fp8_block
 from tilewright.ops.grouped_lowerings import chosen, kernel_values
 from tilewright.ops.grouped_matmul import OP, GroupedMatmulArguments, fake
 from tilewright.ops.grouped_problems import grouped_problem
@@ -57,6 +58,7 @@ KEPT = (
     "deepseek/down/dense/16,1024,8192", "qwen3/up/fp16/16,1024,8192",
     "qwen3/up/nvfp4/16,512,1024,8192", "qwen3/up/mxfp4/16,512,1024,8192",
     "qwen3/up/fp8/16,512,1024,8192", "qwen3/up/int4/16,512,1024,8192", "quantise",
+    "qwen3/up/fp8_rows/16,1024,8192",
 )  # fmt: skip
 DEVICE = torch.device("cuda")
 MANY_ROWS = (
@@ -122,12 +124,17 @@ def cases_of(text: str) -> list[Case]:
     return [Case(shape, stage, int(n.rstrip("+")), form, n.endswith("+")) for n in numbers]
 
 
+def weight_bytes(case: Case) -> float:
+    return WEIGHT_BYTES.get(case.form.removesuffix("_rows"), 2.0)
+
+
 def weights(case: Case) -> dict[str, Any]:
     if case.form in ("dense", "fp16"):
         weight = dense(*case.dims)
         return {"weight": weight.half() if case.form == "fp16" else weight}
-    codes, scale, block = coded(case.form, *case.dims)
-    return {"weight": codes, "weight_format": case.form, "weight_scale": scale,
+    form = case.form.removesuffix("_rows")
+    codes, scale, block = coded(form, *case.dims)
+    return {"weight": codes, "weight_format": form, "weight_scale": scale,
             "scale_block": block}  # fmt: skip
 
 
@@ -135,7 +142,7 @@ def arguments(case: Case, given: dict[str, Any]) -> list[GroupedMatmulArguments]
     """Calls whose weights and rows do not fit the L2 cache together."""
     experts, n, k = case.dims
     share = 1 - (1 - case.shape.num_slots / experts) ** case.tokens
-    read = share * experts * n * k * WEIGHT_BYTES.get(case.form, 2.0)
+    read = share * experts * n * k * weight_bytes(case)
     made = []
     for _ in range(min(max(2, -(-int(COLD_BYTES) // int(read))), 12)):
         ids, _weights = routes(case.shape, case.tokens, "random")
@@ -143,7 +150,10 @@ def arguments(case: Case, given: dict[str, Any]) -> list[GroupedMatmulArguments]
         x = torch.randn(case.rows, k, device=DEVICE).to(
             torch.float16 if case.form == "fp16" else torch.bfloat16
         )
-        made.append(GroupedMatmulArguments(x, group_offsets=ends, end_offsets=True, **given))
+        own: dict[str, Any] = {"x": x}
+        if case.form.endswith("_rows"):
+            own["x"], own["x_scale"] = fp8_block.quantize_rows(x)
+        made.append(GroupedMatmulArguments(group_offsets=ends, end_offsets=True, **own, **given))
     return made
 
 
@@ -189,7 +199,11 @@ def measure(case: Case, given: dict[str, Any]) -> dict[str, Any]:
     sets = arguments(case, given)
     calls = max(len(sets), 4 if case.tokens <= 1024 else 2)
     graphs: dict[str, Any] = {}
-    few = replace(sets[0], x=sets[0].x[:64], group_offsets=sets[0].ends.clamp(max=64))
+    x_scale = sets[0].x_scale
+    few = replace(
+        sets[0], x=sets[0].x[:64], group_offsets=sets[0].ends.clamp(max=64),
+        x_scale=None if x_scale is None else x_scale[:64],
+    )  # fmt: skip
     want = OP.reference(few)
     for config in configs_of(case):
         try:
@@ -228,7 +242,7 @@ def eager_us(call: Call, runs: int = 5) -> float:
 def report(case: Case, sets: list[Any], times: dict[str, float], error: float) -> dict[str, Any]:
     _, n, k = case.dims
     hit = sum(int((a.ends.diff(prepend=a.ends.new_zeros(1)) > 0).sum()) for a in sets) / len(sets)
-    flop, read = 2 * case.rows * n * k, hit * n * k * WEIGHT_BYTES.get(case.form, 2.0)
+    flop, read = 2 * case.rows * n * k, hit * n * k * weight_bytes(case)
     print(f"{case.shape.name} {case.stage} {case.form} T={case.tokens} {hit:.0f} experts, "
           f"error {error:.1e}")  # fmt: skip
     for name in sorted(times, key=lambda name: times[name]):

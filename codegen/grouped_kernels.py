@@ -68,7 +68,9 @@ class GroupedProblem:
     ids_dtype None: group g's expert is g. ordered: rows are stored where `order` says (int32).
     scale_strides (expert, row block, column block), scale_block, scale_dtype: of the weights'
     scales, see ops.formats.expert_weight; factor: one more fp32 factor per expert. bias: (expert
-    stride, column stride) or None. unaligned: pointers that are not at whole 16 bytes.
+    stride, column stride) or None. x_scale: strides (row, column block) of the scales of an x of
+    e4m3 codes, per row and 128 columns; None: x is numbers. unaligned: pointers that are not at
+    whole 16 bytes.
     """
 
     dtype: str
@@ -89,6 +91,7 @@ class GroupedProblem:
     ends_dtype: str = "i32"
     ids_dtype: str | None = None
     ordered: bool = False
+    x_scale: tuple[int, int] | None = None
     unaligned: tuple[str, ...] = ()
 
     @property
@@ -104,6 +107,7 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
     groups = problem.num_groups if problem.ordered else problem.num_groups + 1
     arguments: dict[str, str | None] = {
         "x_ptr": f"*{problem.dtype}",
+        "x_scale_ptr": None if problem.x_scale is None else "*fp32",
         "order_ptr": "*i32" if problem.ordered else None,
         "ends_ptr": f"*{problem.ends_dtype}",
         "expert_ids_ptr": None if problem.ids_dtype is None else f"*{problem.ids_dtype}",
@@ -124,6 +128,7 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
         **weight_constants(problem.weight, problem.format, problem.scale_block),
         "SCALE_STRIDES": problem.scale_strides,
         "BIAS_STRIDES": problem.bias or (0, 0),
+        "X_SCALE_STRIDES": problem.x_scale or (0, 0),
         **tile_constants(config),
         "SEARCH_STEPS": search_steps(config, problem.num_groups) if problem.ordered else 0,
     }

@@ -25,6 +25,8 @@ DECODED_ROWS = {"fp8": 96, "int4": 48, "nvfp4": 40, "mxfp4": 48}
 # The inner dimension comes in blocks of one of these.
 BLOCK_K = 64
 STREAMED_K = 128
+# Columns that share a scale where both operands are e4m3.
+SCALED_K = 128
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class GroupedPlan:
 def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> GroupedPlan:
     """The kernels for `num_rows` rows on a target."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
+    if problem.x_scale is not None:
+        codes_by_codes = _scaled_config(rows)
+        return GroupedPlan(codes_by_codes, False, f"{rows} rows per group, {codes_by_codes}")
     if rows <= CODES_ROWS and not target.tmem_columns and streams_codes(problem):
         codes = _codes_config(rows)
         return GroupedPlan(codes, False, f"{rows} rows per group, {codes}")
@@ -65,13 +70,22 @@ def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
 def streams_codes(problem: GroupedProblem) -> bool:
     """Whether the GEMM can read its weights by words of codes."""
     plain = problem.ids_dtype is None and "scale_ptr" not in problem.unaligned
-    return plain and codes_obstacle(problem, STREAMED_K) is None
+    return plain and codes_obstacle(problem, _codes_config(1)) is None
 
 
 def _codes_config(rows: int) -> CodesConfig:
     # A group's number of rows varies around the average.
     block_m = min(max(next_power_of_2(2 * rows - 1), 16), 64)
     return codes_config(block_m, 64, STREAMED_K, 4, 4, 4)
+
+
+def _scaled_config(rows: int) -> GemmConfig:
+    """Both operands e4m3: a step has as many columns as share a scale."""
+    if rows <= SWAPPED_ROWS:
+        return GemmConfig(16, 64, SCALED_K, True, 4, 4, 2)
+    if rows < WIDE_ROWS:
+        return GemmConfig(64, 128, SCALED_K, False, 4, 3, 2)
+    return GemmConfig(128, 128, SCALED_K, False, 8, 4)
 
 
 def block_k_obstacle(problem: GroupedProblem) -> str | None:

@@ -91,6 +91,7 @@ def kernel_values(a: GroupedMatmulArguments, out: torch.Tensor) -> dict[str, Any
     """The run-time arguments of the kernel by name."""
     return {
         "x_ptr": a.x,
+        "x_scale_ptr": a.x_scale,
         "ends_ptr": a.ends,
         "expert_ids_ptr": a.expert_ids,
         "weight_ptr": a.weight,

@@ -3,7 +3,8 @@
     for every row m of group g with e = expert_ids[g] >= 0:
         out[m] = x[m] @ weight[e]^T (+ bias[e])          fp32, rounded once
 
-Rows of expert -1, and rows that belong to no group, are zero: the memory of the result is defined.
+x may be float8_e4m3fn codes with a scale per row and 128 columns, for weights in fp8 blocks. Rows
+of expert -1, and rows that belong to no group, are zero: the memory of the result is defined.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ NAME = "grouped_matmul"
 SCHEMA = (
     "(Tensor x, Tensor weight, Tensor group_offsets, Tensor? expert_ids=None, *, "
     'Tensor? bias=None, bool end_offsets=False, str weight_format="dense", int[] scale_block=[], '
-    "Tensor? weight_scale=None, Tensor? weight_expert_scale=None, ScalarType? out_dtype=None) "
-    "-> Tensor"
+    "Tensor? weight_scale=None, Tensor? weight_expert_scale=None, Tensor? x_scale=None, "
+    "ScalarType? out_dtype=None) -> Tensor"
 )
+X_BLOCK = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ERROR_MODEL = (
     "fp32 accumulation, then one rounding of the result; int4 and fp8 weights are rounded to the "
@@ -59,7 +61,8 @@ class GroupedMatmulArguments:
     is 0; with end_offsets int [G], where each group ends (`offs` of torch's grouped_mm).
     expert_ids int [G], -1: none; None: group g's expert is g, and G is at most E. bias [E, N].
     weight_format, scale_block, weight_scale, weight_expert_scale: see ops.formats.expert_weight.
-    Result [M, N] of out_dtype (None: x's).
+    x_scale fp32 [M, ceil(K/128)]: of an x of float8_e4m3fn codes, whose weights have the format
+    "fp8" with blocks of 128 columns. Result [M, N] of out_dtype (None: x's; of codes bfloat16).
     """
 
     x: torch.Tensor
@@ -73,6 +76,7 @@ class GroupedMatmulArguments:
     scale_block: Sequence[int] = ()
     weight_scale: torch.Tensor | None = None
     weight_expert_scale: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
 
     @property
@@ -87,11 +91,13 @@ class GroupedMatmulArguments:
 
     @property
     def result_dtype(self) -> torch.dtype:
-        return self.x.dtype if self.out_dtype is None else self.out_dtype
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return torch.bfloat16 if self.x_scale is not None else self.x.dtype
 
 
 def validate(a: GroupedMatmulArguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES)
+    check_dtype(NAME, "x", a.x, DTYPES if a.x_scale is None else (torch.float8_e4m3fn,))
     check_shape(NAME, "x", a.x, "[M, K]", (None, None))
     check_last_dim_dense(NAME, "x", a.x)
     check_expert_weight(NAME, "weight", a.experts, a.x.dtype)
@@ -99,14 +105,27 @@ def validate(a: GroupedMatmulArguments) -> None:
     if not holds(inner == a.x.shape[1]):
         raise ArgumentError(NAME, "weight", f"{a.x.shape[1]} columns, as x has", inner)
     check_device(NAME, "weight", a.weight, a.x.device)
+    if a.x_scale is not None:
+        _check_codes(a, a.x_scale)
     if a.bias is not None:
         check_shape(NAME, "bias", a.bias, "[E, N]", (num_experts, rows))
-        check_dtype(NAME, "bias", a.bias, (a.x.dtype, torch.float32))
+        check_dtype(NAME, "bias", a.bias, (a.result_dtype, a.x.dtype, torch.float32))
         check_device(NAME, "bias", a.bias, a.x.device)
     _check_groups(a, num_experts)
     if a.result_dtype not in DTYPES:
         expected = " or ".join(str(dtype) for dtype in DTYPES)
         raise ArgumentError(NAME, "out_dtype", expected, a.out_dtype)
+
+
+def _check_codes(a: GroupedMatmulArguments, scale: torch.Tensor) -> None:
+    if a.weight_format != "fp8" or a.scale_block[1] != X_BLOCK:
+        expected = f"fp8 with blocks of {X_BLOCK} columns, as x is codes"
+        given = f"{a.weight_format} with {list(a.scale_block)}"
+        raise ArgumentError(NAME, "weight_format", expected, given)
+    blocks = -(-a.x.shape[1] // X_BLOCK)
+    check_shape(NAME, "x_scale", scale, "[M, K/128]", (a.x.shape[0], blocks))
+    check_dtype(NAME, "x_scale", scale, (torch.float32,))
+    check_device(NAME, "x_scale", scale, a.x.device)
 
 
 def _check_groups(a: GroupedMatmulArguments, num_experts: int) -> None:
@@ -140,10 +159,13 @@ def fake(a: GroupedMatmulArguments) -> torch.Tensor:
 
 def reference(a: GroupedMatmulArguments) -> torch.Tensor:
     """The meaning of the op, in plain PyTorch."""
-    compute = torch.promote_types(a.x.dtype, torch.float32)
+    given = a.x.dtype if a.x_scale is None else a.x_scale.dtype
+    compute = torch.promote_types(given, torch.float32)
+    x = a.x.to(compute)
+    if a.x_scale is not None:
+        x = x * a.x_scale.repeat_interleave(X_BLOCK, 1)[:, : x.shape[1]]
     expert = expert_of_rows(a.ends, a.expert_ids, a.x.shape[0])
-    out = multiply_by_expert(a.x.to(compute), expert, a.experts, a.bias)
-    return out.to(a.result_dtype)
+    return multiply_by_expert(x, expert, a.experts, a.bias).to(a.result_dtype)
 
 
 def sample_inputs(

@@ -18,7 +18,7 @@ from tilewright.ops.qkv_problems import TRITON_TYPES, unaligned
 
 def unsupported(a: Any) -> str | None:
     """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
-    if a.x.dtype not in KERNEL_DTYPES:
+    if a.x_scale is None and a.x.dtype not in KERNEL_DTYPES:
         return f"no kernel for {a.x.dtype}"
     if a.result_dtype == torch.float64:
         return f"no kernel that stores {a.result_dtype}"
@@ -34,8 +34,10 @@ def unsupported(a: Any) -> str | None:
 def grouped_problem(a: Any) -> GroupedProblem:
     """The problem of a call; `a` is a GroupedMatmulArguments. Metadata and addresses only."""
     num_experts, rows, inner = a.experts.shape
-    tensors = {"x_ptr": a.x, "weight_ptr": a.weight, "bias_ptr": a.bias,
-               "scale_ptr": a.weight_scale, "factor_ptr": a.weight_expert_scale}  # fmt: skip
+    tensors = {
+        "x_ptr": a.x, "x_scale_ptr": a.x_scale, "weight_ptr": a.weight, "bias_ptr": a.bias,
+        "scale_ptr": a.weight_scale, "factor_ptr": a.weight_expert_scale,
+    }  # fmt: skip
     scale = a.weight_scale
     return GroupedProblem(
         dtype=TRITON_TYPES[a.x.dtype],
@@ -45,6 +47,7 @@ def grouped_problem(a: Any) -> GroupedProblem:
         rows=rows,
         inner=inner,
         x_stride=a.x.stride(0),
+        x_scale=None if a.x_scale is None else a.x_scale.stride(),
         weight=expert_layout(a.weight),
         format=a.weight_format,
         scale_block=(1, 1) if scale is None else a.experts.block,

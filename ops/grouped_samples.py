@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.formats import fp8_block
 from tilewright.ops.moe_samples import quantize_weight
 from tilewright.ops.samples import Sampler
 
@@ -16,7 +17,8 @@ class GroupedCase:
     """One setting of `grouped_matmul`: rows of each group, and each group's expert (None: its own).
 
     spare: rows that belong to no group. end_offsets: as torch has them. transposed: weights are
-    stored [E, K, N]. out_dtype: None for dtype. index: dtype of offsets and ids.
+    stored [E, K, N]. out_dtype: None for dtype. index: dtype of offsets and ids. coded_rows: x is
+    float8_e4m3fn codes.
     """
 
     name: str
@@ -33,6 +35,7 @@ class GroupedCase:
     transposed: bool = False
     out_dtype: torch.dtype | None = None
     index: torch.dtype = torch.int32
+    coded_rows: bool = False
 
 
 GROUPED_CASES = (
@@ -47,6 +50,7 @@ GROUPED_CASES = (
     GroupedCase("no_groups", sizes=(), spare=4),
     GroupedCase("no_rows", sizes=(0, 0, 0, 0, 0)),
     GroupedCase("fp8", weight_format="fp8", rows=144, inner=160),
+    GroupedCase("fp8_rows", weight_format="fp8", rows=144, inner=272, coded_rows=True, bias=True),
     GroupedCase("int4", weight_format="int4", dtype=torch.float16),
     GroupedCase("nvfp4", weight_format="nvfp4", inner=96, spare=2),
     GroupedCase("mxfp4", weight_format="mxfp4", bias=True),
@@ -80,4 +84,6 @@ def sample_grouped(case: GroupedCase, device: str | torch.device, seed: int) -> 
     if case.weight_format == "nvfp4":
         factors = 1 + torch.arange(case.num_experts, device=device) / case.num_experts
         made["weight_expert_scale"] = factors.float()
+    if case.coded_rows:
+        made["x"], made["x_scale"] = fp8_block.quantize_rows(made["x"])
     return made

@@ -34,6 +34,8 @@ ONE_ROUNDING = {
 
 def run(a: GroupedMatmulArguments, config: GemmConfig) -> torch.Tensor:
     out = torch.full((a.x.shape[0], a.weight.shape[1]), float("nan"), dtype=a.result_dtype)
+    if a.x_scale is not None:  # a step has the columns that share a scale
+        config = replace(config, block_k=128)
     spec = grouped_spec(grouped_problem(a), config, "sm100")
     values = kernel_values(a, out)
     load_interpreted(spec)[(3,)](*(values[name] for name, _ in spec.signature))
@@ -42,7 +44,8 @@ def run(a: GroupedMatmulArguments, config: GemmConfig) -> torch.Tensor:
 
 def as_double(a: GroupedMatmulArguments) -> GroupedMatmulArguments:
     values = {f.name: getattr(a, f.name) for f in fields(a)}
-    wide = {n: v.double() for n, v in values.items() if n in ("x", "bias") and v is not None}
+    floats = ("bias", "x" if a.x_scale is None else "x_scale")
+    wide = {n: v.double() for n, v in values.items() if n in floats and v is not None}
     return replace(a, **wide, out_dtype=torch.float64)
 
 
@@ -144,6 +147,10 @@ def test_what_no_kernel_takes_goes_to_the_reference():
         assert why in choice.rejected[0][1]
 
 
+def coded_rows() -> GroupedMatmulArguments:
+    return sample_inputs(next(case for case in GROUPED_CASES if case.coded_rows))
+
+
 BAD = {
     "group_offsets": [
         lambda a: replace(a, group_offsets=a.group_offsets.flip(0)),
@@ -167,10 +174,22 @@ BAD = {
         lambda a: replace(a, weight=a.weight.to(torch.float8_e4m3fn), weight_format="fp8"),
         lambda a: replace(a, weight_scale=torch.ones(5, 1, 1)),
     ],
-    "weight_format": [lambda a: replace(a, weight_format="int3")],
+    "weight_format": [
+        lambda a: replace(a, weight_format="int3"),
+        lambda a: replace(coded_rows(), weight_format="dense", weight_scale=None),
+    ],
+    "x_scale": [
+        lambda a: replace(coded_rows(), x_scale=torch.ones(79, 2)),
+        lambda a: replace(coded_rows(), x_scale=coded_rows().x_scale.bfloat16()),
+    ],
     "bias": [lambda a: replace(a, bias=torch.zeros(5, 47, dtype=a.x.dtype))],
     "out_dtype": [lambda a: replace(a, out_dtype=torch.int8)],
-    "x": [lambda a: replace(a, x=a.x[0]), lambda a: replace(a, x=a.x.T.contiguous().T)],
+    "x": [
+        lambda a: replace(a, x=a.x.to(torch.float8_e4m3fn)),
+        lambda a: replace(coded_rows(), x=coded_rows().x.bfloat16()),
+        lambda a: replace(a, x=a.x[0]),
+        lambda a: replace(a, x=a.x.T.contiguous().T),
+    ],
 }
 
 
@@ -208,12 +227,16 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU
 
 @pytest.mark.gpu
 @NO_GPU
-@pytest.mark.parametrize("form", ["dense", "fp8", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("form", ["dense", "fp8", "fp8_rows", "int4", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize(
     ("rows", "sizes"), [(352, (0, 3, 40, 0)), (704, (129, 0, 100, 127)), (2880, (700, 1, 513, 0))]
 )
 def test_widths_that_no_tile_divides(rows, form, sizes):
-    case = GroupedCase("case", sizes, (2, -1, 0, 1), rows, 704, 3, spare=5, weight_format=form)
+    coded = form == "fp8_rows"
+    form = form.removesuffix("_rows")
+    case = GroupedCase(
+        "case", sizes, (2, -1, 0, 1), rows, 704, 3, spare=5, weight_format=form, coded_rows=coded
+    )
     exact = reference(as_double(sample_inputs(case)))
     tolerance = (OP.tolerances if form in ("int4", "fp8") else ONE_ROUNDING)[torch.bfloat16]
     problem = tolerance.problem(OP.call(sample_inputs(case, "cuda")), exact)
