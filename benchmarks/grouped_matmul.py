@@ -4,7 +4,8 @@
 
 A case is `model/stage/form/tokens,tokens`, e.g. `qwen3/up/dense/1,16`; stage up or down, form
 dense, fp16, fp8_rows (both operands codes) or one of ops.formats.expert_weight; with a + behind a
-number other tiles are timed beside the op. `quantise` (`quantise+`) is the quantiser. Without cases: those that are kept.
+number other tiles are timed beside the op. `quantise` (`quantise+`) is the quantiser. Without
+cases: those that are kept.
 
 Random routing, CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the
 experts in use). float16, for which torch has a loop over the groups, is timed without graphs, too:
