@@ -397,7 +397,8 @@ def _with_adapters(name: str, model: Any) -> Any:
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj"]
     )
-    return peft.get_peft_model(model, config).eval().requires_grad_(False)
+    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    return adapted.eval().requires_grad_(False)
 
 
 def _transformers(name: str) -> ModuleType:
