@@ -249,8 +249,8 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
         )
     given = arguments_of(value)
     names = (form.query, form.key, form.value, form.row_offsets, form.key_offsets)
-    tensors = [given.get(name) for name in names]
-    if not all(isinstance(tensor, View) for tensor in tensors):
+    tensors = [tensor for name in names if isinstance(tensor := given.get(name), View)]
+    if len(tensors) != len(names):
         refuse("queries, keys, values or their offsets are missing", value)
     if reason := obstacle(form, given):
         refuse(reason, value)

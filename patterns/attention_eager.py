@@ -199,7 +199,8 @@ def _term(found: Logits, view: View) -> bool:
     batch, heads, queries, last = (None if at < 0 else dims[at] for at in order)
     summed = [n for n in q_names if n not in result]
     known = {batch, heads, queries, None} | set(summed)
-    fits = last == keys and len(summed) == 1 and queries not in k_names and heads in q_names
+    fits = last == keys and len(summed) == 1 and queries not in set(k_names)
+    fits = fits and heads in set(q_names)
     if not fits or not set(q_names) <= known or not set(k_names) <= (known - {queries}) | {keys}:
         return False
     found.roles = order

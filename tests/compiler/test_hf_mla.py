@@ -96,10 +96,11 @@ def in_float64(model, args, kwargs):
     return logits, [t for layer in layers for t in (layer.keys, layer.values)]
 
 
-CASES = [(name, "static", phase, None) for name in MODELS for phase in ("prefill", "decode")]
+CASES = [(name, "static", "prefill", None) for name in MODELS]
+CASES += [(name, "static", "decode", None) for name in ("v2_lite", "v3")]
 CASES += [(name, "none", "prefill", None) for name in ("v2", "v2_lite", "v3")]
-CASES += [("v3", cache, "prefill", True) for cache in ("none", "static")]
-CASES += [("v2", "static", "prefill", True)]
+# Sizes as symbols: tracing takes three times as long.
+CASES += [("v3", "none", "prefill", True), ("v2", "static", "prefill", True)]
 
 
 @pytest.mark.parametrize(("name", "cache", "phase", "dynamic"), CASES)
@@ -163,11 +164,12 @@ def test_several_steps_on_one_cache():
 
 
 def test_inductor_gives_the_same_as_eager():
-    ours, eager, exact = (built("v3", "static", "prefill") for _ in range(3))
+    case = ("v3", "static", "prefill")
+    ours, eager, exact = (built(*case, num_hidden_layers=1) for _ in range(3))
     expected = eager[0](*eager[1], **eager[2]).logits
     reference, _ = in_float64(*exact[:3])
     logits = torch.compile(ours[0], backend="tilewright")(*ours[1], **ours[2]).logits
-    assert len(reports()[-1].matches) == 2 * LAYERS
+    assert [m.pattern for m in reports()[-1].matches] == ["mla_latent_store", "mla_prefill"]
     assert_no_worse(logits, expected, reference, "logits")
 
 
