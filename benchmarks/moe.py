@@ -1,7 +1,6 @@
 """The routed experts of one layer: the fused op, eager, stock torch.compile, and the GEMMs alone.
 
     python benchmarks/moe.py [--out DIR] [--models qwen3-30b-a3b ...] [--tokens 1 16 ...]
-    python benchmarks/moe.py --quantised     weights of 4 and 8 bits; writes moe_quantized.json
 
 Microseconds per call, CUDA graphs, L2 cold; routing outside. Eager is Hugging Face's `grouped_mm`
 chain (sort, gather, GEMM, activation, GEMM, weights, un-permute, sum), stock torch.compile of it,
@@ -11,7 +10,8 @@ grouped_up and grouped_down are torch._grouped_mm on rows that are sorted alread
 weights of the experts in use, rows in and rows out; of_copy is their share of the copy bandwidth
 measured in the same run. Quantised weights have no peer in eager or stock but dequantisation, so
 theirs is our own bf16: `bf16` is the dense op of the same routes in the same run. Errors are the
-root of the mean squared difference from float64, over the rms of the result.
+root of the mean squared difference from float64, over the rms of the result. Dense rows go to
+moe.json, quantised ones to moe_quantized.json, each as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ from tilewright.ops.moe import OP, FusedMoeArguments, reference
 from tilewright.ops.moe_lowerings import Step, cached_plan, moe_steps, specs
 from tilewright.ops.moe_problems import moe_problem
 
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+TOKENS = (1, 16, 64, 1024, 4096)
+MORE_TOKENS = (4, 256, 8192)
+ZIPF_TOKENS = (16, 1024, 4096)
 QUANTISED_TOKENS = (1, 4, 16, 64, 1024, 4096)
-ZIPF_TOKENS = (16, 256, 4096)
 # Calls of stock after which no other token count makes it compile again.
 WARM_TOKENS = (1, 4, 16)
 # Which formats are measured beside bf16, where their checkpoints exist or targets name them.
@@ -85,7 +87,9 @@ def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
         inverse[perm] = torch.arange(perm.size(0), device=x.device)
         return out[inverse].view(*ids.shape, -1).sum(1).to(x.dtype)
 
-    return experts
+    # Dynamo counts what it compiled by code object, and each model is a program of its own.
+    code = experts.__code__.replace(co_name=f"experts_{shape.num_experts}_{shape.hidden}")
+    return FunctionType(code, globals(), code.co_name, None, experts.__closure__)
 
 
 def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
@@ -248,47 +252,81 @@ def prepare(wanted: set[KernelSpec], shapes: Sequence[MoeShape]) -> None:
             one.result()
 
 
+class Run:
+    """Layers and compiled peers of one run, made when first needed, and the rows so far."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.copy = copy_bytes_per_s()
+        self.rows: dict[str, list[dict[str, Any]]] = {"moe": [], "moe_quantized": []}
+        self.layers: dict[MoeShape, Experts] = {}
+        self.peers: dict[MoeShape, Callable[..., torch.Tensor]] = {}
+
+    def dense(self, shape: MoeShape) -> Experts:
+        if shape not in self.layers:
+            experts = self.layers[shape] = make_experts(shape)
+            stock = self.peers[shape] = torch.compile(chain(shape))
+            for count in WARM_TOKENS:
+                a = arguments(shape, experts, count)
+                stock(a.x, a.expert_ids, a.expert_weights, *stored(shape, experts))
+        return self.layers[shape]
+
+    def row(self, shape: MoeShape, count: int, kind: str) -> None:
+        experts = self.dense(shape)
+        peer = self.peers[shape]
+        self.add("moe", measure(shape, experts, "dense", count, kind, self.copy, None, peer))
+
+    def quantised(self, shape: MoeShape, form: str, tokens: Sequence[int]) -> None:
+        dense, experts = self.dense(shape), make_experts(shape, form)
+        for count in tokens:
+            row = measure(shape, experts, form, count, "random", self.copy, dense, None)
+            self.add("moe_quantized", row)
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        print(describe(row), flush=True)
+        self.rows[name].append(row)
+        order = [shape.name for shape in SHAPES]
+        sorted_rows = sorted(
+            self.rows[name],
+            key=lambda r: (order.index(r["model"]), r["format"], r["routing"], r["tokens"]),
+        )
+        keep(name, sorted_rows, self.folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quantised", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--only-prepare", action="store_true", help="compile, measure nothing")
+    parser.add_argument("--prepared", action="store_true", help="all is compiled already")
     options = parser.parse_args()
     torch.manual_seed(0)
-    tokens = options.tokens or (QUANTISED_TOKENS if options.quantised else TOKENS)
     shapes = [shape for shape in SHAPES if shape.name in options.models]
-    wanted = set()
-    for shape in shapes:
-        for form in ("dense", *(FORMATS[shape.name] if options.quantised else ())):
-            wanted |= kernels(shape, form, tokens)
-    prepare(wanted, () if options.quantised else shapes)
-    copy = copy_bytes_per_s()
-    rows: list[dict[str, Any]] = []
-    for shape in shapes:
-        dense = make_experts(shape)
-        if options.quantised:
+    tokens = options.tokens or (*TOKENS, *MORE_TOKENS)
+    if not options.prepared:
+        wanted: set[KernelSpec] = set()
+        for shape in shapes:
+            for form in ("dense", *FORMATS[shape.name]):
+                wanted |= kernels(shape, form, tokens)
+        prepare(wanted, shapes)
+    if options.only_prepare:
+        return
+    run = Run(options.out)
+    # What is asked for most comes first: a run may be cut short.
+    for some in (shapes[:2], shapes[2:]):
+        for shape in some:
+            for count in [count for count in tokens if count not in MORE_TOKENS]:
+                run.row(shape, count, "random")
+        for shape in some:
             for form in FORMATS[shape.name]:
-                experts = make_experts(shape, form)
-                for count in tokens:
-                    rows.append(measure(shape, experts, form, count, "random", copy, dense, None))
-                    print(describe(rows[-1]), flush=True)
-                    keep("moe_quantized", rows, options.out)
-                del experts
-                torch.cuda.empty_cache()
-        else:
-            torch._dynamo.reset()
-            stock = torch.compile(chain(shape))
-            for count in WARM_TOKENS:
-                a = arguments(shape, dense, count)
-                stock(a.x, a.expert_ids, a.expert_weights, *stored(shape, dense))
-            for count in tokens:
-                for kind in ("random", "zipf") if count in ZIPF_TOKENS else ("random",):
-                    rows.append(measure(shape, dense, "dense", count, kind, copy, None, stock))
-                    print(describe(rows[-1]), flush=True)
-                    keep("moe", rows, options.out)
-        del dense
-        torch.cuda.empty_cache()
+                run.quantised(shape, form, [c for c in tokens if c in QUANTISED_TOKENS])
+    for shape in shapes:
+        for count in [count for count in tokens if count in ZIPF_TOKENS]:
+            run.row(shape, count, "zipf")
+    for shape in shapes:
+        for count in [count for count in tokens if count in MORE_TOKENS]:
+            run.row(shape, count, "random")
 
 
 if __name__ == "__main__":
