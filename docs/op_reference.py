@@ -29,7 +29,9 @@ def page() -> str:
 
 def section(op: FusedOp) -> str:
     """One op."""
-    lowerings = ", ".join(f"`{l.name}` ({'/'.join(sorted(l.device_types))})" for l in op.lowerings)
+    lowerings = ", ".join(
+        f"`{way.name}` ({'/'.join(sorted(way.device_types))})" for way in op.lowerings
+    )
     parts = [
         f"## {op.name}",
         f"```\n{op.name}{op.schema}\n```",

@@ -11,6 +11,7 @@ from torch import nn
 Loaded = tuple[Any, tuple[Any, ...], dict[str, Any]]
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 2, 64, 256
 EXPERTS, SLOTS, INNER, TOKENS = 8, 2, 128, 16
+RANK, ROPE, NOPE, V_DIM = 128, 64, 128, 128
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -70,6 +71,65 @@ class Experts(nn.Module):
         return out.view(-1, SLOTS, HIDDEN).sum(1)
 
 
+class GroupedLinear(nn.Module):
+    """grouped_gemm: one weight per group of rows, outside of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INNER))
+
+    def forward(self, rows, ends):
+        return torch._grouped_mm(rows, self.weight, offs=ends)
+
+
+class LatentAttention(nn.Module):
+    """mla_prefill: keys and values of every head made of one latent, one rope key for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b = nn.Linear(RANK, HEADS * (NOPE + V_DIM), bias=False)
+
+    def forward(self, q, latents, rope_keys):
+        kv = self.kv_b(latents).view(1, -1, HEADS, NOPE + V_DIM).transpose(1, 2)
+        k_nope, v = kv.split([NOPE, V_DIM], dim=-1)
+        k = torch.cat([k_nope, rope_keys.unsqueeze(1).expand(-1, HEADS, -1, -1)], dim=-1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class LatentWrite(nn.Module):
+    """mla_latent_store: latents normed, their rope part rotated, both written by slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_a = nn.Linear(HIDDEN, RANK + ROPE, bias=False)
+        self.norm = nn.RMSNorm(RANK)
+
+    def forward(self, x, cos, sin, cache, slot_mapping):
+        latents, rope_keys = self.kv_a(x).split([RANK, ROPE], dim=-1)
+        rows = torch.cat([self.norm(latents), rotate(rope_keys, cos, sin)], dim=-1)
+        cache.view(-1, RANK + ROPE)[slot_mapping] = rows
+
+
+class Adapted(nn.Module):
+    """lora_qkv: a low-rank delta, one of several for each row, added to q, k and v."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+        for name, width in widths.items():
+            self.register_parameter(f"w_{name}", nn.Parameter(torch.empty(width, HIDDEN)))
+            self.register_parameter(f"a_{name}", nn.Parameter(torch.empty(4, 16, HIDDEN)))
+            self.register_parameter(f"b_{name}", nn.Parameter(torch.empty(4, width, 16)))
+
+    def forward(self, x, adapter_ids):
+        out = []
+        for name in "qkv":
+            w, a, b = (getattr(self, f"{part}_{name}") for part in "wab")
+            low = torch.einsum("th,trh->tr", x, a[adapter_ids])
+            out.append(x @ w.T + torch.einsum("tr,tor->to", low, b[adapter_ids]))
+        return tuple(out)
+
+
 def _floats(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
@@ -98,6 +158,27 @@ def moe() -> Loaded:
     return _loaded(Experts(), _floats(TOKENS, HIDDEN), ids, _floats(TOKENS, SLOTS))
 
 
+def grouped_gemm() -> Loaded:
+    return _loaded(
+        GroupedLinear(), _floats(TOKENS, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)
+    )
+
+
+def mla_prefill() -> Loaded:
+    q, rope_keys = _floats(1, HEADS, TOKENS, NOPE + ROPE), _floats(1, TOKENS, ROPE)
+    return _loaded(LatentAttention(), q, _floats(1, TOKENS, RANK), rope_keys)
+
+
+def mla_latent_store() -> Loaded:
+    table, cache = _floats(TOKENS, ROPE), _floats(32, 16, RANK + ROPE)
+    slots = torch.zeros(TOKENS, dtype=torch.int64)
+    return _loaded(LatentWrite(), _floats(TOKENS, HIDDEN), table, table, cache, slots)
+
+
+def lora_qkv() -> Loaded:
+    return _loaded(Adapted(), _floats(TOKENS, HIDDEN), torch.zeros(TOKENS, dtype=torch.int64))
+
+
 def on_meta(make: Callable[[], Loaded]) -> Callable[[], Loaded]:
     def made() -> Loaded:
         with torch.device("meta"):
@@ -106,6 +187,13 @@ def on_meta(make: Callable[[], Loaded]) -> Callable[[], Loaded]:
     return made
 
 
-EXAMPLES: Mapping[str, Callable[[], Loaded]] = {
-    make.__name__: on_meta(make) for make in (qkv_cache, cache_store, moe)
-}
+FAMILIES = (
+    qkv_cache,
+    cache_store,
+    moe,
+    grouped_gemm,
+    mla_prefill,
+    mla_latent_store,
+    lora_qkv,
+)
+EXAMPLES: Mapping[str, Callable[[], Loaded]] = {make.__name__: on_meta(make) for make in FAMILIES}
