@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--case", help="one case, driven by another process")
+    parser.add_argument("--hold", type=Path, help="times nothing before this file exists")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()
     if given.case:
@@ -161,6 +163,9 @@ def main() -> None:
     # All compile at once; then each has the GPU to itself.
     processes = {case: started(given.layers, case) for case in given.cases}
     ready = {case: is_ready(process) for case, process in processes.items()}
+    print(f"compiled: {ready}", flush=True)
+    while given.hold is not None and not given.hold.exists():
+        time.sleep(0.2)
     rows = []
     for case, process in processes.items():
         if not ready[case]:
