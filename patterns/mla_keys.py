@@ -11,18 +11,22 @@ of its rope part, V of the values, L latent rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.attention import Attention, unpadded
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Effect, InexpressibleError, Size
+from tilewright.patterns.dequant import DequantizedWeight
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
 from tilewright.patterns.equality import equal_values
 from tilewright.patterns.gemm import Gemm, match_gemm, piece_of
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.rows import Rows, heads_of
+from tilewright.patterns.scales import weight_arguments
 
 register_code(
     "LATENT_KEYS",
@@ -58,7 +62,9 @@ class Assembled:
 class LatentKeys:
     """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
 
-    absorbed, scratch: what computes K and V from these.
+    scales: the op's arguments for latents and weight that are 8-bit codes, where the graph itself
+    multiplies codes; empty where it does not. dtype: of the product. absorbed, scratch: what
+    computes K and V from these.
     """
 
     latents: View
@@ -67,6 +73,8 @@ class LatentKeys:
     num_heads: int
     nope: int
     v_dim: int
+    scales: Mapping[str, Any]
+    dtype: torch.dtype
     absorbed: tuple[Value, ...]
     scratch: tuple[Value, ...]
 
@@ -114,6 +122,8 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
         num_heads=k_rows.num_heads,
         nope=k_rows.head_dim,
         v_dim=v_rows.head_dim,
+        scales=_scales(k_gemm, v_gemm, projected.view),
+        dtype=k_gemm.value.dtype,
         absorbed=tuple(dict.fromkeys((*found.absorbed, *joined[0], *joined[1], *products))),
         scratch=found.scratch,
     )
@@ -148,8 +158,6 @@ def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
     if gemm is None:
         reject(code, stage, f"{who} is {view.value}, not a product with a weight", view)
-    if gemm.x_scale is not None or gemm.weight_scale is not None:
-        reject("UNSUPPORTED", Stage.GUARDS, "latents and weight are multiplied as codes", view)
     layout = effects.compose(view.effect, gemm.layout)
     feature = gemm.feature
     rows = heads_of(layout, feature, None)
@@ -182,6 +190,45 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
             hint="one weight [heads * (nope + v), rank], of each head K's rows first",
         )
     return k.weight
+
+
+def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
+    """The scales of latents and weight where they are multiplied as codes; raises Reject."""
+    if k.x_scale is None or k.weight_scale is None:
+        return {}
+    if k.value is not v.value or k.weight.value.dtype != torch.float8_e4m3fn:
+        reject("WEIGHT_FORMAT", Stage.GUARDS, "K and V are products of different codes", k.value)
+    codes = DequantizedWeight(k.weight, "fp8", k.weight_scale, None, 0, ())
+    found = weight_arguments([codes])
+    (rows, columns), rank = found["scale_block"], k.weight.shape[1]
+    groups = k.x_scale.shape[1]
+    width = rank if groups == 1 else effects.divides(groups, rank)
+    block = min(width, columns) if isinstance(width, int) else 0
+    if block < 1 or width % block or columns % block or rank % block:
+        reject("SCALE_BLOCK", Stage.GUARDS, f"{groups} scales along {rank} latents", k.value)
+    weight_scale = _finer(found["q_scale"], columns // block if columns < rank else rank // block)
+    layout = effects.compose(keys.effect, k.layout)
+    lead = (
+        layout.dims[:2]
+        if k.x_scale.shape[0] != 1
+        else ((Atom(None, 0, n),) for n in keys.shape[:2])
+    )
+    batch, tokens = lead
+    first = layout.start[0] if k.x_scale.shape[0] != 1 else 0
+    last = effects.identity(k.x_scale.shape).dims[1]
+    scale = k.x_scale.through(Effect((batch, tokens, last), (first, 0)))
+    return {
+        "latent_scale": _finer(scale, width // block if groups > 1 else rank // block),
+        "kv_b_scale": weight_scale,
+        "scale_block": [rows, block],
+    }
+
+
+def _finer(scale: View, repeats: int) -> View:
+    """Each number of the last dimension `repeats` times."""
+    *lead, last = scale.effect.dims
+    dim = effects.coalesce((*last, Atom(None, 0, repeats)))
+    return View(scale.value, Effect((*lead, dim), scale.effect.start))
 
 
 # --- the columns of K -----------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def _is_latent(value: Value, flow: Dataflow) -> bool:
 
 def _guard(attention: Attention, keys: LatentKeys) -> None:
     queries = (q for q, _ in attention.terms)
-    read = (*queries, keys.latents, keys.rope_keys, keys.weight)
-    dtypes = {view.value.dtype for view in read}
+    codes = () if keys.scales else (keys.latents, keys.weight)
+    dtypes = {keys.dtype, *(view.value.dtype for view in (*queries, keys.rope_keys, *codes))}
     if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
         names, known = (
             ", ".join(sorted(str(d).removeprefix("torch.") for d in some))
@@ -112,6 +112,7 @@ def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str
         "kv_b_weight": keys.weight,
         "v_dim": keys.v_dim,
         "scale": attention.scale,
+        **{name: _flat(item) for name, item in keys.scales.items()},
         **_mask(attention),
     }
     if attention.row_offsets is None:
@@ -128,6 +129,11 @@ def _rows(view: View) -> View:
     """[B, K, n] as [B * K, n]."""
     batch, keys, width = view.shape
     return _merged(view, effects.product((batch, keys)), width)
+
+
+def _flat(item: Any) -> Any:
+    """Scales [B, K, n] as [B * K, n]; others as they are."""
+    return _rows(item) if isinstance(item, View) and len(item.shape) == 3 else item
 
 
 def _mask(attention: Attention) -> dict[str, Any]:
@@ -184,6 +190,7 @@ def _facts(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, An
         "mask": form + (" by position" if "positions" in mask else ""),
         "batch": "ragged" if ragged else "equal",
         "q rope": query.style,
+        "latents": "fp8" if keys.scales else "dense",
         "q": str(attention.v.value.dtype).removeprefix("torch."),
     }
 

@@ -66,4 +66,24 @@ class Fp8Block(nn.Module):
         return F.linear(latents, self.dequantised)
 
 
+class Fp8Product(Fp8Block):
+    """Latents are quantised by token, the weight by row, and codes multiplied."""
+
+    def __init__(self, axes) -> None:
+        super().__init__(axes)
+        generator = torch.Generator().manual_seed(2)
+        self.scale = 0.1 + torch.rand(self.weight.shape[0], 1, generator=generator)
+
+    def forward(self, latents):
+        rows = latents.to(torch.float32 if self.out != torch.float64 else self.out)
+        scale = rows.abs().amax(dim=-1, keepdim=True) / 448
+        codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        if self.out == torch.float64:  # not a number that codes are multiplied to
+            return (codes.to(self.out) * scale) @ (self.weight.to(self.out) * self.scale).t()
+        return torch._scaled_mm(
+            codes, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=self.out
+        )
+
+
 FORMS = {"dense": Dense, "separate": Separate, "einsum": Einsum, "fp8_block": Fp8Block}
+FORMS["fp8_product"] = Fp8Product
