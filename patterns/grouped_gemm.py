@@ -23,8 +23,8 @@ from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.expert_arguments import DequantizedExperts, cut_scale, expert_arguments
 from tilewright.patterns.expert_dequant import match_dequantized_experts, match_dequantized_rows
 from tilewright.patterns.expert_gemm import ExpertGemm, check_device, match_grouped
-from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.expert_weights import SUPPORTED_DTYPES
+from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.scales import unrepeated
 
 # Columns of an NVFP4 block, and of what the op's loads take at a time.
@@ -39,6 +39,7 @@ class GroupedGemm:
 
     name: str = "grouped_gemm"
     op: str = "grouped_matmul"
+    takes_leftovers: bool = True
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Rows in groups times one weight per group."""

@@ -257,23 +257,27 @@ Check = Callable[[Match, Dataflow], Miss | None]
 def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None) -> Findings:
     """All matches of all patterns, and the best miss of every anchor that none of them took.
 
-    A store goes to the first pattern that matches it and passes `check`, and so does a value that
-    a match absorbs. Where a later pattern takes what an earlier one missed, the earlier miss is
-    kept: it is the one worth reading.
+    A store goes to the first pattern that matches it and passes `check`. Where a later pattern
+    takes what an earlier one missed, the earlier miss is kept: it is the one worth reading. A
+    pattern with a true attribute `takes_leftovers` is not asked of values that a match absorbs.
     """
     found = Findings()
     taken: set[Value] = set()
+    absorbed: set[Value] = set()
     said: set[tuple[str, tuple[fx.Node, ...]]] = set()
     for pattern in patterns:
         for anchor in _anchors(pattern, flow):
             if taken.intersection(anchored_stores(anchor)):
+                continue
+            if getattr(pattern, "takes_leftovers", False) and anchor in absorbed:
                 continue
             answer = _answer(pattern, anchor, flow)
             if isinstance(answer, Match) and check is not None:
                 answer = check(answer, flow) or answer
             if isinstance(answer, Match):
                 found.matches.append(answer)
-                taken.update(answer.stores, answer.absorbed)
+                taken.update(answer.stores)
+                absorbed.update(answer.absorbed)
             elif (answer.code, answer.nodes) not in said:
                 said.add((answer.code, answer.nodes))
                 found.misses.append(answer)
