@@ -67,12 +67,15 @@ def draw(
 
 
 def _place(boxes: Mapping[fx.Node, _Box]) -> list[list[tuple[float, float]]]:
-    """Gives each box its centre; the lines between them. Unconnected parts stand side by side."""
+    """Gives each box its centre; the lines between them. Unconnected parts stand side by side.
+
+    Laid out from the results upwards and turned over, so that an input stands above its first use.
+    """
     vertices = {node: Vertex(node) for node in boxes}
     for node, vertex in vertices.items():
         vertex.view = boxes[node]
     edges = [
-        Edge(vertices[used], vertices[node])
+        Edge(vertices[node], vertices[used])
         for node in boxes
         for used in dict.fromkeys(node.all_input_nodes)
         if used in vertices
@@ -89,10 +92,10 @@ def _place(boxes: Mapping[fx.Node, _Box]) -> list[list[tuple[float, float]]]:
             layout.init_all()
             layout.draw(3)
         shift = left - min(box.xy[0] - box.w / 2 for box in members)
-        down = _MARGIN - min(box.xy[1] - box.h / 2 for box in members)
+        foot = _MARGIN + max(box.xy[1] + box.h / 2 for box in members)
         for box in members:
-            box.xy = (box.xy[0] + shift, box.xy[1] + down)
-        lines += [[(x + shift, y + down) for x, y in e.view._pts] for e in core.sE]
+            box.xy = (box.xy[0] + shift, foot - box.xy[1])
+        lines += [[(x + shift, foot - y) for x, y in e.view._pts] for e in core.sE]
         left = max(box.xy[0] + box.w / 2 for box in members) + 2 * _X_SPACE
     return lines
 
