@@ -92,10 +92,7 @@ class Materialiser:
             shape = shape_of(output.meta["example_value"])
             return self.select(output, shape, parts.restate(view.effect))
         home = self.flow.home(view.value)
-        base = self.replaced.get(home, home)
-        if isinstance(base.meta["example_value"], (tuple, list)):
-            base = self.call(operator.getitem, base, view.value.kwargs["output"])
-        return self.select(base, view.value.shape, view.effect)
+        return self.select(self.replaced.get(home, home), view.value.shape, view.effect)
 
     def _precedes(self, node: fx.Node) -> bool:
         assert self.serving is not None

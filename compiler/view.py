@@ -186,6 +186,7 @@ class _Builder:
             result = node.meta["example_value"]
             if isinstance(result, torch.Tensor):
                 self.memory.allocate(node, result, part.whole, is_input=False)
+                self.homes.setdefault(part, node)
         elif part is not None:
             self._select(node, *part)
 

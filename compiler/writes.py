@@ -125,6 +125,8 @@ def _index_copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
     source = operand(argument(node, 3, "source"))
     rest = [d for d in range(len(effect.dims)) if d != dim]
     ordered = View(source.value, effects.permute(source.effect, (dim, *rest)))
+    if argument(node, 4, "alpha", 1) != 1:
+        return effect, {dim: index}, None, True, "adds a multiple"
     return effect, {dim: index}, ordered, name_of(node) == "index_add_", ""
 
 

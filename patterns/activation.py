@@ -127,6 +127,8 @@ def _clamped_swiglu(value: Value) -> Activation | None:
         one, casts = strip_casts(shifted)
         if one.value.op != "aten.add" or not one.is_whole or 1 not in _numbers(one.value):
             continue
+        if one.value.kwargs.get("alpha", 1) != 1:
+            continue
         swish_view, more = strip_casts(acted)
         swish = _swish(swish_view.value) if swish_view.is_whole else None
         if swish is None or len(one.value.operands) != 1:

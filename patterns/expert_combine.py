@@ -6,13 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.expert_gemm import ExpertGemm
 from tilewright.patterns.gemm import named_product
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.norm import strip_casts
+from tilewright.patterns.norm import is_float_cast, strip_casts
 from tilewright.patterns.routing import Order, flat, gathered, match_inverse, match_rows
 
 # They take a tensor for its shape alone.
@@ -40,6 +42,7 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
     value, weights, absorbed = down.end, None, []
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
+    dtype = down.x.value.dtype
     for _ in range(8):
         user = _only_user(flow, value)
         if user is None:
@@ -48,11 +51,12 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
         if in_token_order and weights is None and user.op in _PRODUCTS:
             weights = _contracted(user, value, num_slots, matrix)
             if weights is not None:
-                return _finish(flow, user, weights, num_slots, absorbed)
+                return _finish(flow, user, weights, num_slots, absorbed, dtype)
             break
-        if user.op in ("cast", "aten.clone", "aten.mul") and not _keeps_rows(user, value, matrix):
+        steps = user.op in ("aten.clone", "aten.mul") or is_float_cast(user)
+        if steps and not _keeps_rows(user, value, matrix):
             break
-        if user.op == "cast" or user.op == "aten.clone":
+        if user.op == "aten.clone" or is_float_cast(user):
             value = user
         elif user.op == "aten.mul" and weights is None:
             weights = _weights(user, value, order, num_slots, in_token_order)
@@ -67,7 +71,7 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
             if in_token_order
             else _adds_rows(user, value, order, num_slots)
         ):
-            return _finish(flow, user, weights, num_slots, absorbed)
+            return _finish(flow, user, weights, num_slots, absorbed, dtype)
         else:
             break
     reject(
@@ -118,7 +122,12 @@ def _contracted(
 
 
 def _finish(
-    flow: Dataflow, end: Value, weights: View | None, num_slots: Any, absorbed: list[Value]
+    flow: Dataflow,
+    end: Value,
+    weights: View | None,
+    num_slots: Any,
+    absorbed: list[Value],
+    dtype: torch.dtype,
 ) -> Combine:
     """With the cast back to the activation's dtype, where one is the only reader."""
     if weights is None:
@@ -129,9 +138,18 @@ def _finish(
             end,
         )
     user = _only_user(flow, end)
-    if user is not None and user.op == "cast" and end not in flow.output_values:
+    back = user is not None and is_float_cast(user) and user.dtype == dtype
+    if user is not None and back and end.dtype != dtype and end not in flow.output_values:
         absorbed.append(user)
         end = user
+    if end.dtype != dtype:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            f"the sum stays {end.dtype}, the tokens are {dtype}",
+            end,
+            hint="cast the sum back to the dtype of the tokens, and use that alone",
+        )
     if end.store is not None:
         reject(
             "EXPERT_COMBINE",
@@ -224,8 +242,12 @@ def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
 def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
     """Whether `user` adds each row of value to its token, from zero."""
     store = user.store
+    if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
+        return False  # more rows than tokens
     if user.op in ("aten.index_add", "aten.scatter_add"):
         base, dim, index, source = user.args[:4]
+        if user.args[4:] or user.kwargs.get("alpha", 1) != 1:
+            return False
         rows = match_rows(_first_column(index), order) if dim == 0 else None
         return rows == num_slots and source == value.whole and _is_zero(base)
     if store is None or not store.accumulate or store.memory.is_input:

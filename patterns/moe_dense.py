@@ -27,7 +27,7 @@ from tilewright.patterns.expert_routes import chosen_experts
 from tilewright.patterns.expert_weights import check_dtypes, weight_arguments
 from tilewright.patterns.gemm import named_product
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
-from tilewright.patterns.norm import strip_casts
+from tilewright.patterns.norm import is_float_cast, strip_casts
 
 register_code(
     "EXPERT_SCORES", "nothing shows that all but the chosen experts have weight zero for a token"
@@ -174,6 +174,7 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
     """Scores and sum over the experts, in whichever order and spelling."""
     value, roles, scores = down.end, down.roles.replace("n", "h"), None
     absorbed: list[Value] = []
+    dtype = down.x.value.dtype
     for _ in range(6):
         users = list(dict.fromkeys(flow.users.get(value, ())))
         if len(users) != 1 or value in flow.output_values:
@@ -183,16 +184,16 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
         order = roles_through(own[0], roles) if len(own) == 1 else None
         if order is None:
             break
-        if user.op in ("cast", "aten.clone"):
+        if user.op == "aten.clone" or is_float_cast(user):
             pass
         elif user.op == "aten.mul" and scores is None and len(user.operands) == 2:
             scores = _scores(user, value, order)
             if scores is None:
                 break
         elif user.op == "aten.sum" and _over(user, order.index("e")):
-            return _finish(flow, user, scores, absorbed, order.replace("e", ""))
+            return _finish(flow, user, scores, absorbed, order.replace("e", ""), dtype)
         elif scores is None and (by := _contracted(user, value, roles)) is not None:
-            return _finish(flow, user, by, absorbed, "th")
+            return _finish(flow, user, by, absorbed, "th", dtype)
         else:
             break
         absorbed.append(user)
@@ -204,15 +205,24 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
 
 
 def _finish(
-    flow: Dataflow, end: Value, scores: View | None, absorbed: list[Value], order: str
+    flow: Dataflow,
+    end: Value,
+    scores: View | None,
+    absorbed: list[Value],
+    order: str,
+    dtype: torch.dtype,
 ) -> Weighted:
     if order != "th" or len(end.shape) != 2:
         reject("EXPERT_COMBINE", Stage.GUARDS, f"the sum {end} is not [tokens, hidden]", end)
     absorbed = [*absorbed, end]
     users = list(dict.fromkeys(flow.users.get(end, ())))
-    if len(users) == 1 and users[0].op == "cast" and end not in flow.output_values:
+    back = len(users) == 1 and is_float_cast(users[0]) and users[0].dtype == dtype
+    if back and end.dtype != dtype and end not in flow.output_values:
         end = users[0]
         absorbed.append(end)
+    if end.dtype != dtype:
+        found = f"the sum stays {end.dtype}, the tokens are {dtype}"
+        reject("EXPERT_COMBINE", Stage.GUARDS, found, end)
     return Weighted(scores, end, tuple(absorbed))
 
 

@@ -225,6 +225,8 @@ def _along(view: View, dim: int) -> View | None:
 def _added(value: Value) -> tuple[View, Size] | None:
     """zeros(E) to which one is added at every route's expert."""
     base, dim, index, source = value.args[:4]
+    if value.args[4:] or value.kwargs.get("alpha", 1) != 1:
+        return None
     if dim != 0 or not _is_filled(base, 0) or not _is_filled(source, 1):
         return None
     return experts_of(index), value.shape[0]

@@ -40,6 +40,8 @@ from tests.compiler.steps import (
     store,
 )
 from tests.models import qkv_idioms
+from tests.models.moe_dense import NEAR_MISSES as MOE_DENSE_NEAR_MISSES
+from tests.models.moe_loops import LOOPS as MOE_LOOPS
 from tests.patterns.test_moe import NEAR_MISSES as MOE_NEAR_MISSES
 from tilewright.compiler import backend, lower, reports
 from tilewright.patterns import effects, language
@@ -422,6 +424,8 @@ def test_every_code_has_a_test_that_reaches_it():
     reached = {h.code for h in HAZARDS.values()} | {"CLAIMED", "COLLECTIVE"}
     reached |= {"WEIGHT_FORMAT", "SCALE_BLOCK"}  # tests/patterns/test_dequant.py
     reached |= set(MOE_NEAR_MISSES.values())
+    reached |= {code for code, _ in MOE_DENSE_NEAR_MISSES.values() if code}
+    reached |= {code for _, _, code in MOE_LOOPS.values()}
     assert reached | set(IDIOMS_MISSED) == set(CODES)
 
 

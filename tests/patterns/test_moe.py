@@ -80,7 +80,55 @@ def summed_tokens(module):
     module.reduce = lambda out: out.sum(0, keepdim=True).expand(out.shape[0], -1, -1)[:, 0]
 
 
+def doubled_sum(module):
+    module.combine = lambda y, order, rows, shape: torch.zeros(
+        shape[0], y.shape[1], dtype=y.dtype
+    ).index_add(0, rows, y, alpha=2)
+
+
+def row_too_many(module):
+    module.combine = lambda y, order, rows, shape: torch.zeros(
+        shape[0] + 1, y.shape[1], dtype=y.dtype
+    ).index_add(0, rows, y)[: shape[0]]
+
+
+def rounded_to_eight_bits(module):
+    combine = module.combine
+    module.combine = lambda y, *rest: combine(y.to(torch.float8_e4m3fn).to(y.dtype), *rest)
+
+
+def rounded_inside(module):
+    activation = module.activation
+    module.activation = lambda gate, up: activation(gate, up).to(torch.float8_e5m2).to(gate.dtype)
+
+
+def multiple_of_up(module):
+    module.activation = lambda gate, up: (
+        torch.add(up, 1, alpha=3) * (gate * torch.sigmoid(gate * 1.702))
+    )
+
+
+def summed_in_float32(module):
+    module.reduce = lambda out: (out.float().sum(1), 0)[0] * 2
+
+
+def weights_changed_later(module):
+    def change(weights, order):
+        taken = weights[order]
+        weights.mul_(2)
+        return taken
+
+    module.weights_of = change
+
+
 NEAR_MISSES = {
+    doubled_sum: "EXPERT_COMBINE",
+    row_too_many: "EXPERT_COMBINE",
+    rounded_to_eight_bits: "EXPERT_COMBINE",
+    rounded_inside: "EXPERT_ACTIVATION",
+    multiple_of_up: "EXPERT_ACTIVATION",
+    summed_in_float32: "EXPERT_COMBINE",
+    weights_changed_later: "INPUT_MUTATED",
     other_experts: "EXPERT_ENDS",
     other_tokens: "EXPERT_ORDER",
     unknown_activation: "EXPERT_ACTIVATION",
@@ -111,6 +159,17 @@ def test_weights_in_an_unknown_format_are_refused():
         module.weight_of = lambda weight: weight + 1
 
     assert "WEIGHT_FORMAT" in misses("plain", change, **MIXED)
+
+
+def test_rows_that_meet_another_token_s_weights_are_refused():
+    """As many tokens as slots: shapes alone do not tell that the two were exchanged."""
+
+    def change(module):
+        module.combine = lambda y, order, rows, shape: (
+            y[order.argsort()].view(*shape, -1).transpose(0, 1)
+        )
+
+    assert "EXPERT_COMBINE" in misses("weigh_tokens", change, num_tokens=2, num_slots=2)
 
 
 def test_dtypes_without_a_kernel_are_refused():
