@@ -22,7 +22,7 @@ from tilewright.compiler.legality import check_legality
 from tilewright.compiler.lint import check_graph
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
-from tilewright.compiler.rewrite import Rewritten, rewrite_sites
+from tilewright.compiler.rewrite import Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.view import build_view
 from tilewright.ops.contract import get_op
 from tilewright.ops.tuning import describe
@@ -207,11 +207,7 @@ def _intermediate_bytes(match: Match) -> int:
 def _lowering(node: fx.Node, target: str) -> Any:
     """The op's own plan at the shapes of one node."""
     op = get_op(node.meta["tilewright"]["op"])
-    args = fx.node.map_arg(node.args, lambda n: n.meta["example_value"])
-    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["example_value"])
-    tensors = _compat.as_meta([*args, *kwargs.values()])
-    named = dict(zip(kwargs, tensors[len(args) :], strict=True))
-    return op.plan_for(op.arguments(*tensors[: len(args)], **named), target)
+    return op.plan_for(arguments_of(op, node), target)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.compiler import _compat
 from tilewright.compiler.legality import insertion_node
 from tilewright.compiler.lint import check_site
 from tilewright.compiler.materialise import Materialiser
@@ -60,6 +61,8 @@ def _rewrite(
     try:
         with graph.inserting_before(last):
             node = _insert(op, match, materialiser)
+            if match.needs_kernel:
+                _check_kernel(op, node, match)
             replacements = [
                 pair for r in match.results for pair in _restate(r, node, flow, materialiser)
             ]
@@ -81,6 +84,29 @@ def _rewrite(
     _erase(graph, flow, match, [old for old, _ in replacements])
     check_site(match, node, replacements)
     return Rewritten(match, node, node.meta["tilewright"]["absorbed"])
+
+
+def arguments_of(op: FusedOp, node: fx.Node) -> Any:
+    """An op's arguments at a node, as meta tensors."""
+    args = fx.node.map_arg(node.args, lambda n: n.meta["example_value"])
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["example_value"])
+    tensors = _compat.as_meta([*args, *kwargs.values()])
+    named = dict(zip(kwargs, tensors[len(args) :], strict=True))
+    return op.arguments(*tensors[: len(args)], **named)
+
+
+def _check_kernel(op: FusedOp, node: fx.Node, match: Match) -> None:
+    """Raises ArgumentError where a GPU has no kernel for a call: the graph is faster than that."""
+    if _device_type(match) != "cuda":
+        return
+    choice = op.choose("cuda", arguments_of(op, node))
+    if choice.lowering.name == "reference":
+        reasons = "; ".join(reason for _, reason in choice.rejected)
+        raise ArgumentError(op.name, "arguments", "some that a kernel takes", reasons)
+
+
+def _device_type(match: Match) -> str:
+    return match.anchor.device.type
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:

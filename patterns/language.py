@@ -104,6 +104,8 @@ class Match:
     facts: what reports and snapshots print of the site: heads, rotation, kind of write, ...
     scratch: in-place writes into memory that the graph made itself and that nothing but absorbed
         values reads (`y += bias`, `out[order] = y`): they vanish with the match.
+    needs_kernel: the graph is better left alone on a GPU that would compute the op by its
+        reference.
     """
 
     pattern: str
@@ -116,6 +118,7 @@ class Match:
     facts: Mapping[str, Any]
     scope: str = ""
     scratch: tuple[Value, ...] = ()
+    needs_kernel: bool = False
 
     @property
     def source(self) -> str:
@@ -269,7 +272,8 @@ def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None
         for anchor in _anchors(pattern, flow):
             if taken.intersection(anchored_stores(anchor)):
                 continue
-            if getattr(pattern, "takes_leftovers", False) and anchor in absorbed:
+            leftovers = getattr(pattern, "takes_leftovers", False)
+            if leftovers and absorbed.intersection(anchored_stores(anchor)):
                 continue
             answer = _answer(pattern, anchor, flow)
             if isinstance(answer, Match) and check is not None:

@@ -72,6 +72,7 @@ class MlaLatentStore:
                 "cache": "x".join(str(n) for n in latent.place.window[:2]),
             },
             scope=common_scope(latent.rows.value.scope, anchor.first.store.scope),
+            needs_kernel=True,
         )
 
 

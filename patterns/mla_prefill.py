@@ -76,6 +76,7 @@ class MlaPrefill:
             facts=_facts(attention, keys, query),
             scope=common_scope(keys.weight.value.scope or anchor.scope, anchor.scope),
             scratch=keys.scratch,
+            needs_kernel=True,
         )
 
 

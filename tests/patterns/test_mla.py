@@ -9,7 +9,7 @@ import torch
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.models import mla_attention
 from tests.models.mla_idioms import IDIOMS, build
-from tilewright.compiler import lower, reports
+from tilewright.compiler import lower, reports, rewrite
 from tilewright.patterns import attention_varlen
 from tilewright.patterns.attention_varlen import VarlenForm, register_varlen
 
@@ -120,6 +120,20 @@ def test_token_counts_may_be_symbols(length):
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.02)
         torch.testing.assert_close(ours[5], eager[5], rtol=0.02, atol=0.01)
     assert [m.pattern for m in reports()[-1].matches] == [STORE, PREFILL]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "patterns"),
+    [(torch.bfloat16, [STORE, PREFILL]), (torch.float32, [STORE])],
+)
+def test_a_gpu_without_a_kernel_for_it_keeps_its_graph(monkeypatch, dtype, patterns):
+    monkeypatch.setattr(rewrite, "_device_type", lambda match: "cuda")
+    module, args = build("plain", dtype=dtype)
+    found = lower(module, args)
+    assert [m.pattern for m in found.matches] == patterns
+    refused = [m.message for m in found.misses if m.code == "UNSUPPORTED"]
+    assert len(refused) == (PREFILL not in patterns)
+    assert all("no kernel for torch.float32" in message for message in refused)
 
 
 # --- near misses ----------------------------------------------------------------------------------
