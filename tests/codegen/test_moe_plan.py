@@ -1,0 +1,108 @@
+"""Which kernels a mixture of experts runs, by the rows that its experts get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tilewright.codegen.grouped_kernels import ExpertLayout
+from tilewright.codegen.moe_codes_kernels import (
+    CodesConfig,
+    codes_config,
+    codes_obstacle,
+    order_of,
+)
+from tilewright.codegen.moe_kernels import MoeProblem, down_problem, order_config
+from tilewright.codegen.moe_plan import plan_moe
+from tilewright.codegen.targets import SM90, SM100
+
+H, I, E = 2048, 768, 128
+DENSE = MoeProblem(
+    dtype="bf16", id_dtype="i64", weight_dtype="bf16", num_experts=E, num_slots=8, hidden=H,
+    inner=I, x_stride=H, weight_strides=(8, 1), gate_up=ExpertLayout(2 * I * H, H, False),
+    down=ExpertLayout(I * H, I, False), gated=True, interleaved=False, distance=I * H,
+    up_first=False, activation="silu", alpha=1.0, limit=0.0,
+)  # fmt: skip
+NVFP4 = replace(
+    DENSE, format="nvfp4", scale_block=(1, 16), scale_dtype="fp8e4nv",
+    gate_up=ExpertLayout(I * H, H // 2, False), down=ExpertLayout(I * H // 2, I // 2, False),
+    scale_strides=((2 * I * H // 16, H // 16, 1),) * 2 + ((I * H // 16, I // 16, 1),),
+    distance=I * H // 2,
+)  # fmt: skip
+INT4 = replace(NVFP4, format="int4", scale_block=(1, 128), scale_dtype="bf16")
+TILES = codes_config(16, 64, 128, 4, 4)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 256])
+def test_few_rows_have_the_weights_on_the_m_side(tokens):
+    plan = plan_moe(DENSE, tokens, SM90)
+    assert plan.up.swapped
+    assert plan.down.swapped
+    assert plan.up.block_m >= min(tokens * 8 // E, 32)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1024, 64), (4096, 128), (8192, 128)])
+def test_many_rows_have_tiles_as_long_as_they_are(tokens, rows):
+    plan = plan_moe(DENSE, tokens, SM90)
+    assert (plan.up.block_m, plan.down.block_m) == (rows, rows)
+    assert not plan.up.swapped
+    assert f"{tokens * 8 // E} rows per expert" in plan.reason
+
+
+@pytest.mark.parametrize("problem", [NVFP4, INT4], ids=["nvfp4", "int4"])
+@pytest.mark.parametrize("tokens", [1, 64, 1024, 8192])
+def test_codes_stream_and_the_hidden_rows_lie_in_their_order(problem, tokens):
+    plan = plan_moe(problem, tokens, SM90)
+    assert isinstance(plan.up, CodesConfig)
+    assert isinstance(plan.down, CodesConfig)
+    assert plan.down.ordered
+    step, _ = order_of(down_problem(problem), plan.down)
+    assert step > 0
+    assert I % step == 0
+
+
+def test_tensor_memory_takes_no_streamed_codes():
+    assert not isinstance(plan_moe(NVFP4, 16, SM100).up, CodesConfig)
+
+
+def test_rows_that_are_no_whole_steps_stay_as_they_are():
+    ragged = replace(
+        NVFP4, inner=I + 32, down=ExpertLayout(H * (I + 32) // 2, (I + 32) // 2, False),
+        scale_strides=NVFP4.scale_strides[:2] + ((H * (I + 32) // 16, (I + 32) // 16, 1),),
+    )  # fmt: skip
+    down = plan_moe(ragged, 64, SM90).down
+    assert isinstance(down, CodesConfig)
+    assert not down.ordered
+    assert order_of(down_problem(ragged), down) == (0, 0)
+
+
+OBSTACLES = {
+    "no 4-bit codes": {"format": "dense"},
+    "not whole words": {"weight": ExpertLayout(I * H // 2, I // 2 + 2, False)},
+    "do not lie as the columns do": {"scale_strides": (I * H // 16, 1, H)},
+    "not whole quarters": {"inner": I + 16},
+    "units of 2 bytes": {"scale_strides": (I * H // 16, I // 16 + 1, 1)},
+    "powers of two": {"format": "mxfp4", "scale_block": (1, 32), "dtype": "fp16"},
+    "do not fit steps": {"format": "int4", "scale_block": (1, 256)},
+}
+
+
+@pytest.mark.parametrize("words", OBSTACLES)
+def test_what_codes_cannot_stream_is_said(words):
+    problem = down_problem(NVFP4)
+    assert codes_obstacle(problem, TILES) is None
+    assert words in codes_obstacle(replace(problem, **OBSTACLES[words]), TILES)
+
+
+def test_scales_off_their_units_are_no_codes_to_stream():
+    plan = plan_moe(replace(NVFP4, unaligned=("up_scale_ptr",)), 16, SM90)
+    assert not isinstance(plan.up, CodesConfig)
+
+
+@pytest.mark.parametrize("routes", [1, 16, 128, 500, 2048, 2049, 16384, 65536])
+def test_chunks_of_the_sort_are_compared_in_whole_steps(routes):
+    config = order_config(DENSE, routes)
+    assert config.chunk % config.routes_per_step == 0
+    assert config.counted == (routes > 2048)
+    assert config.chunk <= 256
