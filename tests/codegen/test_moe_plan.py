@@ -17,19 +17,37 @@ from tilewright.codegen.moe_kernels import MoeProblem, down_problem, order_confi
 from tilewright.codegen.moe_plan import plan_moe
 from tilewright.codegen.targets import SM90, SM100
 
-H, I, E = 2048, 768, 128
+K, N, EXPERTS = 2048, 768, 128
 DENSE = MoeProblem(
-    dtype="bf16", id_dtype="i64", weight_dtype="bf16", num_experts=E, num_slots=8, hidden=H,
-    inner=I, x_stride=H, weight_strides=(8, 1), gate_up=ExpertLayout(2 * I * H, H, False),
-    down=ExpertLayout(I * H, I, False), gated=True, interleaved=False, distance=I * H,
-    up_first=False, activation="silu", alpha=1.0, limit=0.0,
-)  # fmt: skip
+    dtype="bf16",
+    id_dtype="i64",
+    weight_dtype="bf16",
+    num_experts=EXPERTS,
+    num_slots=8,
+    hidden=K,
+    inner=N,
+    x_stride=K,
+    weight_strides=(8, 1),
+    gate_up=ExpertLayout(2 * N * K, K, False),
+    down=ExpertLayout(N * K, N, False),
+    gated=True,
+    interleaved=False,
+    distance=N * K,
+    up_first=False,
+    activation="silu",
+    alpha=1.0,
+    limit=0.0,
+)
 NVFP4 = replace(
-    DENSE, format="nvfp4", scale_block=(1, 16), scale_dtype="fp8e4nv",
-    gate_up=ExpertLayout(I * H, H // 2, False), down=ExpertLayout(I * H // 2, I // 2, False),
-    scale_strides=((2 * I * H // 16, H // 16, 1),) * 2 + ((I * H // 16, I // 16, 1),),
-    distance=I * H // 2,
-)  # fmt: skip
+    DENSE,
+    format="nvfp4",
+    scale_block=(1, 16),
+    scale_dtype="fp8e4nv",
+    gate_up=ExpertLayout(N * K, K // 2, False),
+    down=ExpertLayout(N * K // 2, N // 2, False),
+    scale_strides=((2 * N * K // 16, K // 16, 1),) * 2 + ((N * K // 16, N // 16, 1),),
+    distance=N * K // 2,
+)
 INT4 = replace(NVFP4, format="int4", scale_block=(1, 128), scale_dtype="bf16")
 TILES = codes_config(16, 64, 128, 4, 4)
 
@@ -39,7 +57,7 @@ def test_few_rows_have_the_weights_on_the_m_side(tokens):
     plan = plan_moe(DENSE, tokens, SM90)
     assert plan.up.swapped
     assert plan.down.swapped
-    assert plan.up.block_m >= min(tokens * 8 // E, 32)
+    assert plan.up.block_m >= min(tokens * 8 // EXPERTS, 32)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1024, 64), (4096, 128), (8192, 128)])
@@ -47,7 +65,7 @@ def test_many_rows_have_tiles_as_long_as_they_are(tokens, rows):
     plan = plan_moe(DENSE, tokens, SM90)
     assert (plan.up.block_m, plan.down.block_m) == (rows, rows)
     assert not plan.up.swapped
-    assert f"{tokens * 8 // E} rows per expert" in plan.reason
+    assert f"{tokens * 8 // EXPERTS} rows per expert" in plan.reason
 
 
 @pytest.mark.parametrize("problem", [NVFP4, INT4], ids=["nvfp4", "int4"])
@@ -59,7 +77,7 @@ def test_codes_stream_and_the_hidden_rows_lie_in_their_order(problem, tokens):
     assert plan.down.ordered
     step, _ = order_of(down_problem(problem), plan.down)
     assert step > 0
-    assert I % step == 0
+    assert N % step == 0
 
 
 def test_tensor_memory_takes_no_streamed_codes():
@@ -68,9 +86,11 @@ def test_tensor_memory_takes_no_streamed_codes():
 
 def test_rows_that_are_no_whole_steps_stay_as_they_are():
     ragged = replace(
-        NVFP4, inner=I + 32, down=ExpertLayout(H * (I + 32) // 2, (I + 32) // 2, False),
-        scale_strides=NVFP4.scale_strides[:2] + ((H * (I + 32) // 16, (I + 32) // 16, 1),),
-    )  # fmt: skip
+        NVFP4,
+        inner=N + 32,
+        down=ExpertLayout(K * (N + 32) // 2, (N + 32) // 2, False),
+        scale_strides=(*NVFP4.scale_strides[:2], (K * (N + 32) // 16, (N + 32) // 16, 1)),
+    )
     down = plan_moe(ragged, 64, SM90).down
     assert isinstance(down, CodesConfig)
     assert not down.ordered
@@ -79,10 +99,10 @@ def test_rows_that_are_no_whole_steps_stay_as_they_are():
 
 OBSTACLES = {
     "no 4-bit codes": {"format": "dense"},
-    "not whole words": {"weight": ExpertLayout(I * H // 2, I // 2 + 2, False)},
-    "do not lie as the columns do": {"scale_strides": (I * H // 16, 1, H)},
-    "not whole quarters": {"inner": I + 16},
-    "units of 2 bytes": {"scale_strides": (I * H // 16, I // 16 + 1, 1)},
+    "not whole words": {"weight": ExpertLayout(N * K // 2, N // 2 + 2, False)},
+    "do not lie as the columns do": {"scale_strides": (N * K // 16, 1, K)},
+    "not whole quarters": {"inner": N + 16},
+    "units of 2 bytes": {"scale_strides": (N * K // 16, N // 16 + 1, 1)},
     "powers of two": {"format": "mxfp4", "scale_block": (1, 32), "dtype": "fp16"},
     "do not fit steps": {"format": "int4", "scale_block": (1, 256)},
 }
