@@ -339,7 +339,9 @@ def mla_attention(
         output = add_values(output, decay, weights, values, PROMOTE)
 
     # A row that sees no key: zeros, and a logarithm of -inf.
-    output *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+    sees = total > 0.0
+    total = tl.where(sees, total, 1.0)
+    output *= (1.0 / total)[:, None]
     if v_scale_ptr is not None:
         output *= tl.load(v_scale_ptr)
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -352,5 +354,5 @@ def mla_attention(
         mask=row_mask[:, None] & (dims < V_DIM)[None, :],
     )
     if lse_ptr is not None:
-        lse = tl.where(total > 0.0, (top - SHIFT + tl.log2(total)) * LN2, float("-inf"))
+        lse = tl.where(sees, (top - SHIFT + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse_ptr + out_rows, lse, mask=row_mask)

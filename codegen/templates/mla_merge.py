@@ -31,8 +31,9 @@ def mla_merge(
         places = parts_ptr + part * part_stride + rows[:, None] * V_DIM + dims[None, :]
         output += weight[:, None] * tl.load(places, mask=mask, other=0.0).to(tl.float32)
         total += weight
-    output *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+    total = tl.where(top == float("-inf"), 1.0, total)
+    output *= (1.0 / total)[:, None]
     places = out_ptr + rows[:, None] * V_DIM + dims[None, :]
     tl.store(places, output.to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:
-        tl.store(lse_ptr + rows, base + tl.log(total), mask=row_mask)
+        tl.store(lse_ptr + rows, top + tl.log(total), mask=row_mask)

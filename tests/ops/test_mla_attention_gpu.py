@@ -40,6 +40,10 @@ CASES = [
     with_options(DENSE, query_positions=torch.randint(0, 257, (257,))),
     with_options(DENSE, mask="none", attn_mask=torch.rand(2, 1, 257, 257) < 0.5),
     with_options(DENSE, attn_mask=torch.randn(1, 4, 257, 257).bfloat16()),
+    with_options(
+        replace(LATER, name="many long", queries=(40,) * 20, keys=(2100,) * 20),
+        query_starts=torch.full((20,), 2060),
+    ),
     # Long enough for specialised warps, and for the library.
     with_options(replace(LATER, name="long", queries=(300, 257), keys=(2300, 2111)),
                  query_starts=torch.tensor([2000, 1854])),
