@@ -185,7 +185,9 @@ def up_spec(
     )  # fmt: skip
 
 
-def _up_codes_spec(problem: MoeProblem, config: CodesConfig, target: str, order: int) -> KernelSpec:
+def _up_codes_spec(
+    problem: MoeProblem, config: CodesConfig, target: str, order: tuple[int, int]
+) -> KernelSpec:
     storage = up_problem(problem)
     scales = f"*{scale_type(storage, config)}"
     arguments = _up_arguments(problem) | {"weight_ptr": "*i32", "gate_scale_ptr": scales}
