@@ -105,11 +105,11 @@ def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.cons
         )  # fmt: skip
         codes = tl.reshape(tl.permute(pairs, order), (ROWS, K))
     else:
-        order: tl.constexpr = (
+        turned: tl.constexpr = (
             (2, 5, 4, 1, 3, 0) if RUN == 2 else (2, 5, 1, 4, 3, 0) if RUN == 4
             else (2, 1, 5, 4, 3, 0)
         )  # fmt: skip
-        codes = tl.reshape(tl.permute(pairs, order), (K, ROWS))
+        codes = tl.reshape(tl.permute(pairs, turned), (K, ROWS))
     return codes
 
 
