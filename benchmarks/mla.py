@@ -241,8 +241,8 @@ def main() -> None:
         shown = " ".join(f"{k} {v:.4g}" for k, v in row.items())
         print(f"{part:6} H={heads:3} {name:10} {shown}", flush=True)
 
-    for heads in options.heads:
-        for name, lengths in batches:
+    for name, lengths in batches:
+        for heads in options.heads:
             if "core" in options.parts and len(lengths) == 1:
                 peer = flex if lengths[0] in options.flex else None
                 add("core", heads, name, lambda n=lengths[0], h=heads, p=peer: core_row(h, n, p))
