@@ -166,8 +166,8 @@ def last_position(a: Any, chunk: Chunk) -> torch.Tensor | None:
     run = chunk.rows // batch
     if run % 128 or run < num_tokens // batch + SPARE_KEYS:
         return None
-    last = a.positions if a.positions.shape[0] == 1 else a.positions.amax().reshape(1)
-    return last.to(torch.int64)
+    last = a.positions.to(torch.int64)
+    return last if last.shape[0] == 1 else last.amax().reshape(1)
 
 
 def _weight_numbers(a: Any, target: Target) -> torch.Tensor:
