@@ -10,7 +10,8 @@ grouped_up and grouped_down are torch._grouped_mm on rows that are sorted alread
 weights of the experts in use, rows in and rows out; of_copy is their share of the copy bandwidth
 measured in the same run. Quantised weights have no peer in eager or stock but dequantisation, so
 theirs is our own bf16: `bf16` is the dense op of the same routes in the same run. Errors are the
-root of the mean squared difference from float64, over the rms of the result. Dense rows go to
+root of the mean squared difference from float64, over the rms of the result; cpu is what a repeated
+call takes of the CPU, outside of a graph. Dense rows go to
 moe.json, quantised ones to moe_quantized.json, each as soon as it is measured.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -117,6 +119,19 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
+def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
+    """What a repeated call takes of the CPU; too few calls to fill the GPU's queue."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * seconds / calls
+
+
 def measure(
     shape: MoeShape, experts: Experts, form: str, num_tokens: int, kind: str, copy: float,
     bf16: Experts | None, stock: Callable[..., torch.Tensor] | None,
@@ -162,6 +177,8 @@ def measure(
         for name in ("tilewright", "eager"):
             if name in variants:
                 row[f"{name}_error"] = error(variants[name](0), exact)
+    if num_tokens <= 16:
+        row["cpu"] = cpu_us(lambda: variants["tilewright"](0))
     per_graph = max(count, 10 if num_tokens <= 64 else 4 if num_tokens <= 1024 else 2)
     graphs = {
         name: capture([lambda i=i, v=v: v(i % count) for i in range(per_graph)], warmup=1)
@@ -215,7 +232,7 @@ def describe(row: dict[str, Any]) -> str:
     return (
         f"{row['model'][:12]:12} {row['format']:5} {row['routing']:6} T={row['tokens']:4} "
         f"({row['experts']:5.1f}): ours {row['tilewright']:7.1f}  {peers}  {ratios}  {gemms}  "
-        f"err {errors}"
+        f"err {errors}" + (f" cpu {row['cpu']:.0f}" if "cpu" in row else "")
     )
 
 
