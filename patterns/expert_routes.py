@@ -160,7 +160,8 @@ def is_filled(view: View, number: float) -> bool:
     """Whether a view holds one number everywhere, as it was made."""
     value = view.value
     while value.op == "cast":
-        value = value.args[0].value
+        (operand,) = value.operands
+        value = operand.value
     if value.op in _ZEROS:
         return number == 0.0
     if value.op not in ("aten.full", "aten.full_like", "aten.new_full"):

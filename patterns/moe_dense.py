@@ -85,6 +85,13 @@ class MoeDense:
                 hint="zeros(T, E).scatter(1, expert_ids, weights) of a topk's indices; a sum over "
                 "all experts, softly weighted, is no mixture that picks",
             )
+        if on_input and any(gemm.bias is not None for gemm in (*firsts, down)):
+            reject(
+                "EXPERT_SCORES",
+                Stage.GUARDS,
+                "scores of zero on the input leave the biases of experts that were not chosen",
+                down.end,
+            )
         gemms = {"gate": gate, "up": up, "down": down}
         weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
         check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)

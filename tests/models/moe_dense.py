@@ -230,6 +230,14 @@ def read_elsewhere(m, x, logits, weights, ids):
     return out, y[0]
 
 
+def llama4_with_bias(m, x, logits, weights, ids):
+    """A score of zero on the input does not make an expert's result zero."""
+    top, ids = torch.topk(logits, m.num_slots, dim=1)
+    scores = torch.full_like(logits, float("-inf")).scatter_(1, ids, top).sigmoid()
+    routed = (x.repeat(E, 1) * scores.T.reshape(-1, 1)).view(E, -1, H)
+    return (torch.bmm(act(torch.bmm(routed, m.gate_up)), m.down) + m.down_bias[:, None]).sum(0)
+
+
 #: function -> (code, slots)
 NEAR_MISSES = {
     soft: ("EXPERT_SCORES", S),
@@ -250,6 +258,7 @@ NEAR_MISSES = {
     tokens_for_experts: ("EXPERT_ACTIVATION", S),
     unknown_activation: ("EXPERT_ACTIVATION", S),
     llama4: ("UNSUPPORTED", S),
+    llama4_with_bias: ("EXPERT_SCORES", 1),
 }
 
 
