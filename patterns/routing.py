@@ -93,7 +93,8 @@ def gathered(view: View) -> tuple[View, View] | None:
         return None
     if value.op == "aten.index":
         items = value.args[1]
-        if len(items) == 1 and items[0][0] == 0:
+        # A list of numbers in the code is no tensor.
+        if len(items) == 1 and items[0][0] == 0 and isinstance(items[0][1], View):
             return value.args[0], items[0][1]
     if value.op == "aten.index_select" and value.args[1] == 0:
         return value.args[0], value.args[2]

@@ -238,6 +238,12 @@ def llama4_with_bias(m, x, logits, weights, ids):
     return (torch.bmm(act(torch.bmm(routed, m.gate_up)), m.down) + m.down_bias[:, None]).sum(0)
 
 
+def weights_by_a_list(m, x, logits, weights, ids):
+    h = act(torch.bmm(x.expand(E, -1, -1), m.gate_up))
+    y = torch.bmm(h, m.down[[1, 0, 2, 3]])
+    return (y * scattered(x, weights, ids).T[..., None]).sum(0).to(x.dtype)
+
+
 #: function -> (code, slots)
 NEAR_MISSES = {
     soft: ("EXPERT_SCORES", S),
@@ -258,6 +264,7 @@ NEAR_MISSES = {
     tokens_for_experts: ("EXPERT_ACTIVATION", S),
     unknown_activation: ("EXPERT_ACTIVATION", S),
     llama4: ("UNSUPPORTED", S),
+    weights_by_a_list: ("EXPERT_WEIGHT", S),
     llama4_with_bias: ("EXPERT_SCORES", 1),
 }
 
