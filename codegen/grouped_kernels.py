@@ -133,7 +133,7 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
         "SEARCH_STEPS": search_steps(config, problem.num_groups) if problem.ordered else 0,
     }
     return make_spec(
-        "moe_gemm", "grouped_gemm", constants, arguments, problem.unaligned, config.num_warps,
+        "grouped_gemm", "grouped_gemm", constants, arguments, problem.unaligned, config.num_warps,
         config.num_stages, target, dependent=True,
     )  # fmt: skip
 

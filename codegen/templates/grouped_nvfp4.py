@@ -4,7 +4,7 @@ On SM100 the tensor core multiplies packed codes and applies both scales itself 
 SM90 the same tiles and the same scales are dequantised, exactly, to bf16. SWAPPED puts 128 weight
 rows on the M side: for few rows per group.
 
-Persistent; a tile finds its group as in `moe_gemm`. Groups start at any row, while their scales
+Persistent; a tile finds its group as in `grouped_gemm`. Groups start at any row, while their scales
 start a block of 128 rows: a tile of 128 rows from its group's start has whole blocks.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.fp4_tiles import dequantize_nvfp4, scale_rows, scale_tile
-from tilewright.codegen.templates.moe_gemm import tile_place
+from tilewright.codegen.templates.grouped_gemm import tile_place
 
 
 @triton.jit

@@ -10,14 +10,14 @@ a group.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.moe_gemm import (
-    activate,
+from tilewright.codegen.templates.grouped_gemm import (
     add_row_bias,
     clear_rows,
     expert_tiles,
     group_tiles,
     tile_place,
 )
+from tilewright.codegen.templates.moe_gemm import activate
 from tilewright.codegen.templates.moe_weights import (
     e2m1_codes,
     int4_codes,
