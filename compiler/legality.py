@@ -47,6 +47,7 @@ def views_in(item: Any) -> Iterator[View]:
         yield item
     elif isinstance(item, Computed):
         yield from views_in(item.operands)
+        yield from views_in([option for _, option in item.options])
     elif isinstance(item, (tuple, list)):
         for part in item:
             yield from views_in(part)

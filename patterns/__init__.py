@@ -7,6 +7,9 @@ Importing the package registers the families, in order of preference.
 from tilewright.patterns import cache_absent, mla_latent_store, qkv_cache
 
 # isort: split
+from tilewright.patterns import lora_qkv
+
+# isort: split
 from tilewright.patterns import cache_store, mla_prefill, moe, moe_dense
 
 # isort: split
@@ -17,6 +20,7 @@ __all__ = [
     "cache_absent",
     "cache_store",
     "grouped_gemm",
+    "lora_qkv",
     "mla_latent_store",
     "mla_prefill",
     "moe",

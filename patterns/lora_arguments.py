@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tilewright.ops.lora_shrink import KERNEL_DTYPES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import Size
@@ -27,12 +28,30 @@ def check_together(deltas: Sequence[LoraDelta]) -> None:
     for other in rest:
         for what, one, two in (
             ("activations", first.x, other.x),
-            ("adapters", first.index, other.index),
             ("factors of adapters", first.scales, other.scales),
         ):
             same = one is two if one is None or two is None else equal_values(one, two)
             if not same:
                 reject("LORA_ROWS", Stage.GUARDS, f"the deltas have different {what}", other.end)
+        if not first.adapters.same(other.adapters):
+            reject("LORA_ROWS", Stage.GUARDS, "the deltas have different adapters", other.end)
+        if first.shrink.shape[0] != other.shrink.shape[0]:
+            counts = f"{first.shrink.shape[0]} and {other.shrink.shape[0]}"
+            reject("LORA_ROWS", Stage.GUARDS, f"the deltas are of {counts} adapters", other.end)
+
+
+def check_kernels(delta: LoraDelta) -> None:
+    """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
+    dtype = delta.shrink.value.dtype
+    if delta.x.value.device.type != "cpu" and dtype not in KERNEL_DTYPES:
+        names = " and ".join(str(d).removeprefix("torch.") for d in KERNEL_DTYPES)
+        reject(
+            "DTYPE",
+            Stage.CAPABILITY,
+            f"the adapters are {str(dtype).removeprefix('torch.')}; there are kernels for {names}",
+            delta.end,
+            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
+        )
 
 
 def delta_calls(
@@ -48,16 +67,17 @@ def delta_calls(
     given = [delta for delta in deltas if delta is not None]
     check_together(given)
     first = given[0]
+    ids = first.adapters.argument(first.shrink.shape[0])
     shrink = Computed(
         "shrink_qkv_permute_3mn",
         (first.x,),
         (
-            ("expert_ids", first.index),
+            ("expert_ids", ids),
             *((f"{n}_weight", d.shrink) for n, d in zip(LETTERS, deltas, strict=True) if d),
         ),
     )
     options = (
-        ("expert_ids", first.index),
+        ("expert_ids", ids),
         ("scales", first.scales),
         ("scale", tuple(1.0 if d is None else d.scale for d in deltas)),
         ("packed", packed),
@@ -100,5 +120,5 @@ def fact(deltas: Sequence[LoraDelta | None]) -> dict[str, Any]:
         return {}
     names = "".join(n for n, d in zip(LETTERS, deltas, strict=True) if d is not None)
     ranks = "/".join(dict.fromkeys(str(delta.rank) for delta in given))
-    many = "" if given[0].index is None else f" of {given[0].shrink.shape[0]}"
+    many = "" if given[0].adapters.index is None else f" of {given[0].shrink.shape[0]}"
     return {"lora": f"{names} rank={ranks}{many}"}

@@ -127,9 +127,11 @@ class Heads:
         delta = self.trunk.delta
         if delta is None:
             return None
-        num_adapters, width, _ = delta.expand.shape
-        if self.rows.indices() == frozenset(range(width)) and len(self.rows.heads) < 2:
-            return delta.expand
+        num_adapters = delta.expand.shape[0]
+        indices = self.rows.indices()
+        low, count = min(indices), len(indices)
+        if indices == frozenset(range(low, low + count)) and len(self.rows.heads) < 2:
+            return View(delta.expand.value, effects.narrow(delta.expand.effect, 1, low, count))
         if num_adapters != 1:
             raise effects.InexpressibleError("adapters of a packed projection")
         return merged_rows(self.rows.of(delta.expand.through(_first(delta.expand))))

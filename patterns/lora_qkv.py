@@ -1,0 +1,181 @@
+"""Adapters of projections whose sums stay in the graph: no cache write takes them.
+
+    x ─ A_q ─ B_q ─ [* scale] ─ + q        shrink_qkv_permute_3mn(x, A_q, A_k, A_v)
+    x ─ A_k ─ B_k ─ [* scale] ─ + k   ⇒   lora_expand_add(.., q, k, v, B_q, B_k, B_v)
+    x ─ A_v ─ B_v ─ [* scale] ─ + v
+
+Up to three deltas of one activation make a site, in the order of the program; one alone does too.
+
+Dimension letters: T rows, K hidden, W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.ops.lora_shrink import DTYPES
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.equality import equal_values
+from tilewright.patterns.expert_gemm import check_device
+from tilewright.patterns.language import Match, Result, Stage, register, reject
+from tilewright.patterns.lora_arguments import LETTERS, check_kernels, delta_calls, fact
+from tilewright.patterns.lora_delta import LoraDelta, match_delta
+
+
+@dataclass(frozen=True)
+class Sum:
+    """value = base + delta, all of it; base [T, W]."""
+
+    value: Value
+    base: View
+    delta: LoraDelta
+
+
+@dataclass(frozen=True)
+class LoraQkv:
+    """The pattern; see the module."""
+
+    name: str = "lora_qkv"
+    op: str = "lora_expand_add"
+    takes_leftovers: bool = True
+
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
+        """The sums of up to three deltas with one shrink."""
+        groups: list[list[Sum]] = []
+        for value in flow.values:
+            found = match_sum(value)
+            if found is None:
+                continue
+            home = next((g for g in groups if _joins(found, g, flow)), None)
+            if home is None:
+                groups.append([found])
+            else:
+                home.append(found)
+        yield from (tuple(item.value for item in group) for group in groups)
+
+    def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
+        sums = [found for value in anchor if (found := match_sum(value)) is not None]
+        deltas = [_with_gathers(item.delta, flow) for item in sums]
+        for item in sums:
+            _guard(item)
+        nothing = [None] * (len(LETTERS) - len(sums))
+        call = delta_calls(
+            [*deltas, *nothing],
+            [*(delta.expand for delta in deltas), *nothing],
+            [*(item.base for item in sums), *nothing],
+            packed=False,
+        )
+        names = ("s", *LETTERS, *(f"{letter}_weight" for letter in LETTERS))
+        results = tuple(
+            Result(item.value, _in_shape_of(item.value), output) for output, item in enumerate(sums)
+        )
+        absorbed = [
+            v for item, d in zip(sums, deltas, strict=True) for v in (item.value, *d.absorbed)
+        ]
+        scope = anchor[0].scope
+        for value in anchor[1:]:
+            scope = common_scope(scope, value.scope)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor[0],
+            arguments={**dict(zip(names, call.operands, strict=True)), **dict(call.options)},
+            results=results,
+            absorbed=tuple(dict.fromkeys(absorbed)),
+            stores=(),
+            facts=_facts(deltas, [*deltas, *nothing]),
+            scope=scope,
+        )
+
+
+def match_sum(value: Value) -> Sum | None:
+    """A tensor and the delta of an adapter added to it; None for another value."""
+    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or len(value.operands) != 2:
+        return None
+    if len(value.shape) < 2 or len(value.args) != 2:
+        return None
+    left, right = value.operands
+    for base, other in ((left, right), (right, left)):
+        if not base.shape == other.shape == value.shape:
+            continue
+        delta = match_delta(other)
+        if delta is None:
+            continue
+        *lead, width = value.shape
+        try:
+            flat = effects.reshape(base.effect, (effects.product(lead), width))
+        except InexpressibleError:
+            continue
+        return Sum(value, View(base.value, flat), delta)
+    return None
+
+
+def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
+    """Whether one shrink can serve another delta, and the sums that are there can wait for it."""
+    first = group[0].delta
+    one, other = first.scales, found.delta.scales
+    if len(group) == len(LETTERS) or not equal_values(first.x, found.delta.x):
+        return False
+    if (one is None or other is None) and one is not other:
+        return False
+    if one is not None and other is not None and not equal_values(one, other):
+        return False
+    if not first.adapters.same(found.delta.adapters):
+        return False
+    if first.shrink.shape[0] != found.delta.shrink.shape[0]:
+        return False
+    earlier = [item.value for item in group]
+    users = [user for value in earlier for user in flow.users.get(value, ())]
+    return all(user.position > found.value.position for user in users)
+
+
+def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
+    """The delta, with the tables taken by index that only it reads."""
+    inside = set(delta.absorbed)
+    tables = dict.fromkeys(
+        view.value
+        for value in delta.absorbed
+        for view in value.operands
+        if view.value.op in ("aten.index", "aten.index_select")
+        and view.value not in flow.output_values
+        and inside.issuperset(flow.users.get(view.value, ()))
+    )
+    return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
+
+
+def _guard(item: Sum) -> None:
+    delta = item.delta
+    dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
+    dtypes.add(item.value.dtype)
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        reject(
+            "DTYPE",
+            Stage.GUARDS,
+            f"activation, adapter and projection have {names}; expected one dtype for all",
+            item.value,
+            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
+        )
+    check_device(delta.x)
+    check_kernels(delta)
+
+
+def _in_shape_of(value: Value) -> effects.Effect:
+    """The op's output [T, W] in the shape of the sum that it replaces."""
+    *lead, width = value.shape
+    return effects.reshape(effects.identity((effects.product(lead), width)), value.shape)
+
+
+def _facts(deltas: Sequence[LoraDelta], placed: Sequence[LoraDelta | None]) -> dict[str, Any]:
+    x = deltas[0].x
+    rows = x.shape[0] if isinstance(x.shape[0], int) else "T"
+    name = str(x.value.dtype).removeprefix("torch.")
+    widths = "/".join(str(delta.expand.shape[1]) for delta in deltas)
+    return {**fact(placed), "columns": widths, "x": f"{name}[{rows},{x.shape[1]}]"}
+
+
+register(LoraQkv())

@@ -1,0 +1,157 @@
+"""Llama with adapters of PEFT: fused in every layer, and no worse than PEFT against float64."""
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched
+from tests.compiler.test_hf_models import in_float64
+from tests.models.hf import build_hf
+from tilewright.compiler import reports
+
+pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
+peft = pytest.importorskip("peft", reason="adapters need the extra [models]")
+
+LAYERS = 2
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def adapted(
+    cache="static",
+    phase="decode",
+    dtype=torch.bfloat16,
+    targets=QKV,
+    rank=4,
+    in_fp32=True,
+    name="llama",
+    **config,
+):
+    """A model with random adapters on `targets`; in_fp32: PEFT's default for half precision."""
+    case = build_hf(name, cache=cache, phase=phase, dtype=dtype)
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(
+        r=rank, lora_alpha=8, target_modules=list(targets), init_lora_weights=False, **config
+    )
+    model = peft.get_peft_model(case.model, lora, autocast_adapter_dtype=in_fp32)
+    return case._replace(model=model.eval().requires_grad_(False))
+
+
+def compare(cases, patterns, **options):
+    """Compiles the first of three equal cases and compares it with eager and float64."""
+    ours, eager, exact = cases
+    before = [tuple(t.clone() for t in pair) for pair in ours.caches]
+    expected = eager.model(*eager.args, **eager.kwargs).logits
+    reference = in_float64(exact) if exact.caches else None
+    compiled = torch.compile(
+        ours.model, backend="tilewright", options={"inner": "eager"}, **options
+    )
+    logits = compiled(*ours.args, **ours.kwargs).logits
+    found = reports()[-1]
+    assert [m.pattern for m in found.matches] == patterns, found.misses
+    if reference is None:
+        exact_model = exact.model.to(torch.float64)
+        reference = exact_model(*exact.args).logits
+    assert_no_worse(logits, expected, reference, "logits")
+    for layer, pair in enumerate(ours.caches):
+        for part, tensor in enumerate(pair):
+            what = f"layer {layer} cache {part}"
+            eagers, exacts = eager.caches[layer][part], exact.caches[layer][part]
+            assert_no_worse(tensor, eagers, exacts, what)
+            assert_untouched(before[layer][part], tensor, exacts, what)
+    return found
+
+
+@pytest.mark.parametrize("in_fp32", [True, False], ids=["adapters_fp32", "adapters_bf16"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_projection_adapters_and_cache_write_are_one_op(phase, in_fp32):
+    cases = [adapted(phase=phase, in_fp32=in_fp32) for _ in range(3)]
+    found = compare(cases, ["qkv_cache"] * LAYERS)
+    assert found.misses == ()
+    assert all(m.shapes["lora"] == "qkv rank=4" for m in found.matches)
+
+
+def test_in_fp32_too():
+    found = compare([adapted(dtype=torch.float32) for _ in range(3)], ["qkv_cache"] * LAYERS)
+    assert found.misses == ()
+
+
+def test_sizes_as_symbols():
+    cases = [adapted(phase="prefill", in_fp32=False) for _ in range(3)]
+    assert compare(cases, ["qkv_cache"] * LAYERS, dynamic=True).misses == ()
+
+
+@pytest.mark.parametrize(("targets", "letters"), [(("q_proj", "v_proj"), "qv"), (("k_proj",), "k")])
+def test_only_some_projections_have_adapters(targets, letters):
+    cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
+    found = compare(cases, ["qkv_cache"] * LAYERS)
+    assert all(m.shapes["lora"] == f"{letters} rank=4" for m in found.matches)
+
+
+def test_ranks_and_factors_may_differ():
+    ranks = {"rank_pattern": {"q_proj": 8, "v_proj": 2}, "alpha_pattern": {"k_proj": 24}}
+    found = compare([adapted(in_fp32=False, **ranks) for _ in range(3)], ["qkv_cache"] * LAYERS)
+    assert all(m.shapes["lora"] == "qkv rank=8/4/2" for m in found.matches)
+
+
+def test_a_packed_projection_has_one_adapter_for_all():
+    """Phi-3: one linear for q, k and v, and one adapter."""
+    cases = [adapted(name="phi3", targets=("qkv_proj",), in_fp32=False) for _ in range(3)]
+    compare(cases, ["qkv_cache"] * LAYERS)
+
+
+def without_cache(**options):
+    case = adapted(cache="dynamic", phase="prefill", **options)
+    return case._replace(kwargs={"use_cache": False}, caches=[])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_a_cache_the_adapters_are_fused(dtype):
+    cases = [without_cache(dtype=dtype, in_fp32=False) for _ in range(3)]
+    found = compare(cases, ["lora_qkv"] * LAYERS)
+    assert found.misses == ()
+    assert all(m.shapes["lora"] == "qkv rank=4" for m in found.matches)
+
+
+def test_a_growing_cache_leaves_the_adapters_to_be_fused():
+    ours, eager = (adapted(cache="dynamic", in_fp32=False) for _ in range(2))
+    compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(*ours.args, **ours.kwargs).logits
+    expected = eager.model(*eager.args, **eager.kwargs).logits
+    found = reports()[-1]
+    assert [m.pattern for m in found.matches] == ["lora_qkv"] * LAYERS
+    assert {m.code for m in found.misses} == {"GROWING_CACHE"}
+    assert (logits.float() - expected.float()).abs().max() < 0.05
+
+
+def test_every_linear_with_an_adapter_is_fused():
+    """What reads another activation than q, k and v (the output projection, the MLP) has sites of
+    its own."""
+    targets = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
+    cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
+    found = compare(cases, ["qkv_cache"] * LAYERS + ["lora_qkv"] * 4 * LAYERS)
+    assert found.misses == ()
+    widths = [m.shapes["columns"] for m in found.matches if m.pattern == "lora_qkv"]
+    assert widths == ["64", "128", "128", "64"] * LAYERS
+
+
+def test_merged_adapters_leave_a_plain_model():
+    cases = [adapted(in_fp32=False) for _ in range(3)]
+    cases = [c._replace(model=c.model.merge_and_unload()) for c in cases]
+    found = compare(cases, ["qkv_cache"] * LAYERS)
+    assert not any("lora" in m.shapes for m in found.matches)
+
+
+def test_adapters_in_fp32_without_a_cache_are_missed_by_dtype():
+    case = without_cache()
+    compiled = torch.compile(case.model, backend="tilewright", options={"inner": "eager"})
+    compiled(*case.args, **case.kwargs)
+    found = reports()[-1]
+    assert found.matches == ()
+    assert {m.code for m in found.misses} == {"DTYPE"}
+    assert "autocast_adapter_dtype" in found.misses[0].hint
