@@ -1,6 +1,6 @@
 """Which kernel a LoRA shrink or expand runs: by its rows, its columns and K.
 
-The bounds are where two kernels took equal time on an H200 (docs/lora-performance.md).
+The bounds are where kernels of these tiles took equal time on an H200 (docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ UNSORTED_ROWS = 512
 # Rows, and products in all, up to which a tensor core is not worth its way.
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
-# Rows up to which a program has all of K.
-FEW_ROWS = 256
-# Programs of a split K for each multiprocessor, so that all stream.
-PROGRAMS_PER_SM = 2
+# Columns of q, k and v together from which on tensor cores count.
+WIDE_COLUMNS = 96
+# Rows up to which a program has all of K, for few columns and for more.
+FEW_ROWS = (512, 256)
+# Programs of a split K for each multiprocessor, likewise.
+PROGRAMS_PER_SM = (2.0, 0.5)
 MAX_SPLIT = 8
 # What a program reads of K at least.
 LEAST_PART = 512
@@ -35,28 +37,20 @@ LEAST_PART = 512
 def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig:
     """The kernel for up to `num_rows` rows on a target."""
     columns = problem.planes * problem.rank
+    wide = columns > WIDE_COLUMNS
     if num_rows <= SINGLE_ROWS and num_rows * columns * problem.hidden <= ROW_PRODUCTS:
         return RowShrink(1, 1, min(next_power_of_2(problem.hidden), 4096), 8)
-    if num_rows <= FEW_ROWS:
+    if num_rows <= FEW_ROWS[wide]:
         if num_rows * columns <= 64 * 48:
             return FewShrink(16, 8, 256, 4, 4, 3)
         return FewShrink(16, 16, 128, 4, 4, 3)
-    wide = columns > 64
-    block_m = 64 if num_rows <= 1024 else 128
-    split = _split(problem, cdiv(num_rows, block_m), target)
-    return TiledShrink(block_m, 64, split, 8 if wide else 4, 3)
-
-
-def _split(problem: ShrinkProblem, tiles: int, target: Target) -> int:
-    """Programs over which the K of a tile is split."""
-    split = 1
-    while (
-        split < MAX_SPLIT
-        and tiles * split * 2 <= PROGRAMS_PER_SM * target.num_sms
-        and problem.hidden >= 2 * split * LEAST_PART
-    ):
+    most = PROGRAMS_PER_SM[wide] * target.num_sms
+    tiles, split = cdiv(num_rows, 64), 1
+    while split < MAX_SPLIT and 2 * split * tiles <= most:
+        if problem.hidden < 2 * split * LEAST_PART:
+            break
         split *= 2
-    return split
+    return TiledShrink(64, 64, split, 8 if wide else 4, 3 if wide else 4)
 
 
 def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> ExpandConfig:
