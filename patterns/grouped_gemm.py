@@ -24,13 +24,18 @@ from tilewright.patterns.expert_arguments import DequantizedExperts, cut_scale, 
 from tilewright.patterns.expert_dequant import match_dequantized_experts, match_dequantized_rows
 from tilewright.patterns.expert_gemm import ExpertGemm, check_device, match_grouped
 from tilewright.patterns.expert_weights import SUPPORTED_DTYPES
-from tilewright.patterns.language import Match, Result, Stage, register, reject
+from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.scales import unrepeated
 
 # Columns of an NVFP4 block, and of what the op's loads take at a time.
 NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
 # Rows of codes in memory: whole 16 bytes.
 ALIGNED_BYTES = 16
+# On an H200 torch's kernel was faster at 256 inner columns and 256 rows per group, and no longer at
+# 768 columns or at fewer rows.
+SHORT_INNER, MANY_ROWS = 512, 160
+
+register_code("NO_GAIN", "PyTorch's own kernel is as fast for these sizes")
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
     """The arguments of `grouped_matmul`."""
     arguments: dict[str, Any] = {"x": gemm.x, "group_offsets": gemm.ends, "end_offsets": True}
     if weight is None:
+        _check_gain(gemm)
         return {**arguments, "weight": gemm.weight}
     row_bytes = weight.shape[2] // FORMATS[weight.format].per_byte
     if row_bytes % ALIGNED_BYTES:
@@ -111,6 +117,21 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
         "weight_scale": given.scale[""],
         "weight_expert_scale": given.expert_scale.get(""),
     }
+
+
+def _check_gain(gemm: ExpertGemm) -> None:
+    """torch has a kernel for bfloat16, which loses but for short sums over many rows."""
+    rows, inner = gemm.x.shape
+    experts = gemm.weight.shape[0]
+    known = all(isinstance(size, int) for size in (rows, inner, experts))
+    short = known and inner < SHORT_INNER and rows >= MANY_ROWS * experts
+    if short and gemm.x.value.dtype == torch.bfloat16:
+        reject(
+            "NO_GAIN",
+            Stage.CAPABILITY,
+            f"{inner} inner columns with {rows // experts} rows per group",
+            gemm.end,
+        )
 
 
 def _both_quantised(

@@ -280,6 +280,20 @@ def test_float32_is_left_to_torch():
     assert misses(function, args) == ["DTYPE"]
 
 
+@pytest.mark.parametrize(
+    ("count", "dtype", "taken"),
+    [(E * 160, torch.bfloat16, False), (E * 100, torch.bfloat16, True)],
+)
+def test_short_sums_over_many_rows_are_left_to_torch(count, dtype, taken):
+    """Code NO_GAIN, and what has one: fewer rows."""
+    args = (rows(count=count, dtype=dtype), dense(dtype=dtype), ENDS)
+    if taken:
+        torch._dynamo.reset()
+        assert [site.op for site in lower(stored_by_rows, args).matches] == [WEIGHT_ONLY]
+    else:
+        assert misses(stored_by_rows, args) == ["NO_GAIN"]
+
+
 def test_a_mixture_keeps_its_products():
     """`moe` comes first, and what it took is neither taken again nor spoken of."""
     torch._dynamo.reset()
