@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilewright.codegen.moe_codes_kernels import codes_config, codes_obstacle
+from tilewright.codegen.moe_codes_kernels import CodesConfig, codes_config, codes_obstacle
 from tilewright.codegen.moe_kernels import (
     CombineConfig,
     GemmConfig,
@@ -31,9 +31,8 @@ WIDE_ROWS = 96
 STREAMING_TILES = 128
 # Inner columns up to which the down kernel has so few steps that shorter tiles are better.
 SHORT_INNER = 768
-# Columns of a step where weights stream, and bytes of whole sectors of memory.
+# Columns of a step where weights stream.
 STREAMED_K = 128
-SECTORS = 64
 # The first two on chips with tensor memory.
 STREAMED_BY_TENSOR_MEMORY = 48
 WIDE_BY_TENSOR_MEMORY = 192
@@ -82,6 +81,8 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
         if _few_tiles(problem, routes):
             return GemmConfig(16, 32, 128, True, 4, 4, 2), GemmConfig(16, 64, 128, True, 4, 3, 2)
         up = GemmConfig(block_m, 64, 128, True, 4, 3, 2)
+        if routes * cdiv(problem.hidden, 128) < STREAMING_TILES:
+            return up, GemmConfig(block_m, 64, 128, True, 4, 4, 2)
         if problem.inner <= SHORT_INNER:
             return up, GemmConfig(block_m, 64, 128, True, 4, 3, 2 if problem.inner <= 512 else 3)
         return up, GemmConfig(block_m, 128, 128, True, 4, 3, 2)
@@ -95,28 +96,34 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
 
 def _codes(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
     """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
-    ordered = problem.inner % STREAMED_K == 0
-    wide = problem.format != "int4" and ordered and problem.hidden % 64 == 0
-    if rows <= SWAPPED_ROWS and _few_tiles(problem, routes) and wide:
-        up = codes_config(16, 32, 256, 4, 4, 2, part_k=256)
-        return up, codes_config(16, 64, 256, 4, 4, 2, part_k=256, ordered=ordered)
-    if _token_tile(rows) == 16:
-        if problem.hidden // 2 % SECTORS:
-            up = codes_config(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
-        else:
-            up = codes_config(16, 64, STREAMED_K, 4, 4, 3)
-        if problem.inner > 2 * SHORT_INNER:
-            return up, codes_config(16, 64, STREAMED_K, 4, 4, 4, ordered=ordered)
-        return up, codes_config(16, 128, STREAMED_K, 4, 4, 3, ordered=ordered)
+    block_m = _token_tile(rows)
+    if block_m == 16:
+        return _codes_of_few(problem, routes)
     if rows < WIDE_ROWS:
-        block_m = _token_tile(rows)
         up = codes_config(block_m, 64, STREAMED_K, 4, 3, 2)
-        return up, codes_config(block_m, 128, STREAMED_K, 4, 3, 2, ordered=ordered)
+        return up, codes_config(block_m, 128, STREAMED_K, 4, 3, 2)
     if problem.format == "nvfp4":
-        up = codes_config(128, 128, 64, 8, 3)
-        return up, codes_config(128, 256, 64, 8, 3, ordered=ordered)
-    up = codes_config(128, 64, STREAMED_K, 8, 3)
-    return up, codes_config(128, 128, STREAMED_K, 8, 3, ordered=ordered)
+        return codes_config(128, 128, 64, 8, 3), codes_config(128, 256, 64, 8, 3)
+    return codes_config(128, 64, STREAMED_K, 8, 3), codes_config(128, 128, STREAMED_K, 8, 3)
+
+
+def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
+    """Hidden rows are written in the order of the codes: longer tiles take longer to be stored so
+    than to be put in order later."""
+    ordered = problem.inner % STREAMED_K == 0
+    few = codes_config(16, 32, 256, 4, 4, 2, part_k=256)
+    few_down = codes_config(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
+    if ordered and _few_tiles(problem, routes) and _fit(problem, few, few_down):
+        return few, few_down
+    # Rows that begin anywhere in a sector of memory.
+    up = codes_config(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
+    down = codes_config(16, 64, 256, 4, 3, 3, swapped=False, part_k=256)
+    if not ordered and problem.format != "int4" and _fit(problem, up, down):
+        return up, down
+    up = codes_config(16, 64, STREAMED_K, 4, 4, 3)
+    if problem.inner > 2 * SHORT_INNER:
+        return up, codes_config(16, 64, STREAMED_K, 4, 4, 4, ordered=ordered)
+    return up, codes_config(16, 128, STREAMED_K, 4, 4, 3, ordered=ordered)
 
 
 def streams_codes(problem: MoeProblem) -> bool:
@@ -124,9 +131,14 @@ def streams_codes(problem: MoeProblem) -> bool:
     if any(name.endswith("scale_ptr") for name in problem.unaligned):
         return False
     tiles = codes_config(16, 64, STREAMED_K, 4, 4)
-    return all(
-        codes_obstacle(p, tiles) is None for p in (up_problem(problem), down_problem(problem))
-    )
+    return _fit(problem, tiles, tiles)
+
+
+def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
+    storages = ((up_problem(problem), up), (down_problem(problem), down))
+    fits = all(codes_obstacle(storage, config) is None for storage, config in storages)
+    # Parts of int4 are its groups, whatever the tiles.
+    return fits and (problem.format != "int4" or up.part_k == STREAMED_K)
 
 
 def _few_tiles(problem: MoeProblem, routes: int) -> bool:

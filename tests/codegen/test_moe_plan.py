@@ -70,14 +70,14 @@ def test_many_rows_have_tiles_as_long_as_they_are(tokens, rows):
 
 @pytest.mark.parametrize("problem", [NVFP4, INT4], ids=["nvfp4", "int4"])
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 8192])
-def test_codes_stream_and_the_hidden_rows_lie_in_their_order(problem, tokens):
+def test_codes_stream_and_few_hidden_rows_lie_in_their_order(problem, tokens):
     plan = plan_moe(problem, tokens, SM90)
     assert isinstance(plan.up, CodesConfig)
     assert isinstance(plan.down, CodesConfig)
-    assert plan.down.ordered
+    assert plan.down.ordered == (tokens <= 64)
     step, _ = order_of(down_problem(problem), plan.down)
-    assert step > 0
-    assert N % step == 0
+    assert (step > 0) == plan.down.ordered
+    assert not step or N % step == 0
 
 
 def test_tensor_memory_takes_no_streamed_codes():
