@@ -10,6 +10,9 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
 from tilewright.ops import mla_attention, mla_key_kernels, mla_lowerings, mla_queries
 from tilewright.ops.contract import get_op
+from tilewright.ops.mla_cases import PrefillCase
+from tilewright.ops.mla_checks import FP8
+from tilewright.ops.mla_obstacles import NARROW_CORE
 
 CASES = {
     ("mla_prefill", "static_cache"): 3,
@@ -55,6 +58,20 @@ def test_the_kernels_together_are_the_op(where, count, launches):
             )
     assert len(launches) == count
     assert set(launches) == planned
+
+
+def test_the_8_bit_core_is_the_op(launches):
+    """Its kernels as they would run: they are not let on a GPU yet."""
+    case = PrefillCase("narrow", weight="quantized", rank=128, attention_dtype=FP8)
+    op = get_op("mla_prefill")
+    a = op.sample_inputs(case)
+    assert op.choose("cuda", a).rejected == (("emitted_kernel", NARROW_CORE),)
+    expected = op.reference(clone(a))
+    args, kwargs = op.split(a)
+    out = mla_lowerings.launch_mla_prefill(*args, **kwargs)
+    error = (out.float() - expected.float()).square().mean().sqrt()
+    assert float(error / expected.float().square().mean().sqrt()) < 0.03
+    assert launches == ["mla_latents", "mla_up_projection", "mla_query", "mla_attention"]
 
 
 def test_memory_that_tma_cannot_reach_is_copied(launches):
