@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
+# TMA: addresses in whole 16 bytes.
+TMA_BYTES = 16
 MASKS = ("none", "causal", "sliding_window", "chunked")
 # Sequences whose order by length a program works out itself: it compares each with each.
 MAX_SORTED = 64
@@ -158,6 +160,7 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
         "V_BLOCK": v_block,
         "K_STRIDE": problem.k_stride,
         "V_BY_KEY": problem.v_by_key,
+        "V_ALIGNMENT": TMA_BYTES // ELEMENT_BYTES[problem.dtype],
         "ROPE_STRIDE": problem.rope_stride,
         "PAGE_SIZE": max(problem.page_size, 1),
         "PAGE_STRIDE": problem.page_stride,

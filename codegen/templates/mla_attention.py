@@ -115,14 +115,14 @@ def block_scores(
 
 @triton.jit
 def mask_scores(
-    scores, positions, first_row, first_key, own_queries, own_keys, key_start, mask_base,
+    scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
     mask_row_stride, mask_column_stride, steepness,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
     keys = first_key + tl.arange(0, BLOCK_N)
-    seen = visible(positions, keys, key_start, own_keys, MASK, WINDOW)
+    seen = visible(positions, keys, key_start, own_keys, lead, MASK, WINDOW, LED)
     if MASK_KIND != "none":
         rows = first_row + tl.arange(0, BLOCK_M)
         places = (
@@ -201,7 +201,7 @@ def mla_attention(
     NUM_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, SORTED: tl.constexpr, RAGGED: tl.constexpr,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V_DIM: tl.constexpr,
     NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_BY_KEY: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_BY_KEY: tl.constexpr, V_ALIGNMENT: tl.constexpr,
     ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, ONE_LOOP: tl.constexpr,
@@ -212,7 +212,7 @@ def mla_attention(
 
     Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
     or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
-    log2(e), positive. MASK_KIND: "none", "bool" or "additive", of the mask tensor. ONE_LOOP: over
+    log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive", of the mask tensor. ONE_LOOP: over
     masked blocks and whole ones; else the whole ones have a loop of their own.
     """
     # A program without a tile goes through with no queries and no keys: warps specialise only
@@ -228,6 +228,15 @@ def mla_attention(
         query_offsets_ptr, key_offsets_ptr, key_lengths_ptr, sequence, real, num_queries, num_keys,
         key_start, RAGGED,
     )  # fmt: skip
+    # Along a dim's keys a descriptor is read from whole 16 bytes on: what lies between them and the
+    # sequence's first key goes before it, unseen.
+    LED: tl.constexpr = RAGGED and V_BY_KEY and TMA
+    lead = 0
+    if LED:
+        lead = (key_base % V_ALIGNMENT).to(tl.int32)
+        key_base -= lead
+        key_start -= lead
+        own_keys = tl.where(own_keys > 0, own_keys + lead, 0)
     q_base = base_of(
         q_ptr, query_base, sequence, head, q_token_stride, q_sequence_stride, q_head_stride, RAGGED
     )
@@ -274,7 +283,7 @@ def mla_attention(
         positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
     )  # fmt: skip
     first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, key_start, own_keys, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
+        lowest, highest, key_start, own_keys, lead, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
     )
     if TMA:
         # A descriptor needs a row; of none, no block is read.
@@ -328,9 +337,9 @@ def mla_attention(
             ROPE_BLOCK, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
         )  # fmt: skip
         scores = mask_scores(
-            scores, positions, first_row, key, own_queries, own_keys, key_start, mask_base,
-            mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, BLOCK_M,
-            BLOCK_N,
+            scores, positions, first_row, key, own_queries, own_keys, key_start, lead, mask_base,
+            mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, LED,
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
         weights, decay, top, total = soften(scores, top, total, masked_steepness, SHIFT)
         values = load_values(

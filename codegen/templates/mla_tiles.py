@@ -142,17 +142,17 @@ def query_positions(
 
 @triton.jit
 def block_range(
-    lowest, highest, key_start, own_keys,
+    lowest, highest, key_start, own_keys, lead,
     MASK: tl.constexpr, WINDOW: tl.constexpr, ALL_CHECKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(first block, first whole block, whole blocks, all blocks) of keys for a tile of queries.
 
-    A whole block is seen by every query; blocks before and after the whole ones need a mask.
-    ALL_CHECKED: none counts as whole.
+    A whole block is seen by every query; blocks before and after the whole ones need a mask. The
+    first `lead` keys are nobody's. ALL_CHECKED: none counts as whole.
     """
     low = 0
     high = own_keys
-    whole_low = 0
+    whole_low = lead
     whole_high = own_keys
     if MASK != "none":
         high = tl.minimum(own_keys, highest + 1 - key_start)
@@ -171,7 +171,7 @@ def block_range(
         whole = first
         num_whole = first - first
     else:
-        whole = (tl.maximum(whole_low, 0) + BLOCK_N - 1) // BLOCK_N
+        whole = (tl.maximum(whole_low, lead) + BLOCK_N - 1) // BLOCK_N
         num_whole = tl.maximum(whole_high, 0) // BLOCK_N - whole
         # Where no block is whole, the masked ones start at the first.
         whole = tl.where(num_whole > 0, whole, first)
@@ -189,14 +189,21 @@ def block_of_step(step, first, whole, num_whole):
 
 @triton.jit
 def visible(
-    positions, keys, key_start, own_keys, MASK: tl.constexpr, WINDOW: tl.constexpr
+    positions, keys, key_start, own_keys, lead,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr,
 ):  # fmt: skip
-    """[queries, keys]: which keys exist and are seen; `keys` count from the sequence's first."""
+    """[queries, keys]: which keys exist and are seen; `keys` count from the sequence's first, and
+    where LED the first `lead` are none of its own."""
     if MASK == "none":
-        return (keys < own_keys)[None, :]
+        seen = (keys < own_keys)[None, :]
+        if LED:
+            seen = seen & (keys >= lead)[None, :]
+        return seen
     else:
         last = tl.minimum(positions - key_start, own_keys - 1)
         seen = keys[None, :] <= last[:, None]
+        if LED:
+            seen = seen & (keys >= lead)[None, :]
         if MASK == "sliding_window":
             seen = seen & (keys[None, :] > (positions - key_start - WINDOW)[:, None])
         if MASK == "chunked":
