@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilewright.codegen.moe_codes_kernels import CodesConfig, codes_config, codes_obstacle
+from tilewright.codegen.moe_codes_kernels import (
+    CodesConfig,
+    codes_config,
+    codes_obstacle,
+    scale_bytes,
+)
 from tilewright.codegen.moe_kernels import (
     CombineConfig,
     GemmConfig,
@@ -128,17 +133,23 @@ def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmCon
 
 def streams_codes(problem: MoeProblem) -> bool:
     """Whether both GEMMs can read their weights by words of codes."""
-    if any(name.endswith("scale_ptr") for name in problem.unaligned):
-        return False
     tiles = codes_config(16, 64, STREAMED_K, 4, 4)
     return _fit(problem, tiles, tiles)
 
 
 def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
-    storages = ((up_problem(problem), up), (down_problem(problem), down))
-    fits = all(codes_obstacle(storage, config) is None for storage, config in storages)
-    # Parts of int4 are its groups, whatever the tiles.
-    return fits and (problem.format != "int4" or up.part_k == STREAMED_K)
+    """Whether GEMMs in these tiles can stream the codes."""
+    if problem.format == "int4" and up.part_k != STREAMED_K:
+        return False  # its parts are its groups, whatever the tiles
+    names = (("gate_scale_ptr", "up_scale_ptr"), ("down_scale_ptr",))
+    storages = (up_problem(problem), down_problem(problem))
+    for storage, config, pointers in zip(storages, (up, down), names, strict=True):
+        if codes_obstacle(storage, config) is not None:
+            return False
+        wide = problem.format != "int4" and scale_bytes(storage, config) > 1
+        if wide and any(name in problem.unaligned for name in pointers):
+            return False
+    return True
 
 
 def _few_tiles(problem: MoeProblem, routes: int) -> bool:
