@@ -8,8 +8,8 @@ import torch
 
 from tilewright.ops.mla_checks import FP8, widths
 
-# Its kernels pass the interpreter and the audit; a ragged batch ended in an illegal instruction on an
-# H200, after which a process has no GPU left.
+# Its kernels pass the interpreter and the audit; a ragged batch ended in an illegal instruction on
+# an H200, after which a process has no GPU left.
 NARROW_CORE = "the kernels of the 8-bit core are not shown to run on a GPU"
 VALUE_DTYPES = (torch.bfloat16, torch.float16)
 MAX_RANK = 2048
