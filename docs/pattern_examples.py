@@ -194,5 +194,6 @@ FAMILIES = (
     grouped_gemm,
     mla_prefill,
     mla_latent_store,
+    lora_qkv,
 )
 EXAMPLES: Mapping[str, Callable[[], Loaded]] = {make.__name__: on_meta(make) for make in FAMILIES}
