@@ -224,7 +224,7 @@ def main() -> None:
     ONCE = options.once
     torch.manual_seed(0)
     compiled = torch.compile(stock_branch, dynamic=True)
-    flex = torch.compile(flex_attention, dynamic=True)
+    flex = torch.compile(flex_attention, dynamic=False)
     batches = [(f"{n}", (n,)) for n in options.lengths]
     batches += [(name, MIXES[name]) for name in options.mixes]
     rows: list[dict[str, Any]] = []

@@ -11,8 +11,6 @@ from tilewright.codegen.mla_attention_kernels import (
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES
 from tilewright.codegen.targets import Target
 
-# Keys of a sequence from which specialised warps take less time than loads by all warps.
-SPECIALISED_KEYS = 2048
 # Shared memory for barriers and reductions.
 SPARE_BYTES = 4096
 # (queries, keys, warps, stages) where all warps load; the first that fits.
@@ -25,9 +23,7 @@ LIBRARY_TILES = 1024
 LIBRARY_KEYS = 1024
 
 
-def attention_config(
-    problem: AttentionProblem, sizes: AttentionSizes, target: Target
-) -> AttentionConfig:
+def attention_config(problem: AttentionProblem, target: Target) -> AttentionConfig:
     """The tiles of a call that runs our kernel."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
@@ -37,15 +33,6 @@ def attention_config(
             return AttentionConfig(128, 128, 8, 2, promote=True)
         # Three programs on a multiprocessor take turns at the tensor core.
         return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
-    mean_keys = sizes.num_keys // max(sizes.num_sequences if problem.ragged else 1, 1)
-    # Reductions over queries outside the loop do not compile where warps are specialised.
-    by_tensor = any(name == "positions_ptr" for name, _ in problem.indices)
-    plain = reached and not by_tensor and problem.mask_kind == "none"
-    if plain and mean_keys >= SPECIALISED_KEYS and max(problem.blocks) <= 128:
-        # What is stored goes through shared memory of its own.
-        needed = _tile_bytes(problem, 128, 128, 2) + 128 * problem.v_dim + SPARE_BYTES // 2
-        if needed <= target.max_shared_bytes:
-            return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
     for block_m, block_n, warps, stages in BY_POINTERS:
         if _fits(problem, block_m, block_n, stages, target):
             return AttentionConfig(
@@ -70,14 +57,10 @@ def _fits(
     problem: AttentionProblem, block_m: int, block_n: int, stages: int, target: Target
 ) -> bool:
     """Whether shared memory holds q's tile and the stages of keys and values."""
-    return _tile_bytes(problem, block_m, block_n, stages) + SPARE_BYTES <= target.max_shared_bytes
-
-
-def _tile_bytes(problem: AttentionProblem, block_m: int, block_n: int, stages: int) -> int:
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
     tiles = block_m * (nope + rope) + stages * block_n * (nope + rope + v)
-    return tiles * ELEMENT_BYTES[problem.dtype]
+    return tiles * ELEMENT_BYTES[problem.dtype] + SPARE_BYTES <= target.max_shared_bytes
 
 
 def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:

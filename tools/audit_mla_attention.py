@@ -89,7 +89,7 @@ def _cores(target: Target) -> Iterator[AuditCase]:
             pool = _meta(1024, 64, 576)[..., 512:]
             call = AttentionCall(**{**vars(call), "k_rope": pool})
         problem = attention_problem(call)
-        config = attention_config(problem, call.sizes, target)
+        config = attention_config(problem, target)
         claims = Expectations(
             mma=problem.dtype,
             tma_loads=config.tma,

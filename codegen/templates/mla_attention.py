@@ -212,8 +212,9 @@ def mla_attention(
 
     Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
     or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
-    log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive", of the mask tensor. ONE_LOOP: over
-    masked blocks and whole ones; else the whole ones have a loop of their own.
+    log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive",
+    of the mask tensor. ONE_LOOP: over masked blocks and whole ones; else the whole ones have a loop
+    of their own.
     """
     # A program without a tile goes through with no queries and no keys: warps specialise only
     # where nothing returns early.

@@ -44,7 +44,7 @@ CASES = [
         replace(LATER, name="many long", queries=(40,) * 20, keys=(2100,) * 20),
         query_starts=torch.full((20,), 2060),
     ),
-    # Long enough for specialised warps, and for the library.
+    # Many tiles; the last is long enough for the library.
     with_options(replace(LATER, name="long", queries=(300, 257), keys=(2300, 2111)),
                  query_starts=torch.tensor([2000, 1854])),
     with_options(replace(REAL, name="long", queries=(2200,), keys=(2200,)), mask="none"),
