@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+#: What the README shows of the largest table.
+SHOWN_MODELS, SHOWN_TOKENS = ("llama3-8b", "llama3-70b"), (1, 64, 1024, 8192)
 START, END = "<!-- measured -->", "<!-- /measured -->"
 
 
@@ -73,8 +75,10 @@ def attention_layer(data: dict[str, Any]) -> str:
             f"{100 * row['of_copy']:.0f} %",
         )
         for row in data["rows"]
+        if row["model"] in SHOWN_MODELS and row["tokens"] in SHOWN_TOKENS
     ]
-    head = "**The same by model, cache and number of tokens**, µs. Bounds: `read` reads all three "
+    head = "**The same by model, cache and number of tokens**, µs (a part: "
+    head += f"all {len(data['rows'])} rows are in `benchmarks/results/qkv_cache.json`). Bounds: `read` reads all three "
     head += "weights and does nothing else, `GEMM` is a single library GEMM of all three, without "
     head += "rotation or cache write. Best is the best of eager and both kinds of torch.compile; "
     head += "`of copy` is the weights' bytes over our time, as a share of the "
@@ -91,6 +95,43 @@ def attention_layer(data: dict[str, Any]) -> str:
         "tilewright / GEMM",
         "of copy",
     )
+    return f"{head}\n\n{table(header, rows)}"
+
+
+def experts(data: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['model']}, {row['tokens']}",
+            *(microseconds(row[n]) for n in ("eager", "stock", "tilewright")),
+            f"{min(row['eager'], row['stock']) / row['tilewright']:.2f}",
+            f"{row['up_speedup']:.2f}, {row['down_speedup']:.2f}",
+        )
+        for row in data["rows"]
+        if row["routing"] == "random"
+    ]
+    head = (
+        "**The routed experts of one layer**, bfloat16, random routing, µs. Last: our gate/up and "
+    )
+    head += "down GEMM alone against `torch._grouped_mm` alone, as `torch / tilewright`:"
+    header = ("dims, tokens", "eager", "torch.compile", "tilewright", "best / tilewright", "GEMMs")
+    return f"{head}\n\n{table(header, rows)}"
+
+
+def adapters(data: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['op']}, rank {row['rank']}, {row['tokens']}",
+            *(microseconds(row[n]) if row.get(n) else "" for n in ("gather", "grouped_mm")),
+            microseconds(row["tilewright"]),
+            f"{row['speedup_over_best']:.2f}",
+        )
+        for row in data["rows"]
+    ]
+    head = "**Adapters of q, k and v**, hidden 4096, 8 adapters, µs; the shrink makes all three "
+    head += (
+        "planes, `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` and a permute:"
+    )
+    header = ("op, rank, tokens", "gather", "grouped_mm", "tilewright", "best / tilewright")
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -114,6 +155,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "llama3_8b_end_to_end.json": end_to_end,
     "cache_size.json": cache_size,
     "qkv_cache.json": attention_layer,
+    "moe.json": experts,
+    "lora.json": adapters,
     "compile_time.json": compile_time,
 }
 
