@@ -78,7 +78,8 @@ def attention_layer(data: dict[str, Any]) -> str:
         if row["model"] in SHOWN_MODELS and row["tokens"] in SHOWN_TOKENS
     ]
     head = "**The same by model, cache and number of tokens**, µs (a part: "
-    head += f"all {len(data['rows'])} rows are in `benchmarks/results/qkv_cache.json`). Bounds: `read` reads all three "
+    head += f"all {len(data['rows'])} rows are in `benchmarks/results/qkv_cache.json`). "
+    head += "Bounds: `read` reads all three "
     head += "weights and does nothing else, `GEMM` is a single library GEMM of all three, without "
     head += "rotation or cache write. Best is the best of eager and both kinds of torch.compile; "
     head += "`of copy` is the weights' bytes over our time, as a share of the "
@@ -109,10 +110,10 @@ def experts(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if row["routing"] == "random"
     ]
-    head = (
-        "**The routed experts of one layer**, bfloat16, random routing, µs. Last: our gate/up and "
-    )
-    head += "down GEMM alone against `torch._grouped_mm` alone, as `torch / tilewright`:"
+    head = "**The routed experts of one layer**, bfloat16, random routing, µs. Last: our gate/up "
+    head += "and down GEMM alone against `torch._grouped_mm` alone. Where torch.compile is slower "
+    head += "than eager, it had made the token count a symbol, and is no yardstick "
+    head += "([docs/moe-performance.md](docs/moe-performance.md)):"
     header = ("dims, tokens", "eager", "torch.compile", "tilewright", "best / tilewright", "GEMMs")
     return f"{head}\n\n{table(header, rows)}"
 
