@@ -152,7 +152,7 @@ def _hits(view: View) -> View | None:
         return ids if len(ids.shape) == 2 else None
     if value.op == "aten.mul":
         wide = (v for v in value.operands if v.shape == value.shape)
-        return next((ids for v in wide if (ids := _hits(v)) is not None), None)
+        return next((hit for v in wide if (hit := _hits(v)) is not None), None)
     return None
 
 

@@ -12,8 +12,8 @@ def mla_join(
     K_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out [keys, H, NOPE + ROPE] of k [keys, H, NOPE] by stride and rope keys [keys, ROPE], which
-    all heads share. Grid (cdiv(num_rows, BLOCK_R),), a row being one head of one key; run: keys of one
-    sequence."""
+    all heads share. Grid (cdiv(num_rows, BLOCK_R),), a row being one head of one key; run: keys of
+    one sequence."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < num_rows
     keys = rows // NUM_HEADS

@@ -206,7 +206,8 @@ def qkv_projection(
             if delta_ptr is not None:
                 low_delta, high_delta = load_delta(
                     delta_ptr, kind, tokens, token_mask, heads, None, 0,
-                    HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
+                    HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS,
+                    DELTA_STRIDE,
                 )  # fmt: skip
             if delta_ptr is not None:
                 low += low_delta

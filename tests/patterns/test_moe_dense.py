@@ -9,7 +9,6 @@ from tests.agreement import assert_no_worse, upcast
 from tests.models.moe_dense import NEAR_MISSES, SPELLINGS, build
 from tilewright.compiler import lower, reports
 
-
 CASES = [(name, False) for name in SPELLINGS]
 CASES += [(name, True) for name in ("bmm_output", "einsum_all", "llama4")]
 
