@@ -54,7 +54,12 @@ class Adapters:
         """expert_ids of the LoRA ops, for which -1 is no adapter and other negative ids errors."""
         index: Any = self.index
         if index is not None and self.below != "error" and not _is_natural(index):
-            instead = Computed("add", (index, num_adapters)) if self.below == "last" else 0
+            instead: Any = 0
+            if self.below == "last":
+                # Below -G it must stay an error, as an adapter past the last one is.
+                counted = Computed("add", (index, num_adapters))
+                there = Computed("ge", (index, -num_adapters))
+                instead = Computed("where", (there, counted, num_adapters))
             index = Computed("where", (Computed("lt", (index, 0)), instead, index))
         if self.mask is not None:
             index = Computed("where", (self.mask, 0 if index is None else index, -1))

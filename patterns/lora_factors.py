@@ -58,7 +58,7 @@ def peel(view: View, casts: bool = True) -> Factors:
             table=found.table if step.table is None else step.table,
             index=found.index if step.table is None else step.index,
             mask=found.mask if step.mask is None else step.mask,
-            absorbed=(*found.absorbed, value),
+            absorbed=(*found.absorbed, value, *step.beside),
         )
 
 
@@ -79,6 +79,7 @@ class _Step:
     table: View | None = None
     index: View | None = None
     mask: View | None = None
+    beside: tuple[Value, ...] = ()
 
 
 def _step(value: Value, effect: Effect) -> _Step | None:
@@ -116,7 +117,10 @@ def _chosen(value: Value, effect: Effect) -> _Step | None:
     if not isinstance(condition, View) or not isinstance(operand, View) or not _is_zero(other):
         return None
     mask = _rows_of(condition, value, effect)
-    return None if mask is None else _Step(operand, mask=mask)
+    # Zeros in the shape of a delta read that delta.
+    shaped = isinstance(other, View) and other.value.op in ("aten.zeros_like", "aten.new_zeros")
+    beside = (other.value,) if shaped else ()
+    return None if mask is None else _Step(operand, mask=mask, beside=beside)
 
 
 def _is_zero(item: Any) -> bool:

@@ -18,7 +18,8 @@ from tilewright.patterns.gemm import is_weight, match_gemm, named_product
 from tilewright.patterns.lora_factors import is_index
 from tilewright.patterns.routing import flat, gathered, strip_integer_casts
 
-_BATCHED = ("aten.einsum", "aten.bmm", "aten.matmul")
+#: Products of which one operand may be a stack of matrices.
+BATCHED = ("aten.einsum", "aten.bmm", "aten.matmul")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _of_groups(view: View) -> Product | None:
 
 def _by_index(view: View) -> Product | None:
     value = view.value
-    product = named_product(value) if value.op in _BATCHED else None
+    product = named_product(value) if value.op in BATCHED else None
     if product is None:
         return None
     (one, other), (ones, others), result = product

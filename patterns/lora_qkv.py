@@ -24,6 +24,7 @@ from tilewright.patterns.expert_gemm import check_device
 from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.lora_arguments import LETTERS, check_kernels, delta_calls, fact
 from tilewright.patterns.lora_delta import LoraDelta, match_delta
+from tilewright.patterns.lora_product import BATCHED
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class LoraQkv:
         for value in flow.values:
             found = match_sum(value)
             if found is None:
+                if _resembles_sum(value):
+                    yield (value,)
                 continue
             home = next((g for g in groups if _joins(found, g, flow)), None)
             if home is None:
@@ -59,9 +62,17 @@ class LoraQkv:
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         sums = [found for value in anchor if (found := match_sum(value)) is not None]
+        if not sums:
+            reject(
+                "LORA_FORM",
+                Stage.ACTIVATION,
+                "two products with stacks of matrices are added in no known form of adapters",
+                anchor[0],
+                hint="take each row's matrices by index: A[index], B[index]",
+            )
         deltas = [_with_gathers(item.delta, flow) for item in sums]
         for item in sums:
-            _guard(item)
+            _guard(item, flow)
         nothing = [None] * (len(LETTERS) - len(sums))
         call = delta_calls(
             [*deltas, *nothing],
@@ -147,8 +158,61 @@ def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
     return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
 
 
-def _guard(item: Sum) -> None:
+#: What may stand around the products of something that resembles a delta.
+_AROUND = {
+    "aten.mul",
+    "aten.div",
+    "aten.where",
+    "aten.index",
+    "aten.index_select",
+    "aten.flip",
+    "cast",
+}
+_STACKS = {"aten.index", "aten.index_select", "constant", "input"}
+
+
+def _resembles_sum(value: Value) -> bool:
+    """Whether two products with stacks of matrices, one of the other's result, are added."""
+    if value.op != "aten.add" or len(value.operands) != 2:
+        return False
+    return any(_stacked_products(view.value) > 1 for view in value.operands)
+
+
+def _stacked_products(value: Value, reach: int = 8) -> int:
+    """How many products with stacks of matrices follow each other up to a value."""
+    if reach == 0:
+        return 0
+    rest = _rest_of_product(value)
+    if rest is not None:
+        return 1 + _stacked_products(rest.value, reach - 1)
+    shifted = value.op == "aten.add" and len(value.operands) == 1
+    if value.op not in _AROUND and not shifted:
+        return 0
+    return max((_stacked_products(v.value, reach - 1) for v in value.operands), default=0)
+
+
+def _rest_of_product(value: Value) -> View | None:
+    """What a product with a stack of matrices, taken by index or whole, multiplies them with."""
+    if value.op not in BATCHED or len(value.operands) != 2:
+        return None
+    one, other = value.operands
+    for stack, rest in ((one, other), (other, one)):
+        if len(stack.value.shape) > 2 and stack.value.op in _STACKS:
+            return rest
+    return None
+
+
+def _guard(item: Sum, flow: Dataflow) -> None:
     delta = item.delta
+    stores = [user for user in flow.users.get(item.value, ()) if user.op == "store"]
+    if stores:
+        reject(
+            "LORA_IN_PLACE",
+            Stage.GUARDS,
+            "the delta is added to its projection in place",
+            *stores,
+            hint="y = y + delta instead of y += delta",
+        )
     dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
     dtypes.add(item.value.dtype)
     if len(dtypes) != 1 or not dtypes <= set(DTYPES):

@@ -52,6 +52,7 @@ class Moe:
 
     name: str = "moe"
     op: str = "fused_moe"
+    takes_leftovers: bool = True
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | ExpertLoop | UnrolledExperts]:
         """A GEMM with expert weights that another one of its kind feeds, not as it is: two in a

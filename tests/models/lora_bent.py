@@ -1,0 +1,238 @@
+"""Models that are almost adapters of q, k and v: what each bends must stay as it is written.
+
+module, args, expected = build_bent("scaled_columns")
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tests.models.lora_idioms import ROWS, WIDTHS, H, Layer, R, T, each
+
+
+class Expected(NamedTuple):
+    """How many sites are fused, and the codes of the misses."""
+
+    sites: int
+    codes: tuple[str, ...] = ()
+
+
+def delta(m, x, index, n, b_index=None):
+    s = torch.einsum("th,trh->tr", x, m.a[n][index])
+    return torch.einsum("tr,twr->tw", s, m.b[n][index if b_index is None else b_index])
+
+
+def base(m, x, n):
+    return F.linear(x, m.base[n])
+
+
+BENT: dict = {}
+
+
+def bent(sites, *codes):
+    def add(step):
+        BENT[step.__name__] = (step, Expected(sites, codes))
+        return step
+
+    return add
+
+
+@bent(2)
+def another_activation(m, x, index):
+    """k's adapter reads another tensor than q's and v's: a shrink of its own."""
+    xs = {"q": x, "k": x.sin(), "v": x}
+    return tuple(base(m, x, n) + delta(m, xs[n], index, n) for n in WIDTHS)
+
+
+@bent(2)
+def another_index(m, x, index):
+    at = {"q": index, "k": index, "v": index.flip(0)}
+    return tuple(base(m, x, n) + delta(m, x, at[n], n) for n in WIDTHS)
+
+
+@bent(0, "LORA_FORM")
+@each
+def two_indices(m, x, index, n):
+    """A and B of different adapters."""
+    return delta(m, x, index, n, index.flip(0))
+
+
+@bent(0, "LORA_FORM")
+@each
+def scale_of_another(m, x, index, n):
+    return delta(m, x, index, n) * m.scales[index.flip(0)][:, None]
+
+
+@bent(0, "LORA_FORM")
+@each
+def gated(m, x, index, n):
+    """The delta is multiplied by a gate that the activation makes."""
+    return delta(m, x, index, n) * x.mean(-1, keepdim=True).sigmoid()
+
+
+@bent(0, "LORA_FORM")
+@each
+def scaled_twice(m, x, index, n):
+    scale = m.scales[index][:, None]
+    return delta(m, x, index, n) * scale * scale
+
+
+@bent(0, "EXPERT_COMBINE")
+@each
+def nonlinear(m, x, index, n):
+    s = torch.einsum("th,trh->tr", x, m.a[n][index]).relu()
+    return torch.einsum("tr,twr->tw", s, m.b[n][index])
+
+
+@bent(0, "LORA_FORM")
+@each
+def shifted(m, x, index, n):
+    return delta(m, x, index, n) + 0.5
+
+
+@bent(0)
+def after_rotation(m, x, index):
+    """The sum of a rotated projection: added all the same, q and k with their own bases."""
+    return tuple(base(m, x, n).sin() * torch.tanh(delta(m, x, index, n)) for n in WIDTHS)
+
+
+@bent(1)
+def onto_what_is_rotated(m, x, index):
+    """Whatever the delta is added to is its base."""
+    return tuple(base(m, x, n).sin() + delta(m, x, index, n) for n in WIDTHS)
+
+
+@bent(0, "ESCAPES")
+def read_elsewhere(m, x, index):
+    found = delta(m, x, index, "q")
+    return base(m, x, "q") + found, found * 3
+
+
+@bent(0, "ESCAPES")
+def shrunk_read_elsewhere(m, x, index):
+    s = torch.einsum("th,trh->tr", x, m.a["q"][index])
+    return base(m, x, "q") + torch.einsum("tr,twr->tw", s, m.b["q"][index]), s
+
+
+@bent(1)
+def table_read_elsewhere(m, x, index):
+    """The table taken by index stays for its other reader."""
+    table = m.a["q"][index]
+    s = torch.einsum("th,trh->tr", x, table)
+    return base(m, x, "q") + torch.einsum("tr,twr->tw", s, m.b["q"][index]), table.sum(-1)
+
+
+@bent(0)
+def some_rows(m, x, index):
+    y = base(m, x, "q")
+    return torch.cat((y[:2], y[2:] * 2 - delta(m, x[2:], index[2:], "q")))
+
+
+@bent(1)
+def first_rows_alone(m, x, index):
+    y = base(m, x, "q")
+    return torch.cat((y[:2] + delta(m, x[:2], index[:2], "q"), y[2:]))
+
+
+@bent(0, "LORA_FORM")
+def rows_in_another_order(m, x, index):
+    return base(m, x, "q") + delta(m, x, index, "q").flip(0)
+
+
+@bent(0)
+def subtracted(m, x, index):
+    return base(m, x, "q") - delta(m, x, index, "q")
+
+
+@bent(0, "LORA_FORM")
+def added_with_alpha(m, x, index):
+    return torch.add(base(m, x, "q"), delta(m, x, index, "q"), alpha=2)
+
+
+@bent(0)
+def wide(m, x, index):
+    """No smaller inside than outside: a product of two matrices, not an adapter."""
+    inner = F.linear(x, m.base["q"])
+    return base(m, x, "k") + F.linear(inner, m.base["k"])
+
+
+@bent(0, "LORA_FORM")
+def scaled_columns(m, x, index):
+    """As many rows as columns, and a factor for each column."""
+    rows, at = x.repeat(11, 1)[:64], index.repeat(11)[:64]
+    return base(m, rows, "q") + delta(m, rows, at, "q") * m.scales[at]
+
+
+@bent(0, "LORA_FORM")
+def mask_of_columns(m, x, index):
+    rows, at = x.repeat(11, 1)[:64], index.repeat(11)[:64]
+    return base(m, rows, "q") + torch.where(at > 1, delta(m, rows, at, "q"), 0.0)
+
+
+@bent(0, "LORA_FORM")
+def other_value_where_masked(m, x, index):
+    return base(m, x, "q") + torch.where((index > 1)[:, None], delta(m, x, index, "q"), 1.0)
+
+
+@bent(0, "LORA_FORM")
+def square_transposed(m, x, index):
+    """B [R, R]-like square, the result's dimensions exchanged."""
+    rows, at = x.repeat(11, 1)[:64], index.repeat(11)[:64]
+    return base(m, rows, "q") + delta(m, rows, at, "q").T
+
+
+@bent(0, "LORA_FORM")
+def sequences_exchanged(m, x, index):
+    """Rows sequence by sequence in A, position by position in B."""
+    x = torch.stack([x[:4], x[1:5], x[2:], x[:4] * 2])
+    at = index[:4]
+    s = torch.bmm(x, m.a["q"][at].mT)
+    return base(m, x, "q") + torch.bmm(s.transpose(0, 1), m.b["q"][at].mT)
+
+
+@bent(1)
+def weight_changed_before(m, x, index):
+    """The activation that the adapters read is the one before it changes."""
+    x = x * 1.5
+    y = base(m, x, "q") + delta(m, x, index, "q")
+    x.mul_(2)
+    return y, x
+
+
+@bent(0, "INPUT_MUTATED")
+def activation_changed_between(m, x, index):
+    x = x * 1.5
+    found = delta(m, x, index, "q")
+    y = base(m, x, "q")
+    x.mul_(2)
+    return y + found, x
+
+
+@bent(0, "INPUT_MUTATED")
+def index_changed_between(m, x, index):
+    index = index * 1
+    found = delta(m, x, index, "q")
+    y = base(m, x, "q")
+    index.zero_()
+    return y + found, index
+
+
+@bent(0)
+def dropped_out(m, x, index):
+    """Dropout while training stands before A; here its random numbers are those of a seed."""
+    torch.manual_seed(3)
+    dropped = F.dropout(x, 0.5, training=True)
+    s = torch.einsum("th,trh->tr", dropped, m.a["q"][index]).tanh()
+    return base(m, x, "q") + s @ m.b["q"][0].T
+
+
+def build_bent(name):
+    step, expected = BENT[name]
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(1))
+    return Layer(step, torch.float32).eval(), (x, ROWS.clone()), expected
+
+
+assert R < H

@@ -1,0 +1,90 @@
+"""Adapters of many rows, spelling by spelling: fused, or missed by name; right either way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, upcast
+from tests.models.lora_bent import BENT, build_bent
+from tests.models.lora_idioms import IDIOMS, Layer, build
+from tilewright.compiler import lower, reports
+
+#: What is not fused, and why.
+MISSED = {"one_hot": "LORA_FORM", "slice_add": "LORA_IN_PLACE", "in_place": "LORA_IN_PLACE"}
+#: One site for each adapter.
+SITES = {"looped": 4}
+DYNAMIC = ("gather_einsum", "stacked_split", "none_where", "sequences_bmm", "grouped")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def run(module, args, dynamic=None):
+    """(eager, compiled) outputs, each a tuple, and the report."""
+    compiled = torch.compile(
+        module, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+    )
+    eager, ours = outputs(module(*args)), outputs(compiled(*args))
+    return eager, ours, reports()[-1]
+
+
+CASES = [(name, None) for name in IDIOMS] + [(name, True) for name in DYNAMIC]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
+def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
+    module, args = build(name)
+    eager, ours, report = run(module, args, dynamic)
+    if name.startswith("grouped"):  # grouped products know no float64
+        exact = outputs(Layer(IDIOMS["gather_einsum"][0]).to(torch.float64)(*map(upcast, args)))
+        if name == "grouped_stacked":
+            bases = [args[0].double() @ w.double().T for w in module.base.values()]
+            exact = tuple(b + 2 * (e - b) for b, e in zip(bases, exact, strict=True))
+    else:
+        exact = outputs(upcast(module)(*map(upcast, args)))
+    for a, b, c in zip(ours, eager, exact, strict=True):
+        assert_no_worse(a, b, c, name)
+    if name in MISSED:
+        assert report.matches == ()
+        assert {miss.code for miss in report.misses} == {MISSED[name]}
+    else:
+        patterns = ["lora_qkv"] * SITES.get(name, 1)
+        assert [m.pattern for m in report.matches] == patterns, report.misses
+        assert report.misses == ()
+
+
+def test_the_adapters_are_read_where_they_are():
+    """No table is taken by index, and nothing is joined, in front of the op."""
+    lowered = lower(*build("gather_einsum_scaled"))
+    names = [str(node.target) for node in lowered.graphs[0].after.graph.nodes]
+    assert sum("shrink_qkv_permute_3mn" in name for name in names) == 1
+    assert not any("einsum" in name or "cat" in name for name in names)
+
+
+def test_an_index_beyond_the_adapters_is_an_error_as_before():
+    module, (x, index) = build("gather_einsum")
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    compiled(x, index)
+    for bad in (4, -5):
+        index[2] = bad
+        with pytest.raises((IndexError, ValueError, RuntimeError)):
+            compiled(x, index)
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_bent_model_stays_right(name):
+    module, args, expected = build_bent(name)
+    eager, ours, report = run(module, args)
+    for a, b in zip(ours, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert len(report.matches) == expected.sites, (report.matches, report.misses)
+    assert {miss.code for miss in report.misses} == set(expected.codes)
