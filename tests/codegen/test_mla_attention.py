@@ -209,3 +209,18 @@ def test_queries_are_rotated_and_cast(style, dtype, monkeypatch):
     torch.testing.assert_close(own, flat[..., :nope], rtol=bound, atol=bound / 8)
     assert launched == ["mla_query"]
     assert mla_query_kernels.query_grid(1) == (1,)
+
+
+def test_joined_keys_are_both_parts_side_by_side():
+    case = Case("join", (1,) * 2, (21,) * 2, heads=3, nope=24, rope=8, dense=True)
+    a = call_of(case)
+    out = torch.full((2, 21, 3, 32), math.nan, dtype=case.dtype)
+    values = {
+        "k_ptr": a.k, "rope_ptr": a.k_rope, "out_ptr": out, "num_rows": 126, "run": 21,
+        "k_sequence_stride": a.k.stride(0), "k_head_stride": a.k.stride(2),
+        "rope_sequence_stride": a.k_rope.stride(0),
+    }  # fmt: skip
+    spec = kernels.join_spec(attention_problem(a), "sm90")
+    load_interpreted(spec)[kernels.join_grid(126)](*(values[name] for name, _ in spec.signature))
+    rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
+    assert torch.equal(out, torch.cat((a.k, rope), -1))
