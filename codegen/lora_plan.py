@@ -27,8 +27,8 @@ ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
 # Rows up to which a program has all of K, for few columns and for more.
 FEW_ROWS = (512, 256)
-# Programs of a split K for each multiprocessor, likewise.
-PROGRAMS_PER_SM = (2.0, 0.5)
+# Programs for each multiprocessor up to which K is split further, likewise.
+PROGRAMS_PER_SM = (1.0, 0.5)
 MAX_SPLIT = 8
 # What a program reads of K at least.
 LEAST_PART = 512
@@ -44,13 +44,15 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         if num_rows * columns <= 64 * 48:
             return FewShrink(16, 8, 256, 4, 4, 3)
         return FewShrink(16, 16, 128, 4, 4, 3)
-    most = PROGRAMS_PER_SM[wide] * target.num_sms
-    tiles, split = cdiv(num_rows, 64), 1
-    while split < MAX_SPLIT and 2 * split * tiles <= most:
+    if wide and num_rows <= 512:
+        return TiledShrink(32, 128, 4, 4, 3)
+    tiles = cdiv(num_rows, 64)
+    split = 1 if wide or tiles > target.num_sms else 2
+    while split < MAX_SPLIT and 2 * split * tiles <= PROGRAMS_PER_SM[wide] * target.num_sms:
         if problem.hidden < 2 * split * LEAST_PART:
             break
         split *= 2
-    return TiledShrink(64, 64, split, 8 if wide else 4, 3 if wide else 4)
+    return TiledShrink(64, 64, split, 8, 4) if wide else TiledShrink(64, 128, split, 4, 3)
 
 
 def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> ExpandConfig:
