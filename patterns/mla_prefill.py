@@ -6,8 +6,9 @@
 
 The query's projection and everything before the latents stay outside, so the same match serves a
 graph without a cache, one that reads its latents from a static cache, and one that gathers them
-from pages; the query's rotation comes inside where its projection is seen. Dimension letters: see
-`patterns/mla_keys.py`; T = B * S queries.
+from pages; the query's rotation comes inside where its projection is seen. A decode step that
+expands its latents matches as a prefill does: K is no longer made, and keys past the query's
+position are not looked at. Dimension letters: see `patterns/mla_keys.py`; T = B * S queries.
 """
 
 from __future__ import annotations
