@@ -202,7 +202,7 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
     found = weight_arguments([codes])
     (rows, columns), rank = found["scale_block"], k.weight.shape[1]
     groups = k.x_scale.shape[1]
-    width = rank if groups == 1 else effects.divides(groups, rank)
+    width = (rank if groups == 1 else effects.divides(groups, rank)) or 0
     block = min(width, columns) if isinstance(width, int) else 0
     if block < 1 or width % block or columns % block or rank % block:
         reject("SCALE_BLOCK", Stage.GUARDS, f"{groups} scales along {rank} latents", k.value)

@@ -241,9 +241,7 @@ def mla_attention(
     q_base = base_of(
         q_ptr, query_base, sequence, head, q_token_stride, q_sequence_stride, q_head_stride, RAGGED
     )
-    q = load_queries(
-        q_base, first_row, own_queries, q_token_stride, NOPE, NOPE_BLOCK, BLOCK_M, TMA
-    )
+    q = load_queries(q_base, first_row, own_queries, q_token_stride, NOPE, NOPE_BLOCK, BLOCK_M, TMA)
     q_rope = q
     rope_source = rope_ptr
     if ROPE > 0:

@@ -77,9 +77,8 @@ def mla_up_projection(
     ROWS: tl.constexpr = NUM_HEADS * HEAD_ROWS
     HEAD_TILES: tl.constexpr = (NOPE + BLOCK_N - 1) // BLOCK_N + (V_DIM + BLOCK_N - 1) // BLOCK_N
     TILES_N: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N if JOINT else NUM_HEADS * HEAD_TILES
-    UNIFORM: tl.constexpr = (
-        SCALE_BLOCK[0] % BLOCK_N == 0
-        and (JOINT or (NOPE % BLOCK_N == 0 and V_DIM % BLOCK_N == 0))
+    UNIFORM: tl.constexpr = SCALE_BLOCK[0] % BLOCK_N == 0 and (
+        JOINT or (NOPE % BLOCK_N == 0 and V_DIM % BLOCK_N == 0)
     )
     latent_desc = tl.make_tensor_descriptor(
         latent_ptr, [num_rows, RANK], [LATENT_STRIDE, 1], [BLOCK_M, BLOCK_K]
@@ -88,9 +87,7 @@ def mla_up_projection(
         weight_ptr, [ROWS, RANK], [WEIGHT_STRIDE, 1], [BLOCK_N, BLOCK_K]
     )
     if JOINT:
-        out_desc = tl.make_tensor_descriptor(
-            k_ptr, [num_rows, ROWS], [ROWS, 1], [BLOCK_M, BLOCK_N]
-        )
+        out_desc = tl.make_tensor_descriptor(k_ptr, [num_rows, ROWS], [ROWS, 1], [BLOCK_M, BLOCK_N])
     tiles_m = (num_rows + BLOCK_M - 1) // BLOCK_M
     num_tiles = tiles_m * TILES_N
     if limit_ptr is not None:
