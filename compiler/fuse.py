@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import gc
 import math
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx
 
 import tilewright.patterns  # noqa: F401  registers the families
@@ -179,7 +181,9 @@ def _wanted(match: Match, only: Sequence[str] | None) -> bool:
 
 def _site(done: Rewritten, target: str) -> Site:
     match = done.match
-    chosen = _lowering(done.node, target)
+    chosen = _lowering(done.node, done.node.meta["tilewright"]["op"], target)
+    inner = [_lowering(node, name, target) for node, name in _nested_ops(done.node)]
+    specs = [spec for plan in (*inner, chosen) for spec in plan.specs]
     return Site(
         pattern=match.pattern,
         op=match.op,
@@ -188,7 +192,7 @@ def _site(done: Rewritten, target: str) -> Site:
         shapes=dict(match.facts),
         lowering=chosen.name,
         reason=chosen.reason,
-        kernels=tuple(Kernel(spec) for spec in chosen.specs),
+        kernels=tuple(Kernel(spec) for spec in specs),
         node=done.node.name,
         absorbed=done.before,
         intermediate_bytes=_intermediate_bytes(match),
@@ -204,9 +208,23 @@ def _intermediate_bytes(match: Match) -> int:
     return sum(map(math.prod, sizes)) if known else 0
 
 
-def _lowering(node: fx.Node, target: str) -> Any:
-    """The op's own plan at the shapes of one node."""
-    op = get_op(node.meta["tilewright"]["op"])
+def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
+    """The nodes of our ops, with the ops' names, that a match made for its last op to read."""
+    found: list[tuple[fx.Node, str]] = []
+    for source in node.all_input_nodes:
+        called = source.target
+        if called is operator.getitem:
+            found += _nested_ops(source)
+        elif isinstance(called, torch._ops.OpOverload) and "tilewright" not in source.meta:
+            name = called._schema.name
+            if name.startswith("tilewright::"):
+                found += [*_nested_ops(source), (source, name)]
+    return list(dict.fromkeys(found))
+
+
+def _lowering(node: fx.Node, name: str, target: str) -> Any:
+    """The plan of an op at the shapes of one node."""
+    op = get_op(name)
     return op.plan_for(arguments_of(op, node), target)
 
 

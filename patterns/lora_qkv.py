@@ -204,7 +204,9 @@ def _rest_of_product(value: Value) -> View | None:
 
 def _guard(item: Sum, flow: Dataflow) -> None:
     delta = item.delta
-    stores = [user for user in flow.users.get(item.value, ()) if user.op == "store"]
+    memory = flow.memory_of.get(flow.home(item.base.value))
+    users = flow.users.get(item.value, ())
+    stores = [u for u in users if u.store is not None and u.store.memory is memory]
     if stores:
         reject(
             "LORA_IN_PLACE",

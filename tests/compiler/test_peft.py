@@ -155,3 +155,49 @@ def test_adapters_in_fp32_without_a_cache_are_missed_by_dtype():
     assert found.matches == ()
     assert {m.code for m in found.misses} == {"DTYPE"}
     assert "autocast_adapter_dtype" in found.misses[0].hint
+
+
+def several(active, **options):
+    """Two adapters of different rank; `active` ones are summed."""
+    case = adapted(in_fp32=False, **options)
+    lora = peft.LoraConfig(r=6, lora_alpha=3, target_modules=[*QKV], init_lora_weights=False)
+    torch.manual_seed(2)
+    case.model.add_adapter("second", lora, autocast_adapter_dtype=False)
+    case.model.base_model.set_adapter(active)
+    case.model.requires_grad_(False)
+    return case
+
+
+def differences(a, b):
+    """Runs two equal cases, the first compiled; its report and how far logits and caches differ."""
+    compiled = torch.compile(a.model, backend="tilewright", options={"inner": "eager"})
+    ours, eager = compiled(*a.args, **a.kwargs).logits, b.model(*b.args, **b.kwargs).logits
+    pairs = [(ours, eager)]
+    for one, other in zip(a.caches, b.caches, strict=True):
+        pairs += zip(one, other, strict=True)
+    return reports()[-1], max((x.float() - y.float()).abs().max().item() for x, y in pairs)
+
+
+def test_several_active_adapters_are_fused_one_by_one():
+    cases = [several(["default", "second"]) for _ in range(2)]
+    report, off = differences(*cases)
+    assert off < 0.05
+    assert {m.pattern for m in report.matches} == {"lora_qkv", "cache_store"}
+    assert {m.code for m in report.misses} == {"K_PATH"}
+
+
+def test_one_active_adapter_of_two_is_fused_with_the_cache_write():
+    report, off = differences(*(several(["second"]) for _ in range(2)))
+    assert off < 0.05
+    assert [m.shapes.get("lora") for m in report.matches] == ["qkv rank=6"] * LAYERS
+
+
+def test_a_batch_of_several_adapters_is_missed_by_name():
+    """PEFT adds the delta of each adapter in place, to the rows that a Python list names."""
+    cases = [several("default") for _ in range(2)]
+    for case in cases:
+        case.kwargs["adapter_names"] = ["default", "second"]
+    report, off = differences(*cases)
+    assert off < 0.05
+    assert {m.pattern for m in report.matches} == {"cache_store"}
+    assert {m.code for m in report.misses} == {"LORA_IN_PLACE", "K_PATH", "LONE_WRITE"}

@@ -88,3 +88,9 @@ def test_a_bent_model_stays_right(name):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert len(report.matches) == expected.sites, (report.matches, report.misses)
     assert {miss.code for miss in report.misses} == set(expected.codes)
+
+
+def test_the_report_lists_the_kernels_of_both_ops():
+    names = [kernel.spec.name for kernel in lower(*build("gather_einsum")).kernels]
+    assert any("shrink" in name for name in names), names
+    assert any("expand" in name for name in names), names
