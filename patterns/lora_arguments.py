@@ -43,7 +43,7 @@ def check_together(deltas: Sequence[LoraDelta]) -> None:
 def check_kernels(delta: LoraDelta) -> None:
     """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
     dtype = delta.shrink.value.dtype
-    if delta.x.value.device.type != "cpu" and dtype not in KERNEL_DTYPES:
+    if delta.x.value.device.type == "cuda" and dtype not in KERNEL_DTYPES:
         names = " and ".join(str(d).removeprefix("torch.") for d in KERNEL_DTYPES)
         reject(
             "DTYPE",
@@ -92,6 +92,7 @@ def packed_delta(
 ) -> Computed:
     """The deltas of q, k and v, one beside the other: [T, Wq + Wk + Wv]."""
     first = next(delta for delta in deltas if delta is not None)
+    check_kernels(first)
     rows = first.x.shape[0]
     empty = [
         zeros(rows, width, first.x) if delta is None else None
