@@ -61,6 +61,11 @@ def emit(spec: KernelSpec) -> str:
     Raises EmitError where the template uses something that cannot be carried over exactly, a
     static assertion fails, or the spec's arguments are not the kernel's.
     """
+    with template_source.ONE_THREAD:
+        return _emit(spec)
+
+
+def _emit(spec: KernelSpec) -> str:
     library = Library()
     module = library.load(spec.module)
     if spec.kernel not in module.functions:

@@ -9,8 +9,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+
+# CPython 3.11 miscounts recursion where two threads build syntax trees (python/cpython#106905).
+ONE_THREAD = threading.RLock()
 
 
 class EmitError(ValueError):
@@ -130,7 +135,8 @@ def fingerprint(name: str) -> str:
 def parse_module(name: str, text: str) -> TemplateModule:
     """Collect a module's jit functions, assigned constants and imports of triton and templates."""
     try:
-        tree = ast.parse(text)
+        with ONE_THREAD:
+            tree = ast.parse(text)
     except SyntaxError as error:
         raise EmitError(f"template {name}: {error}") from error
     module = TemplateModule(name, text, {}, {}, {})

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tilewright.codegen.build import Artifact
 
 
+#: What stands in a miss for the pattern where Dynamo did not capture the model.
+CAPTURE = "capture"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One emitted kernel of a lowering."""
@@ -138,7 +142,7 @@ class Lowered:
 def _break(reason: str) -> Miss:
     first = next(line.strip() for line in reason.splitlines() if line.strip())
     return Miss(
-        "capture",
+        CAPTURE,
         "GRAPH_BREAK",
         Stage.ANCHORED,
         f"the graph breaks here, and what runs between graphs is not fused: {first}",
@@ -164,7 +168,7 @@ def miss_dict(miss: Miss) -> dict[str, Any]:
 
 def collapse_scope(scope: str) -> str:
     """`model.layers.13.self_attn` as `model.layers.*.self_attn`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", scope)
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", scope)
 
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
@@ -181,7 +185,8 @@ def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
     """Equal misses of different layers as one: (a representative, collapsed scope, count)."""
     groups: dict[Any, list[Miss]] = {}
     for miss in misses:
-        key = (miss.pattern, miss.code, miss.stage, collapse_scope(miss.scope), miss.source)
+        why = miss.message if miss.pattern == CAPTURE else ""
+        key = (miss.pattern, miss.code, miss.stage, collapse_scope(miss.scope), miss.source, why)
         groups.setdefault(key, []).append(miss)
     return [
         (g[0], key[3] if len(g) > 1 else g[0].scope, sum(m.count for m in g))

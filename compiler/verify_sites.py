@@ -13,7 +13,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
-from tilewright.compiler.report import GraphReport, collapse_sites
+from tilewright.compiler.report import GraphReport, Site, collapse_sites
 from tilewright.compiler.verify import clone_inputs, flat_tensors
 
 #: What a rewrite may add to the error of the graph it replaces: both round, in other places.
@@ -82,29 +82,60 @@ def _graph_errors(report: GraphReport, options: Options, inputs: Sequence[Any]) 
     if any(isinstance(item, torch.Tensor) and item.is_meta for item in inputs):
         raise ValueError("expected tensors with data, got tensors on the meta device")
     try:
-        exact = _results(lambda *given: run_in_float64(report.before, given), inputs, widen)
+        exact = _run(lambda *given: run_in_float64(report.before, given), inputs, widen)
     except NoFloat64Error as error:
         note = f"no float64 reference: {error}"
-        return [_error(site, scope, n, (), (), (), note) for site, scope, n in kinds]
-    plain = _results(report.before, inputs)
+        return [_error(site, scope, n, (), note) for site, scope, n in kinds]
+    plain = _run(report.before, inputs)
     found = []
     for site, scope, count in kinds:
         alone = replace(options, patterns=(site.pattern,), only=(scope,) if scope else None)
-        fused = _results(fuse(report.before, alone).after, inputs)
-        found.append(_error(site, scope, count, exact, plain, fused))
+        fused = _run(fuse(report.before, alone).after, inputs)
+        triples = list(zip(fused.outputs, plain.outputs, exact.outputs, strict=True))
+        triples += _changed(inputs, fused, plain, exact)
+        found.append(_error(site, scope, count, triples))
     return found
 
 
-def _results(
+@dataclass(frozen=True)
+class _Ran:
+    """Floating outputs of a run, and the floating inputs that are no weights, as it left them."""
+
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
+def _run(
     run: Callable[..., Any],
     inputs: Sequence[Any],
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> list[torch.Tensor]:
-    """Outputs, and the floating inputs as the run left them: caches are among those."""
+) -> _Ran:
     given = clone_inputs(inputs, convert, shared=_is_weight)
-    outputs = flat_tensors(run(*given))
-    written = [t for t in flat_tensors(given) if not _is_weight(t)]
-    return [t for t in (*outputs, *written) if t.is_floating_point()]
+    outputs = [t for t in flat_tensors(run(*given)) if t.is_floating_point()]
+    return _Ran(outputs, _written(given))
+
+
+def _written(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """What a run may have written to: caches are among it."""
+    return [t for t in flat_tensors(inputs) if t.is_floating_point() and not _is_weight(t)]
+
+
+def _changed(
+    inputs: Sequence[Any], fused: _Ran, plain: _Ran, exact: _Ran
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of each input, the elements that any run changed: the rest of a cache would hide them."""
+    found = []
+    runs = zip(_written(inputs), fused.inputs, plain.inputs, exact.inputs, strict=True)
+    for before, *after in runs:
+        same = [_same(tensor.double(), before.double()) for tensor in after]
+        changed = ~(same[0] & same[1] & same[2])
+        if bool(changed.any()):
+            found.append((after[0][changed], after[1][changed], after[2][changed]))
+    return found
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x == y) | (x.isnan() & y.isnan())
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
@@ -113,17 +144,16 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def _error(
-    site: Any,
+    site: Site,
     scope: str,
     count: int,
-    exact: Sequence[torch.Tensor],
-    plain: Sequence[torch.Tensor],
-    fused: Sequence[torch.Tensor],
+    triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     note: str = "",
 ) -> SiteError:
+    """triples: (fused, plain, exact)."""
     pairs = [
         (_distance(theirs, truth), _distance(ours, truth), _allowed(theirs, truth))
-        for ours, theirs, truth in zip(fused, plain, exact, strict=True)
+        for ours, theirs, truth in triples
     ]
     worst = max(pairs, key=_share, default=(0.0, 0.0, 0.0))
     return SiteError(site.pattern, site.op, scope, count, *worst, note)
@@ -143,7 +173,7 @@ def _allowed(plain: torch.Tensor, exact: torch.Tensor) -> float:
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative, in the 2-norm; a NaN or infinity that only one of them has counts as infinite."""
     x, y = a.double(), b.double()
-    same = (x == y) | (x.isnan() & y.isnan())
+    same = _same(x, y)
     if not bool((same | (x.isfinite() & y.isfinite())).all()):
         return float("inf")
     scale = torch.linalg.vector_norm(torch.where(y.isfinite(), y, 0.0)).item()

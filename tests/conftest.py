@@ -1,6 +1,13 @@
 """Makes the shared models importable as `tests.models` wherever pytest is started."""
 
+import os
 import sys
 from pathlib import Path
+
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are in each other's way
+    torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

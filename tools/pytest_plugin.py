@@ -9,9 +9,10 @@ compares what is matched and missed with a snapshot file beside the test, one li
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,15 @@ def tilewright(request: pytest.FixtureRequest) -> Matches:
     """Checks of what tilewright matches in a model; see :class:`Matches`."""
     return Matches(
         folder=request.path.parent / FOLDER / request.path.stem,
-        name=re.sub(r"[^\w.-]+", "_", request.node.name).strip("_"),
+        name=_test_name(request),
         update=request.config.getoption(UPDATE),
     )
+
+
+def _test_name(request: pytest.FixtureRequest) -> str:
+    """The test's name, with its class, as a file may be called."""
+    parts = [request.cls.__name__] if request.cls else []
+    return re.sub(r"[^\w.-]+", "_", ".".join([*parts, request.node.name])).strip("_")
 
 
 class Matches:
@@ -91,6 +98,7 @@ class Matches:
     ) -> Lowered:
         """Exactly so many sites of each named pattern: `assert_matches(m, x, qkv_cache=32)`."""
         lowered = _lower(model, args, kwargs, options or {})
+        _check_names(counts, "qkv_cache=32")
         found = Counter(site.pattern for site in lowered.matches)
         wrong = [
             f"{n}: {found[n]}, expected {count}" for n, count in counts.items() if found[n] != count
@@ -110,6 +118,8 @@ class Matches:
     ) -> Lowered:
         """The negative twin: each named pattern matches nothing and misses with its code."""
         lowered = _lower(model, args, kwargs, options or {})
+        _check_names(codes, 'qkv_cache="ESCAPES"')
+        _check_codes(codes.values())
         found = {site.pattern for site in lowered.matches}
         missed = {(miss.pattern, miss.code) for miss in lowered.misses}
         wrong = [f"{n} matches, expected it not to" for n in codes if n in found]
@@ -135,7 +145,31 @@ def _lower(
 
     if isinstance(args, torch.Tensor):
         raise TypeError("args: expected a tuple of arguments, got one tensor")
-    return lower(model, args, kwargs, **options)
+    trace = logging.getLogger("torch.__trace")
+    propagated, trace.propagate = trace.propagate, False  # pytest would print it under a failure
+    try:
+        return lower(model, args, kwargs, **options)
+    finally:
+        trace.propagate = propagated
+
+
+def _check_names(expected: Mapping[str, Any], example: str) -> None:
+    """Raises ValueError for a pattern there is not, or where nothing is expected."""
+    from tilewright.patterns.language import registered
+
+    known = sorted(pattern.name for pattern in registered())
+    unknown = sorted(set(expected) - set(known))
+    if not expected or unknown:
+        got = f"unknown {unknown}" if unknown else "none"
+        raise ValueError(f"expected patterns ({example}) out of {known}, got {got}")
+
+
+def _check_codes(codes: Iterable[str]) -> None:
+    from tilewright.patterns.language import CODES
+
+    unknown = sorted(set(codes) - set(CODES))
+    if unknown:
+        raise ValueError(f"no miss codes {unknown}; `tilewright explain` lists them")
 
 
 def _stored(path: Path) -> Sequence[Any]:
@@ -143,10 +177,12 @@ def _stored(path: Path) -> Sequence[Any]:
 
     if not path.is_file():
         pytest.fail(f"no snapshot {path}; write it with pytest {UPDATE}", pytrace=False)
+    problem: Exception | None = None
     try:
         return read_lines(path)
     except SnapshotError as error:
-        pytest.fail(f"{error}; write it anew with pytest {UPDATE}", pytrace=False)
+        problem = error  # failing here would print every exception that led to it
+    pytest.fail(f"{problem}; write it anew with pytest {UPDATE}", pytrace=False)
 
 
 def _message(path: Path, changes: Sequence[Change], lowered: Lowered) -> str:

@@ -94,3 +94,50 @@ def test_the_report_lists_the_kernels_of_both_ops():
     names = [kernel.spec.name for kernel in lower(*build("gather_einsum")).kernels]
     assert any("shrink" in name for name in names), names
     assert any("expand" in name for name in names), names
+
+
+class Cached(torch.nn.Module):
+    """q, k and v with adapters picked by row, k and v written by slot."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.ParameterDict({n: torch.randn(64, 96) for n in "qkv"})
+        self.a = torch.nn.ParameterDict({n: torch.randn(3, 8, 96) for n in "qkv"})
+        self.b = torch.nn.ParameterDict({n: torch.randn(3, 64, 8) for n in "qkv"})
+
+    def forward(self, x, slots, k_cache, v_cache, **ids):
+        q, k, v = (
+            x @ self.base[n].T
+            + torch.bmm(self.b[n][ids[n]], torch.bmm(self.a[n][ids[n]], x.unsqueeze(-1))).squeeze(
+                -1
+            )
+            for n in "qkv"
+        )
+        k_cache[slots] = k.view(-1, 2, 32)
+        v_cache[slots] = v.view(-1, 2, 32)
+        return q.relu()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_adapters_of_one_batch_go_into_the_cache_write(same):
+    torch.manual_seed(0)
+    module, one, other = (
+        Cached().requires_grad_(False),
+        torch.tensor([0, 2, 1]),
+        torch.tensor([1, 1, 0]),
+    )
+    caches = [torch.zeros(16, 2, 32) for _ in range(4)]
+    ids = {"q": one, "k": one, "v": one if same else other}
+    args = torch.randn(3, 96), torch.tensor([3, 0, 9])
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    ours, eager = compiled(*args, *caches[:2], **ids), module(*args, *caches[2:], **ids)
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(caches[:2], caches[2:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    report = reports()[-1]
+    fused = [site for site in report.matches if site.pattern == "qkv_cache"]
+    if same:
+        assert fused[0].shapes["lora"] == "qkv rank=8 of 3"
+    else:
+        assert fused == []
+        assert "LORA_ROWS" in {miss.code for miss in report.misses}

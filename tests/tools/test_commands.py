@@ -125,6 +125,22 @@ def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
     assert site["fused_error"] > site["allowed"]
 
 
+def test_a_large_cache_hides_no_wrong_write(command, tmp_path, monkeypatch):
+    """Only what a run changed is compared: three slots of many."""
+    (tmp_path / "large.py").write_text(
+        "import torch, mine, real\n\ndef make():\n"
+        "    model, args, kwargs = real.make_real()\n"
+        "    for layer in model.layers:\n"
+        "        layer.k_cache = torch.randn(20000, 2, 32, dtype=torch.bfloat16)\n"
+        "        layer.v_cache = torch.randn(20000, 2, 32, dtype=torch.bfloat16)\n"
+        "    return model, args, kwargs\n"
+    )
+    assert command("verify", "large.py:make").exit_code == 0
+    monkeypatch.setattr("tilewright.ops.qkv_cache.write_kv", lambda *a, **k: None)
+    torch._dynamo.reset()
+    assert command("verify", "large.py:make").exit_code == 1
+
+
 def test_verify_of_meta_tensors_says_that_it_needs_data(command):
     done = command("verify", "mine.py:make")
     assert done.exit_code == 2
@@ -219,6 +235,24 @@ def test_bad_input_is_one_line_and_exit_code_two(command, arguments, message):
     assert done.exit_code == 2
     assert message in done.stderr.splitlines()[-1]
     assert done.stdout == ""
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(command, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    done = command("inspect", "mine.py:make")
+    assert done.exit_code == 2
+    assert "cannot write to the kernel cache" in done.stderr.splitlines()[-1]
+    assert done.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_benchmark_without_its_gpu_is_one_line(command):
+    done = command("bench", "cache_size")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines() == [
+        "tilewright: cache_size needs an NVIDIA GPU, and there is none here"
+    ]
 
 
 def test_help_of_every_command_and_completion(command):

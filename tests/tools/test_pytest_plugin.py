@@ -97,6 +97,42 @@ def test_counts_and_negative_twins(project, monkeypatch):
     broken.stdout.fnmatch_lines(["*qkv_cache: 0, expected 2*", "*ACCUMULATED_WRITE*"])
 
 
+def test_tests_of_two_classes_have_a_snapshot_each(project, pytester):
+    pytester.makepyfile(
+        test_classes="""
+        import mine
+
+        class TestOne:
+            def test_it(self, tilewright):
+                tilewright.check(*mine.make())
+
+        class TestOther:
+            def test_it(self, tilewright):
+                tilewright.check(*mine.make(mine.by_addition))
+        """
+    )
+    project("--tilewright-update", "test_classes.py").assert_outcomes(passed=2)
+    project("test_classes.py").assert_outcomes(passed=2)
+
+
+def test_an_expectation_that_cannot_fail_is_refused(project, pytester):
+    pytester.makepyfile(
+        test_typos="""
+        import mine, pytest
+
+        @pytest.mark.parametrize("expected", [{"qkv_cahce": 0}, {}])
+        def test_counts(tilewright, expected):
+            with pytest.raises(ValueError, match="qkv_cache"):
+                tilewright.assert_matches(*mine.make(), **expected)
+
+        def test_codes(tilewright):
+            with pytest.raises(ValueError, match="K_PAHT"):
+                tilewright.assert_misses(*mine.make(), qkv_cache="K_PAHT")
+        """
+    )
+    project("test_typos.py").assert_outcomes(passed=3)
+
+
 def test_a_corrupt_snapshot_fails_and_says_what_to_do(project, pytester):
     folder = pytester.path / FOLDER / "test_mine"
     folder.mkdir(parents=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.table import Table
 
@@ -80,6 +81,8 @@ def _list(known: dict[str, str], as_json: bool) -> None:
 
 def _run(names: list[str]) -> None:
     for name in names:
+        if "cuda" in (FOLDER / f"{name}.py").read_text("utf-8") and not torch.cuda.is_available():
+            raise CommandError(f"{name} needs an NVIDIA GPU, and there is none here")
         done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], check=False)
         if done.returncode:
             raise CommandError(f"{name} ended with exit code {done.returncode}")

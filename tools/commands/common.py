@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tilewright.codegen.cache import cache_dir
 from tilewright.codegen.targets import TARGETS
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
@@ -61,7 +62,7 @@ def errors_for_people(debug: bool) -> Iterator[None]:
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    typer.echo(json.dumps(data, indent=2))
+    typer.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
 def load(model: str, **options: Any) -> LoadedModel:
@@ -134,8 +135,12 @@ def _gist(message: str) -> str:
 
 def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[KernelAudit]:
     """Every kernel compiled and audited, with a progress bar on a terminal."""
-    with progress("compiling kernels", len(kernels)) as advance:
-        return audit_kernels(kernels, target, done=advance, **options)
+    try:
+        with progress("compiling kernels", len(kernels)) as advance:
+            return audit_kernels(kernels, target, done=advance, **options)
+    except OSError as error:
+        message = f"cannot write to the kernel cache {cache_dir()}: {error.strerror}"
+        raise CommandError(f"{message}; TILEWRIGHT_CACHE_DIR names another") from error
 
 
 @contextlib.contextmanager

@@ -41,7 +41,8 @@ def diff(
         else:
             console = make_console()
             for change in changes:
-                console.print(str(change), style="red" if change.after < change.before else "green")
+                style = "red" if change.after < change.before else "green"
+                console.print(str(change), style=style, soft_wrap=True)  # lines may be searched
             if not changes:
                 console.print(f"{a} and {b} hold the same sites")
     if changes:

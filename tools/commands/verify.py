@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -64,8 +65,7 @@ def verify(
                     loaded.model, loaded.args, loaded.kwargs, patterns=chosen, dynamic=dynamic
                 )
         if as_json:
-            sites = [asdict(error) | {"good": error.good} for error in found]
-            print_json({"model": model, "sites": sites})
+            print_json({"model": model, "sites": [_as_dict(error) for error in found]})
         else:
             _print(found)
     if not all(error.good for error in found):
@@ -81,6 +81,14 @@ def _cut(name: str, layers: int, experts: int) -> dict[str, Any]:
         "cache_length": CACHE_LENGTH,
         "device": device,
     }
+
+
+def _as_dict(error: SiteError) -> dict[str, Any]:
+    """As JSON-ready data; an infinite or undefined error is null."""
+    data = asdict(error)
+    for name in ("plain_error", "fused_error", "allowed"):
+        data[name] = data[name] if math.isfinite(data[name]) else None
+    return data | {"good": error.good}
 
 
 def _check_real(model: str, arguments: Sequence[Any]) -> None:
