@@ -13,7 +13,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-
 # CPython 3.11 miscounts recursion where two threads build syntax trees (python/cpython#106905).
 ONE_THREAD = threading.RLock()
 
