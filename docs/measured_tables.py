@@ -129,9 +129,9 @@ def adapters(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     head = "**Adapters of q, k and v**, hidden 4096, 8 adapters, µs; the shrink makes all three "
-    head += (
-        "planes, `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` and a permute:"
-    )
+    head += "planes, `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` and a "
+    head += "permute. The tiles were chosen anew after this run "
+    head += "([docs/lora-performance.md](docs/lora-performance.md)):"
     header = ("op, rank, tokens", "gather", "grouped_mm", "tilewright", "best / tilewright")
     return f"{head}\n\n{table(header, rows)}"
 
