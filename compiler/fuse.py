@@ -200,7 +200,7 @@ def _site(done: Rewritten, target: str) -> Site:
 
 
 def _intermediate_bytes(match: Match) -> int:
-    """Memory of the values that are no longer written and read; 0 where a size is a symbol."""
+    """Memory of the values that leave the graph; 0 where a size is a symbol."""
     kept = {result.replaced for result in match.results}
     gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
     sizes = [(*value.shape, value.dtype.itemsize) for value in gone]

@@ -56,8 +56,8 @@ class Site:
 
     shapes: the facts a reader checks. lowering, reason: how, and why so. node: the op's name in the
     rewritten graph. absorbed: names of the original graph's nodes that it replaces.
-    intermediate_bytes: size of the values among them that are no longer written and read; 0 where
-    it is not known before the run.
+    intermediate_bytes: size of the values among them that leave the graph (the op may make some of
+    its own); 0 where it is not known before the run.
     """
 
     pattern: str
