@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_cache import new_cache, rewind
 from timing import capture, interleaved_us, keep
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tilewright.compiler import reports
 
@@ -40,24 +41,6 @@ def build(layers: int) -> Any:
     return model.eval()
 
 
-def new_cache(model: Any, batch: int) -> StaticCache:
-    cache = StaticCache(config=model.config, max_cache_len=MAX_LENGTH)
-    cache.early_initialization(
-        batch_size=batch, num_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda"
-    )
-    for number, layer in enumerate(cache.layers):
-        generator = torch.Generator("cuda").manual_seed(number)
-        layer.keys.normal_(generator=generator)
-        layer.values.normal_(generator=generator)
-    return cache
-
-
-def rewind(cache: StaticCache, position: int) -> None:
-    """Sets how many tokens a cache holds, so that replays never run past its end."""
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(position)
-
-
 def measure(model: Any, batch: int, tokens: int) -> dict[str, Any]:
     torch._dynamo.reset()
     position = START if tokens == 1 else 0
@@ -67,7 +50,7 @@ def measure(model: Any, batch: int, tokens: int) -> dict[str, Any]:
         "stock": torch.compile(model),
         "tilewright": torch.compile(model, backend="tilewright"),
     }
-    caches = {name: new_cache(model, batch) for name in variants}
+    caches = {name: new_cache(model, batch, MAX_LENGTH) for name in variants}
     graphs, outputs = {}, {}
     for name, forward in variants.items():
 

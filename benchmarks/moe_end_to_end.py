@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
+from decode_cache import new_cache, rewind
 from timing import capture, interleaved_us, keep
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tilewright.compiler import reports
 
@@ -60,24 +61,6 @@ def build(layers: int) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def new_cache(model: Any, batch: int) -> StaticCache:
-    cache = StaticCache(config=model.config, max_cache_len=MAX_LENGTH)
-    cache.early_initialization(
-        batch_size=batch, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda"
-    )
-    for number, layer in enumerate(cache.layers):
-        generator = torch.Generator("cuda").manual_seed(number)
-        layer.keys.normal_(generator=generator)
-        layer.values.normal_(generator=generator)
-    return cache
-
-
-def rewind(cache: StaticCache, position: int) -> None:
-    """Sets how many tokens a cache holds, so that replays never run past its end."""
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(position)
-
-
 def floor_us(model: Any, tokens: int, copy: float) -> float:
     """Time to read what a pass needs of the weights, if tokens pick experts at random."""
     config = model.config
@@ -99,7 +82,7 @@ def prepared(model: Any, batch: int, tokens: int) -> tuple[dict[str, Any], dict[
         "stock": torch.compile(model),
         "tilewright": torch.compile(model, backend="tilewright"),
     }
-    caches = {name: new_cache(model, batch) for name in variants}
+    caches = {name: new_cache(model, batch, MAX_LENGTH) for name in variants}
     graphs, outputs = {}, {}
     for name, forward in variants.items():
 

@@ -138,16 +138,20 @@ def _differences(
         x, y = a.double(), b.double()
         if before is not None:
             old = before[i].double()
-            changed = ~(_same(x, old) & _same(y, old))
+            changed = ~(same_elements(x, old) & same_elements(y, old))
             x, y = x[changed], y[changed]
-        scale = torch.linalg.vector_norm(torch.where(y.isfinite(), y, 0.0)).item()
-        error = torch.linalg.vector_norm(torch.where(_same(x, y), 0.0, x - y)).item()
-        found.append(
-            Difference(f"{what} {i}", error / (scale or 1.0), TOLERANCE.get(a.dtype, EIGHT_BITS))
-        )
+        allowed = TOLERANCE.get(a.dtype, EIGHT_BITS)
+        found.append(Difference(f"{what} {i}", relative_error(x, y), allowed))
     return found
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
+    """||x - y|| / ||y|| in the 2-norm, of float64 tensors; equal elements add nothing."""
+    scale = torch.linalg.vector_norm(torch.where(y.isfinite(), y, 0.0)).item()
+    error = torch.linalg.vector_norm(torch.where(same_elements(x, y), 0.0, x - y)).item()
+    return error / (scale or 1.0)
+
+
+def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Element by element; an uninitialised cache holds NaN, which equals NaN here."""
     return (a == b) | (a.isnan() & b.isnan())

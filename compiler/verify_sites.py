@@ -14,7 +14,12 @@ from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Site, collapse_sites
-from tilewright.compiler.verify import clone_inputs, flat_tensors
+from tilewright.compiler.verify import (
+    clone_inputs,
+    flat_tensors,
+    relative_error,
+    same_elements,
+)
 
 #: What a rewrite may add to the error of the graph it replaces: both round, in other places.
 SLACK = 1.25
@@ -127,15 +132,11 @@ def _changed(
     found = []
     runs = zip(_written(inputs), fused.inputs, plain.inputs, exact.inputs, strict=True)
     for before, *after in runs:
-        same = [_same(tensor.double(), before.double()) for tensor in after]
+        same = [same_elements(tensor.double(), before.double()) for tensor in after]
         changed = ~(same[0] & same[1] & same[2])
         if bool(changed.any()):
             found.append((after[0][changed], after[1][changed], after[2][changed]))
     return found
-
-
-def _same(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x == y) | (x.isnan() & y.isnan())
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
@@ -173,8 +174,7 @@ def _allowed(plain: torch.Tensor, exact: torch.Tensor) -> float:
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative, in the 2-norm; a NaN or infinity that only one of them has counts as infinite."""
     x, y = a.double(), b.double()
-    same = _same(x, y)
+    same = same_elements(x, y)
     if not bool((same | (x.isfinite() & y.isfinite())).all()):
         return float("inf")
-    scale = torch.linalg.vector_norm(torch.where(y.isfinite(), y, 0.0)).item()
-    return torch.linalg.vector_norm(torch.where(same, 0.0, x - y)).item() / (scale or 1.0)
+    return relative_error(x, y)
