@@ -50,7 +50,7 @@ def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100"
     return out, lse
 
 
-def agree(a: AttentionCall, got, tolerance: float) -> None:
+def assert_agrees(a: AttentionCall, got, tolerance: float) -> None:
     out, lse = got
     want, want_lse = exact(a)
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -91,7 +91,7 @@ def tolerance(case: Case) -> float:
 )
 def test_kernel_is_attention(case, config):
     a = call_of(case)
-    agree(a, run(a, config), tolerance(case))
+    assert_agrees(a, run(a, config), tolerance(case))
 
 
 def test_positions_and_masks_of_a_dense_batch():
@@ -110,8 +110,8 @@ def test_positions_and_masks_of_a_dense_batch():
         {"mask": "none", "attn_mask": flags},
     ):
         a = call_of(with_options(case, **options))
-        agree(a, run(a, TWO_LOOPS), 4e-3)
-        agree(a, run(a, ONE_LOOP), 4e-3)
+        assert_agrees(a, run(a, TWO_LOOPS), 4e-3)
+        assert_agrees(a, run(a, ONE_LOOP), 4e-3)
 
 
 def test_finite_masks_do_not_hide():
@@ -134,14 +134,14 @@ def test_rope_keys_from_pages():
     a = replace(a, k_rope=pool, block_table=table, key_starts=torch.tensor([0, 3]))
     a = replace(a, query_starts=a.query_starts + a.key_starts)
     for config in (TWO_LOOPS, POINTERS):
-        agree(a, run(a, config), 4e-3)
+        assert_agrees(a, run(a, config), 4e-3)
 
 
 def test_scales_of_8_bit_operands_multiply():
     case = with_options(BYTES, **prefix(BYTES))
     scales = {n: torch.tensor(s) for n, s in (("q_scale", 0.5), ("k_scale", 1.5), ("v_scale", 2.0))}
     a = call_of(with_options(case, **scales))
-    agree(a, run(a, ONE_LOOP), 0.25)
+    assert_agrees(a, run(a, ONE_LOOP), 0.25)
     # A value's dims contiguous is the same numbers.
     rows = replace(a, v=a.v.contiguous())
     torch.testing.assert_close(run(rows, ONE_LOOP)[0], run(a, ONE_LOOP)[0], rtol=0.1, atol=0.1)

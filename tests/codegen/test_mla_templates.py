@@ -44,7 +44,7 @@ def launches(monkeypatch):
     return noted
 
 
-def close(actual, expected, places=2.0**-7):
+def assert_near(actual, expected, places=2.0**-7):
     error = (actual.double() - expected.double()).abs()
     assert bool((error <= places * expected.double().abs().clamp(min=1.0)).all()), error.max()
 
@@ -72,7 +72,7 @@ def test_a_store_writes_what_the_reference_writes(name, launches):
     mla_key_kernels.launch(*mla_key_kernels.latent_kernel(call, SM100), a.latent.device)
     for cache in ("latent_cache", "rope_cache"):
         if getattr(a, cache) is not None:
-            close(getattr(a, cache), getattr(expected, cache))
+            assert_near(getattr(a, cache), getattr(expected, cache))
 
 
 PREFILLS = {
@@ -91,9 +91,9 @@ def test_keys_and_values_are_those_of_the_reference(name, count, launches):
     made = mla_key_kernels.make_keys(a, chunk, SM100)
     for cache in ("latent_cache", "rope_cache"):
         if getattr(a, cache) is not None:
-            close(getattr(a, cache), getattr(expected, cache))
+            assert_near(getattr(a, cache), getattr(expected, cache))
     for got, want in zip((made.k, made.v, made.k_rope), expected_keys(expected), strict=True):
-        close(got, want)
+        assert_near(got, want)
     assert len(launches) == count
 
 
@@ -105,8 +105,8 @@ def test_new_tokens_that_are_no_keys_are_written_too(launches):
     expected = clone(a)
     PREFILL.reference(expected)
     made = mla_key_kernels.make_keys(a, Chunk(a.num_keys, offsets), SM100)
-    close(a.latent_cache, expected.latent_cache)
-    close(made.k, expected_keys(expected)[0])
+    assert_near(a.latent_cache, expected.latent_cache)
+    assert_near(made.k, expected_keys(expected)[0])
     assert len(launches) == 1
 
 
@@ -131,8 +131,8 @@ def test_chunks_hold_the_keys_of_the_whole(name, launches):
             if count > 0:
                 place = slice(first + start, first + start + count)
                 for got, want in zip((keys.k, keys.v, keys.k_rope), wanted, strict=True):
-                    close(got[row : row + count], want[place])
-    close(a.blocks, expected.blocks)
+                    assert_near(got[row : row + count], want[place])
+    assert_near(a.blocks, expected.blocks)
 
 
 @pytest.mark.parametrize("weight", ["dense", "quantized"])
@@ -150,7 +150,7 @@ def test_the_8_bit_core_gets_keys_of_8_bits(weight, launches):
     wanted = expected_keys(expected)
     for got, want, scale in zip((made.k, made.v, made.k_rope), wanted, scales, strict=True):
         assert got.dtype == FP8
-        close(got.float() * scale, want, 2.0**-3)
+        assert_near(got.float() * scale, want, 2.0**-3)
 
 
 def test_rows_past_the_last_position_are_left_out(launches):
@@ -165,7 +165,7 @@ def test_rows_past_the_last_position_are_left_out(launches):
     k, v, _ = expected_keys(expected)
     for got, want in ((made.k, k), (made.v, v)):
         got, want = got.unflatten(0, (2, 640)), want.unflatten(0, (2, 640))
-        close(got[:, :256], want[:, :256])
+        assert_near(got[:, :256], want[:, :256])
     assert [spec.kernel for spec in launches] == ["mla_latents", "mla_up_projection"]
 
 
@@ -183,7 +183,7 @@ def test_the_emitted_up_projection_of_values(config):
         "run": rows, "scale_stride": 16, "v_head_stride": 0, "v_column_stride": 0,
     }  # fmt: skip
     load_interpreted(spec)[(3,)](**{name: values[name] for name, _ in spec.signature})
-    close(out, buffers.latent.float() @ a.kv_b_weight.float().T)
+    assert_near(out, buffers.latent.float() @ a.kv_b_weight.float().T)
 
 
 def test_zero_and_denormal_rows_have_defined_codes(launches):

@@ -42,7 +42,7 @@ def adapted(
     return case._replace(model=model.eval().requires_grad_(False))
 
 
-def compare(cases, patterns, **options):
+def assert_fused_and_no_worse(cases, patterns, **options):
     """Compiles the first of three equal cases and compares it with eager and float64."""
     ours, eager, exact = cases
     before = [tuple(t.clone() for t in pair) for pair in ours.caches]
@@ -71,38 +71,42 @@ def compare(cases, patterns, **options):
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_projection_adapters_and_cache_write_are_one_op(phase, in_fp32):
     cases = [adapted(phase=phase, in_fp32=in_fp32) for _ in range(3)]
-    found = compare(cases, ["qkv_cache"] * LAYERS)
+    found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
     assert found.misses == ()
     assert all(m.shapes["lora"] == "qkv rank=4" for m in found.matches)
 
 
 def test_in_fp32_too():
-    found = compare([adapted(dtype=torch.float32) for _ in range(3)], ["qkv_cache"] * LAYERS)
+    found = assert_fused_and_no_worse(
+        [adapted(dtype=torch.float32) for _ in range(3)], ["qkv_cache"] * LAYERS
+    )
     assert found.misses == ()
 
 
 def test_sizes_as_symbols():
     cases = [adapted(phase="prefill", in_fp32=False) for _ in range(3)]
-    assert compare(cases, ["qkv_cache"] * LAYERS, dynamic=True).misses == ()
+    assert assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS, dynamic=True).misses == ()
 
 
 @pytest.mark.parametrize(("targets", "letters"), [(("q_proj", "v_proj"), "qv"), (("k_proj",), "k")])
 def test_only_some_projections_have_adapters(targets, letters):
     cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
-    found = compare(cases, ["qkv_cache"] * LAYERS)
+    found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
     assert all(m.shapes["lora"] == f"{letters} rank=4" for m in found.matches)
 
 
 def test_ranks_and_factors_may_differ():
     ranks = {"rank_pattern": {"q_proj": 8, "v_proj": 2}, "alpha_pattern": {"k_proj": 24}}
-    found = compare([adapted(in_fp32=False, **ranks) for _ in range(3)], ["qkv_cache"] * LAYERS)
+    found = assert_fused_and_no_worse(
+        [adapted(in_fp32=False, **ranks) for _ in range(3)], ["qkv_cache"] * LAYERS
+    )
     assert all(m.shapes["lora"] == "qkv rank=8/4/2" for m in found.matches)
 
 
 def test_a_packed_projection_has_one_adapter_for_all():
     """Phi-3: one linear for q, k and v, and one adapter."""
     cases = [adapted(name="phi3", targets=("qkv_proj",), in_fp32=False) for _ in range(3)]
-    compare(cases, ["qkv_cache"] * LAYERS)
+    assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
 
 
 def without_cache(**options):
@@ -113,7 +117,7 @@ def without_cache(**options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_a_cache_the_adapters_are_fused(dtype):
     cases = [without_cache(dtype=dtype, in_fp32=False) for _ in range(3)]
-    found = compare(cases, ["lora_qkv"] * LAYERS)
+    found = assert_fused_and_no_worse(cases, ["lora_qkv"] * LAYERS)
     assert found.misses == ()
     assert all(m.shapes["lora"] == "qkv rank=4" for m in found.matches)
 
@@ -134,7 +138,7 @@ def test_every_linear_with_an_adapter_is_fused():
     its own."""
     targets = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
     cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
-    found = compare(cases, ["qkv_cache"] * LAYERS + ["lora_qkv"] * 4 * LAYERS)
+    found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS + ["lora_qkv"] * 4 * LAYERS)
     assert found.misses == ()
     widths = [m.shapes["columns"] for m in found.matches if m.pattern == "lora_qkv"]
     assert widths == ["64", "128", "128", "64"] * LAYERS
@@ -143,7 +147,7 @@ def test_every_linear_with_an_adapter_is_fused():
 def test_merged_adapters_leave_a_plain_model():
     cases = [adapted(in_fp32=False) for _ in range(3)]
     cases = [c._replace(model=c.model.merge_and_unload()) for c in cases]
-    found = compare(cases, ["qkv_cache"] * LAYERS)
+    found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
     assert not any("lora" in m.shapes for m in found.matches)
 
 

@@ -16,7 +16,7 @@ from tilewright.ops.mla_prefill_fp8 import OP as BRANCH
 from tilewright.ops.mla_prefill_plan import OP as PLAN
 
 
-def refused(op, a, argument, words):
+def assert_refused(op, a, argument, words):
     """The call raises, naming `argument`; caches stay as they are."""
     caches = {name: getattr(a, name) for name in op.mutated}
     before = {n: None if c is None else c.clone() for n, c in caches.items()}
@@ -80,12 +80,12 @@ def test_the_branch_refuses(changes, argument, words):
             made[name] = changed(value, change[:2], change[2])
         else:
             made[name] = change
-    refused(BRANCH, replace(a, **made), argument, words)
+    assert_refused(BRANCH, replace(a, **made), argument, words)
 
 
 def test_positions_past_the_table_are_named():
     a = BRANCH.sample_inputs(BranchCase("plain"))
-    refused(
+    assert_refused(
         BRANCH, replace(a, freqs_cis=a.freqs_cis[:8]), "freqs_cis", "from 0 to 7.*got 8 of token"
     )
 
@@ -93,13 +93,15 @@ def test_positions_past_the_table_are_named():
 def test_scales_of_another_granularity_are_named():
     a = BRANCH.sample_inputs(BranchCase("plain", rank=256))
     words = r"per 128 x 128 block = \[2, 2\], got shape \[2, 1\]"
-    refused(BRANCH, replace(a, kv_b_proj_scale=a.kv_b_proj_scale[:, :1]), "kv_b_proj_scale", words)
+    assert_refused(
+        BRANCH, replace(a, kv_b_proj_scale=a.kv_b_proj_scale[:, :1]), "kv_b_proj_scale", words
+    )
 
 
 def test_a_chunk_with_a_gap_is_named():
     a = BRANCH.sample_inputs(BranchCase("chunks", buffer_size=8))
     starts = changed(a.cache_offsets, (1, 0), 7)
-    refused(
+    assert_refused(
         BRANCH, replace(a, cache_offsets=starts), "cache_offsets", "8 for sequence 0 in chunk 1"
     )
 
@@ -135,28 +137,32 @@ def test_a_prefill_refuses(changes, argument):
         name: getattr(a, value) if value == "latent_window" else value
         for name, value in changes.items()
     }
-    refused(PREFILL, replace(a, **made), argument, "expected")
+    assert_refused(PREFILL, replace(a, **made), argument, "expected")
 
 
 def test_values_that_do_not_fit_are_named():
     a = PREFILL.sample_inputs(PrefillCase("paged"))
     offsets = changed(a.key_offsets, 1, 40)
-    refused(PREFILL, replace(a, key_offsets=offsets), "key_offsets", "do not decrease")
-    refused(PREFILL, replace(a, num_keys=31), "key_offsets", "number of keys, 31, as the last")
+    assert_refused(PREFILL, replace(a, key_offsets=offsets), "key_offsets", "do not decrease")
+    assert_refused(
+        PREFILL, replace(a, num_keys=31), "key_offsets", "number of keys, 31, as the last"
+    )
     a = PREFILL.sample_inputs(PrefillCase("slots", keys="slots", slots="flat", pool="pair"))
     slots = changed(a.key_slots, 2, 64)
-    refused(PREFILL, replace(a, key_slots=slots), "key_slots", "from 0 to 63, got 64 at 2")
+    assert_refused(PREFILL, replace(a, key_slots=slots), "key_slots", "from 0 to 63, got 64 at 2")
     twice = changed(a.slot_mapping, 1, int(a.slot_mapping[0]))
-    refused(PREFILL, replace(a, slot_mapping=twice), "slot_mapping", "at most once")
+    assert_refused(PREFILL, replace(a, slot_mapping=twice), "slot_mapping", "at most once")
 
 
 def test_a_mask_of_another_shape_and_one_for_ragged_batches_are_refused():
     names = {case.name: case for case in PREFILL.cases}
     a = PREFILL.sample_inputs(names["static_bool_mask"])
     narrow = replace(a, attn_mask=a.attn_mask[..., :-1])
-    refused(PREFILL, narrow, "attn_mask", r"shape \[2 or 1, 3 or 1, 5 or 1, 8\]")
+    assert_refused(PREFILL, narrow, "attn_mask", r"shape \[2 or 1, 3 or 1, 5 or 1, 8\]")
     b = PREFILL.sample_inputs(names["paged"])
-    refused(PREFILL, replace(b, attn_mask=a.attn_mask), "attn_mask", "since row_offsets is given")
+    assert_refused(
+        PREFILL, replace(b, attn_mask=a.attn_mask), "attn_mask", "since row_offsets is given"
+    )
 
 
 STORE_CHANGES = {
@@ -176,7 +182,7 @@ def test_a_store_refuses(changes, argument):
     made = {name: change(getattr(a, name)) for name, change in changes.items()}
     if made.get("latent", a) is None:
         made["latent"] = a.latent_cache.flatten(0, 1)[: a.latent.shape[0], : a.latent.shape[1]]
-    refused(STORE, replace(a, **made), argument, "expected")
+    assert_refused(STORE, replace(a, **made), argument, "expected")
 
 
 def test_a_cache_of_another_rank_needs_windows():
