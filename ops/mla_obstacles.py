@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.mla_checks import FP8, widths
+from tilewright.ops.mla_checks import widths
 
-# Its kernels pass the interpreter and the audit; a ragged batch ended in an illegal instruction on
-# an H200, after which a process has no GPU left.
-NARROW_CORE = "the kernels of the 8-bit core are not shown to run on a GPU"
 VALUE_DTYPES = (torch.bfloat16, torch.float16)
 MAX_RANK = 2048
 
@@ -28,8 +25,6 @@ def prefill_obstacle(a: Any) -> str | None:
         return f"no kernel for {a.q.dtype}"
     rank = a.kv_b_weight.shape[1]
     obstacle = _width_obstacle(rank, widths(a)[1])
-    if obstacle is None and a.attention_dtype == FP8:
-        obstacle = NARROW_CORE
     if obstacle is None and _coded(a):
         obstacle = _coded_obstacle(a)
     if obstacle is None and a.kv_b_weight.stride(0) * a.kv_b_weight.element_size() % 16:
@@ -61,8 +56,6 @@ def branch_obstacle(a: Any) -> str | None:
         return f"no kernel for {a.q.dtype}"
     rank = a.kv_b_proj.shape[1]
     obstacle = _width_obstacle(rank, a.latents.shape[1] - rank)
-    if obstacle is None and a.attention_dtype == FP8:
-        obstacle = NARROW_CORE
     if obstacle is None and a.kv_b_proj.shape[0] * a.q.element_size() % 16:
         obstacle = f"keys and values of {a.kv_b_proj.shape[0]} columns are out of TMA's reach"
     if obstacle is None and a.kv_b_proj.stride(0) % 16:
