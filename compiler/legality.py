@@ -17,7 +17,15 @@ from torch import fx
 from tilewright.ops.formats.paged_cache import strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
-from tilewright.patterns.language import Match, Miss, Parts, Reject, Stage, reject
+from tilewright.patterns.language import (
+    Match,
+    Miss,
+    Parts,
+    PatternError,
+    Reject,
+    Stage,
+    reject,
+)
 
 
 def check_legality(match: Match, flow: Dataflow) -> Miss | None:
@@ -155,8 +163,14 @@ def _extent(effect: Effect, axis: int) -> tuple[int, int] | None:
 
 def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
     last = insertion_position(match, flow)
+    vanishing = {value.node for value in match.scratch}
     for name, argument in match.arguments.items():
         for view in views_in(argument):
+            if view.value in match.scratch:
+                raise PatternError(
+                    f"pattern {match.pattern!r}: argument {name!r} is what scratch writes, and "
+                    "that vanishes with the match; give what is written"
+                )
             home = flow.home(view.value)
             if view.value.position >= last:
                 reject(
@@ -171,6 +185,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
                 continue
             for alias in flow.on_storage(memory.storage):
                 for write in flow.written.get(alias, ()):
+                    if write.node in vanishing:
+                        continue
                     if view.value.position < flow.positions[write.node] < last:
                         reject(
                             "INPUT_MUTATED",

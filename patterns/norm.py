@@ -1,5 +1,6 @@
-"""Recognises the norms of attention heads, fused or spelled out, with or without casts in between:
-RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or with none.
+"""Recognises norms, of attention heads or of any value, fused or spelled out, with or without casts
+in between: RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or
+with none.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
 
 
 def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
-    """The norm whose result is `head`, or None.
+    """The norm whose result is `head`, heads of a projection or any other value, or None.
 
     Raises Reject (UNSUPPORTED) at `stage` for a norm with a bias.
     """
@@ -71,17 +72,8 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
     inner = _normalised(outer)
     if inner is not None:
         return replace(inner, absorbed=(*casts, *inner.absorbed))
-    split = _weighted(outer.value)
-    if split is None:
-        return None
-    (weight, offset, factor), normalised = split
-    bare, more = strip_casts(normalised)
-    inner = match_norm(bare, stage) if bare.value.op in _FUSED else _normalised(bare)
-    if inner is None or inner.weight is not None or not isinstance(inner.width, int):
-        return None
-    absorbed = (*casts, outer.value, *more, *inner.absorbed)
-    weight, factor = (_aligned(v, len(inner.x.shape)) for v in (weight, factor))
-    return replace(inner, weight=weight, offset=offset, factor=factor, absorbed=absorbed)
+    found = _weighted(outer.value, stage)
+    return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
 
 
 # --- one operation --------------------------------------------------------------------------------
@@ -114,20 +106,22 @@ def _fused(value: Value, stage: Stage) -> Norm | None:
 
 def _adds_bias(value: Value) -> bool:
     """Whether a vector is added to a norm's result."""
-    projected = [v for v in value.operands if v.value.projected]
-    if len(value.operands) != 2 or len(projected) != 1:
+    if len(value.operands) != 2:
         return False
-    inner, _ = strip_casts(projected[0])
-    if inner.value.op not in ("aten.mul", "aten.div", *_FUSED):
-        return False
-    return match_norm(inner) is not None
+    left, right = value.operands
+    for bias, other in ((left, right), (right, left)):
+        inner, _ = strip_casts(other)
+        scaled = inner.value.op in ("aten.mul", "aten.div", *_FUSED)
+        if scaled and _may_be_weight(bias) and match_norm(inner) is not None:
+            return True
+    return False
 
 
 def _refuse_bias(value: Value, stage: Stage) -> None:
     reject(
         "UNSUPPORTED",
         stage,
-        "the norm of the heads has a bias",
+        "the norm has a bias",
         value,
         hint="norms with a weight, or with none, are fused",
     )
@@ -136,22 +130,29 @@ def _refuse_bias(value: Value, stage: Stage) -> None:
 # --- the weight -----------------------------------------------------------------------------------
 
 
-def _weighted(value: Value) -> tuple[tuple[View, float, View], View] | None:
-    """((weight, offset, their sum), normalised) of a product with a weight, no activation."""
+def _weighted(value: Value, stage: Stage) -> Norm | None:
+    """The norm with a weight whose last step is the product `value`."""
     if value.op != "aten.mul" or len(value.operands) != 2:
         return None
     left, right = value.operands
-    for weight, other in ((left, right), (right, left)):
-        if other.value.projected and not weight.value.projected:
-            parts = _plus_number(weight)
-            return (parts, other) if _is_weight(parts[0]) else None
+    for factor, normalised in ((left, right), (right, left)):
+        weight, offset, total = _plus_number(factor)
+        if not _may_be_weight(weight):
+            continue
+        bare, casts = strip_casts(normalised)
+        inner = match_norm(bare, stage) if bare.value.op in _FUSED else _normalised(bare)
+        if inner is not None and inner.weight is None and inner.x.shape == value.shape:
+            weight, total = (_aligned(v, len(value.shape)) for v in (weight, total))
+            absorbed = (value, *casts, *inner.absorbed)
+            return replace(inner, weight=weight, offset=offset, factor=total, absorbed=absorbed)
     return None
 
 
-def _is_weight(view: View) -> bool:
+def _may_be_weight(view: View) -> bool:
     """Whether a factor belongs to a norm: a vector, or a parameter; cos and sin are neither."""
     dims = view.effect.dims
-    return bool(dims and dims[-1]) and (view.value.op == "constant" or len(dims) == 1)
+    vector = bool(dims and dims[-1]) and (view.value.op == "constant" or len(dims) == 1)
+    return vector and not view.value.projected
 
 
 def _plus_number(view: View) -> tuple[View, float, View]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_functions_that_architecture_names_exist():
         source = (ROOT / path).read_text("utf-8")
         last = name.rpartition(".")[2]
         assert re.search(rf"\b{last}\b", source), f"{path} does not name {name}"
+
+
+def test_code_that_documents_quote_stands_in_its_file():
+    quoted = re.compile(r"<!-- from (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+    found = 0
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for path, block in quoted.findall(document.read_text("utf-8")):
+            source = (ROOT / path).read_text("utf-8")
+            depths = [textwrap.indent(block, " " * depth) for depth in range(0, 17, 4)]
+            assert any(text in source for text in depths), f"{document.name}: {block}"
+            found += 1
+    assert found >= 3
 
 
 def test_the_readme_s_tables_are_those_of_the_results():

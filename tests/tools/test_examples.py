@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,23 @@ def load(name: str):
     return module
 
 
-@pytest.fixture(scope="module")
-def swiglu():
-    """The example's module; its pattern is taken out again afterwards."""
+def registered_example(name: str, pattern: str):
+    """An example's module; its pattern and codes are taken out again afterwards."""
     codes = dict(language.CODES)
-    yield load("swiglu_pattern")
-    language.unregister("swiglu")
+    yield load(name)
+    language.unregister(pattern)
     for code in set(language.CODES) - set(codes):
         del language.CODES[code]
+
+
+@pytest.fixture(scope="module")
+def swiglu():
+    yield from registered_example("swiglu_pattern", "swiglu")
+
+
+@pytest.fixture(scope="module")
+def post_norm():
+    yield from registered_example("post_norm_pattern", "add_rms_norm")
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +118,90 @@ def test_the_fused_model_is_as_good_through_inductor(swiglu):
     assert len(swiglu.reports()[-1].matches) == 3
     errors = [swiglu.error_against(exact, result) for result in (fused, eager)]
     assert errors[0] <= errors[1] + 2.0**-8
+
+
+class Sublayer(torch.nn.Module):
+    """A norm of values that no projection made; `how` is what is normalised and how."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 2, 16))
+
+    def forward(self, y, x):
+        y, how = y * 2, self.how
+        early = y if how == "read" else None
+        if how != "one value":
+            y = y + x if how == "out of place" else y.add_(x)
+        if how == "layer":
+            return torch.nn.functional.layer_norm(y, (16,), self.weight)
+        if how == "bias":
+            return torch.nn.functional.rms_norm(y, (16,), self.weight) + self.weight
+        wide = y.double()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        out = self.weight * normed.float()
+        return out if early is None else (out, early)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("in place", None),
+        ("out of place", None),
+        ("layer", "UNSUPPORTED"),
+        ("one value", "POST_NORM_SUM"),
+        ("read", "ESCAPES"),
+    ],
+)
+def test_a_norm_of_any_value_is_matched_or_missed(post_norm, how, code):
+    model = Sublayer(how).requires_grad_(False)
+    inputs = [torch.randn(2, 3, 16) for _ in range(2)]
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    fused, eager = compiled(*inputs), model(*inputs)
+    (report,) = post_norm.reports()[-1:]
+    assert [m.code for m in report.misses] == ([] if code is None else [code])
+    assert [m.pattern for m in report.matches] == (["add_rms_norm"] if code is None else [])
+    torch.testing.assert_close(fused, eager, rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_with_a_bias_is_no_anchor(post_norm):
+    model, y, x = Sublayer("bias").requires_grad_(False), *torch.randn(2, 3, 16)
+    lowered = lower(model, (y, x), patterns=["add_rms_norm"])
+    # What the bias is added to is a norm, and is fused.
+    assert [m.pattern for m in lowered.matches] == ["add_rms_norm"]
+    assert "add" in [node.name for node in lowered.graphs[0].after.graph.nodes]
+
+
+def test_the_weight_of_a_norm_is_computed_where_the_graph_has_none(post_norm):
+    model, args, _ = post_norm.post_norm("cpu")
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    assert torch.dist(compiled(*args), model(*args)) < 1e-5
+    (report,) = post_norm.reports()[-1:]
+    nodes = [n for n in report.after.graph.nodes if "add_rms_norm" in str(n.target)]
+    weights = [n.args[2] if len(n.args) > 2 else n.kwargs["weight"] for n in nodes]
+    assert [w.op for w in weights] == ["placeholder", "call_function", "call_function"]
+    assert "y_1" not in [n.name for n in report.after.graph.nodes]  # the sum in place is gone
+
+
+def test_the_example_with_a_norm_runs(post_norm, capsys):
+    post_norm.main()
+    said = capsys.readouterr().out
+    assert "* x3  add_rms_norm  x=[10, 64] eps=1e-06  [reference]" in said
+    assert "3 sites; error " in said
+
+
+def test_an_argument_that_scratch_writes_is_refused(post_norm, monkeypatch):
+    match = post_norm.AddRmsNorm.match
+
+    def careless(self, anchor, flow):
+        found = match(self, anchor, flow)
+        (store,) = found.scratch
+        return replace(found, arguments=found.arguments | {"y": store.whole})
+
+    monkeypatch.setattr(post_norm.AddRmsNorm, "match", careless)
+    model, args, _ = post_norm.post_norm()
+    with pytest.raises(Exception, match="argument 'y' is what scratch writes"):
+        lower(model, args, patterns=["add_rms_norm"])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,209 @@
+"""A pattern with a norm, a write of the graph's own, and computed arguments; from one file.
+
+    y = sublayer(x)
+    y += x                              ⇒   examples::add_rms_norm(y, x, weight, eps)
+    out = rms_norm(y) * weight
+
+Dimension letters: T tokens, K hidden size.
+
+    python examples/post_norm_pattern.py
+    tilewright inspect examples/post_norm_pattern.py:post_norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tilewright.compiler import lower, reports
+from tilewright.ops import contract
+from tilewright.ops.checks import check_dtype, check_shape
+from tilewright.ops.contract import FusedOp, Tolerance
+from tilewright.patterns import effects, language
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.language import Match, Result, Stage, reject
+from tilewright.patterns.norm import Norm, match_norm, strip_casts
+
+NAME = "add_rms_norm"
+
+# --- the op -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AddRmsNormArguments:
+    """y, x [T, K]; weight [K]. The result is the RMS norm of y + x, [T, K]; nothing is written."""
+
+    y: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+
+
+def validate(a: AddRmsNormArguments) -> None:
+    check_shape(NAME, "y", a.y, "[T, K]", (None, None))
+    check_shape(NAME, "x", a.x, "[T, K]", a.y.shape)
+    check_shape(NAME, "weight", a.weight, "[K]", (a.y.shape[1],))
+    for name in ("x", "weight"):
+        check_dtype(NAME, name, getattr(a, name), (a.y.dtype,))
+
+
+def reference(a: AddRmsNormArguments) -> torch.Tensor:
+    """fp32 throughout (float64 for float64), one rounding at the end."""
+    wide = torch.promote_types(a.y.dtype, torch.float32)
+    total = a.y.to(wide) + a.x.to(wide)
+    return functional.rms_norm(total, total.shape[-1:], a.weight.to(wide), a.eps).to(a.y.dtype)
+
+
+def sample_inputs(dtype: torch.dtype, device: Any = "cpu", seed: int = 0) -> AddRmsNormArguments:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((5, 64), (5, 64), (64,))
+    y, x, weight = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    return AddRmsNormArguments(y, x, weight, 1e-6)
+
+
+contract.register(
+    FusedOp(
+        namespace="examples",
+        name=NAME,
+        schema="(Tensor y, Tensor x, Tensor weight, float eps) -> Tensor",
+        arguments=AddRmsNormArguments,
+        validate=validate,
+        validate_values=lambda a: None,
+        fake=lambda a: torch.empty_like(a.y),
+        reference=reference,
+        lowerings=(),
+        cases=(torch.bfloat16, torch.float32),
+        sample_inputs=sample_inputs,
+        tolerances={
+            torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-11),
+            torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
+        },
+        error_model="fp32 arithmetic, one rounding to the output dtype",
+    )
+)
+
+# --- the pattern --------------------------------------------------------------------------------
+
+language.register_code("POST_NORM_SUM", "what is normalised is no sum of two activations")
+
+
+@dataclass(frozen=True)
+class AddRmsNorm:
+    """The RMS norm of a sum, the sum made out of place or in place."""
+
+    name: str = NAME
+    op: str = f"examples::{NAME}"
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """The last step of every norm: no part of another one."""
+        inside: set[Value] = set()
+        for value in reversed(flow.values):
+            norm = None if value in inside else _norm(value)
+            if norm is not None:
+                inside.update(norm.absorbed)
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        norm = match_norm(anchor.whole, Stage.ACTIVATION)
+        assert norm is not None
+        if norm.kind != "rms":
+            reject("UNSUPPORTED", Stage.GUARDS, f"a {norm.kind} norm; rms is fused", anchor)
+        summed = _sum(norm.x)
+        y, x = (_tokens_first(view) for view in summed.operands)
+        whole = effects.identity(y.shape)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments={"y": y, "x": x, "weight": _weight(norm, anchor), "eps": norm.eps},
+            results=(Result(anchor, effects.reshape(whole, anchor.shape)),),
+            absorbed=(*norm.absorbed, summed),
+            stores=(),
+            scratch=tuple(store for store in flow.stores if store.node is summed.node),
+            needs_kernel=True,
+            facts={"x": f"{list(y.shape)}", "eps": norm.eps},
+            scope=anchor.scope,
+        )
+
+
+def _norm(value: Value) -> Norm | None:
+    try:
+        return match_norm(value.whole, Stage.ACTIVATION)
+    except language.Reject:  # a norm with a bias
+        return None
+
+
+def _weight(norm: Norm, anchor: Value) -> View | Computed:
+    """`offset + weight` as the op takes it, [K]; ones where there is no weight."""
+    if norm.weight is None:
+        options = (("dtype", anchor.dtype), ("device", anchor.device))
+        return Computed("full", ((norm.width,), 1.0), options)
+    row = effects.reshape(norm.weight.effect, (norm.width,))
+    weight = View(norm.weight.value, row)
+    return Computed("add", (weight, norm.offset)) if norm.offset else weight
+
+
+def _sum(view: View) -> Value:
+    """The sum that is normalised; `y += x` is the sum and, as a value of its own, its store."""
+    bare, _ = strip_casts(view)
+    summed = bare.value
+    if summed.op != "aten.add" or len(summed.operands) != 2 or not bare.is_whole:
+        reject("POST_NORM_SUM", Stage.ACTIVATION, f"{summed} is normalised, not a sum", bare)
+    return summed
+
+
+def _tokens_first(activation: View) -> View:
+    """[..., K] as [T, K]."""
+    *tokens, hidden = activation.shape
+    flat = effects.reshape(activation.effect, (effects.product(tokens), hidden))
+    return View(activation.value, flat)
+
+
+language.register(AddRmsNorm())
+
+# --- a model to try it on -------------------------------------------------------------------------
+
+
+class PostNorm(torch.nn.Module):
+    """A sublayer and the norm after it. form: how the norm's weight is spelled."""
+
+    def __init__(self, hidden: int, form: str) -> None:
+        super().__init__()
+        self.sublayer = torch.nn.Linear(hidden, hidden, bias=False)
+        self.weight = torch.nn.Parameter(torch.rand(hidden))
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.sublayer(x)
+        y += x
+        normed = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+        if self.form == "none":
+            return normed
+        return normed * (self.weight if self.form == "plain" else 1 + self.weight)
+
+
+def post_norm(device: str = "meta") -> tuple[Any, tuple[Any, ...], dict]:
+    """(model, args, kwargs), as `tilewright inspect` takes it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(PostNorm(64, form) for form in ("plain", "offset", "none")))
+    model = model.to(device).requires_grad_(False)
+    return model, (torch.randn(2, 5, 64, device=device),), {}
+
+
+def main() -> None:
+    model, args, _ = post_norm()
+    print(lower(model, args, patterns=[NAME]))
+    model, (x,), _ = post_norm("cpu")
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    with torch.no_grad():
+        fused, eager, exact = compiled(x), model(x), model.double()(x.double())
+    errors = [float(torch.dist(out.double(), exact)) for out in (fused, eager)]
+    print(f"{len(reports()[-1].matches)} sites; error {errors[0]:.1e}, eager {errors[1]:.1e}")
+
+
+if __name__ == "__main__":
+    main()
