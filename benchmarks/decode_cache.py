@@ -8,18 +8,26 @@ import torch
 from transformers import StaticCache
 
 
+def widths(config: Any) -> tuple[int, int, int]:
+    """(heads, columns of keys, columns of values) that a layer caches: with latent attention its
+    latents are the keys, and the rotated columns the values."""
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank is not None:
+        return 1, rank, config.qk_rope_head_dim
+    return config.num_key_value_heads, config.head_dim, config.head_dim
+
+
 def new_cache(model: Any, batch: int, max_length: int) -> StaticCache:
     """A bfloat16 cache of `max_length` tokens for each of `batch` sequences, on the GPU."""
-    config = model.config
-    cache = StaticCache(config=config, max_cache_len=max_length)
-    cache.early_initialization(
-        batch_size=batch,
-        num_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
+    heads, *columns = widths(model.config)
+    cache = StaticCache(config=model.config, max_cache_len=max_length)
     for number, layer in enumerate(cache.layers):
+        # Without tokens: only the other extents count.
+        keys, values = (
+            torch.empty((batch, heads, 0, width), dtype=torch.bfloat16, device="cuda")
+            for width in columns
+        )
+        layer.lazy_initialization(keys, values)
         generator = torch.Generator("cuda").manual_seed(number)
         layer.keys.normal_(generator=generator)
         layer.values.normal_(generator=generator)

@@ -1,0 +1,119 @@
+"""The Hugging Face models of `end_to_end.py`: published dims, random weights, fewer layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """results: the name of the file of its results. cases: batch x tokens, with "-nocache" after it
+    where nothing is cached. experts_per_token, experts: of a layer."""
+
+    results: str
+    model_class: Callable[..., Any]
+    config: Callable[[int], PreTrainedConfig]
+    cases: tuple[str, ...]
+    experts_per_token: int
+    experts: int
+
+
+def qwen3_30b_a3b(layers: int) -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    )
+
+
+def deepseek_v2_lite(layers: int) -> PreTrainedConfig:
+    return DeepseekV2Config(
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_shared_experts=2,
+        n_routed_experts=64,
+        routed_scaling_factor=1.0,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        qk_nope_head_dim=128,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        norm_topk_prob=False,
+        max_position_embeddings=163840,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    )
+
+
+MODELS = {
+    "qwen3-30b-a3b": Model(
+        "qwen3_30b_a3b_end_to_end",
+        Qwen3MoeForCausalLM,
+        qwen3_30b_a3b,
+        ("1x1", "16x1", "64x1", "1x1024"),
+        experts_per_token=8,
+        experts=128,
+    ),
+    "deepseek-v2-lite": Model(
+        "deepseek_v2_lite_end_to_end",
+        DeepseekV2ForCausalLM,
+        deepseek_v2_lite,
+        ("1x1024", "1x4096", "1x1024-nocache", "1x4096-nocache"),
+        experts_per_token=6,
+        experts=64,
+    ),
+}
+
+
+def build(name: str, layers: int) -> Any:
+    """The model on the GPU in bfloat16, experts by Hugging Face's `grouped_mm`."""
+    model = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        made = model.model_class._from_config(
+            model.config(layers), dtype=torch.bfloat16, experts_implementation="grouped_mm"
+        )
+    for parameter_name, parameter in made.named_parameters():
+        # Expert weights are left as they were allocated by some releases.
+        if ".experts." in parameter_name:
+            parameter.data.normal_(std=0.02)
+    return made.eval().requires_grad_(False)
