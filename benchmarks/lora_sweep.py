@@ -5,7 +5,8 @@
 CASES: a file of lines `hidden rank adapters tokens form config ...`; form is groups (sorted, with
 offsets), single (one adapter), rows (an id each, in any order) or expand (sorted). A config is
 `t64x64/4w4s3` (tiled: rows, step of K, split, warps, stages), `f16x8x8*128w8s3` (few: rows,
-columns, slices, their step of K), `r1x1x4096w4` (row: rows, columns, step) or, for expand,
+columns, slices, their step of K), `r1x1x4096w4` (row: rows, columns, step), `s128x128+64x64p132w8s4`
+(stream: rows, columns, step, programs; t behind it: by descriptors) or, for expand,
 `e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
 """
 
@@ -27,6 +28,7 @@ from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
 from tilewright.codegen import lora_kernels as kernels
+from tilewright.codegen.qkv_heads import cdiv
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops import lora_expand, lora_shrink
@@ -37,6 +39,7 @@ Config = kernels.ShrinkConfig | kernels.ExpandConfig
 FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Config]]] = {
     "t": (re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)"), kernels.TiledShrink),
     "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), kernels.FewShrink),
+    "s": (re.compile(r"s(\d+)x([\d+]+)x(\d+)p(\d+)w(\d+)s(\d+)(t?)"), kernels.StreamShrink),
     "r": (re.compile(r"r(\d+)x(\d+)x(\d+)w(\d+)"), kernels.RowShrink),
     "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), kernels.ExpandConfig),
 }
@@ -47,6 +50,10 @@ def read_config(text: str) -> Config:
     found = pattern.fullmatch(text)
     if found is None:
         raise SystemExit(f"config: {text!r} is none; see the top of this file")
+    if text[0] == "s":
+        rows, widths, *rest, tma = found.groups()
+        parts = tuple(int(width) for width in widths.split("+"))
+        return kernels.StreamShrink(int(rows), parts, *(int(n) for n in rest), bool(tma))
     numbers = [int(number) for number in found.groups()]
     if text[0] == "f":
         numbers[2], numbers[3] = numbers[3], numbers[2]
@@ -89,11 +96,10 @@ def call_of(
     if isinstance(config, kernels.ExpandConfig):
         return partial(launch, spec, kernels.expand_grid(problem, config, counts), values, device)
     grid = kernels.shrink_grid(problem, config, counts)
-    if not isinstance(config, kernels.TiledShrink) or config.split_k == 1:
+    elements, places = kernels.shrink_scratch(problem, config, counts)
+    if not places:
         return partial(launch, spec, grid, values, device)
-    workspace, counters = split_k_scratch(
-        grid[1] * grid[2], kernels.scratch_elements(problem, config), device
-    )
+    workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
     values = {**values, "workspace_ptr": workspace, "counters_ptr": counters}
     return partial(launch, spec, grid, values, device)
 

@@ -19,6 +19,8 @@ DOT_ROWS = 16
 STEPS = ("second_distance", "third_distance", "s_plane_stride")
 # More would not fit the registers.
 MAX_COLUMNS = 256
+# TMA: strides in whole 16 bytes.
+TMA_ELEMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class ShrinkProblem:
     """The static part of a `shrink_qkv_permute_3mn` call, over the weights that are given.
 
     rank: N; ranks: each weight's own. weight_strides: (adapter, row, column of K), in elements.
-    unaligned: pointers off 16 bytes, and distances from the first weight off 16 elements.
+    unaligned: pointers off 16 bytes, and distances from the first weight off 16 elements. stacked:
+    the weights are one block [G, planes * N, K], K contiguous.
     """
 
     dtype: str
@@ -96,6 +99,7 @@ class ShrinkProblem:
     weight_strides: tuple[tuple[int, int, int], ...]
     form: RowForm
     unaligned: tuple[str, ...] = ()
+    stacked: bool = False
 
     @property
     def planes(self) -> int:
@@ -148,7 +152,30 @@ class RowShrink:
         return f"row {self.block_m}x{self.columns}x{self.block_k} w{self.num_warps}"
 
 
-ShrinkConfig = TiledShrink | FewShrink | RowShrink
+@dataclass(frozen=True)
+class StreamShrink:
+    """`lora_shrink_stream`: block_m rows by the sum of `widths` columns, the work spread evenly
+    over `programs`. tma: rows and weights by descriptors; see `can_use_tma`."""
+
+    block_m: int
+    widths: tuple[int, ...]
+    block_k: int
+    programs: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+    @property
+    def columns(self) -> int:
+        return sum(self.widths)
+
+    def __str__(self) -> str:
+        widths = "+".join(map(str, self.widths))
+        tile = f"{self.block_m}x{widths}x{self.block_k} p{self.programs}"
+        return f"stream {tile} w{self.num_warps} s{self.num_stages}{' tma' if self.tma else ''}"
+
+
+ShrinkConfig = TiledShrink | FewShrink | RowShrink | StreamShrink
 
 
 def padded_rank(rank: int) -> int:
@@ -180,12 +207,18 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
         **form.pointers(),
         "out_ptr": pointer,
     }
-    kernel = "lora_shrink"
+    template = kernel = "lora_shrink"
     if isinstance(config, TiledShrink):
         constants["SPLIT_K"] = config.split_k
         split = config.split_k > 1
         arguments["workspace_ptr"] = "*fp32" if split else None
         arguments["counters_ptr"] = "*i32" if split else None
+    elif isinstance(config, StreamShrink):
+        template, kernel = "lora_stream", "lora_shrink_stream"
+        constants["WIDTHS"] = (*config.widths, 0, 0)[:3]
+        constants["SUM_WIDTH"] = min(64, *config.widths)
+        constants["USE_TMA"] = config.tma
+        arguments |= {"workspace_ptr": "*fp32", "counters_ptr": "*i32"}
     elif isinstance(config, FewShrink):
         kernel = "lora_shrink_few"
         constants["SLICES"] = config.slices
@@ -195,7 +228,7 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
     arguments["third_distance"] = "i64" if planes > 2 else None
     arguments |= dict.fromkeys(("num_rows", "num_groups", "rows_per_id"), "i32")
     known = {} if not form.one_each else {"rows_per_id": 1}
-    return _spec("lora_shrink", kernel, constants, arguments, known, problem.unaligned, config,
+    return _spec(template, kernel, constants, arguments, known, problem.unaligned, config,
                  target)  # fmt: skip
 
 
@@ -211,14 +244,35 @@ def shrink_grid(
 ) -> tuple[int, int, int]:
     tiles = tile_bound(problem.form, counts, config.block_m)
     column_blocks = cdiv(problem.planes * problem.rank, tile_columns(problem, config))
+    if isinstance(config, StreamShrink):
+        return config.programs, 1, 1
     if isinstance(config, TiledShrink):
         return config.split_k, tiles, column_blocks
     return column_blocks, tiles, 1
 
 
-def scratch_elements(problem: ShrinkProblem, config: TiledShrink) -> int:
-    """fp32 workspace of a tile whose K is split."""
-    return config.split_k * config.block_m * tile_columns(problem, config)
+def shrink_scratch(
+    problem: ShrinkProblem, config: ShrinkConfig, counts: RowCounts
+) -> tuple[int, int]:
+    """(fp32 elements, counters) of the memory in which programs exchange parts of sums."""
+    tiles = tile_bound(problem.form, counts, config.block_m)
+    columns = tile_columns(problem, config)
+    places = tiles * cdiv(problem.planes * problem.rank, columns)
+    if isinstance(config, StreamShrink):
+        return 2 * config.programs * config.block_m * columns, places
+    if isinstance(config, TiledShrink) and config.split_k > 1:
+        return places * config.split_k * config.block_m * columns, places
+    return 0, 0
+
+
+def can_use_tma(problem: ShrinkProblem) -> bool:
+    """Whether descriptors can say where rows and weights of a problem lie: rows in order, weights
+    one block [G, planes * N, K] of 16-byte rows."""
+    if problem.form.addressing not in ("single", "groups", "sequences") or not problem.stacked:
+        return False
+    steps = (problem.a_stride, problem.weight_strides[0][1])
+    pointers = {"a_ptr", "weight_ptr"}.isdisjoint(problem.unaligned)
+    return pointers and all(step % TMA_ELEMENTS == 0 for step in steps)
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,15 @@ from tilewright.codegen.lora_kernels import (
     RowForm,
     ShrinkConfig,
     ShrinkProblem,
-    TiledShrink,
     expand_grid,
     expand_spec,
     order_grid,
     order_spec,
-    scratch_elements,
     shrink_grid,
+    shrink_scratch,
     shrink_spec,
 )
-from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -76,9 +75,9 @@ def launch_shrink(*args: Any, **kwargs: Any) -> torch.Tensor:
     config, spec = chosen_shrink(problem, next_power_of_2(out.shape[1]), target)
     values |= _sorted_rows(problem.form, counts, values, target, device)
     grid = shrink_grid(problem, config, counts)
-    if isinstance(config, TiledShrink) and config.split_k > 1:
-        elements = scratch_elements(problem, config)
-        workspace, counters = split_k_scratch(grid[1] * grid[2], elements, device)
+    elements, places = shrink_scratch(problem, config, counts)
+    if places:
+        workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
         values |= {"workspace_ptr": workspace, "counters_ptr": counters}
     launch(spec, grid, values, device)
     return out

@@ -25,6 +25,8 @@ EXPAND = [c for c in EXPAND_CASES if c.dtype in KERNEL_DTYPES and c.total_rows]
 SHRINK_CONFIGS = {
     "tiled": kernels.TiledShrink(16, 64, 1, 4, 2),
     "split": kernels.TiledShrink(32, 16, 3, 4, 2),
+    "stream": kernels.StreamShrink(16, (16,), 32, 5, 4, 2),
+    "stream_parts": kernels.StreamShrink(16, (32, 16), 16, 3, 4, 2),
     "few": kernels.FewShrink(16, 8, 16, 2, 2, 2),
     "row": kernels.RowShrink(1, 16, 64, 4),
     "rows": kernels.RowShrink(4, 8, 64, 4),
@@ -65,13 +67,11 @@ def shrunk(a, config, prepare=as_it_is):
     problem = prepare(problem, counts, values)
     grid = kernels.shrink_grid(problem, config, counts)
     values["out_ptr"] = out
-    if isinstance(config, kernels.TiledShrink):
-        elements = grid[1] * grid[2] * kernels.scratch_elements(problem, config)
-        values["workspace_ptr"] = torch.full((elements,), torch.nan)
-        values["counters_ptr"] = torch.zeros(grid[1] * grid[2], dtype=torch.int32)
+    elements, places = kernels.shrink_scratch(problem, config, counts)
+    values["workspace_ptr"] = torch.full((elements,), torch.nan)
+    values["counters_ptr"] = torch.zeros(places, dtype=torch.int32)
     run(kernels.shrink_spec(problem, config, "sm100"), grid, values)
-    if isinstance(config, kernels.TiledShrink):
-        assert not values["counters_ptr"].any()
+    assert not values["counters_ptr"].any()
     return out
 
 
