@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_origin
@@ -12,11 +14,13 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.exc import TorchDynamoException as DynamoError
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+from tilewright.patterns.dataflow import innermost_outside_torch
 
 __all__ = [
     "GROUPED_MM",
@@ -206,12 +210,24 @@ def unlimited_compiles() -> Any:
 
 @contextmanager
 def counting_graph_breaks() -> Iterator[list[str]]:
-    """A list that holds, afterwards, the reasons of the graph breaks met inside."""
-    before = dict(counters["graph_break"])
+    """A list that holds, afterwards, the reasons of the graph breaks met inside.
+
+    Each is Dynamo's text, with `(file:line)` of the user's code after its first line where known.
+    """
+    before, known = dict(counters["graph_break"]), len(graph_break_reasons)
     reasons: list[str] = []
     yield reasons
-    after = counters["graph_break"]
-    reasons += [r for r, n in after.items() if n > before.get(r, 0)]
+    stacks = graph_break_reasons[known:]
+    for text, count in counters["graph_break"].items():
+        if count > before.get(text, 0):
+            places = dict.fromkeys(_place(s.user_stack) for s in stacks if s.reason == text)
+            first, newline, rest = text.partition("\n")
+            reasons += [f"{first}{place}{newline}{rest}" for place in places or [""]]
+
+
+def _place(stack: Sequence[traceback.FrameSummary]) -> str:
+    found = innermost_outside_torch([(f.filename, f.lineno or 0) for f in stack])
+    return f" ({os.path.basename(found[0])}:{found[1]})" if found else ""
 
 
 def empty_like_fake(value: Any) -> Any:

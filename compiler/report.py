@@ -140,13 +140,14 @@ class Lowered:
 
 
 def _break(reason: str) -> Miss:
-    first = next(line.strip() for line in reason.splitlines() if line.strip())
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     return Miss(
         CAPTURE,
         "GRAPH_BREAK",
         Stage.ANCHORED,
-        f"the graph breaks here, and what runs between graphs is not fused: {first}",
-        hint="torch.compile(..., fullgraph=True) shows where",
+        f"the graph breaks here, and what runs between graphs is not fused: {lines[0]}",
+        hint=hints[0] if hints else "torch.compile(..., fullgraph=True) shows where",
     )
 
 

@@ -169,9 +169,20 @@ def common_scope(one: str, other: str) -> str:
 
 def source_of(node: fx.Node) -> str:
     """`file.py:line` of the innermost frame outside of torch."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0]] or frames
-    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    frames = frames_of(node.meta.get("stack_trace") or "")
+    found = innermost_outside_torch(frames) or (frames[-1] if frames else None)
+    return f"{os.path.basename(found[0])}:{found[1]}" if found else ""
+
+
+def frames_of(trace: str) -> list[tuple[str, int]]:
+    """(file, line) of every frame that a trace names, outermost first."""
+    named = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return [(file, int(line)) for file, line in named]
+
+
+def innermost_outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+    """The frame in the user's code, of (file, line) outermost first."""
+    return next((f for f in reversed(frames) if f"{os.sep}torch{os.sep}" not in f[0]), None)
 
 
 def iter_views(args: Any) -> Iterator[View]:

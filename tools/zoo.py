@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+from tilewright.tools.user_errors import one_line
 
 FORMS = "a zoo name, module:function or file.py:function"
 
@@ -445,9 +446,7 @@ def _put_on_path(folder: Path) -> None:
 
 
 def _failed(doing: str, error: Exception) -> ModelError:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{last.filename}:{last.lineno}"
-    return ModelError(f"{doing} failed: {type(error).__name__}: {error} ({where})")
+    return ModelError(f"{doing} failed: {one_line(error)}")
 
 
 def _functions(module: ModuleType) -> str:

@@ -68,7 +68,24 @@ CACHE_MODEL = """
 
     def make_untraceable():
         def forward(x):
-            raise RuntimeError("boom\\nand more lines")
+            raise RuntimeError("boom\\nand more lines")  # boom
+        return forward, (torch.ones(2),), {}
+
+    class Misfit(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.linear(x, torch.ones(3, 7))  # the misfit
+
+    def make_misfit():
+        return Misfit(), (torch.ones(1, 5),), {}
+
+    def make_bad_layer():
+        return torch.nn.Linear("a", 3), (), {}  # a bad layer
+
+    def make_broken_graph():
+        def forward(x):
+            if x.sum().item() > 0:  # the break
+                return x + 1
+            return x
         return forward, (torch.ones(2),), {}
 
     def make_misshapen():
@@ -236,6 +253,37 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_two(inspect, arguments, me
     assert len(said) == 1, done.stderr
     assert said[0].startswith("tilewright: ")
     assert message in said[0]
+
+
+def line_of(remark: str) -> int:
+    """The line of mine.py that ends in a comment."""
+    rows = textwrap.dedent(CACHE_MODEL).splitlines()
+    (number,) = (n for n, row in enumerate(rows, 1) if row.endswith(f"# {remark}"))
+    return number
+
+
+@pytest.mark.parametrize(
+    ("function", "remark", "reason"),
+    [
+        ("make_misfit", "the misfit", "must have same reduction dim"),
+        ("make_bad_layer", "a bad layer", "calling mine.py:make_bad_layer failed: TypeError"),
+        ("make_untraceable", "boom", "RuntimeError: boom"),
+    ],
+)
+def test_an_error_inside_torch_names_the_user_s_own_line(inspect, function, remark, reason):
+    done = inspect(f"mine.py:{function}")
+    assert done.exit_code == 2
+    assert reason in done.stderr
+    assert done.stderr.rstrip().endswith(f"mine.py:{line_of(remark)})")
+
+
+def test_a_graph_break_names_the_user_s_own_line_and_torch_s_hint(inspect):
+    report = json.loads(inspect("mine.py:make_broken_graph", "--json").stdout)
+    (miss,) = report["misses"]
+    assert miss["code"] == "GRAPH_BREAK"
+    assert "Tensor.item() call" in miss["message"]
+    assert miss["message"].endswith(f"(mine.py:{line_of('the break')})")
+    assert "capture_scalar_outputs" in miss["hint"]
 
 
 def test_debug_shows_the_trace_before_the_line(inspect):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
 from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
 from tilewright.tools.text_report import make_console
+from tilewright.tools.user_errors import one_line
 from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, LoadedModel, ModelError, load_model
 
 FAILED = 1
@@ -120,17 +120,7 @@ def traced(name: str, debug: bool) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a model's own code may raise anything
-            reason = f"{type(error).__name__}: {_gist(str(error))}"
-            raise CommandError(f"{name}: cannot be traced: {reason}") from error
-
-
-def _gist(message: str) -> str:
-    """One line of an error message; of Dynamo's long ones the error it met, and where."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
-    met = re.search(r"^\s*Explanation: .*: got (\w+\(.*\))$", message, re.MULTILINE)
-    frames = re.findall(r'File "([^"]+)", line (\d+)', message.partition("from user code")[2])
-    where = " ({}:{})".format(*frames[-1]) if frames else ""
-    return f"{lines[0]}{': ' + met[1] if met else ''}{where}"
+            raise CommandError(f"{name}: cannot be traced: {one_line(error)}") from error
 
 
 def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[KernelAudit]:

@@ -1,0 +1,46 @@
+"""What a user's code raised, in one line: the reason, and the place in the user's own files."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from tilewright.patterns.dataflow import frames_of, innermost_outside_torch
+
+
+def one_line(error: Exception) -> str:
+    """`TypeError: the reason (model.py:12)`; of Dynamo's long messages the error it met."""
+    message = str(error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
+    reason = lines[0]
+    if (detail := _detail(message)) and detail not in reason:
+        reason += f": {detail}"
+    return f"{type(error).__name__}: {reason}{_place(error)}"
+
+
+def _detail(message: str) -> str:
+    """What Dynamo explains: the error that it met, else its explanation's first line."""
+    explained = re.search(r"^\s*Explanation: (.*)$", message, re.MULTILINE)
+    if explained is None:
+        return ""
+    met = re.search(r": got (\w+\(.*\))$", explained[1])
+    return met[1] if met else explained[1].strip()
+
+
+def _place(error: Exception) -> str:
+    """` (file:line)` in the innermost of the user's own frames, or nothing where none is known."""
+    frames = frames_of(str(error).partition("from user code")[2]) or _frames_below_ours(error)
+    found = innermost_outside_torch(frames)
+    return f" ({found[0]}:{found[1]})" if found else ""
+
+
+def _frames_below_ours(error: Exception) -> list[tuple[str, int]]:
+    """(file, line) of the frames that this package called, directly or through torch."""
+    frames: list[tuple[str, int]] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package == "tilewright":
+            frames.clear()
+        elif package != "importlib" and not frame.f_code.co_filename.startswith("<"):
+            frames.append((frame.f_code.co_filename, line))
+    return frames
