@@ -5,11 +5,14 @@
 Microseconds per call, CUDA graphs, L2 cold. Tokens are sorted by adapter; `unsorted` is the fused
 op with an id for each token, in random order, and whatever sorting that takes. Peers: `grouped_mm`
 is torch._grouped_mm over one stack [G, K, 3R], then the permutation to planes; `gather` picks each
-token's weights and multiplies by bmm, left out where that takes more than 1 GB; `loop` is
-torch.compile of a loop over the adapters with a mask (--loop). of_copy: the least bytes (x and the
-active weights once, the result once) over our time, as a share of the copy rate of the same run.
-Errors: norm of the difference from float64 over the norm. Rows with "op": "expand" add the deltas
-to q, k and v; the peer is three torch._grouped_mm and three additions.
+token's weights and multiplies by bmm, left out where that takes more than 1 GB; `linear`, for a
+single adapter, is one product and the permutation; `loop` is torch.compile of a loop over the
+adapters with a mask (--loop). of_copy: the least bytes (x and the active weights once, the result
+once) over our time, as a share of the copy rate of the same run. Errors: norm of the difference
+from float64 over the norm. cpu: of an uncaptured call. Rows with "op": "expand" add the deltas to
+q, k and v; the peer is three torch._grouped_mm and three additions. 8 adapters go with all ranks,
+other counts with ranks 16 and 64. Every row is kept as it is measured; a row that fails says so in
+"failed", and the run ends with 1.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
-from lora_shapes import LoraSet, LoraShape, make_sets
-from timing import capture, interleaved_us, keep
+from lora_shapes import LoraSet, LoraShape, make_set, make_sets
+from timing import capture, cpu_us, interleaved_us, keep
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.spec import KernelSpec
@@ -35,6 +40,8 @@ MOST_CALLS = 60
 GATHER_BYTES = 1e9
 FLUSH_BYTES = 2**28
 TOKENS = (1, 16, 64, 512, 4096, 8192)
+ALL_RANKS = 8  # the number of adapters that all ranks are measured with
+OTHERS_RANKS = (16, 64)
 Variants = dict[str, Callable[[int], Any]]
 
 
@@ -42,6 +49,12 @@ def grouped_mm(one: LoraSet) -> torch.Tensor:
     rank = one.weights.shape[1] // 3
     made = torch._grouped_mm(one.x, one.weights.mT, offs=one.offsets[1:])
     return made.view(-1, 3, rank).permute(1, 0, 2).contiguous()
+
+
+def linear(one: LoraSet) -> torch.Tensor:
+    """Of a single adapter."""
+    made = torch.nn.functional.linear(one.x, one.weights[0])
+    return made.view(made.shape[0], 3, -1).permute(1, 0, 2).contiguous()
 
 
 def gather(one: LoraSet) -> torch.Tensor:
@@ -62,6 +75,23 @@ def is_first(shape: LoraShape) -> bool:
     return (shape.hidden, shape.rank, shape.adapters) == (4096, 16, 8)
 
 
+def compiled_loop(one: LoraSet) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]:
+    """The loop, compiled for the shapes of a set."""
+    torch._dynamo.reset()
+    compiled = torch.compile(loop, dynamic=False)
+    compiled(one.x, one.weights, one.ids)
+    return compiled
+
+
+def compile_loop_quietly(shape: LoraShape) -> str:
+    """In a process of its own: fills Inductor's cache; a failure is a sentence."""
+    try:
+        compiled_loop(make_set(shape))
+    except Exception as error:  # what does not compile is a result here, whatever its type
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
 def shrink_variants(shape: LoraShape, sets: list[LoraSet], *, with_loop: bool) -> Variants:
     op = lora_shrink.OP.torch_op
     unsorted = [one.ids[one.order] for one in sets]
@@ -73,9 +103,10 @@ def shrink_variants(shape: LoraShape, sets: list[LoraSet], *, with_loop: bool) -
         variants["unsorted"] = lambda i: op(sets[i].x, sets[i].weights, None, unsorted[i])
     if 6 * shape.tokens * shape.rank * shape.hidden <= GATHER_BYTES:
         variants["gather"] = lambda i: gather(sets[i])
+    if shape.adapters == 1:
+        variants["linear"] = lambda i: linear(sets[i])
     if with_loop:
-        torch._dynamo.reset()
-        compiled = torch.compile(loop)
+        compiled = compiled_loop(sets[0])
         variants["loop"] = lambda i: compiled(sets[i].x, sets[i].weights, sets[i].ids)
     return variants
 
@@ -104,7 +135,7 @@ def timed(variants: Variants, count: int) -> dict[str, float]:
 
 
 def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[str, Any]:
-    sets = make_sets(shape)[:MOST_CALLS]
+    sets = make_sets(shape, most=MOST_CALLS)
     variants = shrink_variants(shape, sets, with_loop=with_loop)
     want = exact(sets[0])
     errors = {
@@ -114,12 +145,16 @@ def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[st
         raise AssertionError(f"{shape}: less accurate than its peer: {errors}")
     times = timed(variants, len(sets))
     peers = {name: us for name, us in times.items() if name not in ("tilewright", "unsorted")}
+    cpu = {}
+    if is_first(shape):
+        cpu["cpu"] = round(cpu_us(lambda: lora_shrink.OP.call(arguments(sets[0]))), 1)
     columns = 3 * shape.rank
     least = shape.hidden * (shape.tokens + columns * sets[0].active) + shape.tokens * columns
     return {
         "op": "shrink",
         **describe(shape, sets[0]),
         **{name: round(us, 2) for name, us in times.items()},
+        **cpu,
         "speedup_over_best": round(min(peers.values()) / times["tilewright"], 2),
         "of_copy": round(2 * least / (1e-6 * times["tilewright"] * copy), 3),
         **errors,
@@ -147,7 +182,7 @@ def expand_arguments(one: LoraSet, s: torch.Tensor) -> lora_expand.ExpandArgumen
 
 
 def measure_expand(shape: LoraShape, copy: float) -> dict[str, Any]:
-    sets = make_sets(shape, expand=True)[:MOST_CALLS]
+    sets = make_sets(shape, expand=True, most=MOST_CALLS)
     shrunk = [torch.randn(3, shape.tokens, shape.rank, device="cuda").bfloat16() for _ in sets]
     op = lora_expand.OP.torch_op
 
@@ -189,17 +224,21 @@ def in_float64(one: LoraSet, s: torch.Tensor) -> lora_expand.ExpandArguments:
 
 
 def shapes_of(options: argparse.Namespace) -> Iterator[LoraShape]:
-    for adapters in options.adapters:
+    """8 adapters first."""
+    for adapters in sorted(options.adapters, key=lambda adapters: adapters != ALL_RANKS):
         for hidden in options.hidden:
             for rank in options.ranks:
+                if adapters != ALL_RANKS and rank not in OTHERS_RANKS:
+                    continue
                 for tokens in options.tokens:
                     yield LoraShape(hidden, rank, adapters, tokens)
-    for tokens in options.skewed:
-        yield LoraShape(options.hidden[0], 16, 8, tokens, "skewed")
+        if adapters == ALL_RANKS:
+            for tokens in options.skewed:
+                yield from (LoraShape(options.hidden[0], r, 8, tokens, "skewed") for r in (16, 64))
 
 
-def compile_all(shapes: list[LoraShape], expands: list[LoraShape]) -> None:
-    """Compiles every kernel that will be timed, in parallel."""
+def kernels_of(shapes: list[LoraShape], expands: list[LoraShape]) -> list[KernelSpec]:
+    """Every kernel that will be timed. No GPU is needed."""
     specs: dict[KernelSpec, None] = {}
     for shape in shapes:
         x = torch.empty(shape.tokens, shape.hidden, dtype=torch.bfloat16, device="meta")
@@ -216,10 +255,22 @@ def compile_all(shapes: list[LoraShape], expands: list[LoraShape]) -> None:
         offsets = s.new_empty(shape.adapters + 1, dtype=torch.int32)
         e = lora_expand.ExpandArguments(s, *bases, *b, offsets)
         specs |= dict.fromkeys(lora_expand.OP.plan_for(e, "sm90").specs)
+    return list(specs)
+
+
+def compile_all(shapes: list[LoraShape], expands: list[LoraShape], loops: list[LoraShape]) -> None:
+    """Compiles every kernel and loop that will be timed, in parallel."""
+    specs = kernels_of(shapes, expands)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
-    print(f"{len(specs)} kernels, {sum(map(bool, outcomes))} do not compile", flush=True)
+        looped = [pool.submit(compile_loop_quietly, shape) for shape in loops]
+        outcomes = [*pool.map(compile_quietly, specs, chunksize=2)]
+        outcomes += [future.result() for future in looped]
+    for failure in filter(None, outcomes):
+        print(failure, flush=True)
+    print(
+        f"{len(specs)} kernels, {len(loops)} loops, {sum(map(bool, outcomes))} failed", flush=True
+    )
 
 
 def main() -> None:
@@ -227,29 +278,42 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64, 128])
-    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--skewed", type=int, nargs="*", default=[64, 512, 8192])
     parser.add_argument("--expand", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--loop", type=int, nargs="*", default=[64, 512, 8192])
     options = parser.parse_args()
+    started = time.monotonic()
     torch.manual_seed(0)
-    copy = copy_bytes_per_s()
     shapes = list(shapes_of(options))
     expands = [LoraShape(4096, rank, 8, t) for rank in (16, 64) for t in options.expand]
-    compile_all(shapes, expands)
+    loops = [
+        shape
+        for shape in shapes
+        if is_first(shape) and shape.routing == "uniform" and shape.tokens in options.loop
+    ]
+    compile_all(shapes, expands, loops)
+    copy = copy_bytes_per_s()
+    print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
 
-    def add(row: dict[str, Any]) -> None:
+    def add(shape: LoraShape, measure: Callable[[], dict[str, Any]]) -> None:
+        try:
+            row = measure()
+        except Exception as error:  # the other rows are worth having
+            row = {"shape": str(shape), "failed": f"{type(error).__name__}: {str(error)[:300]}"}
         rows.append({**row, "copy_tb_per_s": round(copy / 1e12, 3)})
         keep("lora", rows, options.out)
         print(row, flush=True)
 
     for shape in expands:
-        add(measure_expand(shape, copy))
+        add(shape, partial(measure_expand, shape, copy))
     for shape in shapes:
-        uniform = is_first(shape) and shape.routing == "uniform"
-        add(measure_shrink(shape, copy, with_loop=uniform and shape.tokens in options.loop))
+        add(shape, partial(measure_shrink, shape, copy, with_loop=shape in loops))
+    print(f"{len(rows)} rows after {time.monotonic() - started:.0f} s", flush=True)
+    if any("failed" in row for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ def make_set(shape: LoraShape, *, expand: bool = False) -> LoraSet:
     )
 
 
-def make_sets(shape: LoraShape, *, expand: bool = False) -> list[LoraSet]:
-    """As many sets as keep the L2 cache cold: what a call touches counts."""
+def make_sets(shape: LoraShape, *, expand: bool = False, most: int = 500) -> list[LoraSet]:
+    """As many sets as keep the L2 cache cold, up to `most`: what a call touches counts."""
     active = min(shape.adapters, shape.tokens)
     touched = 2 * shape.hidden * (shape.tokens + 3 * shape.rank * active)
     if expand:
         touched = 2 * sum(shape.widths) * (2 * shape.tokens + shape.rank * active)
     count = max(10, -(-int(COLD_BYTES) // touched)) if shape.tokens < 2048 else 4
-    return [make_set(shape, expand=expand) for _ in range(count)]
+    return [make_set(shape, expand=expand) for _ in range(min(count, most))]

@@ -5,9 +5,9 @@
 CASES: a file of lines `hidden rank adapters tokens form config ...`; form is groups (sorted, with
 offsets), single (one adapter), rows (an id each, in any order) or expand (sorted). A config is
 `t64x64/4w4s3` (tiled: rows, step of K, split, warps, stages), `f16x8x8*128w8s3` (few: rows,
-columns, slices, their step of K), `r1x1x4096w4` (row: rows, columns, step), `s128x128+64x64p132w8s4`
-(stream: rows, columns, step, programs; t behind it: by descriptors) or, for expand,
-`e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
+columns, slices, their step of K), `r1x1x4096w4` (row: rows, columns, step),
+`s128x128+64x64p132w8s4` (stream: rows, columns, step, programs; a t behind it: by descriptors) or,
+for expand, `e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
 """
 
 from __future__ import annotations

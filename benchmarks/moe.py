@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -39,7 +38,7 @@ from moe_layers import (
     glu,
     make_experts,
 )
-from timing import capture, interleaved_us, keep
+from timing import capture, cpu_us, interleaved_us, keep
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.qkv_heads import next_power_of_2
@@ -115,19 +114,6 @@ def planned(a: FusedMoeArguments) -> dict[str, Step]:
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
-
-
-def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
-    """What a repeated call takes of the CPU; too few calls to fill the GPU's queue."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    seconds = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return 1e6 * seconds / calls
 
 
 def measure(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import triton
 
 from tilewright.ops.gpu_timing import Call, capture, interleaved_us
 
-__all__ = ["Call", "capture", "environment", "interleaved_us", "keep"]
+__all__ = ["Call", "capture", "cpu_us", "environment", "interleaved_us", "keep"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,6 +37,19 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
+    """What a repeated call takes of the CPU; too few calls to fill the GPU's queue."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * seconds / calls
 
 
 def keep(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Path:
