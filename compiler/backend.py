@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ log = logging.getLogger("tilewright")
 if level := os.environ.get("TILEWRIGHT_LOG"):
     logging.basicConfig()
     log.setLevel(level.upper())
+
+WITHOUT_GRAD = "call the model under torch.no_grad(), or after model.requires_grad_(False)"
 
 _REPORTS: deque[GraphReport] = deque(maxlen=64)
 
@@ -54,9 +57,13 @@ def reports() -> tuple[GraphReport, ...]:
     return tuple(_REPORTS)
 
 
-def _needs_grad(inputs: Sequence[Any]) -> bool:
-    tensors = (i for i in inputs if isinstance(i, torch.Tensor))
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _needing_grad(inputs: Sequence[Any]) -> str:
+    """`3 parameters and 1 input need grad`; empty where none does."""
+    tensors = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
+    parameters = sum(isinstance(t, torch.nn.Parameter) for t in tensors)
+    counts = {"parameter": parameters, "input": len(tensors) - parameters}
+    said = [f"{n} {noun}{'s' if n > 1 else ''}" for noun, n in counts.items() if n]
+    return f"{' and '.join(said)} {'need' if len(tensors) > 1 else 'needs'} grad" if said else ""
 
 
 def _unfused(gm: fx.GraphModule, note: str) -> GraphReport:
@@ -64,8 +71,8 @@ def _unfused(gm: fx.GraphModule, note: str) -> GraphReport:
 
 
 def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> GraphReport:
-    if _needs_grad(inputs):
-        note = "an input needs grad: compiled without fusion (inference only)"
+    if torch.is_grad_enabled() and (needing := _needing_grad(inputs)):
+        note = f"nothing was fused: {needing}, and fused ops compute no gradients; {WITHOUT_GRAD}"
         log.warning(note)
         return _unfused(gm, note)
     try:
@@ -168,7 +175,12 @@ def lower(
     found: list[GraphReport] = []
 
     def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(fuse(gm, options))
+        report = fuse(gm, options)
+        needing = _needing_grad(example_inputs)
+        if needing and report.matches and not any(known.notes for known in found):
+            note = f"{needing}, and with grad nothing is fused: {WITHOUT_GRAD}"
+            report = replace(report, notes=(*report.notes, note))
+        found.append(report)
         return _stand_in(gm)
 
     failures: list[str] = []

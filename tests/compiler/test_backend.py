@@ -285,9 +285,21 @@ def test_an_input_that_needs_grad_compiles_unfused_and_says_so(caplog, tmp_path)
     with torch.enable_grad(), caplog.at_level(logging.WARNING, "tilewright"):
         compiled(model, report=path)(*copies(args)).sum().backward()
     assert model.layers[0]["self_attn"].projection.q_proj.weight.grad is not None
-    assert any("needs grad" in r.getMessage() for r in caplog.records)
-    assert "needs grad" in reports()[-1].notes[0]
-    assert "needs grad" in json.loads(path.read_text())["notes"][0]
+    (note,) = reports()[-1].notes
+    assert note.startswith("nothing was fused: 9 parameters need grad, and fused ops compute no ")
+    assert "torch.no_grad()" in note
+    assert note in [r.getMessage() for r in caplog.records]
+    assert json.loads(path.read_text())["notes"] == [note]
+
+
+@pytest.mark.parametrize("takes_grad", [False, True])
+def test_lower_says_that_training_would_not_be_fused(takes_grad):
+    model, args = build("page_offset")
+    model.requires_grad_(takes_grad)
+    lowered = lower(model, args)
+    assert [m.pattern for m in lowered.matches] == ["qkv_cache"]
+    notes = ["9 parameters need grad, and with grad nothing is fused"] if takes_grad else []
+    assert [note.partition(":")[0] for note in lowered.notes] == notes
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
