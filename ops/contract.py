@@ -39,9 +39,9 @@ class Lowering:
 
     `entry` is called exactly as the op is; it may be "module:function", imported on first use.
     `unsupported` takes the arguments record: None, or why this lowering cannot take them.
-    `repeatable`, where given, is called as `entry` is and gives (result, again): `again()` makes
-    the same call once more while metadata and addresses of all tensors stay (whatever their
-    contents), and is None where nothing can be remembered. It must hold no tensor.
+    `repeatable`, where given, is called as `entry` is and gives (result, again): `again`, called so
+    too, makes the same call once more while metadata and addresses of all tensors stay (whatever
+    their contents), and is None where nothing can be remembered. It must hold no tensor.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Lowering:
     def load(self) -> OpCallable:
         return _load(self.entry) if isinstance(self.entry, str) else self.entry
 
-    def call(self, *args: Any, **kwargs: Any) -> tuple[Any, Callable[[], Any] | None]:
+    def call(self, *args: Any, **kwargs: Any) -> tuple[Any, OpCallable | None]:
         """The result, and what makes the same call again."""
         if self.repeatable is None:
             return self.load()(*args, **kwargs), None
@@ -281,7 +281,7 @@ def debug_values() -> bool:
 def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     values_of = attrgetter(*(field.name for field in fields(op.arguments)))
     entries: dict[Any, OpCallable] = {}
-    repeats: dict[Any, Callable[[], Any]] = {}
+    repeats: dict[Any, OpCallable] = {}
     # On the CPU values are checked at every call.
     repeatable = device_type == "cuda" and any(lowering.repeatable for lowering in op.lowerings)
 
@@ -291,7 +291,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
         again = repeats.get(place)
         if again is not None and not debug_values() and not _needs_grad(args, kwargs):
             try:
-                return again()
+                return again(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # the whole way says what is wrong, or goes on by the reference
@@ -301,7 +301,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
             _remember(repeats, place, again)
         return result
 
-    def whole(args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any] | None]:
+    def whole(args: Any, kwargs: Any) -> tuple[Any, OpCallable | None]:
         arguments = op.arguments(*args, **kwargs)
         key = _metadata(values_of(arguments))
         entry = entries.get(key)

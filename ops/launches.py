@@ -23,7 +23,7 @@ from tilewright.ops.qkv_cache import FusedQkvArguments, fake
 from tilewright.ops.repeats import Noted, noting_launches
 from tilewright.ops.tuning import case_of, measured_choice
 
-Again = Callable[[], Any]
+Again = Callable[..., Any]
 
 
 def launch_fused_qkv_paged(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _launch_again(
-    launch: Any, addresses: list[Any], result: Any, scratch: Any
+    launch: Any, addresses: list[Any], result: Any, scratch: Any, *_: Any, **__: Any
 ) -> torch.Tensor | None:
     if result is None and scratch is None:
         launch(addresses)

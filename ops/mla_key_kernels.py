@@ -27,6 +27,7 @@ from tilewright.ops.mla_problems import (
     numbers_problem,
     up_problem,
 )
+from tilewright.ops.repeats import call_library, noted_scratch
 
 # Keys of a sequence must be so many more than its queries before rows past the last are left out.
 SPARE_KEYS = 256
@@ -122,7 +123,7 @@ def up_project(a: Any, chunk: Chunk, buffers: Buffers, target: Target) -> Keys:
     k, v = empty_keys(a, rows)
     if rows and uses_library(problem, rows, target):
         latent = buffers.latent[:, : problem.rank]
-        torch.mm(latent, weight.T, out=k.as_strided((rows, problem.rows), (problem.rows, 1)))
+        call_library(_mm, latent, weight, k.as_strided((rows, problem.rows), (problem.rows, 1)))
     elif rows:
         config, spec = up_plan(problem, next_power_of_2(rows), target)
         values = {
@@ -144,17 +145,21 @@ def up_project(a: Any, chunk: Chunk, buffers: Buffers, target: Target) -> Keys:
     return Keys(k, v, buffers.k_rope)
 
 
+def _mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(x, weight.T, out=out)
+
+
 def empty_keys(a: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """k [rows, H, N] and v [rows, H, V]: views of one buffer, of values; for the 8-bit core k is
     contiguous and v has its keys side by side, padded to 16."""
     nope, _, v_dim = widths(a)
     heads = a.q.shape[1]
     if a.attention_dtype != FP8:
-        kv = a.q.new_empty((rows, heads, nope + v_dim))
+        kv = noted_scratch(a.q.new_empty((rows, heads, nope + v_dim)))
         return kv[..., :nope], kv[..., nope:]
-    k = a.q.new_empty((rows, heads, nope), dtype=FP8)
+    k = noted_scratch(a.q.new_empty((rows, heads, nope), dtype=FP8))
     # Keys past the last are multiplied by zero weights: the kernel makes them zeros.
-    v = a.q.new_empty((heads, v_dim, -(-max(rows, 1) // 16) * 16), dtype=FP8)
+    v = noted_scratch(a.q.new_empty((heads, v_dim, -(-max(rows, 1) // 16) * 16), dtype=FP8))
     return k, v.permute(2, 0, 1)[:rows]
 
 
@@ -166,8 +171,16 @@ def last_position(a: Any, chunk: Chunk) -> torch.Tensor | None:
     run = chunk.rows // batch
     if run % 128 or run < num_tokens // batch + SPARE_KEYS:
         return None
-    last = a.positions.to(torch.int64)
-    return last if last.shape[0] == 1 else last.amax().reshape(1)
+    positions = a.positions.to(torch.int64)
+    if positions.shape[0] == 1:
+        return positions
+    last = noted_scratch(positions.new_empty(1))
+    call_library(_greatest, positions, last)
+    return last
+
+
+def _greatest(numbers: torch.Tensor, out: torch.Tensor) -> None:
+    torch.amax(numbers, 0, keepdim=True, out=out)
 
 
 def _weight_numbers(a: Any, target: Target) -> torch.Tensor:
@@ -175,7 +188,7 @@ def _weight_numbers(a: Any, target: Target) -> torch.Tensor:
     if a.kv_b_weight.dtype != FP8:
         return a.kv_b_weight
     problem = numbers_problem(a)
-    out = a.q.new_empty(a.kv_b_weight.shape)
+    out = noted_scratch(a.q.new_empty(a.kv_b_weight.shape))
     values = {"weight_ptr": a.kv_b_weight, "weight_scale_ptr": a.kv_b_scale, "out_ptr": out}
     spec = numbers_spec(problem, target.name)
     launch(spec, kernels.weight_numbers_grid(problem), values, a.q.device)

@@ -167,6 +167,7 @@ OP = register(
                 "tilewright.ops.mla_lowerings:launch_latent_store",
                 frozenset({"cuda"}),
                 store_obstacle,
+                repeatable="tilewright.ops.mla_lowerings:repeatable_latent_store",
             ),
         ),
         cases=STORE_CASES,

@@ -34,23 +34,39 @@ from tilewright.ops.mla_latent_store import LatentStoreArguments
 from tilewright.ops.mla_prefill import MlaPrefillArguments
 from tilewright.ops.mla_prefill_fp8 import MlaBranchArguments, as_mla_prefill
 from tilewright.ops.mla_problems import Chunk, key_buffers, numbers_problem, up_problem
+from tilewright.ops.repeats import noting_launches
+from tilewright.ops.replay import Again, call_again
 from tilewright.ops.triton_types import TRITON_TYPES
 
 
 def launch_latent_store(*args: Any, **kwargs: Any) -> None:
     """`mla_latent_store` on CUDA tensors; see LatentStoreArguments."""
+    repeatable_latent_store(*args, **kwargs)
+
+
+def repeatable_latent_store(*args: Any, **kwargs: Any) -> tuple[None, Again | None]:
+    """Also what makes the same call again."""
     a = LatentStoreArguments(*args, **kwargs)
     if a.latent.shape[0] == 0:
-        return
+        return None, None
     target = device_target(a.latent.device) or SM90
     call = latent_launch(a, None, None, store=True, gather=False, fused=False)
-    launch(*latent_kernel(call, target), a.latent.device)
+    with noting_launches() as noted:
+        launch(*latent_kernel(call, target), a.latent.device)
+    return None, call_again(noted, args, kwargs, None)
 
 
 def launch_mla_prefill(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`mla_prefill` on CUDA tensors; see MlaPrefillArguments."""
+    return repeatable_mla_prefill(*args, **kwargs)[0]
+
+
+def repeatable_mla_prefill(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
+    """Also what makes the same call again."""
     a = MlaPrefillArguments(*args, **kwargs)
-    return run_prefill(a, [whole(a)])
+    with noting_launches() as noted:
+        out = run_prefill(a, [whole(a)])
+    return out, call_again(noted, args, kwargs, out)
 
 
 def whole(a: Any) -> Chunk:
@@ -60,8 +76,18 @@ def whole(a: Any) -> Chunk:
 
 def launch_mla_branch(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`mla_prefill_branch_fp8` on CUDA tensors; see MlaBranchArguments."""
+    return repeatable_mla_branch(*args, **kwargs)[0]
+
+
+def repeatable_mla_branch(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
+    """Also what makes the same call again; None where there are several chunks."""
     a = MlaBranchArguments(*args, **kwargs)
-    return run_prefill(as_mla_prefill(a), branch_chunks(a))
+    given, chunks = as_mla_prefill(a), branch_chunks(a)
+    if len(chunks) > 1:  # what is noted is kept: chunks are there so that less is
+        return run_prefill(given, chunks), None
+    with noting_launches() as noted:
+        out = run_prefill(given, chunks)
+    return out, call_again(noted, args, kwargs, out)
 
 
 def branch_chunks(a: MlaBranchArguments) -> list[Chunk]:

@@ -181,6 +181,7 @@ OP = register(
                 "tilewright.ops.mla_lowerings:launch_mla_prefill",
                 frozenset({"cuda"}),
                 prefill_obstacle,
+                repeatable="tilewright.ops.mla_lowerings:repeatable_mla_prefill",
             ),
         ),
         cases=PREFILL_CASES,

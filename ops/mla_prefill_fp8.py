@@ -203,6 +203,7 @@ OP = register(
                 "tilewright.ops.mla_lowerings:launch_mla_branch",
                 frozenset({"cuda"}),
                 branch_obstacle,
+                repeatable="tilewright.ops.mla_lowerings:repeatable_mla_branch",
             ),
         ),
         cases=BRANCH_CASES,

@@ -16,6 +16,7 @@ from tilewright.ops.mla_checks import FP8, widths
 from tilewright.ops.mla_keys import sequences
 from tilewright.ops.mla_latents import cache_views
 from tilewright.ops.qkv_problems import address_tensors, unaligned
+from tilewright.ops.repeats import noted_scratch
 from tilewright.ops.triton_types import TRITON_TYPES
 
 
@@ -96,14 +97,18 @@ def _with_new(
         latent, scale, strides = ready.latent, ready.scale, ready.scale_strides
     if new_latent:
         dtype = FP8 if a.quantize_latent else a.q.dtype
-        latent = a.q.new_empty((rows, -(-rank // 16) * 16), dtype=dtype)
+        latent = noted_scratch(a.q.new_empty((rows, -(-rank // 16) * 16), dtype=dtype))
         if a.quantize_latent:
             padded = -(-max(rows, 1) // 16) * 16
             groups = -(-rank // a.scale_block[1])
-            scale = a.q.new_empty((groups, padded), dtype=torch.float32)
+            scale = noted_scratch(a.q.new_empty((groups, padded), dtype=torch.float32))
             strides = (padded, 1)
     rope_dtype = FP8 if a.attention_dtype == FP8 else a.q.dtype
-    k_rope = a.q.new_empty((rows, rope_dim), dtype=rope_dtype) if new_rope else ready.k_rope  # type: ignore[union-attr]
+    if new_rope:
+        k_rope = noted_scratch(a.q.new_empty((rows, rope_dim), dtype=rope_dtype))
+    else:
+        assert ready is not None
+        k_rope = ready.k_rope
     assert latent is not None
     made = ("latent",) * new_latent + ("k_rope",) * new_rope
     return Buffers(latent, k_rope, scale, strides, made)

@@ -14,6 +14,7 @@ from tilewright.codegen.targets import SM90, Target
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.mla_attention_problems import TMA_BYTES, AttentionCall, QueryRope, address
+from tilewright.ops.repeats import noted_scratch
 from tilewright.ops.triton_types import TRITON_TYPES
 
 
@@ -31,7 +32,7 @@ def finished_queries(
     """
     values, problem = _launch_parts(a, rope)
     rows = values["num_rows"]
-    out = a.q.new_empty((*a.q.shape[:-1], problem.out_width), dtype=_out_dtype(a))
+    out = noted_scratch(a.q.new_empty((*a.q.shape[:-1], problem.out_width), dtype=_out_dtype(a)))
     if rows and a.q.device.type != "meta":
         target = device_target(a.q.device) or SM90
         launch(_spec(problem, target.name), kernels.query_grid(rows), values | {"out_ptr": out},

@@ -29,7 +29,7 @@ from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
 from tilewright.ops.repeats import Noted, noting_launches
 
-Again = Callable[[], torch.Tensor]
+Again = Callable[..., torch.Tensor]
 
 # Parts of scratch memory begin at whole multiples of this.
 SCRATCH_ALIGNMENT = 256
@@ -111,7 +111,7 @@ def launches_again(noted: Sequence[Noted], a: FusedMoeArguments, out: torch.Tens
         lists.append((launch_once, addresses, places, result))
     shape, dtype, device = out.shape, out.dtype, out.device
 
-    def again() -> torch.Tensor:
+    def again(*_: Any, **__: Any) -> torch.Tensor:
         result = torch.empty(shape, dtype=dtype, device=device)
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         start = memory.data_ptr()

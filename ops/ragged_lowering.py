@@ -27,7 +27,7 @@ def repeatable(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
     q, again = repeatable_fused_qkv_paged(*positional, **named)
     if again is None or _copied_scales(a, fused):
         return q.flatten(1), None
-    return q.flatten(1), lambda: again().flatten(1)
+    return q.flatten(1), lambda *_, **__: again().flatten(1)
 
 
 def _copied_scales(a: RaggedQkvArguments, fused: FusedQkvArguments) -> bool:

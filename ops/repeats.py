@@ -8,14 +8,27 @@ them holds for the others, and one look-up finds it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-#: A launch and the values it was given.
+#: A launch and the values it was given; or a LibraryCall and its tensors, or Scratch and its own.
 Noted = tuple[Any, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """Not a kernel of ours: a function of the tensors noted with it, into some of them."""
+
+    function: Callable[..., Any]
+
+
+class Scratch:
+    """Says that a tensor is a call's own, with no content but what launches noted later leave."""
+
 
 _recording = threading.local()
 
@@ -58,3 +71,15 @@ def note_launch(launch: Any, values: tuple[Any, ...]) -> None:
     noted = getattr(_recording, "noted", None)
     if noted is not None:
         noted.append((launch, values))
+
+
+def call_library(function: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    """Calls a function that works into tensors that it is given, and notes it."""
+    function(*tensors)
+    note_launch(LibraryCall(function), tensors)
+
+
+def noted_scratch(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, new and empty, noted as scratch memory."""
+    note_launch(Scratch(), (tensor,))
+    return tensor
