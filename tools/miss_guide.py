@@ -22,9 +22,13 @@ class CodeGuide:
     text: str
 
 
-@cache
 def miss_guide() -> Mapping[str, CodeGuide]:
-    """Every registered code; one of a user's own pattern has its meaning alone."""
-    guide = files("tilewright.patterns").joinpath("miss-codes.md").read_text("utf-8")
-    texts = {code: text.strip() for code, _, text in _ENTRY.findall(guide)}
+    """Every code registered so far; one of a user's own pattern has its meaning alone."""
+    texts = _texts()
     return {code: CodeGuide(code, CODES[code], texts.get(code, "")) for code in sorted(CODES)}
+
+
+@cache
+def _texts() -> Mapping[str, str]:
+    guide = files("tilewright.patterns").joinpath("miss-codes.md").read_text("utf-8")
+    return {code: text.strip() for code, _, text in _ENTRY.findall(guide)}

@@ -299,7 +299,7 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         known = f"{', '.join(ZOO)}; {FORMS_OF_A_MODEL}"
         raise ModelError(f"{spec!r} is not {FORMS}{hint}\nThe zoo: {known}")
-    module = _import_file(place) if place.endswith(".py") else _import_module(place)
+    module = import_place(place)
     function = getattr(module, function_name, None)
     if not callable(function):
         what = "is not callable" if hasattr(module, function_name) else "is not there"
@@ -410,6 +410,11 @@ def _transformers(name: str) -> ModuleType:
             f"{name} is built with transformers, which does not import here ({error}): "
             "pip install 'tilewright[models]'"
         ) from error
+
+
+def import_place(place: str) -> ModuleType:
+    """The module of a user's file.py or module, which may register patterns. Raises ModelError."""
+    return _import_file(place) if place.endswith(".py") else _import_module(place)
 
 
 def _import_file(place: str) -> ModuleType:

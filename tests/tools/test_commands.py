@@ -187,6 +187,26 @@ def test_explain_of_an_unknown_code_suggests_one(command):
     assert "did you mean GROWING_CACHE?" in done.stderr
 
 
+@pytest.mark.parametrize("place", ["codes.py", "codes.py:make", "codes"])
+def test_explain_knows_the_codes_of_a_user_s_file(command, tmp_path, monkeypatch, place):
+    (tmp_path / "codes.py").write_text(
+        "from tilewright.patterns.language import register_code\n"
+        "print('a line of its own')\nregister_code('MY_CODE', 'what it means')\n"
+    )
+    monkeypatch.delitem(sys.modules, "codes", raising=False)
+    assert command("explain", "MY_CODE").exit_code == 2
+    try:
+        done = command("explain", "my-code", "--from", place)
+        listed = schema_checked("explain", command("explain", "--from", place, "--json").stdout)
+    finally:
+        CODES.pop("MY_CODE", None)
+    assert done.stdout.splitlines()[0] == "MY_CODE: what it means"
+    assert "MY_CODE" in {entry["code"] for entry in listed["codes"]}
+    missing = command("explain", "MY_CODE", "--from", "absent.py")
+    assert missing.exit_code == 2
+    assert missing.stderr.startswith("tilewright: absent.py: no such file")
+
+
 def test_zoo_lists_every_model(command):
     models = schema_checked("zoo", command("zoo", "--json").stdout)["models"]
     assert {"llama3-8b", "qwen3-30b-a3b"} <= {model["name"] for model in models}

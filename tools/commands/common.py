@@ -67,12 +67,19 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 def load(model: str, **options: Any) -> LoadedModel:
     """The model a command was given. Raises CommandError."""
-    try:
+    with users_code(model):
         return load_model(model, **options)
+
+
+@contextlib.contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """A block that imports or calls a user's code: what goes wrong becomes one line."""
+    try:
+        yield
     except ModelError as error:
         raise CommandError(str(error)) from error
     except SystemExit as error:
-        raise CommandError(f"{model}: its code ended the process (exit {error.code})") from error
+        raise CommandError(f"{name}: its code ended the process (exit {error.code})") from error
 
 
 def load_and_lower(

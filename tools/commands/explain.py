@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -10,19 +12,34 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
-from tilewright.tools.commands.common import CommandError, JsonOption, errors_for_people, print_json
+from tilewright.tools.commands.common import (
+    CommandError,
+    JsonOption,
+    errors_for_people,
+    print_json,
+    users_code,
+)
 from tilewright.tools.miss_guide import miss_guide
 from tilewright.tools.text_report import make_console
+from tilewright.tools.zoo import import_place
 
 
 def explain(
     code: Annotated[
         str | None, typer.Argument(metavar="[CODE]", help="A miss code; without one: list them.")
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="FILE", help="file.py or module of patterns with codes of their own."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a miss CODE means, with an example and what to do."""
     with errors_for_people(debug=False):
+        if source is not None:
+            _import(source)
         guide = miss_guide()
         chosen = list(guide.values()) if code is None else [guide[_known(code, list(guide))]]
         if as_json:
@@ -36,7 +53,15 @@ def explain(
             console.print(table)
             return
         console.print(f"{chosen[0].code}: {chosen[0].meaning}\n", style="bold")
-        console.print(Markdown(chosen[0].text))
+        if chosen[0].text:
+            console.print(Markdown(chosen[0].text))
+
+
+def _import(source: str) -> None:
+    """Registers the codes of a user's file, named as for MODEL, with or without its function."""
+    place = source.partition(":")[0]
+    with contextlib.redirect_stdout(sys.stderr), users_code(place):
+        import_place(place)
 
 
 def _known(code: str, codes: list[str]) -> str:
@@ -45,4 +70,6 @@ def _known(code: str, codes: list[str]) -> str:
         return wanted
     close = difflib.get_close_matches(wanted, codes, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise CommandError(f"no miss code {code!r}{hint} (tilewright explain lists them)")
+    raise CommandError(
+        f"no miss code {code!r}{hint} (tilewright explain lists them; --from FILE adds your own)"
+    )
