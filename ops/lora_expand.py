@@ -232,6 +232,7 @@ OP = register(
                 "tilewright.ops.lora_lowerings:launch_expand",
                 frozenset({"cuda"}),
                 unsupported,
+                repeatable="tilewright.ops.lora_lowerings:repeatable_expand",
             ),
         ),
         cases=EXPAND_CASES,

@@ -3,6 +3,7 @@ many, are sorted first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,8 @@ from tilewright.ops.lora_problems import (
 from tilewright.ops.lora_shrink import ShrinkArguments
 from tilewright.ops.lora_shrink import fake as fake_shrink
 from tilewright.ops.lowerings import device_target
+from tilewright.ops.repeated_launches import Again, launches_again
+from tilewright.ops.repeats import noting_launches
 
 
 @cache
@@ -63,40 +66,54 @@ def chosen_expand(
 
 def launch_shrink(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`shrink_qkv_permute_3mn` on CUDA tensors; see ShrinkArguments."""
+    return repeatable_shrink(*args, **kwargs)[0]
+
+
+def repeatable_shrink(
+    *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Callable[..., torch.Tensor] | None]:
+    """Also what makes the same call again."""
     a = ShrinkArguments(*args, **kwargs)
     out = fake_shrink(a)
     if out.numel() == 0:
-        return out
+        return out, None
     device = a.a.device
     counts = row_counts(a, out.shape[1], out.shape[1])
     problem, values = shrink_problem(a, counts)
     values["out_ptr"] = out
     target = device_target(device) or SM90
     config, spec = chosen_shrink(problem, next_power_of_2(out.shape[1]), target)
-    values |= _sorted_rows(problem.form, counts, values, target, device)
-    grid = shrink_grid(problem, config, counts)
     elements, places = shrink_scratch(problem, config, counts)
     if places:
         workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
         values |= {"workspace_ptr": workspace, "counters_ptr": counters}
-    launch(spec, grid, values, device)
-    return out
+    with noting_launches() as noted:
+        order = _sorted_rows(problem.form, counts, values, target, device)
+        launch(spec, shrink_grid(problem, config, counts), values | order, device)
+    again = launches_again(noted, a, (out,), _tensors(order))
+    return out, None if again is None else lambda *_, **__: again()[0]
 
 
 def launch_expand(*args: Any, **kwargs: Any) -> Outputs:
     """`lora_expand_add` on CUDA tensors; see ExpandArguments."""
+    return repeatable_expand(*args, **kwargs)[0]
+
+
+def repeatable_expand(*args: Any, **kwargs: Any) -> tuple[Outputs, Again | None]:
+    """Also what makes the same call again."""
     a = ExpandArguments(*args, **kwargs)
     outputs = fake_expand(a)
     if not any(out.numel() for out in outputs):
-        return outputs
+        return outputs, None
     device = a.s.device
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
     problem, values = expand_problem(a, counts, outputs)
     target = device_target(device) or SM90
     config, spec = chosen_expand(problem, next_power_of_2(a.num_tokens), target)
-    values |= _sorted_rows(problem.form, counts, values, target, device)
-    launch(spec, expand_grid(problem, config, counts), values, device)
-    return outputs
+    with noting_launches() as noted:
+        order = _sorted_rows(problem.form, counts, values, target, device)
+        launch(spec, expand_grid(problem, config, counts), values | order, device)
+    return outputs, launches_again(noted, a, outputs, _tensors(order))
 
 
 def _sorted_rows(
@@ -111,6 +128,10 @@ def _sorted_rows(
     given = {**values, "order_ptr": order, "ends_ptr": ends}
     launch(spec, order_grid(config, counts.total_rows), given, device)
     return {"order_ptr": order, "offsets_ptr": ends, "num_groups": form.num_adapters}
+
+
+def _tensors(values: Values) -> list[torch.Tensor]:
+    return [value for value in values.values() if isinstance(value, torch.Tensor)]
 
 
 @cache

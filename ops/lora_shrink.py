@@ -181,6 +181,7 @@ OP = register(
                 "tilewright.ops.lora_lowerings:launch_shrink",
                 frozenset({"cuda"}),
                 unsupported,
+                repeatable="tilewright.ops.lora_lowerings:repeatable_shrink",
             ),
         ),
         cases=SHRINK_CASES,

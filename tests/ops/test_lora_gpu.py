@@ -48,5 +48,24 @@ def test_kernels_compute_the_op_and_repeat_bit_for_bit(op, case, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
 
 
+@pytest.mark.parametrize("op", [lora_shrink.OP, lora_expand.OP], ids=lambda op: op.name)
+@pytest.mark.parametrize("name", ["rows", "sorted first", "high ranks", "groups"])
+def test_a_repeat_sees_what_is_there_now(op, name, monkeypatch):
+    """Same addresses, other rows and other adapters."""
+    monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)
+    a = op.sample_inputs(next(case for case in CASES if case.name == name), "cuda")
+    before = as_tuple(op.call(a))
+    (a.a if hasattr(a, "a") else a.s).mul_(-2)
+    if a.expert_ids is not None:
+        a.expert_ids.copy_(a.expert_ids.flip(0))
+    exact = as_tuple(op.reference(as_double(a)))
+    for _ in range(2):
+        made = as_tuple(op.call(a))
+        for out, expected in zip(made, exact, strict=True):
+            problem = op.tolerances[out.dtype].problem(out, expected)
+            assert problem is None, problem
+    assert not any(torch.equal(one, other) for one, other in zip(before, made, strict=True))
+
+
 def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
