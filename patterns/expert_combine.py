@@ -12,10 +12,18 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.expert_gemm import ExpertGemm
+from tilewright.patterns.expert_sentinels import is_row_mask
 from tilewright.patterns.gemm import named_product
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.norm import is_float_cast, strip_casts
-from tilewright.patterns.routing import Order, flat, gathered, match_inverse, match_rows
+from tilewright.patterns.routing import (
+    Order,
+    flat,
+    gathered,
+    match_inverse,
+    match_rows,
+    per_row,
+)
 
 # They take a tensor for its shape alone.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
@@ -53,10 +61,12 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
             if weights is not None:
                 return _finish(flow, user, weights, num_slots, absorbed, dtype)
             break
-        steps = user.op in ("aten.clone", "aten.mul") or is_float_cast(user)
+        unchanged = user.op == "aten.clone" or is_float_cast(user)
+        unchanged |= is_row_mask(user) and not in_token_order
+        steps = unchanged or user.op == "aten.mul"
         if steps and not _keeps_rows(user, value, matrix):
             break
-        if user.op == "aten.clone" or is_float_cast(user):
+        if unchanged:
             value = user
         elif user.op == "aten.mul" and weights is None:
             weights = _weights(user, value, order, num_slots, in_token_order)
@@ -180,8 +190,8 @@ def _weights(
         return None
     weight, _ = strip_casts(weight)
     if in_token_order:
-        return _by_token(_without_columns(weight), num_slots)
-    column = _without_columns(weight)
+        return _by_token(per_row(weight), num_slots)
+    column = per_row(weight)
     if column is None:
         return None
     column = flat(column)
@@ -190,14 +200,6 @@ def _weights(
     if taken is None or taken[1] != order.permutation:
         return None
     return _by_token(taken[0], num_slots)
-
-
-def _without_columns(view: View) -> View | None:
-    """A weight that is one number per row, without its dimension of one (or of repeats)."""
-    *rows, last = view.effect.dims
-    if last and any(a.axis is not None for a in last):
-        return None
-    return View(view.value, effects.Effect(tuple(rows), view.effect.start))
 
 
 def _by_token(view: View | None, num_slots: Any) -> View | None:

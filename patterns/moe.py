@@ -28,6 +28,13 @@ from tilewright.patterns.expert_gemm import (
     rows_of,
 )
 from tilewright.patterns.expert_loop import ExpertLoop, find_expert_loop
+from tilewright.patterns.expert_sentinels import (
+    clamps,
+    foreign_experts,
+    unclamped,
+    unmasked,
+    without_foreign,
+)
 from tilewright.patterns.expert_unrolled import UnrolledExperts, find_unrolled_experts
 from tilewright.patterns.expert_weights import check_dtypes, weight_arguments
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
@@ -79,7 +86,9 @@ class Moe:
                 f"the weight of {anchor} is computed in the graph",
                 anchor,
             )
-        activation = match_activation(_whole_again(down.x))
+        activated, masked = unmasked(down.x)
+        down = replace(down, absorbed=(*down.absorbed, *masked))
+        activation = match_activation(_whole_again(activated))
         if activation is None:
             reject(
                 "EXPERT_ACTIVATION",
@@ -113,13 +122,15 @@ def _whole_again(rows: View) -> View:
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
     """The GEMM of which `part` is the gate or up half; its weight and bias are that half's."""
+    part, masked = unmasked(part)
     for candidate in (part.value, *(v.value for v in part.value.operands)):
         gemm = match_expert_gemm(candidate, flow)
         columns = None if gemm is None or gemm.end is not part.value else gemm.columns_of(part)
         if gemm is not None and columns is not None:
             weight, bias = _part(gemm.weight, columns), _part(gemm.bias, columns)
             assert weight is not None
-            return replace(gemm, weight=weight, bias=bias)
+            absorbed = (*gemm.absorbed, *masked)
+            return replace(gemm, weight=weight, bias=bias, absorbed=absorbed)
     reject(
         "EXPERT_ACTIVATION",
         Stage.ACTIVATION,
@@ -140,7 +151,7 @@ def _rows(gemm: ExpertGemm) -> tuple[Order, Any, View]:
     """(order, S, x [T, H]) of the rows that the first GEMM reads."""
     if gemm.ends is None:
         return _rows_by_route(gemm)
-    taken = gathered(gemm.x)
+    taken = gathered(unmasked(gemm.x)[0])
     if taken is None:
         reject(
             "EXPERT_ORDER",
@@ -202,12 +213,13 @@ def _check_groups(gemms: tuple[ExpertGemm, ...], order: Order) -> None:
                 "running counts of the experts among the sorted routes, or each route's expert",
                 place,
             )
-        if gemm.bias_index is not None and not in_order(gemm.bias_index, order):
+        index = None if gemm.bias_index is None else unclamped(gemm.bias_index, num_experts)
+        if index is not None and not in_order(index, order):
             reject(
                 "EXPERT_ORDER",
                 Stage.ACTIVATION,
                 "the bias is not that of each row's expert",
-                gemm.bias_index,
+                index,
             )
 
 
@@ -243,9 +255,14 @@ def _match(
     num_slots = combine.num_slots
     tokens = effects.divides(num_slots, effects.product(order.ids.shape))
     ids = View(order.ids.value, effects.reshape(order.ids.effect, (tokens, num_slots)))
+    firsts = gate.absorbed if up is None else (*gate.absorbed, *up.absorbed)
+    rows, masked = unmasked(gate.x)
+    gather = () if order.permutation is None else (rows.value, *masked)
+    absorbed = (*firsts, *gather, *activation.absorbed, *down.absorbed, *combine.absorbed)
+    absorbed += tuple(clamps(flow, order, down.weight.shape[0]))
     arguments: dict[str, Any] = {
         "x": x,
-        "expert_ids": ids,
+        "expert_ids": _held(ids, order, absorbed, down.weight.shape[0]),
         "expert_weights": combine.weights,
         "up_weight": None,
         **weights,
@@ -256,9 +273,6 @@ def _match(
         "alpha": activation.alpha,
         "limit": activation.limit,
     }
-    firsts = gate.absorbed if up is None else (*gate.absorbed, *up.absorbed)
-    gather = () if order.permutation is None else (gate.x.value,)
-    absorbed = (*firsts, *gather, *activation.absorbed, *down.absorbed, *combine.absorbed)
     absorbed += tuple(
         user
         for value in absorbed
@@ -280,6 +294,20 @@ def _match(
         | {"weights": weights.get("weight_format", "dense")},
         scope=common_scope(gate.end.scope, anchor.scope),
     )
+
+
+def _held(ids: View, order: Order, absorbed: tuple[Value, ...], num_experts: Any) -> Any:
+    """The experts as an argument, those elsewhere left out where the graph leaves them out."""
+    masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
+    for value, found in masks:
+        if not in_order(found[0], order) or found[1] != num_experts:
+            reject(
+                "EXPERT_ORDER",
+                Stage.ACTIVATION,
+                f"{value} does not fill the rows of experts {num_experts} and up",
+                value,
+            )
+    return without_foreign(ids, num_experts) if masks else ids
 
 
 def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:

@@ -36,6 +36,15 @@ def flat(view: View) -> View:
     return View(view.value, effects.reshape(view.effect, (effects.product(view.shape),)))
 
 
+def per_row(view: View) -> View | None:
+    """What is one number for each row, without its dimension of one (or of repeats); None for
+    another."""
+    *rows, last = view.effect.dims
+    if any(a.axis is not None for a in last):
+        return None
+    return View(view.value, effects.Effect(tuple(rows), view.effect.start))
+
+
 def strip_integer_casts(view: View) -> View:
     """The view before casts that keep integers what they are."""
     while view.value.op == "cast":

@@ -25,7 +25,9 @@ class MoeAxes:
     ends, rows, order, combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves",
     "interleaved" or "separate". stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows
     times expert_weights[order]) or "tokens" (after the way back). quantised, quantised_down: a
-    spelling of moe_dequant.SPELLINGS for the experts' weights, or "" for dense ones."""
+    spelling of moe_dequant.SPELLINGS for the experts' weights, or "" for dense ones. elsewhere:
+    experts that the router may choose besides, numbered num_experts and up: their rows are masked,
+    as Hugging Face writes it for expert parallelism."""
 
     ends: str = "histc"
     rows: str = "divide"
@@ -44,6 +46,7 @@ class MoeAxes:
     inner: int = 32
     num_experts: int = 8
     num_slots: int = 2
+    elsewhere: int = 0
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -208,7 +211,8 @@ class Moe(nn.Module):
         self.reduce = lambda out: out.sum(1) if out.dim() == 3 else out
         self.escape = False
         experts, hidden, inner = axes.num_experts, axes.hidden, axes.inner
-        self.router = nn.Linear(hidden, experts, bias=False)
+        self.router = nn.Linear(hidden, experts + axes.elsewhere, bias=False)
+        self.mask_of = lambda ids: (ids >= experts)[:, None]
         if axes.layout == "separate":
             self.gate = self.weight(experts, inner, hidden)
             self.up = self.weight(experts, inner, hidden)
@@ -246,10 +250,16 @@ class Moe(nn.Module):
         counted_sorted = ids_sorted if counted is flat else counted.sort()[0]
         ends = ENDS[axes.ends](counted, counted_sorted, axes.num_experts)
         rows = self.rows_of(ROWS[axes.rows](order, *shape))
-        gate, up = self.projected(x[rows], ends, ids_sorted)
+        picked, mask = x[rows], None
+        if axes.elsewhere:
+            mask = self.mask_of(ids_sorted)
+            ids_sorted.clamp_(max=axes.num_experts - 1)
+            picked.masked_fill_(mask, 0.0)
+        gate, up = self.projected(picked, ends, ids_sorted, mask)
         y = self.multiply(self.activation(gate, up), self.down, ends)
         if axes.bias:
             y = y + self.down_bias[ids_sorted]
+        y = y if mask is None else y.masked_fill(mask, 0.0)
         if axes.weigh == "sorted":
             y = y * self.weights_of(weights.reshape(-1), order)[:, None]
             out = self.combine(y, order, rows, shape)
@@ -285,13 +295,13 @@ class Moe(nn.Module):
             y = y + self.down_bias[ids]
         return torch.einsum("tsh,ts->th", y, weights.to(y.dtype))
 
-    def projected(self, x, ends, ids_sorted):
+    def projected(self, x, ends, ids_sorted, mask):
         if self.axes.layout == "separate":
             return self.multiply(x, self.gate, ends), self.multiply(x, self.up, ends)
         both = self.multiply(x, self.gate_up, ends)
         if self.axes.bias:
             both = both + self.gate_up_bias[ids_sorted]
-        return self.split(both)
+        return self.split(both if mask is None else both.masked_fill(mask, 0.0))
 
 
 IDIOMS: dict[str, dict] = {"plain": {}}
@@ -306,6 +316,8 @@ IDIOMS |= {
     "stored_KN": {"stored": "KN", "layout": "interleaved"},
     "weigh_tokens": {"weigh": "tokens"},
     "bias": {"bias": True},
+    "elsewhere": {"elsewhere": 3},
+    "elsewhere_bias": {"elsewhere": 3, "bias": True, "weigh": "tokens"},
     "one_slot": {"num_slots": 1},
     "one_token": {"num_tokens": 1},
     "batched": {"gemm": "batched"},
@@ -362,6 +374,8 @@ def exact(module, x):
     for t in range(x.shape[0]):
         for s in range(axes.num_slots):
             e = int(ids[t, s])
+            if e >= axes.num_experts:
+                continue
             gate, up = _halves(axes, wide, x[t].double(), e)
             h = ACTIVATIONS[axes.activation](gate, up)
             y = _times(axes, wide["down"][e], h)
