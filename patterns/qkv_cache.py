@@ -86,6 +86,7 @@ class QkvCache:
                 Stage.GUARDS,
                 f"K is clamped to {k.trunk.clip or 'nothing'}, V to {v.trunk.clip or 'nothing'}",
                 k.linear,
+                hint="clamp q, k and v alike, or none of them",
             )
         q = find_query(flow, k, v, k_write.store, inside)
         _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)

@@ -131,6 +131,9 @@ def _scaled(value: Value, product: View, scale: View, stage: Stage) -> Trunk | N
     return replace(trunk, scale=found[0], scale_first=found[1])
 
 
+_ONE_CLAMP = "clamp once, to -c .. c with one number c"
+
+
 def _clamped(value: Value, stage: Stage) -> Trunk:
     if str(value.node.target).endswith("_"):
         reject(
@@ -142,15 +145,15 @@ def _clamped(value: Value, stage: Stage) -> Trunk:
         )
     inner = _through(match_trunk(value.operands[0].value, stage), value.operands[0], value)
     low, high = _bounds(value)
-    if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
-        reject("UNSUPPORTED", stage, f"the projection is clamped to {low} .. {high}", value)
-    if low != -high or high <= 0 or inner.clip:
+    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    if not numbers or low != -high or high <= 0 or inner.clip:
+        bounds = " .. ".join(str(b.value if isinstance(b, View) else b) for b in (low, high))
         reject(
             "UNSUPPORTED",
             stage,
-            f"the projection is clamped to {low} .. {high}; one clamp to -c .. c can be fused",
+            f"the projection is clamped to {bounds}; one clamp to -c .. c can be fused",
             value,
-            hint="clamp symmetrically, and once",
+            hint=_ONE_CLAMP,
         )
     return replace(inner, clip=float(high))
 
@@ -164,7 +167,13 @@ def _bounds(value: Value) -> tuple[Any, Any]:
     )
 
 
-_HINTS = {"aten.layer_norm": "LayerNorm on the heads is not fused, RMSNorm is"}
+_NORM_LAST = "bias and clamp are fused right after the projection, a norm after them"
+_HINTS = {
+    "aten.clamp_min": _ONE_CLAMP,
+    "aten.clamp_max": _ONE_CLAMP,
+    "aten.layer_norm": _NORM_LAST,
+    "aten.rms_norm": _NORM_LAST,
+}
 
 
 def _explain(value: Value, stage: Stage) -> tuple[str, Stage, str]:
