@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import torch
 from bounds import copy_bytes_per_s
 from decode_cache import new_cache, rewind
 from end_to_end_models import MODELS, build
+from side_by_side import finished_rows, has_turn
 from timing import capture, interleaved_us, keep
 
 from tilewright.compiler import reports
@@ -30,7 +28,6 @@ from tilewright.compiler import reports
 # Tokens that a cache has room for, if a prompt is no longer.
 MAX_LENGTH = 2048
 START = 1000
-READY = "ready"
 
 
 def floor_us(model: Any, share: float, copy: float) -> float:
@@ -85,8 +82,7 @@ def run_case(name: str, layers: int, case: str) -> None:
     with torch.no_grad():
         model = build(name, layers)
         row, graphs = prepared(model, case)
-        print(READY, flush=True)
-        if not sys.stdin.readline():  # whoever drives this is gone
+        if not has_turn():
             return
         row |= interleaved_us(graphs, 1, rounds=12, replays=5)
         known = MODELS[name]
@@ -95,23 +91,6 @@ def run_case(name: str, layers: int, case: str) -> None:
         row["floor"] = floor_us(model, share, copy_bytes_per_s())
         row["speedup_over_best"] = min(row["eager"], row["stock"]) / row["tilewright"]
     print(json.dumps(row), flush=True)
-
-
-def started(name: str, layers: int, case: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--model", name, "--layers", str(layers), "--case", case]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def is_ready(process: subprocess.Popen[str]) -> bool:
-    """Waits for a case to have compiled; False where it ended before."""
-    assert process.stdout is not None
-    return any(line.strip() == READY for line in process.stdout)
-
-
-def finished(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Lets a case time itself; its row."""
-    lines = process.communicate("go\n")[0].splitlines()
-    return json.loads(lines[-1])
 
 
 def main() -> None:
@@ -126,20 +105,14 @@ def main() -> None:
     if given.case:
         run_case(given.model, given.layers, given.case)
         return
-    # All compile at once; then each has the GPU to itself.
-    cases = given.cases or MODELS[given.model].cases
-    processes = {case: started(given.model, given.layers, case) for case in cases}
-    ready = {case: is_ready(process) for case, process in processes.items()}
-    print(f"compiled: {ready}", flush=True)
-    while given.hold is not None and not given.hold.exists():
-        time.sleep(0.2)
+    shared = ["--model", given.model, "--layers", str(given.layers)]
+    commands = {
+        case: [__file__, *shared, "--case", case]
+        for case in given.cases or MODELS[given.model].cases
+    }
     rows = []
-    for case, process in processes.items():
-        if not ready[case]:
-            print(f"{case}: failed")
-            continue
-        rows.append(finished(process))
-        r = rows[-1]
+    for case, r in finished_rows(commands, given.hold):
+        rows.append(r)
         print(
             f"{case:>14}  eager {r['eager']:8.0f}  stock {r['stock']:8.0f}  tilewright "
             f"{r['tilewright']:8.0f} us  floor {r['floor']:8.0f}  {r['speedup_over_best']:.2f}x  "
