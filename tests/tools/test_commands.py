@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.tools.test_cli import CACHE_MODEL
+from tilewright.codegen.build import BuildError
 from tilewright.patterns.language import CODES
 from tilewright.tools.cli import app
 from tilewright.tools.miss_guide import miss_guide
@@ -90,15 +91,50 @@ def test_kernels_writes_every_file_and_a_second_run_compiles_nothing(
     assert command(*arguments).exit_code == 0
 
 
-def test_a_kernel_that_does_not_compile_is_exit_code_one(command, tmp_path, monkeypatch):
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.fixture
+def without_compiler(monkeypatch):
+    """Kernels are emitted, and compiling them fails."""
 
     def fail(*arguments):
-        from tilewright.codegen.build import BuildError
-
         raise BuildError("ptxas: out of registers")
 
     monkeypatch.setattr("tilewright.codegen.build._run_worker", fail)
+
+
+def test_a_folder_loses_an_earlier_model_s_kernels_and_nothing_else(
+    command, tmp_path, monkeypatch, without_compiler
+):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    folder, outside = tmp_path / "out", tmp_path / "outside.py"
+    command("kernels", "mine.py:make", "-o", "out")
+    old = {path.name for path in folder.iterdir()} - {"manifest.json"}
+    assert old
+    for mine in (folder / "mine.py", folder / "notes.txt", outside):
+        mine.write_text("the user's own")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["kernels"][0]["files"] += ["notes.txt", "../outside.py", "", "."]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    kept = {"mine.py", "notes.txt", "manifest.json"}
+    for model, kernels in (("mine.py:make", old), ("mine.py:make_missed", set())):
+        torch._dynamo.reset()
+        command("kernels", model, "-o", "out")
+        assert {path.name for path in folder.iterdir()} == kept | kernels
+    assert outside.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"name": "an app"}', '{"kernels": 3}'])
+def test_a_manifest_of_somebody_else_is_left_alone(command, tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    done = command("kernels", "mine.py:make", "-o", ".")
+    assert done.exit_code == 2
+    assert "manifest.json is no manifest of kernels" in done.stderr
+    assert (tmp_path / "manifest.json").read_text() == content
+
+
+def test_a_kernel_that_does_not_compile_is_exit_code_one(
+    command, tmp_path, monkeypatch, without_compiler
+):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     done = command("kernels", "mine.py:make", "-o", "out", "--json")
     assert done.exit_code == 1
     (kernel,) = schema_checked("kernels", done.stdout)["kernels"]

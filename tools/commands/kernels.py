@@ -14,6 +14,7 @@ import typer
 from tilewright.compiler import Kernel
 from tilewright.tools.commands.common import (
     FAILED,
+    CommandError,
     DebugOption,
     DynamicOption,
     JsonOption,
@@ -31,6 +32,7 @@ from tilewright.tools.kernel_audit import KernelAudit
 from tilewright.tools.text_report import make_console, render_kernels
 
 MANIFEST = "manifest.json"
+SUFFIXES = (".py", ".ptx", ".cubin", ".audit.json")
 
 
 def kernels(
@@ -49,11 +51,13 @@ def kernels(
 ) -> None:
     """Write every kernel of MODEL as .py, .ptx, .cubin and .audit.json, and a manifest.
 
-    Compiled kernels are cached, so a second run only copies, and an interrupted one goes on where
-    it stopped. Exit code 1 where a kernel does not compile or breaks a rule of the target.
+    Files that an earlier run's manifest lists and this one does not write are removed; all others
+    stay. Compiled kernels are cached, so a second run only copies, and an interrupted one goes on
+    where it stopped. Exit code 1 where a kernel does not compile or breaks a rule of the target.
     """
     with errors_for_people(debug):
         folder = writable_folder(output, "--output")
+        earlier = listed_files(folder / MANIFEST)
         lowered = load_and_lower(model, patterns, dynamic, target, debug)
         outcomes = audited(lowered.kernels, target, workers=jobs)
         files = {o.kernel.spec.name: write_kernel(folder, o, target) for o in outcomes}
@@ -66,6 +70,8 @@ def kernels(
                 for o in outcomes
             ],
         }
+        for name in earlier.difference(*files.values()):
+            (folder / name).unlink(missing_ok=True)
         write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         if as_json:
             print_json(manifest)
@@ -75,6 +81,23 @@ def kernels(
             console.print(f"{len(outcomes)} kernels in {folder}")
     if not all(outcome.good for outcome in outcomes):
         raise typer.Exit(FAILED)
+
+
+def listed_files(manifest: Path) -> set[str]:
+    """The files of kernels that a manifest lists, none where there is no manifest.
+
+    Raises CommandError for one that this command did not write: it would be lost.
+    """
+    try:
+        listed = json.loads(manifest.read_text("utf-8"))
+        names = {name for kernel in listed["kernels"] for name in kernel["files"]}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(
+            f"--output: {manifest} is no manifest of kernels; name another folder"
+        ) from error
+    return {name for name in names if Path(name).name == name and name.endswith(SUFFIXES)}
 
 
 def write_kernel(folder: Path, outcome: KernelAudit, target: str) -> list[str]:
