@@ -213,8 +213,9 @@ def _check_groups(gemms: tuple[ExpertGemm, ...], order: Order) -> None:
                 "running counts of the experts among the sorted routes, or each route's expert",
                 place,
             )
-        index = None if gemm.bias_index is None else unclamped(gemm.bias_index, num_experts)
-        if index is not None and not in_order(index, order):
+        index = gemm.bias_index
+        known = () if index is None else (index, unclamped(index, num_experts))
+        if known and not any(in_order(ids, order) for ids in known):
             reject(
                 "EXPERT_ORDER",
                 Stage.ACTIVATION,

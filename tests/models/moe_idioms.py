@@ -242,6 +242,7 @@ class Moe(nn.Module):
         weights, ids = scores.topk(axes.num_slots, -1)
         shape, flat = ids.shape, ids.reshape(-1)
         if axes.gemm == "batched":
+            flat = flat.clamp(0, axes.num_experts - 1) if axes.elsewhere else flat
             return self.batched(x, flat, weights)
         if axes.gemm == "einsum":
             return self.by_slot(x, ids, weights)
@@ -318,6 +319,7 @@ IDIOMS |= {
     "bias": {"bias": True},
     "elsewhere": {"elsewhere": 3},
     "elsewhere_bias": {"elsewhere": 3, "bias": True, "weigh": "tokens"},
+    "elsewhere_batched_bias": {"elsewhere": 3, "bias": True, "gemm": "batched"},
     "one_slot": {"num_slots": 1},
     "one_token": {"num_tokens": 1},
     "batched": {"gemm": "batched"},
@@ -374,8 +376,9 @@ def exact(module, x):
     for t in range(x.shape[0]):
         for s in range(axes.num_slots):
             e = int(ids[t, s])
-            if e >= axes.num_experts:
+            if e >= axes.num_experts and axes.gemm == "grouped":
                 continue
+            e = min(e, axes.num_experts - 1)
             gate, up = _halves(axes, wide, x[t].double(), e)
             h = ACTIVATIONS[axes.activation](gate, up)
             y = _times(axes, wide["down"][e], h)
