@@ -220,7 +220,7 @@ def _check_groups(gemms: tuple[ExpertGemm, ...], order: Order) -> None:
                 "EXPERT_ORDER",
                 Stage.ACTIVATION,
                 "the bias is not that of each row's expert",
-                index,
+                known[0],
             )
 
 
