@@ -31,6 +31,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "reciprocal": torch.reciprocal,
     "gather": torch.gather,
     "contiguous": "contiguous",
+    "narrow": torch.narrow,
     "real": torch.real,
     "imag": torch.imag,
     "neg": operator.neg,

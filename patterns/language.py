@@ -315,7 +315,6 @@ def anchored_stores(anchor: Any) -> Iterator[Value]:
 
 
 CODES: dict[str, str] = {
-    "LORA_ROWS": "the adapters of q, k and v do not belong together",
     "LORA_FORM": "the delta of adapters is computed in no known form",
     "LORA_IN_PLACE": "the delta of an adapter is added in place",
     "GROWING_CACHE": "the cache grows by concatenation, so there is no memory to write into",

@@ -10,40 +10,37 @@ from typing import Any
 
 from tilewright.ops.lora_shrink import KERNEL_DTYPES
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Computed, View
+from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.equality import equal_values
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora_delta import LoraDelta
 
 LETTERS = ("q", "k", "v")
+#: The deltas of one projection, each with its B [G, W, R] in the projection's own order.
+Placed = Sequence[tuple[LoraDelta, View]]
 
 
-def check_together(deltas: Sequence[LoraDelta]) -> None:
-    """One shrink serves all: one activation, one index, one table of factors.
+def together(one: LoraDelta, other: LoraDelta) -> bool:
+    """Whether one shrink serves both: one activation, one index, one table of factors, as many
+    adapters."""
+    same = equal_values(one.x, other.x) and one.adapters.same(other.adapters)
+    if not same or one.shrink.shape[0] != other.shrink.shape[0]:
+        return False
+    if one.scales is None or other.scales is None:
+        return one.scales is other.scales
+    return equal_values(one.scales, other.scales)
 
-    Raises Reject (LORA_ROWS) naming what differs.
-    """
-    first, *rest = deltas
-    for other in rest:
-        for what, one, two in (
-            ("activations", first.x, other.x),
-            ("factors of adapters", first.scales, other.scales),
-        ):
-            same = one is two if one is None or two is None else equal_values(one, two)
-            if not same:
-                reject("LORA_ROWS", Stage.GUARDS, f"the deltas have different {what}", other.end)
-        if not first.adapters.same(other.adapters):
-            reject("LORA_ROWS", Stage.GUARDS, "the deltas have different adapters", other.end)
-        if first.shrink.shape[0] != other.shrink.shape[0]:
-            counts = f"{first.shrink.shape[0]} and {other.shrink.shape[0]}"
-            reject("LORA_ROWS", Stage.GUARDS, f"the deltas are of {counts} adapters", other.end)
+
+def has_kernels(delta: LoraDelta) -> bool:
+    """Whether the LoRA ops have kernels for an adapter where it is."""
+    return delta.x.value.device.type != "cuda" or delta.shrink.value.dtype in KERNEL_DTYPES
 
 
 def check_kernels(delta: LoraDelta) -> None:
     """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
-    dtype = delta.shrink.value.dtype
-    if delta.x.value.device.type == "cuda" and dtype not in KERNEL_DTYPES:
+    if not has_kernels(delta):
+        dtype = delta.shrink.value.dtype
         names = " and ".join(str(d).removeprefix("torch.") for d in KERNEL_DTYPES)
         reject(
             "DTYPE",
@@ -60,13 +57,12 @@ def delta_calls(
     bases: Sequence[View | Computed | None],
     packed: bool,
 ) -> Computed:
-    """The call of `lora_expand_add` on that of `shrink_qkv_permute_3mn`; deltas of q, k, v.
+    """The call of `lora_expand_add` on that of `shrink_qkv_permute_3mn`; deltas of q, k, v that go
+    together.
 
-    expands: B [G, W, R] of each; bases: what each delta is added to. Raises Reject (LORA_ROWS).
+    expands: B [G, W, R] of each; bases: what each delta is added to.
     """
-    given = [delta for delta in deltas if delta is not None]
-    check_together(given)
-    first = given[0]
+    first = next(delta for delta in deltas if delta is not None)
     ids = first.adapters.argument(first.shrink.shape[0])
     shrink = Computed(
         "shrink_qkv_permute_3mn",
@@ -85,25 +81,64 @@ def delta_calls(
     return Computed("lora_expand_add", (shrink, *bases, *expands), options)
 
 
-def packed_delta(
-    deltas: Sequence[LoraDelta | None],
-    expands: Sequence[View | None],
-    widths: Sequence[Size],
-) -> Computed:
-    """The deltas of q, k and v, one beside the other: [T, Wq + Wk + Wv]."""
-    first = next(delta for delta in deltas if delta is not None)
-    check_kernels(first)
-    rows = first.x.shape[0]
-    empty = [
-        zeros(rows, width, first.x) if delta is None else None
-        for delta, width in zip(deltas, widths, strict=True)
-    ]
-    return Computed("getitem", (delta_calls(deltas, expands, empty, packed=True), 0))
+def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
+    """What all deltas of q, k and v add, columns one beside the other: [T, Wq + Wk + Wv].
+
+    Deltas that go together are one call; the next call adds to its result.
+    """
+    total: Computed | None = None
+    for layer in _layers(parts):
+        first = next(item[0] for item in layer if item is not None)
+        rows, start = first.x.shape[0], 0
+        bases: list[Computed | None] = []
+        for item, width in zip(layer, widths, strict=True):
+            base = None
+            if total is not None:
+                base = Computed("narrow", (total, 1, start, width))
+            elif item is None:
+                base = zeros(rows, width, first.x.value)
+            bases.append(base)
+            start += width
+        deltas = [None if item is None else item[0] for item in layer]
+        expands = [None if item is None else item[1] for item in layer]
+        call = delta_calls(deltas, expands, bases, packed=True)
+        total = Computed("getitem", (call, 0))
+    assert total is not None
+    return total
 
 
-def zeros(rows: Size, columns: Size, like: View) -> Computed:
+def _layers(parts: Sequence[Placed]) -> list[list[tuple[LoraDelta, View] | None]]:
+    """The deltas in groups with one shrink, each with at most one delta of a projection."""
+    layers: list[list[tuple[LoraDelta, View] | None]] = []
+    for place, items in enumerate(parts):
+        for item in items:
+            home = next((layer for layer in layers if _has_room(layer, place, item[0])), None)
+            if home is None:
+                home = [None] * len(parts)
+                layers.append(home)
+            home[place] = item
+    return layers
+
+
+def _has_room(layer: Sequence[tuple[LoraDelta, View] | None], place: int, delta: LoraDelta) -> bool:
+    return layer[place] is None and all(together(i[0], delta) for i in layer if i is not None)
+
+
+def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Computed:
+    """The deltas as the graph computes them, views [T, W], as `packed_deltas` gives them."""
+    first = next(view for views in parts for view in views)
+    columns: list[View | Computed] = []
+    for views, width in zip(parts, widths, strict=True):
+        total: View | Computed | None = None
+        for view in views:
+            total = view if total is None else Computed("add", (total, view))
+        columns.append(zeros(first.shape[0], width, first.value) if total is None else total)
+    return Computed("cat", (tuple(columns), 1))
+
+
+def zeros(rows: Size, columns: Size, like: Value) -> Computed:
     """A delta of nothing, for a projection without an adapter beside others in one tensor."""
-    options = (("dtype", like.value.dtype), ("device", like.value.device))
+    options = (("dtype", like.dtype), ("device", like.device))
     return Computed("full", ((rows, columns), 0.0), options)
 
 
@@ -114,12 +149,13 @@ def merged_rows(weight: View) -> View:
     return View(weight.value, effect)
 
 
-def fact(deltas: Sequence[LoraDelta | None]) -> dict[str, Any]:
-    """What reports say of adapters: which projections have them, rank, how many."""
-    given = [delta for delta in deltas if delta is not None]
+def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:
+    """What reports say of adapters: which projections have them, rank, how many. own: the graph
+    computes them."""
+    given = [delta for deltas in parts for delta in deltas]
     if not given:
         return {}
-    names = "".join(n for n, d in zip(LETTERS, deltas, strict=True) if d is not None)
+    names = "".join(n for n, deltas in zip(LETTERS, parts, strict=True) if deltas)
     ranks = "/".join(dict.fromkeys(str(delta.rank) for delta in given))
     many = "" if given[0].adapters.index is None else f" of {given[0].shrink.shape[0]}"
-    return {"lora": f"{names} rank={ranks}{many}"}
+    return {"lora": f"{names} rank={ranks}{many}{' added' if own else ''}"}

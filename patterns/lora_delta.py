@@ -71,7 +71,7 @@ class LoraDelta:
     """What is added to a projection.
 
     x [T, K]; shrink (A) [G, R, K]; expand (B) [G, W, R]. scales [G]: each adapter's factor, or
-    None. end: the last value; absorbed: with it.
+    None. view [..., W]: all of it; absorbed: what computes it.
     """
 
     x: View
@@ -80,8 +80,13 @@ class LoraDelta:
     adapters: Adapters
     scale: float
     scales: View | None
-    end: Value
+    view: View
     absorbed: tuple[Value, ...]
+
+    @property
+    def end(self) -> Value:
+        """The last value."""
+        return self.view.value
 
     @property
     def rank(self) -> Any:
@@ -171,7 +176,7 @@ def _joined(
         Adapters(index, mask, below),
         scale,
         table,
-        view.value,
+        view,
         tuple(dict.fromkeys((*absorbed, second.value, first.value, *more))),
     )
 

@@ -19,10 +19,15 @@ from tilewright.ops.lora_shrink import DTYPES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.equality import equal_values
 from tilewright.patterns.expert_gemm import check_device
 from tilewright.patterns.language import Match, Result, Stage, register, reject
-from tilewright.patterns.lora_arguments import LETTERS, check_kernels, delta_calls, fact
+from tilewright.patterns.lora_arguments import (
+    LETTERS,
+    check_kernels,
+    delta_calls,
+    fact,
+    together,
+)
 from tilewright.patterns.lora_delta import LoraDelta, match_delta
 from tilewright.patterns.lora_product import BATCHED
 
@@ -127,17 +132,7 @@ def match_sum(value: Value) -> Sum | None:
 
 def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
     """Whether one shrink can serve another delta, and the sums that are there can wait for it."""
-    first = group[0].delta
-    one, other = first.scales, found.delta.scales
-    if len(group) == len(LETTERS) or not equal_values(first.x, found.delta.x):
-        return False
-    if (one is None or other is None) and one is not other:
-        return False
-    if one is not None and other is not None and not equal_values(one, other):
-        return False
-    if not first.adapters.same(found.delta.adapters):
-        return False
-    if first.shrink.shape[0] != found.delta.shrink.shape[0]:
+    if len(group) == len(LETTERS) or not together(group[0].delta, found.delta):
         return False
     earlier = [item.value for item in group]
     users = [user for value in earlier for user in flow.users.get(value, ())]
@@ -241,7 +236,11 @@ def _facts(deltas: Sequence[LoraDelta], placed: Sequence[LoraDelta | None]) -> d
     rows = x.shape[0] if isinstance(x.shape[0], int) else "T"
     name = str(x.value.dtype).removeprefix("torch.")
     widths = "/".join(str(delta.expand.shape[1]) for delta in deltas)
-    return {**fact(placed), "columns": widths, "x": f"{name}[{rows},{x.shape[1]}]"}
+    return {
+        **fact([[d] if d else [] for d in placed]),
+        "columns": widths,
+        "x": f"{name}[{rows},{x.shape[1]}]",
+    }
 
 
 register(LoraQkv())

@@ -24,6 +24,7 @@ from tilewright.patterns.finish import HeadNorm, head_norm, match_finish
 from tilewright.patterns.gemm import piece_of
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora_arguments import merged_rows
+from tilewright.patterns.lora_delta import LoraDelta
 from tilewright.patterns.rope import Rope, Table, table_argument
 from tilewright.patterns.rows import Rows, heads_of
 from tilewright.patterns.trunk import Trunk, match_trunk
@@ -118,23 +119,36 @@ class Heads:
             refuse(self.weight, Stage.GUARDS, "they are scaled twice")
         return replace(found, scale=given[0] if given else None)
 
-    @property
-    def expand_rows(self) -> View | None:
-        """This projection's rows of its adapters' B, [G, W, R].
+    def expand_rows(self, delta: LoraDelta) -> View:
+        """This projection's rows of the B of an adapter, [G, W, R].
 
         Raises InexpressibleError for several adapters of a packed projection.
         """
-        delta = self.trunk.delta
-        if delta is None:
-            return None
-        num_adapters = delta.expand.shape[0]
-        indices = self.rows.indices()
-        low, count = min(indices), len(indices)
-        if indices == frozenset(range(low, low + count)) and len(self.rows.heads) < 2:
-            return View(delta.expand.value, effects.narrow(delta.expand.effect, 1, low, count))
-        if num_adapters != 1:
+        run = self._run_of_rows()
+        if run is not None:
+            return View(delta.expand.value, effects.narrow(delta.expand.effect, 1, *run))
+        if delta.expand.shape[0] != 1:
             raise effects.InexpressibleError("adapters of a packed projection")
         return merged_rows(self.rows.of(delta.expand.through(_first(delta.expand))))
+
+    def delta_columns(self, delta: LoraDelta) -> View:
+        """This projection's columns of what an adapter adds, [T, W].
+
+        Raises InexpressibleError where they are not in a row.
+        """
+        run = self._run_of_rows()
+        if run is None:
+            raise effects.InexpressibleError("the delta of a packed projection")
+        *lead, width = delta.view.shape
+        flat = effects.reshape(delta.view.effect, (effects.product(lead), width))
+        return View(delta.view.value, effects.narrow(flat, 1, *run))
+
+    def _run_of_rows(self) -> tuple[int, int] | None:
+        """(first, how many) of this projection's output features, where they are in a row."""
+        indices = self.rows.indices()
+        low, count = min(indices), len(indices)
+        in_order = indices == frozenset(range(low, low + count)) and len(self.rows.heads) < 2
+        return (low, count) if in_order else None
 
     @property
     def bias_rows(self) -> View | Computed | None:

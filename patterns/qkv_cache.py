@@ -24,7 +24,7 @@ from tilewright.patterns.dequant import refuse
 from tilewright.patterns.finish import norm_arguments, norm_fact
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
 from tilewright.patterns.lora_arguments import fact as lora_fact
-from tilewright.patterns.lora_arguments import packed_delta
+from tilewright.patterns.lora_arguments import has_kernels, own_deltas, packed_deltas
 from tilewright.patterns.mla_writes import latent_writes
 from tilewright.patterns.projection import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.query import find_query
@@ -95,7 +95,9 @@ class QkvCache:
         arguments["kv_repeat"] = repeats[0]
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root
-        absorbed = tuple(dict.fromkeys((*q.heads.absorbed, *k.absorbed, *v.absorbed, *stored)))
+        three = (q.heads, k, v)
+        kept = {u for h in three for d in h.trunk.deltas for u in d.absorbed if _own_deltas(three)}
+        absorbed = dict.fromkeys((*q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
         record = anchor.first.store.store
         assert record is not None
         return Match(
@@ -104,7 +106,7 @@ class QkvCache:
             anchor=anchor.first.store,
             arguments=arguments,
             results=(q.result,),
-            absorbed=absorbed,
+            absorbed=tuple(value for value in absorbed if value not in kept),
             stores=anchor.stores,
             facts=_facts(q.heads, k, v, k_place, record.kind),
             scope=common_scope(k.linear.scope, anchor.first.store.scope),
@@ -209,11 +211,17 @@ def _arguments(
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
     """What the adapters of the projections add, columns of q, k and v one beside the other."""
-    deltas = [h.trunk.delta for h in heads]
-    if not any(deltas):
+    if not any(h.trunk.deltas for h in heads):
         return None
-    expands = [h.expand_rows for h in heads]
-    return packed_delta(deltas, expands, [h.num_heads * h.head_dim for h in heads])
+    widths = [h.num_heads * h.head_dim for h in heads]
+    if _own_deltas(heads):
+        return own_deltas([[h.delta_columns(d) for d in h.trunk.deltas] for h in heads], widths)
+    return packed_deltas([[(d, h.expand_rows(d)) for d in h.trunk.deltas] for h in heads], widths)
+
+
+def _own_deltas(heads: tuple[Heads, Heads, Heads]) -> bool:
+    """Whether the graph goes on computing what its adapters add: there are no kernels for them."""
+    return not all(has_kernels(d) for h in heads for d in h.trunk.deltas)
 
 
 def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
@@ -250,7 +258,7 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[s
     }
     if k.trunk.clip:
         facts["clip"] = k.trunk.clip
-    facts |= lora_fact([p.trunk.delta for p in (q, k, v)])
+    facts |= lora_fact([p.trunk.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))
     if (weight := k.quantized) is not None:
         facts["weight"] = weight.format + (" with zeros" if weight.zero is not None else "")
     return facts

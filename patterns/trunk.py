@@ -20,7 +20,7 @@ _CLAMPS = {"aten.clamp": ("min", "max"), "aten.hardtanh": ("min_val", "max_val")
 
 @dataclass(frozen=True)
 class Trunk:
-    """clamp(x @ weight^T * scale + bias + delta, -clip, clip), all but the product optional.
+    """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), all but the product optional.
 
     value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N].
     bias, scale: [n], of the rows from `bias_first` or `scale_first` on. clip: 0 for none.
@@ -35,7 +35,7 @@ class Trunk:
     absorbed: tuple[Value, ...]
     scale: View | None = None
     scale_first: int = 0
-    delta: LoraDelta | None = None
+    deltas: tuple[LoraDelta, ...] = ()
 
     @property
     def bare(self) -> Trunk:
@@ -102,12 +102,13 @@ def _adapted(value: Value, product: View, other: View, stage: Stage) -> Trunk | 
     whole = effects.identity(gemm.shape)
     if effects.compose(product.effect, inner.layout) != whole or width != delta.expand.shape[1]:
         return None
-    if inner.clip or inner.delta is not None or gemm.x_scale is not None:
+    if inner.clip or gemm.x_scale is not None:
         return None
     if effects.product(lead) != delta.x.shape[0] or not same_floats(gemm.flat_x, delta.x):
         return None
     trunk = _through(inner, product, value)
-    return replace(trunk, delta=delta, absorbed=(*trunk.absorbed, *delta.absorbed))
+    absorbed = (*trunk.absorbed, *delta.absorbed)
+    return replace(trunk, deltas=(*inner.deltas, delta), absorbed=absorbed)
 
 
 def same_floats(one: View, other: View) -> bool:

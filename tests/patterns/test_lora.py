@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.agreement import assert_no_worse, upcast
 from tests.models.lora_bent import BENT, build_bent
 from tests.models.lora_idioms import IDIOMS, Layer, build
 from tilewright.compiler import lower, reports
+from tilewright.patterns import qkv_cache
 
 #: What is not fused, and why.
 MISSED = {"one_hot": "LORA_FORM", "slice_add": "LORA_IN_PLACE", "in_place": "LORA_IN_PLACE"}
@@ -96,6 +99,9 @@ def test_the_report_lists_the_kernels_of_both_ops():
     assert any("expand" in name for name in names), names
 
 
+FLOATS = (torch.float32, torch.float32, torch.float64)
+
+
 class Cached(torch.nn.Module):
     """q, k and v with adapters picked by row, k and v written by slot."""
 
@@ -135,9 +141,32 @@ def test_adapters_of_one_batch_go_into_the_cache_write(same):
     for mine, theirs in zip(caches[:2], caches[2:], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     report = reports()[-1]
-    fused = [site for site in report.matches if site.pattern == "qkv_cache"]
-    if same:
-        assert fused[0].shapes["lora"] == "qkv rank=8 of 3"
-    else:
-        assert fused == []
-        assert "LORA_ROWS" in {miss.code for miss in report.misses}
+    (site,) = report.matches
+    assert (site.pattern, site.shapes["lora"]) == ("qkv_cache", "qkv rank=8 of 3")
+    calls = sum("shrink" in str(node.target) for node in lowered_nodes(module, args, caches, ids))
+    assert calls == (1 if same else 2)
+
+
+def lowered_nodes(module, args, caches, ids):
+    return lower(module, (*args, *caches[:2]), ids).graphs[0].after.graph.nodes
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_write(
+    same, monkeypatch
+):
+    """On a GPU, adapters in fp32."""
+    monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
+    torch.manual_seed(0)
+    module, one = Cached().requires_grad_(False), torch.tensor([0, 2, 1])
+    ids = {"q": one, "k": one, "v": one if same else one.flip(0)}
+    args = torch.randn(3, 96), torch.tensor([3, 0, 9])
+    pairs = [[torch.zeros(16, 2, 32, dtype=d) for _ in range(2)] for d in FLOATS]
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    ours, eager = (run(*args, *c, **ids) for run, c in zip((compiled, module), pairs, strict=False))
+    exact = copy.deepcopy(module).double()(args[0].double(), args[1], *pairs[2], **ids)
+    for results in zip((ours, *pairs[0]), (eager, *pairs[1]), (exact, *pairs[2]), strict=True):
+        assert_no_worse(*results, "result")
+    report = reports()[-1]
+    (site,) = report.matches
+    assert site.shapes["lora"] == "qkv rank=8 of 3 added"
