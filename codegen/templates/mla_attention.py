@@ -121,9 +121,9 @@ def mask_scores(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
-    keys = first_key + tl.arange(0, BLOCK_N)
-    seen = visible(positions, keys, key_start, own_keys, lead, MASK, WINDOW, LED)
+    seen = visible(positions, first_key, key_start, own_keys, lead, MASK, WINDOW, LED, BLOCK_N)
     if MASK_KIND != "none":
+        keys = first_key + tl.arange(0, BLOCK_N)
         rows = first_row + tl.arange(0, BLOCK_M)
         places = (
             mask_base + rows.to(tl.int64)[:, None] * mask_row_stride

@@ -189,24 +189,27 @@ def block_of_step(step, first, whole, num_whole):
 
 @triton.jit
 def visible(
-    positions, keys, key_start, own_keys, lead,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr,
+    positions, first_key, key_start, own_keys, lead,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """[queries, keys]: which keys exist and are seen; `keys` count from the sequence's first, and
-    where LED the first `lead` are none of its own."""
+    """[queries, BLOCK_N]: which keys from first_key on exist and are seen; they count from the
+    sequence's first, and where LED the first `lead` are none of its own."""
+    # Rows are moved, not columns: those are the same numbers for every block.
+    columns = tl.arange(0, BLOCK_N)
+    here = key_start + first_key
     if MASK == "none":
-        seen = (keys < own_keys)[None, :]
+        seen = (columns < own_keys - first_key)[None, :]
         if LED:
-            seen = seen & (keys >= lead)[None, :]
+            seen = seen & (columns >= lead - first_key)[None, :]
         return seen
     else:
-        last = tl.minimum(positions - key_start, own_keys - 1)
-        seen = keys[None, :] <= last[:, None]
+        last = tl.minimum(positions - here, own_keys - 1 - first_key)
+        seen = columns[None, :] <= last[:, None]
         if LED:
-            seen = seen & (keys >= lead)[None, :]
+            seen = seen & (columns >= lead - first_key)[None, :]
         if MASK == "sliding_window":
-            seen = seen & (keys[None, :] > (positions - key_start - WINDOW)[:, None])
+            seen = seen & (columns[None, :] > (positions - here - WINDOW)[:, None])
         if MASK == "chunked":
-            chunk = positions // WINDOW * WINDOW - key_start
-            seen = seen & (keys[None, :] >= chunk[:, None])
+            chunk = positions // WINDOW * WINDOW - here
+            seen = seen & (columns[None, :] >= chunk[:, None])
         return seen
