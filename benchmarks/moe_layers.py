@@ -13,7 +13,14 @@ from tilewright.ops.moe import FusedMoeArguments
 # All argument sets of a graph together must not fit the L2 cache (60 MB).
 COLD_BYTES = 250e6
 # Bytes of a weight, scales included.
-WEIGHT_BYTES = {"dense": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 128, "nvfp4": 0.5625, "mxfp4": 0.53125}
+WEIGHT_BYTES = {
+    "dense": 2.0,
+    "fp8": 1.0,
+    "fp8fp8": 1.0,
+    "int4": 0.5 + 2 / 128,
+    "nvfp4": 0.5625,
+    "mxfp4": 0.53125,
+}
 INT4_GROUP = 128
 ZIPF_EXPONENT = 1.0
 CLAMP = 7.0
@@ -112,9 +119,12 @@ class Experts:
 
 
 def make_experts(shape: MoeShape, form: str = "dense", device: str = "cuda") -> Experts:
-    """Random weights in a format of ops.formats.expert_weight. device "meta": shapes alone."""
+    """Random weights in a format of ops.formats.expert_weight; "fp8fp8": fp8, with activations
+    quantised too. device "meta": shapes alone."""
     e, h, i = shape.num_experts, shape.hidden, shape.inner
-    given: dict[str, Any] = {"weight_format": form}
+    rows = "fp8" if form == "fp8fp8" else "dense"
+    form = form.removesuffix("fp8") if rows == "fp8" else form
+    given: dict[str, Any] = {"weight_format": form, "activation_format": rows}
     gate_up = down = gate_up_bias = down_bias = None
     if shape.oss:
         gate_up_bias, down_bias = dense(e, 2 * i, device=device), dense(e, h, device=device)

@@ -101,11 +101,24 @@ class GroupedProblem:
 
 
 def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> KernelSpec:
-    """The kernel of a grouped GEMM; its parameters are those of the template."""
+    """The kernel of a grouped GEMM of numbers; its parameters are those of the template."""
+    arguments = grouped_arguments(problem)
+    del arguments["x_scale_ptr"]
+    constants: dict[str, Constant] = {
+        **grouped_constants(problem),
+        **tile_constants(config),
+        "SEARCH_STEPS": search_steps(config, problem.num_groups) if problem.ordered else 0,
+    }
+    return make_spec(
+        "grouped_gemm", "grouped_gemm", constants, arguments, problem.unaligned, config.num_warps,
+        config.num_stages, target, dependent=True,
+    )  # fmt: skip
+
+
+def grouped_arguments(problem: GroupedProblem) -> dict[str, str | None]:
+    """Types of the run-time arguments."""
     quantised = problem.format != "dense"
-    # One more group has the rows that belong to none.
-    groups = problem.num_groups if problem.ordered else problem.num_groups + 1
-    arguments: dict[str, str | None] = {
+    return {
         "x_ptr": f"*{problem.dtype}",
         "x_scale_ptr": None if problem.x_scale is None else "*fp32",
         "order_ptr": "*i32" if problem.ordered else None,
@@ -118,7 +131,13 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
         "y_ptr": f"*{problem.out_dtype}",
         "num_rows": "i32",
     }
-    constants: dict[str, Constant] = {
+
+
+def grouped_constants(problem: GroupedProblem) -> dict[str, Constant]:
+    """All that is known of the operands."""
+    # One more group has the rows that belong to none.
+    groups = problem.num_groups if problem.ordered else problem.num_groups + 1
+    return {
         "NUM_GROUPS": problem.num_groups,
         "GROUPS": next_power_of_2(groups),
         "NUM_EXPERTS": problem.num_experts,
@@ -128,14 +147,7 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
         **weight_constants(problem.weight, problem.format, problem.scale_block),
         "SCALE_STRIDES": problem.scale_strides,
         "BIAS_STRIDES": problem.bias or (0, 0),
-        "X_SCALE_STRIDES": problem.x_scale or (0, 0),
-        **tile_constants(config),
-        "SEARCH_STEPS": search_steps(config, problem.num_groups) if problem.ordered else 0,
     }
-    return make_spec(
-        "grouped_gemm", "grouped_gemm", constants, arguments, problem.unaligned, config.num_warps,
-        config.num_stages, target, dependent=True,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ COUNTED_BY_ALL = 2048
 class MoeProblem:
     """The static part of a `fused_moe` call.
 
+    coded_rows: x and the hidden rows are quantised to e4m3 before they are multiplied.
     format, scale_block, scale_dtype, scale_strides: of the weights, see ops.formats.expert_weight;
     strides (expert, row block, column block) for gate, up, down. factors: whether gate, up and
     down have one more factor per expert. gated: there is an up weight. interleaved: its rows lie
@@ -77,6 +78,7 @@ class MoeProblem:
     factors: tuple[bool, ...] = (False, False, False)
     biases: tuple[tuple[int, int] | None, ...] = (None, None, None)
     bias_dtype: str = "bf16"
+    coded_rows: bool = False
     unaligned: tuple[str, ...] = ()
 
     @property
@@ -170,9 +172,9 @@ def up_spec(
     """order: of the result's columns, see `order_of`."""
     if isinstance(config, CodesConfig):
         return _up_codes_spec(problem, config, target, order)
-    arguments = _up_arguments(problem)
+    arguments = up_arguments(problem)
     constants: dict[str, Constant] = {
-        **_up_constants(problem),
+        **up_constants(problem),
         **weight_constants(problem.gate_up, problem.format, problem.scale_block),
         "GATE_SCALE_STRIDES": problem.scale_strides[0],
         "UP_SCALE_STRIDES": problem.scale_strides[1],
@@ -190,11 +192,11 @@ def _up_codes_spec(
 ) -> KernelSpec:
     storage = up_problem(problem)
     scales = f"*{scale_type(storage, config)}"
-    arguments = _up_arguments(problem) | {"weight_ptr": "*i32", "gate_scale_ptr": scales}
+    arguments = up_arguments(problem) | {"weight_ptr": "*i32", "gate_scale_ptr": scales}
     if problem.gated:
         arguments["up_scale_ptr"] = scales
     constants: dict[str, Constant] = {
-        **_up_constants(problem),
+        **up_constants(problem),
         **storage_constants(storage, config),
         "HIDDEN_STEP": order[0],
         "HIDDEN_RUN": order[1],
@@ -208,7 +210,8 @@ def _up_codes_spec(
     )  # fmt: skip
 
 
-def _up_arguments(problem: MoeProblem) -> dict[str, str | None]:
+def up_arguments(problem: MoeProblem) -> dict[str, str | None]:
+    """Types of the first GEMM's run-time arguments."""
     return {
         "x_ptr": f"*{problem.dtype}",
         "order_ptr": "*i32",
@@ -225,7 +228,8 @@ def _up_arguments(problem: MoeProblem) -> dict[str, str | None]:
     }
 
 
-def _up_constants(problem: MoeProblem) -> dict[str, Constant]:
+def up_constants(problem: MoeProblem) -> dict[str, Constant]:
+    """What is known of its operands, but for the weights' storage."""
     strides = [stride for bias in problem.biases[:2] for stride in (bias or (0, 0))]
     return {
         "NUM_SLOTS": problem.num_slots,
@@ -346,7 +350,7 @@ def gemm_obstacle(problem: MoeProblem) -> str | None:
     distance = problem.distance or 0
     if distance * (size if problem.format == "dense" else 1) % TMA_BYTES:
         return f"up_weight: {distance} elements from gate_weight are not whole {TMA_BYTES} bytes"
-    if problem.inner * size % TMA_BYTES:
+    if not problem.coded_rows and problem.inner * size % TMA_BYTES:
         return f"{problem.inner} inner columns are not whole {TMA_BYTES} bytes"
     return None
 

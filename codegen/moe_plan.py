@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tilewright.codegen.grouped_plan import scaled_gemm_config
+from tilewright.codegen.grouped_scaled_kernels import scaled_config
 from tilewright.codegen.moe_codes_kernels import (
     CodesConfig,
     codes_config,
@@ -60,7 +62,9 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
     """The kernels for `num_tokens` tokens on a target."""
     routes = num_tokens * problem.num_slots
     rows = cdiv(routes, problem.num_experts)
-    if target.tmem_columns:
+    if problem.coded_rows:
+        up, down = _by_codes(problem, rows)
+    elif target.tmem_columns:
         up, down = _in_tensor_memory(problem, rows, routes)
     elif streams_codes(problem):
         up, down = _codes(problem, rows, routes)
@@ -97,6 +101,16 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
     if not dense:
         return up, GemmConfig(128, 128, 64, False, 8, 3)
     return up, GemmConfig(128, 256, 64, False, 8, 4, flatten=True)
+
+
+def _by_codes(problem: MoeProblem, rows: int) -> tuple[GemmConfig, GemmConfig]:
+    """Rows and weights both e4m3."""
+    down = scaled_gemm_config(rows, problem.hidden)
+    if rows <= SWAPPED_ROWS:
+        return scaled_config(16, 64, 4, 4, 2, swapped=True), down
+    if rows < WIDE_ROWS:
+        return scaled_config(64, 64, 4, 4, 2), down
+    return scaled_config(128, 128, 8, 4, codes=True), down
 
 
 def _codes(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:

@@ -19,6 +19,7 @@ from tilewright.codegen.grouped_kernels import (
     grouped_spec,
 )
 from tilewright.codegen.grouped_plan import GroupedPlan, plan_grouped
+from tilewright.codegen.grouped_scaled_kernels import ScaledConfig, grouped_scaled_spec
 from tilewright.codegen.moe_codes_kernels import CodesConfig, down_codes_spec
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
@@ -53,6 +54,8 @@ def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> Chosen:
     plan = plan_grouped(problem, num_rows, target)
     if isinstance(plan.gemm, CodesConfig):
         return Chosen(plan, down_codes_spec(problem, plan.gemm, target.name))
+    if isinstance(plan.gemm, ScaledConfig):
+        return Chosen(plan, grouped_scaled_spec(problem, plan.gemm, target.name))
     if not plan.decode:
         return Chosen(plan, grouped_spec(problem, plan.gemm, target.name))
     gemm = grouped_spec(dequantized(problem), plan.gemm, target.name)

@@ -8,7 +8,8 @@
         out[t] += w * y                                  fp32, slots in order; rounded once
 
 `weight_on_input` scales x[t] by w instead (rounded to x's dtype, as Llama-4 does). Expert -1: the
-slot adds nothing.
+slot adds nothing. activation_format "fp8": x and h are quantised to float8_e4m3fn, a scale per row
+and 128 columns (ops/formats/fp8_block.py), before they are multiplied.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
 from tilewright.ops.expert_matmul import multiply_by_expert
+from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.grouping import INDEX_DTYPES, check_expert_values
 from tilewright.ops.moe_problems import unsupported
@@ -41,13 +43,16 @@ SCHEMA = (
     'str activation="silu", float alpha=1.702, float limit=0.0, bool weight_on_input=False, '
     'str weight_format="dense", int[] scale_block=[], Tensor? gate_scale=None, '
     "Tensor? up_scale=None, Tensor? down_scale=None, Tensor? gate_expert_scale=None, "
-    "Tensor? up_expert_scale=None, Tensor? down_expert_scale=None) -> Tensor"
+    "Tensor? up_expert_scale=None, Tensor? down_expert_scale=None, "
+    'str activation_format="dense") -> Tensor'
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ACTIVATION_FORMATS = ("dense", "fp8")
 ERROR_MODEL = (
     "fp32 accumulation; the hidden activation is rounded to the activations' dtype, which errs by "
     "its unit in the last place times a random walk over the inner dimension, measured against the "
-    "rms of the output; then one rounding of the result"
+    "rms of the output; then one rounding of the result. Of hidden numbers quantised to e4m3, one "
+    "next to the middle of two codes may take either: a sixteenth of a few of each sum's terms"
 )
 TOLERANCES = {
     torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
@@ -98,7 +103,9 @@ class FusedMoeArguments:
     weight, concatenated or interleaved, stored either way round, is two views of one tensor.
     Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha and limit are
     clamped_swiglu's. weight_format, scale_block, *_scale, *_expert_scale: of all weights, see
-    ops.formats.expert_weight. Result [T, H] of x's dtype.
+    ops.formats.expert_weight. activation_format: one of ACTIVATION_FORMATS, what x and the hidden
+    activation are quantised to here; "fp8" for weights of format "fp8" with blocks of 128 columns.
+    Result [T, H] of x's dtype.
     """
 
     x: torch.Tensor
@@ -123,6 +130,7 @@ class FusedMoeArguments:
     gate_expert_scale: torch.Tensor | None = None
     up_expert_scale: torch.Tensor | None = None
     down_expert_scale: torch.Tensor | None = None
+    activation_format: str = "dense"
 
     def experts(self, name: str) -> ExpertWeight | None:
         """The weight called `gate`, `up` or `down`; None where there is none."""
@@ -140,6 +148,12 @@ def validate(a: FusedMoeArguments) -> None:
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
     _check_routes(a)
     _check_weights(a)
+    check_choice(NAME, "activation_format", a.activation_format, ACTIVATION_FORMATS)
+    coded = a.weight_format == "fp8" and a.scale_block[1] == fp8_block.BLOCK
+    if a.activation_format == "fp8" and not coded:
+        expected = f"dense, or weights of fp8 with blocks of {fp8_block.BLOCK} columns"
+        given = f"fp8, with {a.weight_format} weights in blocks of {list(a.scale_block)}"
+        raise ArgumentError(NAME, "activation_format", expected, given)
 
 
 def _check_routes(a: FusedMoeArguments) -> None:
@@ -197,19 +211,27 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
     rows = a.x.to(compute)[:, None].expand(-1, num_slots, -1)
     if a.weight_on_input:
         rows = (rows * weight[..., None]).to(a.x.dtype).to(compute)
-    rows = rows.reshape(-1, a.x.shape[1])
+    rows = _multiplied(a, rows.reshape(-1, a.x.shape[1]))
     gate, up, down = (a.experts(name) for name in ("gate", "up", "down"))
     assert gate is not None
     assert down is not None
     gated = multiply_by_expert(rows, expert, gate, a.gate_bias)
     upper = None if up is None else multiply_by_expert(rows, expert, up, a.up_bias)
     hidden = ACTIVATIONS[a.activation](gated, upper, a.alpha, a.limit)
-    hidden = hidden.to(a.x.dtype).to(compute)
+    hidden = _multiplied(a, hidden.to(a.x.dtype).to(compute))
     out = multiply_by_expert(hidden, expert, down, a.down_bias)
     out = out.view(num_tokens, num_slots, a.x.shape[1])
     if not a.weight_on_input:
         out = torch.where(expert.view(num_tokens, num_slots, 1) < 0, 0, out * weight[..., None])
     return out.sum(1).to(a.x.dtype)
+
+
+def _multiplied(a: FusedMoeArguments, rows: torch.Tensor) -> torch.Tensor:
+    """Rows as they are multiplied: codes times scales where activations are quantised."""
+    if a.activation_format == "dense":
+        return rows
+    codes, scale = fp8_block.quantize_rows(rows)
+    return fp8_block.dequantize(codes, scale, (1, fp8_block.BLOCK), rows.dtype)
 
 
 def sample_inputs(

@@ -11,6 +11,16 @@ import torch
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
+from tilewright.codegen.grouped_scaled_kernels import (
+    SCALED_K,
+    QuantizeConfig,
+    ScaledConfig,
+    down_scaled_problem,
+    grouped_scaled_spec,
+    quantize_rows_grid,
+    quantize_rows_spec,
+    up_scaled_spec,
+)
 from tilewright.codegen.moe_codes_kernels import (
     WORD_BYTES,
     CodesConfig,
@@ -33,6 +43,7 @@ Again = Callable[..., torch.Tensor]
 
 # Parts of scratch memory begin at whole multiples of this.
 SCRATCH_ALIGNMENT = 256
+QUANTIZE = QuantizeConfig()
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -50,13 +61,36 @@ class Step:
 
 @cache
 def specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
-    """The kernels of a call by step."""
+    """The kernels of a call by step, in order."""
+    if problem.coded_rows:
+        return _scaled_specs(problem, plan, target)
     order = order_of(kernels.down_problem(problem), plan.down)
     return kernels.sort_specs(problem, plan.order, target) | {
         "up": kernels.up_spec(problem, plan.up, target, order),
         "down": kernels.down_spec(problem, plan.down, target),
         "combine": kernels.combine_spec(problem, plan.combine, target),
     }
+
+
+def _scaled_specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
+    """The same where activations are quantised."""
+    up, down = plan.up, plan.down
+    assert isinstance(up, ScaledConfig)
+    assert isinstance(down, ScaledConfig)
+    made = {
+        "quantize": quantize_rows_spec(
+            problem.dtype, problem.hidden, problem.x_stride, QUANTIZE, target,
+            aligned="x_ptr" not in problem.unaligned,
+        ),
+        **kernels.sort_specs(problem, plan.order, target),
+        "up": up_scaled_spec(problem, up, target),
+    }  # fmt: skip
+    if not up.codes:
+        made["quantize_hidden"] = quantize_rows_spec(
+            problem.dtype, problem.inner, problem.inner, QUANTIZE, target
+        )
+    made["down"] = grouped_scaled_spec(down_scaled_problem(problem), down, target)
+    return made | {"combine": kernels.combine_spec(problem, plan.combine, target)}
 
 
 @cache
@@ -135,29 +169,50 @@ def moe_steps(
     a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target, out: torch.Tensor
 ) -> dict[str, Step]:
     """The launches of a call with at least one route, in order, over scratch of their own."""
-    grids = kernels.sort_grids(problem, plan.order, a.expert_ids.numel())
+    num_routes, num_tokens = a.expert_ids.numel(), a.x.shape[0]
+    grids = kernels.sort_grids(problem, plan.order, num_routes)
     sms = torch.cuda.get_device_properties(a.x.device).multi_processor_count
-    values = {**_tensors(a, problem, grids["count"][0]), "out_ptr": out}
+    values = {**_tensors(a, problem, plan, grids["count"][0]), "out_ptr": out}
     grids |= {
         "up": kernels.gemm_grid(plan.up, sms),
         "down": kernels.gemm_grid(plan.down, sms),
-        "combine": kernels.combine_grid(problem, plan.combine, a.x.shape[0]),
+        "combine": kernels.combine_grid(problem, plan.combine, num_tokens),
+        "quantize": quantize_rows_grid(problem.hidden, QUANTIZE, num_tokens),
+        "quantize_hidden": quantize_rows_grid(problem.inner, QUANTIZE, num_routes),
     }
+    own = _own_values(a, problem, plan, values)
+    return {
+        name: Step(spec, grids[name], own.get(name, values))
+        for name, spec in specs(problem, plan, target.name).items()
+    }
+
+
+def _own_values(
+    a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, values: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Values of the steps whose arguments have other steps' names."""
     storage = kernels.down_problem(problem)
+    num_routes = a.expert_ids.numel()
     down = {
         "x_ptr": values["hidden_ptr"],
-        "num_rows": a.expert_ids.numel(),
+        "num_rows": num_routes,
         "weight_ptr": a.down_weight,
         "scale_ptr": a.down_scale,
         "factor_ptr": a.down_expert_scale,
     }
-    own = {
-        "up": values | as_words(values, storage, plan.up),
-        "down": values | down | as_words(down, storage, plan.down),
-    }
+    if not problem.coded_rows:
+        return {
+            "up": values | as_words(values, storage, plan.up),
+            "down": values | down | as_words(down, storage, plan.down),
+        }
+    x = {"codes_ptr": values["x_codes_ptr"], "scale_ptr": values["x_scale_ptr"]}
+    hidden = {"codes_ptr": values["hidden_codes_ptr"], "scale_ptr": values["hidden_scale_ptr"]}
+    rows = {"x_ptr": hidden["codes_ptr"], "x_scale_ptr": hidden["scale_ptr"]}
     return {
-        name: Step(spec, grids[name], own.get(name, values))
-        for name, spec in specs(problem, plan, target.name).items()
+        "quantize": x | {"x_ptr": a.x, "num_rows": a.x.shape[0]},
+        "up": values | {"x_ptr": x["codes_ptr"], "hidden_ptr": values["up_result_ptr"]},
+        "quantize_hidden": hidden | {"x_ptr": values["hidden_ptr"], "num_rows": num_routes},
+        "down": values | down | rows,
     }
 
 
@@ -191,20 +246,45 @@ def scratch_tensors(
     }
 
 
-def _tensors(a: FusedMoeArguments, problem: MoeProblem, num_chunks: int) -> dict[str, Any]:
+def _scaled_sizes(
+    problem: MoeProblem, up: ScaledConfig, x: torch.Tensor
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Scratch for codes and scales of x and of the hidden rows, in whole blocks of columns, and
+    for a tile of every program."""
+    counts = {"x": (x.shape[0], problem.hidden)}
+    counts["hidden"] = (x.shape[0] * problem.num_slots, problem.inner)
+    made = {}
+    for name, (rows, columns) in counts.items():
+        blocks = cdiv(columns, SCALED_K)
+        made[f"{name}_codes_ptr"] = (rows * blocks * SCALED_K, torch.float8_e4m3fn)
+        made[f"{name}_scale_ptr"] = (rows * blocks, torch.float32)
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    (programs,) = kernels.gemm_grid(up, sms) if up.codes else (0,)
+    made["tile_ptr"] = (programs * up.block_m * up.block_n, x.dtype)
+    return made
+
+
+def _tensors(
+    a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, num_chunks: int
+) -> dict[str, Any]:
     """Tensors and counts by the kernels' parameter names."""
     num_routes = a.expert_ids.numel()
+    scaled = plan.up if isinstance(plan.up, ScaledConfig) else None
+    fused = scaled is not None and scaled.codes
     sizes = {
         "counts_ptr": (num_chunks * problem.experts, torch.int32),
         "total_ptr": (problem.experts, torch.int32),
         "order_ptr": (num_routes, torch.int32),
         # The second half is for the first block of each expert.
         "ends_ptr": (2 * problem.num_experts, torch.int32),
-        "hidden_ptr": (num_routes * problem.inner, a.x.dtype),
+        "hidden_ptr": (0 if fused else num_routes * problem.inner, a.x.dtype),
         "y_ptr": (num_routes * problem.hidden, a.x.dtype),
+        **(_scaled_sizes(problem, scaled, a.x) if scaled else {}),
     }
+    scratch = scratch_tensors(a.x.device, sizes)
     return {
-        **scratch_tensors(a.x.device, sizes),
+        **scratch,
+        "up_result_ptr": scratch["hidden_codes_ptr" if fused else "hidden_ptr"],
         "x_ptr": a.x,
         "ids_ptr": a.expert_ids.contiguous(),
         "weights_ptr": a.expert_weights,

@@ -73,6 +73,7 @@ def moe_problem(a: Any) -> MoeProblem:
         factors=tuple(f is not None for f in factors),
         biases=tuple(None if b is None else (b.stride(0), b.stride(1)) for b in biases),
         bias_dtype=bias_types.pop() if bias_types else "bf16",
+        coded_rows=a.activation_format == "fp8",
         unaligned=unaligned(tensors) + (("distance",) if distance % 16 else ()),
     )
 

@@ -38,6 +38,7 @@ class MoeCase:
     bias: bool = False
     weight_on_input: bool = False
     weight_format: str = "dense"
+    activation_format: str = "dense"
     routing: str = "random"
 
 
@@ -55,6 +56,11 @@ MOE_CASES = (
     MoeCase("weight_on_input", weight_on_input=True, activation="relu"),
     MoeCase("double", dtype=torch.float64, layout="transposed"),
     MoeCase("fp8", weight_format="fp8", hidden=160, inner=144),
+    MoeCase("fp8_fp8", weight_format="fp8", activation_format="fp8", hidden=160, inner=144,
+            dtype=torch.float32),
+    MoeCase("fp8_fp8_interleaved", weight_format="fp8", activation_format="fp8", hidden=256,
+            inner=256, layout="interleaved", activation="clamped_swiglu", limit=1.0, bias=True,
+            dtype=torch.float32),
     MoeCase("int4", weight_format="int4", inner=64),
     MoeCase("nvfp4", weight_format="nvfp4", inner=96),
     MoeCase("mxfp4", weight_format="mxfp4", inner=64, layout="separate"),
@@ -75,6 +81,7 @@ def sample_moe(case: MoeCase, device: str | torch.device, seed: int) -> dict[str
         "limit": case.limit,
         "weight_on_input": case.weight_on_input,
         "weight_format": case.weight_format,
+        "activation_format": case.activation_format,
     }
 
 

@@ -124,13 +124,13 @@ def clear_rows(y_ptr, start, end, idle, GROUPS: tl.constexpr, HIDDEN: tl.constex
 
 @triton.jit
 def grouped_gemm(
-    x_ptr, x_scale_ptr, order_ptr, ends_ptr, expert_ids_ptr, weight_ptr, scale_ptr, factor_ptr,
-    bias_ptr, y_ptr, num_rows,
+    x_ptr, order_ptr, ends_ptr, expert_ids_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr,
+    num_rows,
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
     EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, N_MAJOR: tl.constexpr,
     FORMAT: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr, X_SCALE_STRIDES: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
@@ -141,8 +141,6 @@ def grouped_gemm(
     order_ptr: where each sorted row goes in y. None: it stays where it is, group g's weight is
     expert_ids[g], and rows without a weight are zero.
     GROUPS: a power of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS.
-    x_scale_ptr: where x is e4m3 like the weights, a scale per row and BLOCK_K columns: the product
-    of each step is exact but for its sum, and meets both scales then.
     SEARCH_STEPS: with order_ptr, not 0 where warps are specialised; see searched_place.
     """
     if LAUNCH_PDL:
@@ -199,25 +197,10 @@ def grouped_gemm(
                     scale_ptr + expert * SCALE_STRIDES[0], weight_rows, weight_rows < HIDDEN,
                     column, INNER, BLOCK_N, BLOCK_K, SCALE_STRIDES, SCALE_BLOCK, FORMAT,
                 )  # fmt: skip
-                if x_scale_ptr is None:
-                    weight = dequantize_tile(
-                        weight, scales, BLOCK_N, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
-                    )
-            if x_scale_ptr is not None:
-                x_rows = first_row + tl.arange(0, BLOCK_M)
-                x_scales = tl.load(
-                    x_scale_ptr + x_rows.to(tl.int64) * X_SCALE_STRIDES[0]
-                    + column // BLOCK_K * X_SCALE_STRIDES[1],
-                    mask=x_rows < last_row, other=0.0,
-                )  # fmt: skip
-                weight_scales = tl.reshape(scales, (BLOCK_N,))
-                if SWAPPED:
-                    product = tl.dot(weight, x.T)
-                    accumulator += product * (weight_scales[:, None] * x_scales[None, :])
-                else:
-                    product = tl.dot(x, weight.T)
-                    accumulator += product * (x_scales[:, None] * weight_scales[None, :])
-            elif SWAPPED:
+                weight = dequantize_tile(
+                    weight, scales, BLOCK_N, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
+                )
+            if SWAPPED:
                 accumulator = tl.dot(weight, x.T, accumulator)
             else:
                 accumulator = tl.dot(x, weight.T, accumulator)

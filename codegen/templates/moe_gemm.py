@@ -18,11 +18,18 @@ from tilewright.codegen.templates.moe_weights import block_scales, dequantize_ti
 
 
 @triton.jit
+def logistic(x):
+    """1 / (1 + exp(-x)) without a division, which is several instructions."""
+    root = tl.rsqrt(1.0 + tl.exp(-x))
+    return root * root
+
+
+@triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
              GATED: tl.constexpr):  # fmt: skip
     """activation(gate, up) in fp32; up is not looked at where GATED is false."""
     if ACTIVATION == "silu":
-        value = gate * tl.sigmoid(gate)
+        value = gate * logistic(gate)
     elif ACTIVATION == "relu":
         value = tl.maximum(gate, 0.0)
     elif ACTIVATION == "relu_squared":
@@ -32,12 +39,12 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
         value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = gate * tl.sigmoid(2.0 * inner)
+        value = gate * logistic(2.0 * inner)
     else:
         if LIMIT > 0.0:
             gate = tl.minimum(gate, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        value = gate * tl.sigmoid(ALPHA * gate)
+        value = gate * logistic(ALPHA * gate)
         up = up + 1.0
     if GATED:
         value = value * up

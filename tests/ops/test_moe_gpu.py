@@ -61,6 +61,34 @@ def test_every_tile_form_computes_the_op(name, num_tokens, monkeypatch):
     assert torch.equal(got, moe.OP.call(a))
 
 
+CODED = replace(
+    BASE, weight_format="fp8", activation_format="fp8", hidden=384, inner=272, num_slots=2
+)
+CODED_FORMS = {
+    "halves": CODED,
+    "interleaved": replace(CODED, layout="interleaved", inner=256, bias=True),
+    "separate": replace(CODED, layout="separate", dtype=torch.float16),
+    "plain": replace(CODED, layout="plain", bias=True, activation="relu_squared"),
+    "no expert": replace(CODED, routing="none"),
+    "one expert": replace(CODED, routing="one", num_experts=4),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 300, 1300, 5000])
+@pytest.mark.parametrize("name", CODED_FORMS)
+def test_activations_are_quantised_in_the_kernels(name, num_tokens, monkeypatch):
+    """Against the reference of the same dtype: in float64 hidden numbers near the middle of two
+    codes take the other one."""
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    case = replace(CODED_FORMS[name], num_tokens=num_tokens)
+    a = moe.sample_inputs(case, "cuda", seed=num_tokens)
+    got, want = moe.OP.call(a), moe.reference(a).double()
+    error = float((got.double() - want).norm() / want.norm())
+    assert error < 2 * TYPICAL[case.dtype], error
+    assert float((got.double() - want).abs().max()) < 0.25 * float(want.square().mean().sqrt())
+    assert torch.equal(got, moe.OP.call(a))
+
+
 @pytest.mark.parametrize("name", ["dense", "nvfp4"])
 @pytest.mark.parametrize("num_tokens", [1, 300, 1300])
 def test_a_repeated_call_computes_anew(name, num_tokens):
