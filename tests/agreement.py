@@ -43,6 +43,28 @@ def assert_no_worse(fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tenso
     assert ours <= allowed, f"{what}: fused is off by {ours:.2e}, eager by {theirs:.2e}"
 
 
+def assert_as_eager(layer, make, exactly: bool):
+    """Outputs, and the arguments after the call, under eager and under the backend; `make()` gives
+    new arguments. Caches that alias each other stay so."""
+    eager, ours = make(), make()
+    torch.manual_seed(0)
+    expected = layer(*eager)
+    torch.manual_seed(0)
+    actual = torch.compile(layer, backend="tilewright", options={"inner": "eager"})(*ours)
+    for a, b in zip(flat([actual, ours]), flat([expected, eager]), strict=True):
+        if exactly:
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def flat(items) -> list[torch.Tensor]:
+    """The tensors of nested sequences."""
+    if isinstance(items, torch.Tensor):
+        return [items]
+    return [t for item in items for t in flat(item)]
+
+
 def assert_untouched(before, fused, exact, what: str):
     """Where the float64 run left a cache alone, the fused run left every bit."""
     alone = exact.double() == before.double()

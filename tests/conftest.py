@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are in each other's way
@@ -11,3 +12,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are i
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing compiled, nothing reported, no gradients."""
+    from tilewright.compiler import backend
+
+    torch._dynamo.reset()
+    backend._REPORTS.clear()
+    with torch.no_grad():
+        yield

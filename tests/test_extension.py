@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.models.qkv_idioms import build
-from tilewright.compiler import backend, lower, reports
+from tilewright.compiler import lower, reports
 from tilewright.ops import contract
 from tilewright.patterns import language
 
@@ -41,12 +41,7 @@ def registered(extension):
     assert language.registered() == before
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    backend._REPORTS.clear()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Embeddings(nn.Module):

@@ -36,6 +36,11 @@ def flow_of(function, *args) -> Dataflow:
     return flow
 
 
+def returned(function, *args) -> View:
+    """What the graph returns, as a view."""
+    return flow_of(function, *args).outputs[0]
+
+
 def copies(items: Sequence[Any]) -> list[Any]:
     """Copies that keep the aliasing among tensors."""
     storages: dict[int, torch.Tensor] = {}
@@ -57,6 +62,10 @@ def copies(items: Sequence[Any]) -> list[Any]:
 def numbers(*shape, dtype=torch.float32, start=0):
     count = torch.Size(shape).numel()
     return (torch.arange(count) * 7 % 31 + start).view(shape).to(dtype)
+
+
+def weight(*shape) -> torch.nn.Parameter:
+    return torch.nn.Parameter(numbers(*shape), requires_grad=False)
 
 
 def check(flow: Dataflow, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -23,13 +23,7 @@ from tilewright.compiler.options import Options
 from tilewright.ops import contract
 from tilewright.patterns import language
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    backend._REPORTS.clear()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- a model without a match --------------------------------------------------------------------

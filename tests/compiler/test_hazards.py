@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.agreement import assert_as_eager
 from tests.compiler import broken_order as order
 from tests.compiler import broken_paths as paths
 from tests.compiler.steps import (
@@ -41,17 +42,11 @@ from tests.compiler.steps import (
     store,
 )
 from tests.models import qkv_idioms
-from tilewright.compiler import backend, lower, reports
+from tilewright.compiler import lower, reports
 from tilewright.patterns import effects, language
 from tilewright.patterns.language import CODES, Match, Result, Stage
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    backend._REPORTS.clear()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -285,7 +280,7 @@ def test_a_broken_edge_is_named_and_leaves_the_model_as_it_was(name):
     """cache_store copies what it is given, so even with it nothing may differ by a bit."""
     hazard = HAZARDS[name]
     layer = Layer(hazard.broken, **hazard.layer).to(hazard.dtype)
-    assert_same(layer, hazard.broken_args, exactly=True)
+    assert_as_eager(layer, hazard.broken_args, exactly=True)
     (report,) = reports()
     miss = next(m for m in report.misses if m.code == hazard.code)
     assert miss.stage == hazard.stage
@@ -299,30 +294,10 @@ def test_a_broken_edge_is_named_and_leaves_the_model_as_it_was(name):
 @pytest.mark.parametrize("name", HAZARDS)
 def test_the_mended_edge_matches(name):
     hazard = HAZARDS[name]
-    assert_same(Layer(hazard.mended), hazard.mended_args, exactly=False)
+    assert_as_eager(Layer(hazard.mended), hazard.mended_args, exactly=False)
     (report,) = reports()
     assert [m.pattern for m in report.matches] == ["qkv_cache"], [str(m) for m in report.misses]
     assert report.misses == ()
-
-
-def assert_same(layer, make, exactly):
-    """Outputs and arguments after the call, under eager and compiled; aliased caches stay so."""
-    eager, ours = make(), make()
-    torch.manual_seed(0)
-    expected = layer(*eager)
-    torch.manual_seed(0)
-    actual = torch.compile(layer, backend="tilewright", options={"inner": "eager"})(*ours)
-    for a, b in zip(flat([actual, ours]), flat([expected, eager]), strict=True):
-        if exactly:
-            assert torch.equal(a, b)
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def flat(items):
-    if isinstance(items, torch.Tensor):
-        return [items]
-    return [t for item in items for t in flat(item)]
 
 
 # --- hazards that take more than a step -----------------------------------------------------------
@@ -385,7 +360,7 @@ def test_a_collective_inside_is_named(process_group):
     assert (miss.code, miss.stage) == ("COLLECTIVE", Stage.K_PATH)
     assert "_c10d_functional" in miss.message
     assert [m.pattern for m in lowered.matches] == ["cache_store"]
-    assert_same(layer, make_args, exactly=True)
+    assert_as_eager(layer, make_args, exactly=True)
     torch._dynamo.reset()
     assert [m.pattern for m in lower(Layer(reduced_after), make_args()).matches] == ["qkv_cache"]
 
@@ -400,7 +375,7 @@ def test_a_projection_may_read_what_another_site_made():
         return plain(m, q.view(T, -1), k_cache, v_cache, slots + 1)
 
     layer = Layer(twice)
-    assert_same(layer, make_args, exactly=False)
+    assert_as_eager(layer, make_args, exactly=False)
     assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"] * 2
 
 
@@ -414,7 +389,7 @@ def test_norms_of_one_plus_weight_match():
         return q * 2
 
     layer = Layer(gemma)
-    assert_same(layer, make_args, exactly=False)
+    assert_as_eager(layer, make_args, exactly=False)
     assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"]
 
 
@@ -454,7 +429,7 @@ def test_a_cache_that_grows_is_told_to_stop(caplog):
 
     layer = Layer(growing)
     with caplog.at_level(logging.WARNING, "tilewright"):
-        assert_same(layer, make_args, exactly=True)
+        assert_as_eager(layer, make_args, exactly=True)
     (miss,) = reports()[-1].misses
     assert (miss.code, miss.count, miss.stage) == ("GROWING_CACHE", 2, Stage.ANCHORED)
     assert "static cache" in miss.hint

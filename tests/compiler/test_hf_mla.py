@@ -54,11 +54,7 @@ MODELS = {
 LAYERS, LENGTH, TOKENS = 2, 32, 7
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def built(name, cache, phase, **changes):

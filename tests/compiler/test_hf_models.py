@@ -15,11 +15,7 @@ from tests.models.hf import MODELS, build_hf
 LAYERS = 2
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 #: Models whose experts are fused too, in every layer.

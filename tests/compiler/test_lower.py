@@ -14,15 +14,9 @@ from tests.compiler.running import (
     patterns_used,
     same_bits,
 )
-from tilewright.compiler import backend, lower
+from tilewright.compiler import lower
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    backend._REPORTS.clear()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.mark.parametrize("name", ["page_offset", "max_blocks", "static_cache"])

@@ -15,7 +15,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
-from tilewright.compiler import backend, reports
+from tilewright.compiler import reports
 
 T, K, HQ, HKV, D, S = 8, 64, 4, 2, 16, 16  # tokens, hidden, heads, head_dim, slots per page
 MIB = 2**20
@@ -25,13 +25,10 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "int32": 4,
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    backend._REPORTS.clear()
+def two_threads(fresh_dynamo):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # the scratch of oneDNN's bf16 GEMM grows with the threads
-    with torch.no_grad():
-        yield
+    yield
     torch.set_num_threads(threads)
 
 

@@ -14,13 +14,7 @@ from tests.compiler.running import (
 from tilewright.compiler import backend, lower, reports
 from tilewright.compiler.options import Options
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    backend._REPORTS.clear()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 BAD_OPTIONS = {

@@ -9,24 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.compiler.flow_check import flow_of, numbers
+from tests.compiler.flow_check import flow_of, numbers, returned, weight
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import View
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def weight(*shape):
-    return torch.nn.Parameter(numbers(*shape), requires_grad=False)
-
-
-def returned(function, *args) -> View:
-    """What the graph returns, as a view."""
-    return flow_of(function, *args).outputs[0]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 X, W, B = numbers(4, 6), weight(8, 6), weight(8)

@@ -35,12 +35,8 @@ CPU_OR_GPU = [
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
+def no_counts(fresh_dynamo):
     counters.clear()
-    backend._REPORTS.clear()
-    with torch.no_grad():
-        yield
 
 
 def rotate(x, cos, sin):

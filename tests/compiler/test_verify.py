@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-import torch
 
 from tests.compiler.running import (
     assert_close,
@@ -15,17 +14,11 @@ from tests.compiler.running import (
     patterns_used,
     same_bits,
 )
-from tilewright.compiler import backend, reports
+from tilewright.compiler import reports
 from tilewright.compiler.verify import VerificationError
 from tilewright.ops import contract
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    backend._REPORTS.clear()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def wrong(monkeypatch, change):

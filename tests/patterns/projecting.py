@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.agreement import assert_as_eager
 from tilewright.compiler import lower, reports
 
 T, K, D = 6, 32, 8  # tokens, hidden size, head_dim
@@ -58,24 +59,9 @@ def rotate(x):
 
 def compare(layer, args, exactly):
     """Outputs and arguments after the call, eager and compiled; the report."""
-    eager, ours = ([a.clone() for a in args] for _ in range(2))
-    torch.manual_seed(0)
-    expected = layer(*eager)
-    torch.manual_seed(0)
-    actual = torch.compile(layer, backend="tilewright", options={"inner": "eager"})(*ours)
-    for a, b in zip(flat([actual, ours]), flat([expected, eager]), strict=True):
-        if exactly:
-            assert torch.equal(a, b)
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_as_eager(layer, lambda: [a.clone() for a in args], exactly)
     (report,) = reports()[-1:]
     return report
-
-
-def flat(items):
-    if isinstance(items, torch.Tensor):
-        return [items]
-    return [t for item in items for t in flat(item)]
 
 
 def nodes_after(layer, args):

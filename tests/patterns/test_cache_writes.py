@@ -14,11 +14,7 @@ from tilewright.compiler import lower, reports
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def run(layer, *args, **options):

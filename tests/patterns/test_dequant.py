@@ -12,11 +12,7 @@ from tilewright.compiler import lower, reports
 K, HQ, HK, D = 64, 4, 2, 32
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Attention(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.agreement import flat
 from tests.patterns.projecting import (
     BY_HEAD,
     HKV,
@@ -22,7 +23,6 @@ from tests.patterns.projecting import (
     T,
     clipped,
     compare,
-    flat,
     heads,
     make_args,
     nodes_after,
@@ -32,12 +32,7 @@ from tests.patterns.projecting import (
 )
 from tilewright.compiler import reports
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- what matches -------------------------------------------------------------------------------

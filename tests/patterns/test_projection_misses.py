@@ -31,12 +31,7 @@ from tests.patterns.projecting import (
 )
 from tilewright.patterns.language import Stage
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- what only looks like it ----------------------------------------------------------------------

@@ -25,11 +25,7 @@ STORED = {"vllm_v1": "CACHE_LAYOUT"}
 FUSED = [name for name in IDIOMS if name not in MISSED and name not in STORED]
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -14,11 +14,7 @@ from tilewright.patterns.rope import match_rope
 T, K, H, D = 5, 16, 2, 8
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Attention(nn.Module):
