@@ -118,12 +118,18 @@ def mask_scores(
     scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
     mask_row_stride, mask_column_stride, steepness,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
-    seen = visible(positions, first_key, key_start, own_keys, lead, MASK, WINDOW, LED, BLOCK_N)
+    keys = tl.arange(0, BLOCK_N)
+    if EVERY_BLOCK:
+        # Rows are moved, not columns: those are the same numbers for every block.
+        seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
+        keys += first_key
+    else:
+        keys += first_key
+        seen = visible(positions, keys, 0, key_start, own_keys, lead, MASK, WINDOW, LED)
     if MASK_KIND != "none":
-        keys = first_key + tl.arange(0, BLOCK_N)
         rows = first_row + tl.arange(0, BLOCK_M)
         places = (
             mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
@@ -338,7 +344,7 @@ def mla_attention(
         scores = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, key_start, lead, mask_base,
             mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, LED,
-            BLOCK_M, BLOCK_N,
+            ONE_LOOP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         weights, decay, top, total = soften(scores, top, total, masked_steepness, SHIFT)
         values = load_values(

@@ -189,27 +189,25 @@ def block_of_step(step, first, whole, num_whole):
 
 @triton.jit
 def visible(
-    positions, first_key, key_start, own_keys, lead,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr, BLOCK_N: tl.constexpr,
+    positions, keys, base, key_start, own_keys, lead,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr,
 ):  # fmt: skip
-    """[queries, BLOCK_N]: which keys from first_key on exist and are seen; they count from the
-    sequence's first, and where LED the first `lead` are none of its own."""
-    # Rows are moved, not columns: those are the same numbers for every block.
-    columns = tl.arange(0, BLOCK_N)
-    here = key_start + first_key
+    """[queries, keys]: which keys exist and are seen; `keys` count from `base`, which counts from
+    the sequence's first, and where LED the first `lead` are none of its own."""
+    here = key_start + base
     if MASK == "none":
-        seen = (columns < own_keys - first_key)[None, :]
+        seen = (keys < own_keys - base)[None, :]
         if LED:
-            seen = seen & (columns >= lead - first_key)[None, :]
+            seen = seen & (keys >= lead - base)[None, :]
         return seen
     else:
-        last = tl.minimum(positions - here, own_keys - 1 - first_key)
-        seen = columns[None, :] <= last[:, None]
+        last = tl.minimum(positions - here, own_keys - 1 - base)
+        seen = keys[None, :] <= last[:, None]
         if LED:
-            seen = seen & (columns >= lead - first_key)[None, :]
+            seen = seen & (keys >= lead - base)[None, :]
         if MASK == "sliding_window":
-            seen = seen & (columns[None, :] > (positions - here - WINDOW)[:, None])
+            seen = seen & (keys[None, :] > (positions - here - WINDOW)[:, None])
         if MASK == "chunked":
             chunk = positions // WINDOW * WINDOW - here
-            seen = seen & (columns[None, :] >= chunk[:, None])
+            seen = seen & (keys[None, :] >= chunk[:, None])
         return seen
