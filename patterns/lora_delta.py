@@ -17,6 +17,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.equality import equal_values
 from tilewright.patterns.lora_factors import Factors, peel
+from tilewright.patterns.lora_one_hot import match_one_hot
 from tilewright.patterns.lora_product import Product, match_product
 from tilewright.patterns.routing import (
     gathered,
@@ -36,7 +37,8 @@ class Adapters:
 
     index [T or B]; None: there is one. mask, of the index's shape or [T]: rows without an adapter
     are False; None: all have one. below: what a negative index means: `last` counts from the last
-    adapter, `first` is the first adapter, `error` an error.
+    adapter, `first` is the first adapter, `error` an error, `none` no adapter, as any index does
+    then that names none.
     """
 
     index: View | None
@@ -53,7 +55,16 @@ class Adapters:
     def argument(self, num_adapters: int) -> View | Computed | None:
         """expert_ids of the LoRA ops, for which -1 is no adapter and other negative ids errors."""
         index: Any = self.index
-        if index is not None and self.below != "error" and not _is_natural(index):
+        if index is not None and self.below == "none":
+            there = Computed(
+                "bitwise_and",
+                tuple(
+                    Computed(name, (index, bound))
+                    for name, bound in (("ge", 0), ("lt", num_adapters))
+                ),
+            )
+            index = Computed("where", (there, index, -1))
+        elif index is not None and self.below != "error" and not _is_natural(index):
             instead: Any = 0
             if self.below == "last":
                 # Below -G it must stay an error, as an adapter past the last one is.
@@ -97,7 +108,7 @@ def match_delta(view: View) -> LoraDelta | None:
     """The delta that `view` [..., W] is, or None where it is another thing."""
     outer = peel(view)
     try:
-        return _by_rows(view, outer) or _sorted(view, outer)
+        return _by_rows(view, outer) or _sorted(view, outer) or _one_hot(view, outer)
     except effects.InexpressibleError:
         return None
 
@@ -145,6 +156,17 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
         view, (outer, after, inner), first, second, taken[0], order.ids, "first", gathers
     )
     return found
+
+
+def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
+    """Every row by all adapters, all parts but its own adapter's left out."""
+    found = match_one_hot(outer.view)
+    if found is None:
+        return None
+    first, second = found.first, found.second
+    return _joined(
+        view, (outer,), first, second, first.x, first.index, found.below, (found.masked.value,)
+    )
 
 
 def _joined(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tests.models.lora_idioms import ROWS, WIDTHS, H, Layer, R, T, each
+from tests.models.lora_idioms import ROWS, WIDTHS, G, H, Layer, R, T, each
 
 
 class Expected(NamedTuple):
@@ -227,6 +227,48 @@ def dropped_out(m, x, index):
     dropped = F.dropout(x, 0.5, training=True)
     s = torch.einsum("th,trh->tr", dropped, m.a["q"][index]).tanh()
     return base(m, x, "q") + s @ m.b["q"][0].T
+
+
+def by_all(m, x, weights, n):
+    """Every row by all adapters, weighted [T, G] in front of B."""
+    s = torch.einsum("th,grh->tgr", x, m.a[n]) * weights.to(x.dtype).unsqueeze(-1)
+    return torch.einsum("tgr,gwr->tw", s, m.b[n])
+
+
+@bent(0, "LORA_FORM")
+@each
+def mixed(m, x, index, n):
+    """A mixture of all adapters, not one of them."""
+    return by_all(m, x, x[:, :G].softmax(-1), n)
+
+
+@bent(0, "LORA_FORM")
+@each
+def numbered_from_one(m, x, index, n):
+    return by_all(m, x, index[:, None] == torch.arange(1, G + 1), n)
+
+
+@bent(0, "LORA_FORM")
+@each
+def more_numbers_than_adapters(m, x, index, n):
+    """The index is of another list: its adapters are every second number."""
+    return by_all(m, x, F.one_hot(index * 2, 2 * G)[:, ::2], n)
+
+
+@bent(0, "LORA_FORM")
+@each
+def one_hot_scale_of_another(m, x, index, n):
+    return by_all(m, x, F.one_hot(index, G), n) * m.scales[index.flip(0)][:, None]
+
+
+@bent(1)
+@each
+def ranks_picked(m, x, index, n):
+    """One rank of all adapters for each row: adapters by another name, as many as there are ranks
+    here."""
+    a, b = m.a[n][:, :G], m.b[n][:, :, :G]
+    s = torch.einsum("th,grh->tgr", x, a) * F.one_hot(index, G).to(x.dtype).unsqueeze(1)
+    return torch.einsum("tgr,gwr->tw", s, b)
 
 
 def build_bent(name):

@@ -14,10 +14,12 @@ from tilewright.compiler import lower, reports
 from tilewright.patterns import qkv_cache
 
 #: What is not fused, and why.
-MISSED = {"one_hot": "LORA_FORM", "slice_add": "LORA_IN_PLACE", "in_place": "LORA_IN_PLACE"}
+MISSED = {"slice_add": "LORA_IN_PLACE", "in_place": "LORA_IN_PLACE"}
 #: One site for each adapter.
 SITES = {"looped": 4}
-DYNAMIC = ("gather_einsum", "stacked_split", "none_where", "sequences_bmm", "grouped")
+DYNAMIC = (
+    "gather_einsum", "stacked_split", "none_where", "sequences_bmm", "grouped", "one_hot",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
