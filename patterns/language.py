@@ -316,6 +316,7 @@ def anchored_stores(anchor: Any) -> Iterator[Value]:
 
 CODES: dict[str, str] = {
     "LORA_FORM": "the delta of adapters is computed in no known form",
+    "LORA_OPERATOR": "the delta of adapters is computed by a custom operator",
     "LORA_IN_PLACE": "the delta of an adapter is added in place",
     "GROWING_CACHE": "the cache grows by concatenation, so there is no memory to write into",
     "FUNCTIONAL_WRITE": "the cache is updated out of place: a new tensor is returned",

@@ -11,6 +11,7 @@ Dimension letters: T rows, K hidden, W columns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +54,9 @@ class LoraQkv:
         """The sums of up to three deltas with one shrink."""
         groups: list[list[Sum]] = []
         for value in flow.values:
+            if _is_foreign(value):
+                yield (value,)
+                continue
             found = match_sum(value)
             if found is None:
                 if _resembles_sum(value):
@@ -66,6 +70,15 @@ class LoraQkv:
         yield from (tuple(item.value for item in group) for group in groups)
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
+        if _is_foreign(anchor[0]):
+            reject(
+                "LORA_OPERATOR",
+                Stage.ANCHORED,
+                f"{_operator(anchor[0])} computes the delta: an operator that is not known",
+                anchor[0],
+                hint="write y + (x @ A[ids].mT) @ B[ids].mT with the stacks of all adapters, or "
+                "call tilewright's shrink_qkv_permute_3mn and lora_expand_add there",
+            )
         sums = [found for value in anchor if (found := match_sum(value)) is not None]
         if not sums:
             reject(
@@ -151,6 +164,23 @@ def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
         and inside.issuperset(flow.users.get(view.value, ()))
     )
     return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
+
+
+#: How engines name the operator that adds what B makes: punica's bgmv and sgmv, vLLM's lora_expand.
+_EXPANDS = re.compile(
+    r"::(?!.*shrink)\w*(bgmv|sgmv|lora_expand|expand_lora|lora_b(?![a-z])|add_lora)", re.IGNORECASE
+)
+
+
+def _operator(value: Value) -> str:
+    """The name of the operator of another library that computes or writes a value; else ''."""
+    name = value.store.kind if value.store is not None else value.op.removeprefix("opaque:")
+    return name if "::" in name and not name.startswith("tilewright::") else ""
+
+
+def _is_foreign(value: Value) -> bool:
+    """Whether a custom operator named as those of adapters are makes or writes a value."""
+    return _EXPANDS.search(_operator(value)) is not None
 
 
 #: What may stand around the products of something that resembles a delta.

@@ -172,3 +172,55 @@ def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_w
     report = reports()[-1]
     (site,) = report.matches
     assert site.shapes["lora"] == "qkv rank=8 of 3 added"
+
+
+def define_operators():
+    """Operators in the manner of punica: one writes into y, one returns the sum."""
+    if hasattr(torch.ops.lora_test, "bgmv_expand"):
+        return
+
+    @torch.library.custom_op("lora_test::bgmv_shrink", mutates_args=("out",))
+    def shrink(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, ids: torch.Tensor) -> None:
+        out += torch.einsum("th,trh->tr", x, a[ids])
+
+    @torch.library.custom_op("lora_test::bgmv_expand", mutates_args=("y",))
+    def expand(y: torch.Tensor, s: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> None:
+        y += torch.einsum("tr,twr->tw", s, b[ids])
+
+    @torch.library.custom_op("lora_test::add_lora", mutates_args=())
+    def add(y: torch.Tensor, s: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return y + torch.einsum("tr,twr->tw", s, b[ids])
+
+    @torch.library.custom_op("lora_test::expand_dims", mutates_args=())
+    def other(y: torch.Tensor) -> torch.Tensor:
+        return y * 1
+
+    add.register_fake(lambda y, s, b, ids: torch.empty_like(y))
+    other.register_fake(torch.empty_like)
+
+
+def written(m, x, ids):
+    y, s = x @ m.base["q"].T, x.new_zeros(x.shape[0], 8)
+    torch.ops.lora_test.bgmv_shrink(s, x, m.a["q"], ids)
+    torch.ops.lora_test.bgmv_expand(y, s, m.b["q"], ids)
+    return y
+
+
+def returned(m, x, ids):
+    s = torch.einsum("th,trh->tr", x, m.a["q"][ids])
+    return torch.ops.lora_test.add_lora(x @ m.base["q"].T, s, m.b["q"], ids)
+
+
+def unrelated(m, x, ids):
+    return torch.ops.lora_test.expand_dims(x @ m.base["q"].T)
+
+
+@pytest.mark.parametrize(("step", "misses"), [(written, 1), (returned, 1), (unrelated, 0)])
+def test_an_operator_that_hides_the_adapters_is_named(step, misses):
+    define_operators()
+    module = Layer(step, torch.float32)
+    args = torch.randn(6, 64), torch.tensor([2, 0, 3, 3, 1, 0])
+    eager, ours, report = run(module, args)
+    torch.testing.assert_close(ours, eager)
+    assert [miss.code for miss in report.misses] == ["LORA_OPERATOR"] * misses
+    assert all("lora_test::" in miss.message for miss in report.misses)
