@@ -20,31 +20,38 @@ _INTEGERS = {1: "u8", 2: "i16", 4: "i32"}
 class CodesConfig(GemmConfig):
     """Tiles of a GEMM that streams codes. ordered: the rows it multiplies are written in the order
     of its parts; else it puts them in order itself. part_k: most columns of a part, which are
-    unpacked and multiplied together, of the block_k that are loaded together."""
+    unpacked and multiplied together, of the block_k that are loaded together. split: warps that
+    have columns of their own of a step; 1: all have the same. by_route: every route is a block of
+    rows, in its own place: nothing is sorted."""
 
     ordered: bool = False
     part_k: int = 128
+    split: int = 1
+    by_route: bool = False
 
     def __str__(self) -> str:
-        return super().__str__() + " codes" + (" ordered" if self.ordered else "")
+        words = [" codes", " split" if self.split > 1 else "", " ordered" if self.ordered else ""]
+        words += [" by route" if self.by_route else ""]
+        return super().__str__() + "".join(words)
 
 
 def codes_config(
     block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int,
     programs_per_sm: int = 1, *, ordered: bool = False, swapped: bool = True, part_k: int = 128,
+    split: int = 1, by_route: bool = False,
 ) -> CodesConfig:  # fmt: skip
     """Such tiles. swapped: weights on the M side of the newest instruction; else on the N side of
     the older one, which takes less for 16 rows and far more for 64."""
     return CodesConfig(
         block_m, block_n, block_k, swapped, num_warps, num_stages, programs_per_sm,
-        ordered=ordered, part_k=part_k,
+        ordered=ordered, part_k=part_k, split=split, by_route=by_route,
     )  # fmt: skip
 
 
 def part_columns(problem: GroupedProblem, config: CodesConfig) -> int:
     """Columns of a part: int4's are those of a scale."""
     most = problem.scale_block[1] if problem.format == "int4" else config.part_k
-    return min(config.block_k, most)
+    return min(config.block_k // config.split, most)
 
 
 def scale_bytes(problem: GroupedProblem, config: CodesConfig) -> int:
@@ -86,10 +93,10 @@ def order_of(problem: GroupedProblem, config: GemmConfig) -> tuple[int, int]:
 def thread_run(problem: GroupedProblem, config: CodesConfig) -> int:
     """Columns that a thread of the tensor core holds in a row, as Triton lays out an operand that
     joins bring forth: twice as many as a register holds for the older instruction, four times
-    where bytes are loaded on the way to it. Another number would do, at the price of exchanges."""
-    if config.swapped:
+    where scales of one byte are loaded on the way to it. Another number would do, at the price of exchanges."""
+    if config.swapped and config.split == 1:
         return 2
-    return 8 if problem.format == "mxfp4" and scale_bytes(problem, config) == 1 else 4
+    return 8 if problem.format != "int4" and scale_bytes(problem, config) == 1 else 4
 
 
 def scale_type(problem: GroupedProblem, config: CodesConfig) -> str:
@@ -119,16 +126,28 @@ def storage_constants(problem: GroupedProblem, config: CodesConfig) -> dict[str,
         "BLOCK_K": config.block_k,
         "RUN": thread_run(problem, config),
         "SWAPPED": config.swapped,
+        "SPLIT": config.split,
     }
 
 
-def down_codes_spec(problem: GroupedProblem, config: CodesConfig, target: str) -> KernelSpec:
-    """A grouped GEMM whose groups are the experts."""
+def row_arguments(config: CodesConfig, id_dtype: str, ends_dtype: str) -> dict[str, str | None]:
+    """Types of what says which rows an expert has."""
+    if config.by_route:
+        return {"ids_ptr": f"*{id_dtype}", "order_ptr": None, "ends_ptr": None}
+    return {"ids_ptr": None, "order_ptr": "*i32", "ends_ptr": f"*{ends_dtype}"}
+
+
+def down_codes_spec(
+    problem: GroupedProblem, config: CodesConfig, target: str, id_dtype: str = "i32"
+) -> KernelSpec:
+    """A grouped GEMM whose groups are the experts. id_dtype: of the experts of routes."""
     groups = problem.num_groups
+    rows = row_arguments(config, id_dtype, problem.ends_dtype)
+    if not problem.ordered:
+        rows["order_ptr"] = None
     arguments: dict[str, str | None] = {
         "x_ptr": f"*{problem.dtype}",
-        "order_ptr": "*i32" if problem.ordered else None,
-        "ends_ptr": f"*{problem.ends_dtype}",
+        **rows,
         "weight_ptr": "*i32",
         "scale_ptr": f"*{scale_type(problem, config)}",
         "factor_ptr": "*fp32" if problem.factor else None,

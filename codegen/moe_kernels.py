@@ -29,6 +29,7 @@ from tilewright.codegen.moe_codes_kernels import (
     WORD_BYTES,
     CodesConfig,
     down_codes_spec,
+    row_arguments,
     scale_steps,
     scale_type,
     storage_constants,
@@ -192,7 +193,10 @@ def _up_codes_spec(
 ) -> KernelSpec:
     storage = up_problem(problem)
     scales = f"*{scale_type(storage, config)}"
-    arguments = up_arguments(problem) | {"weight_ptr": "*i32", "gate_scale_ptr": scales}
+    rows = row_arguments(config, problem.id_dtype, "i32")
+    arguments = {"x_ptr": None, **rows} | up_arguments(problem) | rows
+    arguments |= {"weight_ptr": "*i32", "gate_scale_ptr": scales}
+    arguments["num_routes"] = "i32" if config.by_route else None
     if problem.gated:
         arguments["up_scale_ptr"] = scales
     constants: dict[str, Constant] = {
@@ -250,7 +254,7 @@ def up_constants(problem: MoeProblem) -> dict[str, Constant]:
 
 def down_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpec:
     if isinstance(config, CodesConfig):
-        return down_codes_spec(down_problem(problem), config, target)
+        return down_codes_spec(down_problem(problem), config, target, problem.id_dtype)
     return grouped_spec(down_problem(problem), config, target)
 
 

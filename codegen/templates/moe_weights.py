@@ -59,10 +59,18 @@ def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
     Exact, but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa go where
     DTYPE has them, for both codes at once; so does the one subnormal.
     """
-    top = words << (12 - 4 * position)
     if tl.bfloat16 == DTYPE:
-        both = ((top >> 6) & 0x01C001C0) | (top & -0x7FFF8000)
+        # A product puts the sign and the rest into their places at once, and garbage beside them:
+        # one instruction less than shifts, and not of the unit that has most of them.
+        if position >= 2:
+            words = words >> 8
+        if position % 2 == 0:
+            both = (words & 0x000F000F) * ((1 << 12) + (1 << 6))
+        else:
+            both = (words & 0x00F000F0) * ((1 << 8) + (1 << 2))
+        both &= -0x7E3F7E40
     else:
+        top = words << (12 - 4 * position)
         both = ((top >> 3) & 0x0E000E00) | (top & -0x7FFF8000)
     low = both.to(tl.int16).to(DTYPE, bitcast=True)
     high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
