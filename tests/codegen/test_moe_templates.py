@@ -19,6 +19,7 @@ from tilewright.ops.moe_samples import MOE_CASES, MoeCase
 
 CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
 CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
+CASES = [c for c in CASES if c.activation_format == "dense"]  # test_grouped_scaled.py has them
 SWAPPED = kernels.GemmConfig(16, 64, 32, True, 4, 2)
 TILED = kernels.GemmConfig(64, 32, 32, False, 4, 2)
 # Finds a tile's expert in memory; the interpreter knows nothing of warps.
@@ -83,6 +84,7 @@ def fused(a, config):
     y = torch.full((num_routes, problem.hidden), float("nan"), dtype=a.x.dtype)
     out = torch.full_like(a.x, float("nan"))
     shared = {"order_ptr": order, "ends_ptr": ends, "hidden_ptr": hidden, "y_ptr": y}
+    shared |= {"ids_ptr": a.expert_ids, "num_routes": num_routes}
     storage = kernels.down_problem(problem)
     up = {
         "weight_ptr": lower_weight(a), "gate_scale_ptr": a.gate_scale, "up_scale_ptr": a.up_scale,
@@ -105,7 +107,7 @@ def fused(a, config):
     run(
         kernels.combine_spec(problem, combine, "sm100"),
         kernels.combine_grid(problem, combine, num_tokens), **shared, out_ptr=out,
-        ids_ptr=a.expert_ids, weights_ptr=a.expert_weights, num_tokens=num_tokens,
+        weights_ptr=a.expert_weights, num_tokens=num_tokens,
     )  # fmt: skip
     return out
 
@@ -136,6 +138,31 @@ def test_codes_stream_in_the_order_of_their_words(name, layout, ordered, swapped
     config = codes_config(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped, part_k=part_k)
     exact = moe.reference(as_double(a))
     assert codes_obstacle(kernels.down_problem(moe_problem(a)), config) is None
+    problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
+    assert problem is None, problem
+
+
+SPLIT = [
+    ("nvfp4", "halves", 2, 64, False), ("nvfp4", "plain", 4, 64, True),
+    ("mxfp4", "interleaved", 2, 128, False), ("int4", "up_first", 2, 32, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout", "split", "part_k", "by_route"), SPLIT)
+def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
+    """K is no multiple of a step. Two row blocks of one expert, or a block for each route, also
+    one without an expert."""
+    case = MoeCase("codes", weight_format=name, layout=layout, hidden=192, inner=64, num_tokens=5,
+                   routing="none" if by_route else "one", num_experts=3)  # fmt: skip
+    if name == "mxfp4":
+        case = replace(case, inner=128)
+    a = moe.sample_inputs(case)
+    config = codes_config(
+        8, 64, split * part_k, split, 2, ordered=name == "mxfp4", part_k=part_k, split=split,
+        by_route=by_route,
+    )  # fmt: skip
+    assert codes_obstacle(kernels.down_problem(moe_problem(a)), config) is None
+    exact = moe.reference(as_double(a))
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
 
