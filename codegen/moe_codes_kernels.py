@@ -93,7 +93,8 @@ def order_of(problem: GroupedProblem, config: GemmConfig) -> tuple[int, int]:
 def thread_run(problem: GroupedProblem, config: CodesConfig) -> int:
     """Columns that a thread of the tensor core holds in a row, as Triton lays out an operand that
     joins bring forth: twice as many as a register holds for the older instruction, four times
-    where scales of one byte are loaded on the way to it. Another number would do, at the price of exchanges."""
+    where scales of one byte are loaded on the way to it. Another number would do, at the price of
+    exchanges."""
     if config.swapped and config.split == 1:
         return 2
     return 8 if problem.format != "int4" and scale_bytes(problem, config) == 1 else 4

@@ -57,6 +57,11 @@ class MoePlan:
     combine: CombineConfig
     reason: str
 
+    @property
+    def by_route(self) -> bool:
+        """Both GEMMs take every route by itself: nothing is sorted."""
+        return all(isinstance(c, CodesConfig) and c.by_route for c in (self.up, self.down))
+
 
 def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
     """The kernels for `num_tokens` tokens on a target."""

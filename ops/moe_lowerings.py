@@ -65,7 +65,8 @@ def specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSp
     if problem.coded_rows:
         return _scaled_specs(problem, plan, target)
     order = order_of(kernels.down_problem(problem), plan.down)
-    return kernels.sort_specs(problem, plan.order, target) | {
+    sort = {} if plan.by_route else kernels.sort_specs(problem, plan.order, target)
+    return sort | {
         "up": kernels.up_spec(problem, plan.up, target, order),
         "down": kernels.down_spec(problem, plan.down, target),
         "combine": kernels.combine_spec(problem, plan.combine, target),
