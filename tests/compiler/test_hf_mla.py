@@ -157,6 +157,9 @@ def test_several_steps_on_one_cache():
         a = compiled(token, **ours[2]).logits
         b = eager[0](token, **eager[2]).logits
         assert (a.float() - b.float()).abs().max() < 0.05
+    (report,) = reports()
+    found = Counter(m.pattern for m in report.matches)
+    assert found == {"mla_latent_store": LAYERS, "mla_prefill": LAYERS}
 
 
 def test_inductor_gives_the_same_as_eager():

@@ -100,6 +100,8 @@ def test_several_steps_on_one_cache():
         a = compiled(*args, **ours.kwargs).logits
         b = eager.model(*args, **eager.kwargs).logits
         assert (a.float() - b.float()).abs().max() < 0.05
+    (report,) = reports()
+    assert [m.pattern for m in report.matches] == ["qkv_cache"] * LAYERS
 
 
 def test_a_cache_made_inside_the_call_is_missed_by_name():

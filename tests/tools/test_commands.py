@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 import textwrap
@@ -255,7 +256,7 @@ def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
     findings = {f["what"]: f for f in schema_checked("doctor", done.stdout)["findings"]}
     assert done.exit_code == 0, done.stdout
     assert findings["compiler for sm100"]["detail"].startswith("sm_100a")
-    assert findings["torch"]["detail"] == torch.__version__.replace("+", "+")
+    assert findings["torch"]["detail"] == importlib.metadata.version("torch")
 
 
 def test_doctor_reports_an_unwritable_cache(command, tmp_path, monkeypatch):

@@ -6,12 +6,14 @@ import importlib.util
 import re
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tilewright.patterns.language import CODES
+from tilewright.tools import zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 # Taken when the tests are collected: no pattern of a test has added codes by then.
@@ -73,9 +75,11 @@ def test_the_readme_s_tables_are_those_of_the_results():
     assert tables.with_tables(readme) == readme, "run python docs/measured_tables.py"
 
 
-def test_the_readme_s_examples_run(capsys):
+def test_the_readme_s_examples_run(capsys, monkeypatch):
+    """With two layers of the model that test_cli.py inspects in full size."""
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     torch._dynamo.reset()
+    monkeypatch.setattr(zoo, "load_model", partial(zoo.load_model, layers=2))
     readme = (ROOT / "README.md").read_text("utf-8")
     blocks = re.findall(r"<!-- tested -->\n```python\n(.*?)```", readme, re.DOTALL)
     assert len(blocks) == 2
@@ -109,9 +113,13 @@ def test_the_pictures_are_what_the_patterns_make():
     for pattern, example in script.EXAMPLES.items():
         for name, svg in script.pictures(pattern, example).items():
             drawn = (script.PICTURES / name).read_text()
+            assert _nodes(svg)
             assert _nodes(drawn) == _nodes(svg), f"{name}: run python docs/pattern_pictures.py"
+
+
+_NODE = re.compile(r'<g class="(node[^"]*)".*?<text[^>]*>([^<]*)</text>', re.DOTALL)
 
 
 def _nodes(svg):
     """Every node's class and label; where each stands may differ from run to run."""
-    return sorted(re.findall(r'<g class="(node[^"]*)".*?<text[^>]*>([^<]*)</text>', svg))
+    return sorted(_NODE.findall(svg))

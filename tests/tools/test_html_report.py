@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from tests.models import qkv_idioms
 from tests.tools.test_commands import command  # noqa: F401  a fixture
 from tilewright.compiler import lower
 from tilewright.tools.html_report import render_html, write_html
@@ -84,14 +85,12 @@ def test_equal_layers_are_drawn_once_with_their_fused_nodes(lowered, page):
 
 
 def test_a_miss_comes_with_its_guide():
-    class Grows(torch.nn.Module):
-        def forward(self, x, cache):
-            return torch.cat([cache, x]).sum(), torch.cat([cache, x])
-
-    lowered = lower(Grows(), (torch.zeros(1, 2, 4), torch.zeros(3, 2, 4)))
-    page = render_html("grows", lowered)
-    for miss in lowered.misses:
-        assert miss.code in page
+    torch._dynamo.reset()
+    lowered = lower(*qkv_idioms.build("out_of_place"))
+    page = render_html("missed", lowered)
+    assert [miss.code for miss in lowered.misses] == ["FUNCTIONAL_WRITE"]
+    assert "FUNCTIONAL_WRITE" in page
+    assert "without the trailing underscore return a new cache" in page  # docs/miss-codes.md
 
 
 def test_the_file_is_written_whole_or_not_at_all(lowered, tmp_path):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import operator
 import sys
 import textwrap
 
 import pytest
 import torch
 
-from tilewright.tools.zoo import ZOO, ModelError, build_zoo_model, load_model
+from tilewright.tools.zoo import ModelError, build_zoo_model, load_model
 
 GOOD = """
     import torch
@@ -139,11 +138,9 @@ def test_zoo_models_have_their_published_size_and_no_memory(name, billions, head
     assert layer.keys.device.type == "meta"
 
 
-FORMS = ["llama3-8b-prefill", "qwen3-8b-paged", "qwen3-8b-paged-prefill", "llama3-8b-lora"]
-
-
-@pytest.mark.parametrize("name", [*ZOO, *FORMS])
-def test_a_zoo_model_is_one_graph_on_the_meta_device(name):
+@pytest.mark.parametrize("name", ["llama3-8b-prefill", "qwen3-8b-paged"])
+def test_a_zoo_model_of_two_sequences_is_one_graph(name):
+    """Of one sequence all of them are, see test_zoo_snapshots.py."""
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     torch._dynamo.reset()
     model, args, kwargs = load_model(name, layers=2, batch=2)
@@ -158,6 +155,3 @@ def test_a_zoo_model_is_one_graph_on_the_meta_device(name):
         out = torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
     assert out.logits.shape == (2, args[0].shape[1], model.config.vocab_size)
     assert len(graphs) == 1
-    spelled = (operator.setitem if "-paged" in name else "index_copy_",)
-    writes = [node for node in graphs[0].graph.nodes if node.target in spelled]
-    assert len(writes) == 4

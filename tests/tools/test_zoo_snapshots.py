@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 
@@ -20,5 +22,11 @@ LAYERS = {"deepseek-v3": 4}
 @pytest.mark.parametrize("name", [*ZOO, "llama3-8b-paged", "llama3-8b-lora"])
 def test_the_zoo_is_fused_as_it_was(tilewright, name, tokens):
     torch._dynamo.reset()
-    model, args, kwargs = build_zoo_model(name, tokens=tokens, layers=LAYERS.get(name, 2))
-    tilewright.check(model, args, kwargs)
+    layers = LAYERS.get(name, 2)
+    model, args, kwargs = build_zoo_model(name, tokens=tokens, layers=layers)
+    lowered = tilewright.check(model, args, kwargs)
+    (graph,) = lowered.graphs
+    assert not lowered.graph_breaks
+    spelled = (operator.setitem if "-paged" in name else "index_copy_",)
+    writes = [node for node in graph.before.graph.nodes if node.target in spelled]
+    assert len(writes) == 2 * layers
