@@ -109,10 +109,11 @@ def latent_call(
 
 
 def latent_bytes(rows: int, new: int, coded: bool) -> int:
-    """Each key's entry is read and its buffer row written, each new one to the cache as well."""
+    """Each key's entry is read and its buffer row written, each new one to the cache as well; its
+    rotation is read in fp32."""
     entry = 2 * (RANK + ROPE)
     out = RANK + 4 * RANK // 128 + 2 * ROPE if coded else entry
-    return rows * (entry + out) + new * entry
+    return rows * (entry + out) + new * (entry + 4 * ROPE)
 
 
 def copies(count: int) -> int:
