@@ -2,6 +2,7 @@
 float64, without a cache and with each kind of one."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
