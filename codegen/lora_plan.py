@@ -34,12 +34,19 @@ MAX_SPLIT = 8
 LEAST_PART = 512
 
 
+def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
+    """Whether so few rows and products go to the kernel without tensor cores."""
+    return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= ROW_PRODUCTS
+
+
 def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig:
     """The kernel for up to `num_rows` rows on a target."""
     columns = problem.planes * problem.rank
     wide = columns > WIDE_COLUMNS
-    if num_rows <= SINGLE_ROWS and num_rows * columns * problem.hidden <= ROW_PRODUCTS:
+    if takes_row_kernel(num_rows, columns, problem.hidden):
         return RowShrink(1, 1, min(next_power_of_2(problem.hidden), 4096), 8)
+    if problem.dtype == "fp32":
+        return TiledShrink(16, 32, _split(problem, cdiv(num_rows, 16), 1, target), 4, 2)
     if num_rows <= FEW_ROWS[wide]:
         if num_rows * columns <= 64 * 48:
             return FewShrink(16, 8, 256, 4, 4, 3)
@@ -47,12 +54,19 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
     if wide and num_rows <= 512:
         return TiledShrink(32, 128, 4, 4, 3)
     tiles = cdiv(num_rows, 64)
-    split = 1 if wide or tiles > target.num_sms else 2
+    split = _split(problem, tiles, 1 if wide or tiles > target.num_sms else 2, target)
+    return TiledShrink(64, 64, split, 8, 4) if wide else TiledShrink(64, 128, split, 4, 3)
+
+
+def _split(problem: ShrinkProblem, tiles: int, least: int, target: Target) -> int:
+    """Over how many programs the K of each tile is split."""
+    wide = problem.planes * problem.rank > WIDE_COLUMNS
+    split = least
     while split < MAX_SPLIT and 2 * split * tiles <= PROGRAMS_PER_SM[wide] * target.num_sms:
         if problem.hidden < 2 * split * LEAST_PART:
             break
         split *= 2
-    return TiledShrink(64, 64, split, 8, 4) if wide else TiledShrink(64, 128, split, 4, 3)
+    return split
 
 
 def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> ExpandConfig:
@@ -60,6 +74,8 @@ def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> Expand
     block_r = min(padded_rank(problem.rank), 64)
     if num_rows * problem.rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)
+    if problem.dtype == "fp32":
+        return ExpandConfig(16, 64, min(block_r, 32), 4)
     if num_rows <= 256:
         return ExpandConfig(16, 128, block_r, 4)
     return ExpandConfig(32 if problem.rank <= 32 else 64, 128, block_r, 4)

@@ -25,6 +25,7 @@ from tilewright.compiler.lint import check_graph
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.rewrite import Rewritten, arguments_of, rewrite_sites
+from tilewright.compiler.sums import make_sums_new
 from tilewright.compiler.view import build_view
 from tilewright.ops.contract import get_op
 from tilewright.ops.tuning import describe
@@ -74,6 +75,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     misses: list[Miss] = []
 
     def run(graph: fx.Graph) -> None:
+        make_sums_new(graph)
         # A site whose op refuses it goes to the next pattern, in another round.
         refused: dict[tuple[str, fx.Node], Miss] = {}
 

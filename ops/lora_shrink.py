@@ -35,7 +35,7 @@ SCHEMA = (
     "-> Tensor"
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCES = {
     torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
     torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),

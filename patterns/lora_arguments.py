@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from tilewright.codegen.lora_plan import takes_row_kernel
 from tilewright.ops.lora_shrink import KERNEL_DTYPES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
@@ -33,19 +36,29 @@ def together(one: LoraDelta, other: LoraDelta) -> bool:
 
 
 def has_kernels(delta: LoraDelta) -> bool:
-    """Whether the LoRA ops have kernels for an adapter where it is."""
-    return delta.x.value.device.type != "cuda" or delta.shrink.value.dtype in KERNEL_DTYPES
+    """Whether the LoRA ops have kernels for an adapter where it is that are faster than the graph.
+
+    In fp32 those without tensor cores, for a few rows: for many the library's products are faster.
+    """
+    dtype = delta.shrink.value.dtype
+    if delta.x.value.device.type != "cuda":
+        return True
+    rows, hidden = delta.x.shape
+    if dtype != torch.float32 or dtype not in KERNEL_DTYPES:
+        return dtype in KERNEL_DTYPES
+    known = isinstance(rows, int) and isinstance(hidden, int)
+    return known and takes_row_kernel(rows, len(LETTERS) * delta.rank, hidden)
 
 
 def check_kernels(delta: LoraDelta) -> None:
     """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
     if not has_kernels(delta):
-        dtype = delta.shrink.value.dtype
-        names = " and ".join(str(d).removeprefix("torch.") for d in KERNEL_DTYPES)
+        dtype = str(delta.shrink.value.dtype).removeprefix("torch.")
         reject(
             "DTYPE",
             Stage.CAPABILITY,
-            f"the adapters are {str(dtype).removeprefix('torch.')}; there are kernels for {names}",
+            f"the adapters are {dtype} and the rows {delta.x.shape[0]}; there are kernels for "
+            "16-bit floats, and in float32 for a few rows",
             delta.end,
             hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
         )

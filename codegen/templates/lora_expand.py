@@ -41,7 +41,7 @@ def part_of_delta(
             products = weight.to(tl.float32) * s.to(tl.float32)
             delta += tl.sum(products, axis=1)[None, :]
         else:
-            delta = tl.dot(s, weight.T, delta)
+            delta = tl.dot(s, weight.T, delta, input_precision="ieee")
     if scales_ptr is not None:
         delta *= SCALE * tl.load(scales_ptr + adapter).to(tl.float32)
     elif SCALE != 1.0:

@@ -106,7 +106,7 @@ def lora_shrink(
         if COLUMN_STRIDES[0] != COLUMN_STRIDES[1] or COLUMN_STRIDES[0] != COLUMN_STRIDES[2]:
             weight_ptrs = weights[:, None] + ks[None, :] * column_stride[:, None]
         weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)
-        accumulator = tl.dot(x, weight.T, accumulator)
+        accumulator = tl.dot(x, weight.T, accumulator, input_precision="ieee")
     exchanged = False
     if SPLIT_K > 1:
         exchanged = adapter >= 0
@@ -183,7 +183,7 @@ def lora_shrink_few(
             weight_ptrs = weights[None, :, None] + ks * column_stride[None, :, None]
         weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)
         x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
-        accumulator = tl.dot(x, tl.permute(weight, (0, 2, 1)), accumulator)
+        accumulator = tl.dot(x, tl.permute(weight, (0, 2, 1)), accumulator, input_precision="ieee")
     values = tl.sum(accumulator, axis=0)
     store_columns(values, out_ptr, columns, rows, row_mask, num_rows, N, PLANES, RANKS)
 

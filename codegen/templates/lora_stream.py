@@ -3,8 +3,8 @@
 The work is counted in steps of K over all tiles, one tile after the other, and each program has one
 stretch of it: the end of a tile, whole tiles, the beginning of another ("stream-K", Osama et al.
 2023). What a program has of a tile that others have too goes through memory, and the last of them
-to arrive adds the parts in the order of K. So no multiprocessor waits while some have one more tile,
-and a tile may have more rows, which is what reads weights less often.
+to arrive adds the parts in the order of K. So no multiprocessor waits while some have one more
+tile, and a tile may have more rows, which is what reads weights less often.
 """
 
 import triton
@@ -74,9 +74,9 @@ def lora_shrink_stream(
     """out [PLANES, num_rows, N] = rows of a [., HIDDEN] by their adapters' weights [G, R, HIDDEN].
 
     Grid of any size P. WIDTHS: the columns of a tile in up to three accumulators, COLUMNS their
-    sum, SUM_WIDTH divides them. workspace: fp32 [2 P, BLOCK_M, COLUMNS]; counters: a zeroed int32 for each tile of each
-    block of COLUMNS columns. USE_TMA: rows in order, and weights [G, PLANES * N, HIDDEN] in one
-    piece.
+    sum, SUM_WIDTH divides them. workspace: fp32 [2 P, BLOCK_M, COLUMNS]; counters: a zeroed int32
+    for each tile of each block of COLUMNS columns. USE_TMA: rows in order, and weights
+    [G, PLANES * N, HIDDEN] in one piece.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -145,7 +145,7 @@ def lora_shrink_stream(
                     first_columns, ks, adapter, weight_ptr, second_distance, third_distance,
                     HIDDEN, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES, BLOCK_K,
                 )  # fmt: skip
-            first_sum = tl.dot(x, first_weight.T, first_sum)
+            first_sum = tl.dot(x, first_weight.T, first_sum, input_precision="ieee")
             if WIDTHS[1] > 0:
                 if USE_TMA:
                     second_weight = second_desc.load([weight_row + WIDTHS[0], step * BLOCK_K])
@@ -155,7 +155,7 @@ def lora_shrink_stream(
                         HIDDEN, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
                         BLOCK_K,
                     )  # fmt: skip
-                second_sum = tl.dot(x, second_weight.T, second_sum)
+                second_sum = tl.dot(x, second_weight.T, second_sum, input_precision="ieee")
             if WIDTHS[2] > 0:
                 if USE_TMA:
                     third_weight = third_desc.load(
@@ -167,7 +167,7 @@ def lora_shrink_stream(
                         HIDDEN, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
                         BLOCK_K,
                     )  # fmt: skip
-                third_sum = tl.dot(x, third_weight.T, third_sum)
+                third_sum = tl.dot(x, third_weight.T, third_sum, input_precision="ieee")
         if (adapter >= 0) & (last - first < STEPS):
             slot = 2 * program + (tile != begin // STEPS).to(tl.int32)
             part = workspace_ptr + slot.to(tl.int64) * (BLOCK_M * COLUMNS)

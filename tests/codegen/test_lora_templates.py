@@ -14,7 +14,7 @@ from tilewright.ops import lora_expand, lora_shrink
 from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_problem
 from tilewright.ops.lora_samples import EXPAND_CASES, SHRINK_CASES
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A short K is as good a test of indices, and the interpreter is slow.
 SHRINK = [
     replace(c, hidden=min(c.hidden, 96))

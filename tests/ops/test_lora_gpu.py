@@ -20,6 +20,8 @@ CASES = [
     ROWS,
     replace(ROWS, name="a row each", num_rows=9, hidden=2880, dtype=torch.float16),
     replace(ROWS, name="rows of many columns", num_rows=130, ranks=(64, 8, 33)),
+    replace(ROWS, name="fp32", num_rows=9, dtype=torch.float32),
+    replace(ROWS, name="fp32, many rows", num_rows=300, ranks=(64, 64, 64), dtype=torch.float32),
     replace(ROWS, name="sorted first", num_rows=700, index_dtype=torch.int64),
     replace(ROWS, name="transposed", num_rows=1500, layout="transposed", ranks=(40, 40, 40)),
     replace(ROWS, name="high ranks", num_rows=600, ranks=(128, 128, 128)),

@@ -14,7 +14,7 @@ from tilewright.compiler import lower, reports
 from tilewright.patterns import qkv_cache
 
 #: What is not fused, and why.
-MISSED = {"slice_add": "LORA_IN_PLACE", "in_place": "LORA_IN_PLACE"}
+MISSED = {"slice_add": "LORA_IN_PLACE"}
 #: One site for each adapter.
 SITES = {"looped": 4}
 DYNAMIC = (
