@@ -1,0 +1,71 @@
+"""Sums in place that nobody can tell from new tensors: `y += delta` where `y` is a product that the
+graph made and that nothing else reads. Patterns then see one spelling of a sum."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.spelling import name_of
+
+_NEW: dict[Any, Any] = {operator.iadd: operator.add, "add_": "add"}
+#: What makes the tensor that is added to.
+_MADE_BY = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "add"}
+
+
+def make_sums_new(graph: fx.Graph) -> int:
+    """Turns such sums of `graph` into sums that return a new tensor; how many there were."""
+    owners: dict[int, list[fx.Node]] = {}
+    changed = 0
+    for node in graph.nodes:
+        if node.target in _NEW and node.op in ("call_function", "call_method"):
+            base = node.args[0] if node.args else None
+            if isinstance(base, fx.Node) and _is_private(base, node, owners):
+                # What follows shares the sum's memory: what is added to gets another.
+                for storage in _storages(base.meta["example_value"]):
+                    owners[storage] = []
+                base.meta["example_value"] = _like(base)
+                node.target = _NEW[node.target]
+                changed += 1
+        for storage in _storages(node.meta.get("example_value")):
+            owners.setdefault(storage, []).append(node)
+    return changed
+
+
+def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) -> bool:
+    """Whether nothing but the sum sees what is written, and the sum has what is written to's type
+    and shape."""
+    held = base.meta.get("example_value")
+    if list(base.users) != [node] or not isinstance(held, torch.Tensor):
+        return False
+    if base.op not in ("call_function", "call_method") or name_of(base) not in _MADE_BY:
+        return False
+    other = node.args[1] if len(node.args) > 1 else None
+    if isinstance(other, fx.Node):
+        other = other.meta.get("example_value")
+    if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
+        return False
+    return all(owners.get(storage, []) == [base] for storage in _storages(held))
+
+
+def _storages(held: Any) -> Iterator[int]:
+    if isinstance(held, torch.Tensor):
+        yield held.untyped_storage()._cdata
+    elif isinstance(held, (tuple, list)):
+        for item in held:
+            yield from _storages(item)
+
+
+def _like(node: fx.Node) -> torch.Tensor:
+    """A fake tensor laid out as a node's, with memory of its own."""
+    held = node.meta["example_value"]
+    mode = _compat.fake_mode_of([held])
+    if mode is None:
+        return torch.empty_like(held)
+    with mode, torch.no_grad():
+        return torch.empty_like(held)

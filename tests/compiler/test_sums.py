@@ -1,0 +1,94 @@
+"""`y += delta` on a product that nothing else reads is the sum; elsewhere it stays what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilewright.compiler.sums import make_sums_new
+
+W = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+FOUND: list[int] = []
+
+
+def compiled(step):
+    """The step with its sums made new, through eager; how many there were goes to FOUND."""
+
+    def backend(gm, inputs):
+        FOUND.append(make_sums_new(gm.graph))
+        gm.graph.lint()
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    FOUND.clear()
+    return torch.compile(step, backend=backend)
+
+
+def once(x, d):
+    y = F.linear(x, W)
+    y += d
+    return y.view(-1, 4), y.sum()
+
+
+def twice(x, d):
+    y = x @ W.t()
+    y += d
+    return y.add_(d, alpha=3).relu()
+
+
+def read_before(x, d):
+    y = F.linear(x, W)
+    z = y * 2
+    y += d
+    return y, z
+
+
+def view_of_it(x, d):
+    y = F.linear(x, W)
+    flat = y.view(-1)
+    y += d
+    return flat
+
+
+def added_to_a_view(x, d):
+    y = F.linear(x, W)
+    y[:2] += d[:2]
+    return y
+
+
+def added_to_an_input(x, d):
+    d += x.sum()
+    return d
+
+
+def written_through(x, d):
+    y = F.linear(x, W)
+    y.add_(d)
+    return y
+
+
+def number(x, d):
+    y = F.linear(x, W)
+    y += 1
+    return y
+
+
+def wider(x, d):
+    """Rounded to the product's dtype, as in place it is."""
+    y = F.linear(x.bfloat16(), W.bfloat16())
+    y += d
+    return y
+
+
+@pytest.mark.parametrize(
+    ("step", "sums"),
+    [(once, 1), (twice, 2), (read_before, 0), (view_of_it, 0), (added_to_a_view, 0),
+     (added_to_an_input, 0), (written_through, 0), (number, 0), (wider, 0)],
+)  # fmt: skip
+def test_only_sums_that_nobody_can_tell_apart_change(step, sums):
+    x, d = torch.randn(3, 16), torch.randn(3, 8)
+    ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
+    torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+    assert FOUND == [sums]
