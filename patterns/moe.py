@@ -6,7 +6,8 @@
     y     = grouped_mm(h, down, ends) * expert_weights[order]
     out   = y, back in the tokens' order, summed over their S slots
 
-The router stays outside. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
+Where the graph quantises both rows and h in front of fp8 weights, the op does. The router stays
+outside. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from tilewright.patterns.expert_gemm import (
     match_expert_gemm,
     rows_of,
 )
+from tilewright.patterns.expert_kernels import ExpertKernels, find_expert_kernels
 from tilewright.patterns.expert_loop import ExpertLoop, find_expert_loop
+from tilewright.patterns.expert_quantised import (
+    as_numbers,
+    check_formats,
+    holds_codes,
+    match_quantised_rows,
+    refuse_format,
+)
 from tilewright.patterns.expert_sentinels import (
     clamps,
     foreign_experts,
@@ -53,6 +62,10 @@ register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order o
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
 
 
+# Mixtures that are told, not fused.
+Refused = ExpertLoop | ExpertKernels | UnrolledExperts
+
+
 @dataclass(frozen=True)
 class Moe:
     """The pattern; see the module."""
@@ -61,7 +74,7 @@ class Moe:
     op: str = "fused_moe"
     takes_leftovers: bool = True
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value | ExpertLoop | UnrolledExperts]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused]:
         """A GEMM with expert weights that another one of its kind feeds, not as it is: two in a
         row are an adapter."""
         for value in flow.values:
@@ -70,13 +83,13 @@ class Moe:
                 continue
             if any(is_expert_gemm(v) for v in _upstream(rows.value)):
                 yield value
-        loop = find_expert_loop(flow)
-        if loop is not None:
-            yield loop
+        for refused in (find_expert_loop(flow), find_expert_kernels(flow)):
+            if refused is not None:
+                yield refused
         yield from find_unrolled_experts(flow)
 
-    def match(self, anchor: Value | ExpertLoop | UnrolledExperts, flow: Dataflow) -> Match:
-        if isinstance(anchor, (ExpertLoop, UnrolledExperts)):
+    def match(self, anchor: Value | Refused, flow: Dataflow) -> Match:
+        if isinstance(anchor, Refused):
             raise anchor.refuse(self.name)
         down = match_expert_gemm(anchor, flow)
         if down is None:
@@ -86,9 +99,12 @@ class Moe:
                 f"the weight of {anchor} is computed in the graph",
                 anchor,
             )
+        down, coded = as_numbers(down)
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))
         activation = match_activation(_whole_again(activated))
+        if activation is None and holds_codes(down.x):
+            refuse_format(down.x, "is rounded to eight bits in another way than the op's")
         if activation is None:
             reject(
                 "EXPERT_ACTIVATION",
@@ -96,16 +112,23 @@ class Moe:
                 f"found {down.x.value} between the two grouped GEMMs",
                 down.x,
             )
-        gate = _first_gemm(activation.gate, "gate", flow)
+        gate, gate_coded = as_numbers(_first_gemm(activation.gate, "gate", flow))
         up = None if activation.up is None else _first_gemm(activation.up, "up", flow)
+        up = None if up is None else as_numbers(up)[0]
         firsts = [gemm for gemm in (gate, up) if gemm is not None]
         order, num_slots, x = _rows(gate)
+        if not gate_coded and (tokens := match_quantised_rows(x)) is not None:
+            # Before the gather, and perhaps for others too: what is left unused goes by itself.
+            x, gate_coded = tokens.source, True
         if any(gemm.x != gate.x for gemm in firsts):
             reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
         _check_groups((*firsts, down), order)
         combine = match_combine(flow, down, order, num_slots)
         gemms = {"gate": gate, "up": up, "down": down}
         weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
+        if coded or gate_coded:
+            check_formats(coded, gate_coded, x, activated, weights)
+            weights["activation_format"] = "fp8"
         check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
         check_device(x)
         return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, weights)
@@ -224,7 +247,7 @@ def _check_groups(gemms: tuple[ExpertGemm, ...], order: Order) -> None:
             )
 
 
-def _upstream(rows: Value, reach: int = 24) -> set[Value]:
+def _upstream(rows: Value, reach: int = 48) -> set[Value]:
     """What a GEMM's rows are made of, a few steps back, up to the next GEMM."""
     seen: set[Value] = set()
     front = [rows]
@@ -281,6 +304,8 @@ def _match(
         if user.op in SHAPED_LIKE and user.operands[0].value is value
     )
     nodes = {value.node for value in absorbed}
+    # Where the largest are: they come with the largest.
+    absorbed += tuple(v for v in flow.values if v.op == "aten.max" and v.node in nodes)
     scratch = tuple(store for store in flow.stores if store.node in nodes)
     return Match(
         pattern=pattern.name,
@@ -292,7 +317,8 @@ def _match(
         stores=(),
         scratch=scratch,
         facts=_facts(x, activation, gate, up, down, num_slots)
-        | {"weights": weights.get("weight_format", "dense")},
+        | {"weights": weights.get("weight_format", "dense")}
+        | ({"activations": "fp8"} if "activation_format" in weights else {}),
         scope=common_scope(gate.end.scope, anchor.scope),
     )
 

@@ -1,0 +1,71 @@
+"""Activations that the graph quantises: the op does it where it means the same, and only then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, relative_error
+from tests.models.moe_coded import NEAR_MISSES, SPELLINGS, CodedMoe, KernelMoe, divided, tokens
+from tilewright.compiler import lower
+
+
+def lowered(module):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return lower(module, (tokens(),))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["gathered", "by_token"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_is_quantised_by_the_op(name, first):
+    module = CodedMoe(SPELLINGS[name], SPELLINGS[name], first=first)
+    found = lowered(module)
+    (site,) = found.matches
+    assert site.op == "fused_moe", str(found)
+    assert "activations=fp8" in str(found)
+    x = tokens()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager, exact = compiled(x), module(x), module.exact(x)
+        plain = CodedMoe(lambda rows: rows, lambda rows: rows)(x)
+    assert_no_worse(fused, eager, exact, name)
+    # The codes are the graph's: far nearer to it than either is to what nothing quantises.
+    assert relative_error(fused, eager) < relative_error(plain, eager) / 3
+
+
+@pytest.mark.parametrize("spelling", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_other_quantisation_stays_the_graphs_own(spelling):
+    assert_refused(lowered(CodedMoe(spelling, spelling)), "ACTIVATION_FORMAT")
+    assert_refused(lowered(CodedMoe(divided, spelling)), "ACTIVATION_FORMAT")
+
+
+def test_half_quantised_mixtures_are_refused():
+    assert_refused(lowered(CodedMoe(divided, lambda rows: rows)), "ACTIVATION_FORMAT")
+    assert_refused(lowered(CodedMoe(lambda rows: rows, divided)), "ACTIVATION_FORMAT")
+
+
+def test_weights_that_are_no_codes_are_refused():
+    assert_refused(lowered(CodedMoe(divided, divided, dense=True)), "ACTIVATION_FORMAT")
+
+
+def test_a_graph_that_does_not_quantise_is_not_quantised():
+    found = lowered(CodedMoe(lambda rows: rows, lambda rows: rows))
+    (site,) = found.matches
+    assert site.op == "fused_moe"
+    assert "activations" not in str(found)
+
+
+def test_a_library_s_kernel_is_told():
+    """One Miss for both calls, and nothing where the weights are no codes."""
+    found = lowered(KernelMoe())
+    assert_refused(found, "EXPERT_KERNEL")
+    (miss,) = (m for m in found.misses if m.code == "EXPERT_KERNEL")
+    assert "fp8_grouped_matmul" in miss.message
+    assert "EXPERT_KERNEL" not in {m.code for m in lowered(CodedMoe(divided, divided)).misses}
+
+
+def assert_refused(found, code):
+    assert "fused_moe" not in {site.op for site in found.matches}, str(found)
+    assert code in {miss.code for miss in found.misses}, str(found)
