@@ -42,7 +42,7 @@ class DequantizedWeight:
     nibble_order: tuple[int, ...]
 
 
-def match_weight(weight: View, stage: Stage = Stage.K_PATH) -> DequantizedWeight | None:
+def match_weight(weight: View) -> DequantizedWeight | None:
     """The quantised weight that a view [H, D, K] (or [groups, G, D, K]) of a product's weight is
     computed from; None where no codes go into it.
 
@@ -57,12 +57,12 @@ def match_weight(weight: View, stage: Stage = Stage.K_PATH) -> DequantizedWeight
     except InexpressibleError:
         found = None
     if found is None:
-        refuse(weight, stage, "its codes are not what the op knows")
+        refuse(weight, "its codes are not what the op knows")
     shape = list(lead)
     if found.format == "int4_n":
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
-            refuse(weight, stage, f"{per} rows share a word, head_dim is {shape[-1]}")
+            refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
         shape[-1] //= per
     codes = effects.reshape(found.codes.effect, (*shape, found.codes.shape[1]))
     return replace(found, codes=View(found.codes.value, codes))
@@ -80,11 +80,11 @@ def repeated(rows: View, hidden: int) -> View:
     return View(rows.value, effects.expand(flat, (flat.shape[0], hidden)))
 
 
-def refuse(weight: View, stage: Stage, why: str) -> NoReturn:
+def refuse(weight: View, why: str) -> NoReturn:
     """Ends the attempt: WEIGHT_FORMAT."""
     reject(
         "WEIGHT_FORMAT",
-        stage,
+        Stage.GUARDS,
         f"{weight.value} is computed from codes of eight bits or fewer, but {why}",
         weight,
         hint="known are (code - zero) * scale with int8, float8_e4m3fn, or two or eight nibbles "

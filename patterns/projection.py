@@ -116,7 +116,7 @@ class Heads:
             scales.append(flat_rows(self.rows.of(gemm.weight_scale)))
         given = [scale for scale in scales if scale is not None]
         if len(given) > 1:
-            refuse(self.weight, Stage.GUARDS, "they are scaled twice")
+            refuse(self.weight, "they are scaled twice")
         return replace(found, scale=given[0] if given else None)
 
     def expand_rows(self, delta: LoraDelta) -> View:

@@ -231,7 +231,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     if not weights:
         return {}
     if len(weights) != len(found):
-        refuse(weights[0].codes, Stage.GUARDS, "not those of all three projections")
+        refuse(weights[0].codes, "not those of all three projections")
     arguments = weight_arguments(weights)
     if k.x_scale is not None:
         arguments |= {"x_scale": k.x_scale, "out_dtype": k.linear.dtype}

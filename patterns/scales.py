@@ -25,9 +25,7 @@ class _Blocks:
     shape: tuple[int, int]
 
 
-def weight_arguments(
-    weights: Sequence[DequantizedWeight], stage: Stage = Stage.GUARDS
-) -> dict[str, Any]:
+def weight_arguments(weights: Sequence[DequantizedWeight]) -> dict[str, Any]:
     """The op's arguments for the three weights, q first.
 
     Raises Reject. WEIGHT_FORMAT: they differ, or nothing scales them. SCALE_BLOCK: their scales do
@@ -37,18 +35,18 @@ def weight_arguments(
     for weight in weights:
         same = (weight.format, weight.zero_point, weight.nibble_order, weight.zero is None)
         if same != (first.format, first.zero_point, first.nibble_order, first.zero is None):
-            refuse(weight.codes, stage, "the projections are quantised differently")
+            refuse(weight.codes, "the projections are quantised differently")
         if weight.scale is None:
-            refuse(weight.codes, stage, "nothing scales them")
+            refuse(weight.codes, "nothing scales them")
     try:
         blocks = [_blocks(w.scale) for w in weights if w.scale is not None]
         blocks += [_blocks(w.zero) for w in weights if w.zero is not None]
         block = _common([b.block for b in blocks])
         grids = [_cut(b, block) for b in blocks]
     except InexpressibleError as error:
-        reject("SCALE_BLOCK", stage, f"{first.codes.value}: {error}", first.codes)
+        reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
-        reject("SCALE_BLOCK", stage, "every element has a scale of its own", first.codes)
+        reject("SCALE_BLOCK", Stage.GUARDS, "every element has a scale of its own", first.codes)
     sizes = [max(b.shape[axis] for b in blocks) for axis in (0, 1)]
     arguments: dict[str, Any] = {
         "weight_format": first.format,

@@ -283,14 +283,6 @@ def norm_twice(m, x, k_cache, v_cache, slots):
     return q * 2
 
 
-def rotated_backwards(m, x, k_cache, v_cache, slots):
-    q, k, v = m.qkv(x)
-    cos, sin = cos_sin()
-    store(k_cache, slots, k * cos - (rotate(k, cos, sin) - k * cos))
-    store(v_cache, slots, v)
-    return q * 2
-
-
 def rotated_last_half(m, x, k_cache, v_cache, slots):
     """The last half of the head rotates, the first passes."""
     q, k, v = m.qkv(x)

@@ -59,9 +59,9 @@ def copies(items: Sequence[Any]) -> list[Any]:
     return out
 
 
-def numbers(*shape, dtype=torch.float32, start=0):
+def numbers(*shape, start=0):
     count = torch.Size(shape).numel()
-    return (torch.arange(count) * 7 % 31 + start).view(shape).to(dtype)
+    return (torch.arange(count) * 7 % 31 + start).view(shape).float()
 
 
 def weight(*shape) -> torch.nn.Parameter:

@@ -21,7 +21,6 @@ ROPES = {
     "to_halves": ropes.to_halves,
     "partial": ropes.leading,
 }
-TABLES = ("computed", "gathered")
 
 
 @dataclass(frozen=True)

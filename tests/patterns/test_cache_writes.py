@@ -161,9 +161,9 @@ def first_sequence_only(cache, heads, start):
     cache[0, start : start + heads.shape[1]] = heads[0]
 
 
-def sliced_args(batch, length, start=3, rows=4):
+def sliced_args(batch, length, start=3):
     x = torch.randn(batch, length, 64, generator=torch.Generator().manual_seed(0))
-    return x, *(torch.randn(rows, 16, HKV, D) for _ in range(2)), start
+    return x, *(torch.randn(4, 16, HKV, D) for _ in range(2)), start
 
 
 @pytest.mark.parametrize("write", [by_slice, by_narrow])

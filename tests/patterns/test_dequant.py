@@ -8,6 +8,7 @@ from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.models import quantized
 from tests.models.quantized import GROUP, STORED, WHOLE, QuantizedLinear
 from tilewright.compiler import lower, reports
+from tilewright.patterns.language import Stage
 
 K, HQ, HK, D = 64, 4, 2, 32
 
@@ -250,6 +251,8 @@ def assert_missed(module, args, code):
     found = reports()[-1]
     assert "qkv_cache" not in {m.pattern for m in found.matches}
     assert code in {m.code for m in found.misses}, [str(m) for m in found.misses]
+    if code in ("WEIGHT_FORMAT", "SCALE_BLOCK"):  # of q's, k's or v's weight
+        assert {m.stage for m in found.misses if m.code == code} == {Stage.GUARDS}
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         assert torch.equal(a, b)
 

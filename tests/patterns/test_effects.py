@@ -67,9 +67,9 @@ def random_view(tensor: torch.Tensor, effect: Effect, rng: random.Random):
     return tensor, effect
 
 
-def chain(seed: int, shape=(2, 6, 12)):
+def chain(seed: int):
     """A random chain of views: (base, the view, its effect, inexpressible steps skipped)."""
-    rng = random.Random(seed)
+    rng, shape = random.Random(seed), (2, 6, 12)
     base = torch.arange(torch.Size(shape).numel()).view(shape)
     tensor, effect, skipped = base, effects.identity(shape), 0
     for _ in range(7):
