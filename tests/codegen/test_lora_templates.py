@@ -107,6 +107,29 @@ def test_shrink_computes_the_op(case, config):
     assert problem is None, problem
 
 
+TMA = kernels.StreamShrink(16, (32, 16), 32, 3, 4, 2, tma=True)
+
+
+@pytest.mark.parametrize("name", ["one_group", "four_groups", "base_after", "single"])
+def test_shrink_by_descriptors(name):
+    case = next(case for case in SHRINK if case.name == name)
+    if name == "single":
+        case = replace(case, ranks=(8, 8, 8), layout="stacked", hidden=72)
+    a = lora_shrink.sample_inputs(case)
+    problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
+    assert kernels.can_use_tma(problem)
+    exact = lora_shrink.reference(as_double(a))
+    problem = lora_shrink.OP.tolerances[case.dtype].problem(shrunk(a, TMA), exact)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("name", ["rows", "only_v", "ends", "single"])
+def test_no_descriptors_for_weights_apart_or_rows_in_any_order(name):
+    a = lora_shrink.sample_inputs(next(case for case in SHRINK if case.name == name))
+    problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
+    assert not kernels.can_use_tma(problem)
+
+
 def expanded(a, config, prepare=as_it_is):
     outputs = tuple(out.fill_(torch.nan) for out in lora_expand.fake(a))
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
