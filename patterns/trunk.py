@@ -76,16 +76,26 @@ def _through(inner: Trunk, operand: View, value: Value) -> Trunk:
     return replace(inner, value=value, layout=layout, absorbed=(value, *inner.absorbed))
 
 
-def _biased(value: Value, product: View, bias: View, stage: Stage) -> Trunk | None:
+def _with_vector(
+    value: Value, product: View, vector: View, stage: Stage
+) -> tuple[Trunk, View, int] | None:
+    """The trunk of a product up to `value`, which joins it with a number per output feature; those
+    numbers [n], and the first feature that they belong to."""
     try:
         inner = match_trunk(product.value, stage)
         trunk = _through(inner, product, value)
-        found = bias_rows(bias, trunk.layout, trunk.gemm.feature)
+        found = bias_rows(vector, trunk.layout, trunk.gemm.feature)
     except (Reject, effects.InexpressibleError):
         return None
-    if found is None or inner.bias is not None or inner.clip or value.shape != product.shape:
+    return None if found is None or value.shape != product.shape else (trunk, *found)
+
+
+def _biased(value: Value, product: View, bias: View, stage: Stage) -> Trunk | None:
+    found = _with_vector(value, product, bias, stage)
+    if found is None or found[0].bias is not None or found[0].clip:
         return None
-    return replace(trunk, bias=found[0], bias_first=found[1])
+    trunk, rows, first = found
+    return replace(trunk, bias=rows, bias_first=first)
 
 
 def _adapted(value: Value, product: View, other: View, stage: Stage) -> Trunk | None:
@@ -118,18 +128,14 @@ def same_floats(one: View, other: View) -> bool:
 
 def _scaled(value: Value, product: View, scale: View, stage: Stage) -> Trunk | None:
     """Codes are multiplied as they are, and their sums scaled by output feature."""
-    try:
-        inner = match_trunk(product.value, stage)
-        trunk = _through(inner, product, value)
-        found = bias_rows(scale, trunk.layout, trunk.gemm.feature)
-    except (Reject, effects.InexpressibleError):
+    found = _with_vector(value, product, scale, stage)
+    if found is None:
         return None
-    plain = inner.bias is None and inner.scale is None and not inner.clip
-    if found is None or not plain or not holds_codes(inner.gemm.weight.value, {}):
+    trunk, rows, first = found
+    plain = trunk.bias is None and trunk.scale is None and not trunk.clip
+    if not plain or not holds_codes(trunk.gemm.weight.value, {}):
         return None
-    if value.shape != product.shape:
-        return None
-    return replace(trunk, scale=found[0], scale_first=found[1])
+    return replace(trunk, scale=rows, scale_first=first)
 
 
 _ONE_CLAMP = "clamp once, to -c .. c with one number c"
