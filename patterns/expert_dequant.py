@@ -21,6 +21,7 @@ import torch
 
 from tilewright.ops.formats.expert_weight import INT4_ZERO
 from tilewright.ops.formats.fp4 import MAGNITUDES
+from tilewright.patterns import effects
 from tilewright.patterns.byte_functions import byte_function, looked_up_inputs
 from tilewright.patterns.codes import follow, is_code, pushed
 from tilewright.patterns.dataflow import Computed, Value, View
@@ -86,9 +87,38 @@ class _Coded:
 
 def _match(weight: View) -> DequantizedExperts | None:
     try:
-        return _packed(weight) or _whole(weight)
+        return _one_by_one(weight) or _packed(weight) or _whole(weight)
     except InexpressibleError:
         return None
+
+
+def _one_by_one(weight: View) -> DequantizedExperts | None:
+    """A stack of weights that the graph decodes expert by expert."""
+    if weight.value.op != "aten.cat" or len(weight.shape) != 3 or weight.shape[0] < 2:
+        return None
+    parts = []
+    for expert in range(weight.shape[0]):
+        found = _match(View(weight.value, effects.narrow(weight.effect, 0, expert, 1)))
+        if found is None or not isinstance(found.data, View):
+            return None
+        parts.append(found)
+    kinds = {(p.format, p.steps, p.number, len(p.factors), len(p.divisors)) for p in parts}
+    data = joined([p.data for p in parts if isinstance(p.data, View)], 0)
+    if len(kinds) != 1 or data is None:
+        return None
+    stacked = replace(parts[0], data=data, shape=weight.shape)
+    return replace(
+        stacked,
+        scale=joined([p.scale for p in parts], 0),
+        factors=_joined_each([p.factors for p in parts]),
+        divisors=_joined_each([p.divisors for p in parts]),
+    )
+
+
+def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
+    """The factors of all experts, the first ones in one, the second ones in one."""
+    views = (joined(list(views), 0) for views in zip(*factors, strict=True))
+    return tuple(view for view in views if view is not None)
 
 
 def _packed(weight: View) -> DequantizedExperts | None:

@@ -193,8 +193,24 @@ def _searched(value: Value) -> tuple[View, Size] | None:
 def _counted(view: View) -> tuple[View, Size] | None:
     """(experts by route, E) of a histogram [E]."""
     value = view.value
+    if value.op == "aten.bincount":
+        return _binned(view)
     rule = _COUNTS.get(value.op)
     return rule(value) if rule is not None and view.is_whole else None
+
+
+def _binned(view: View) -> tuple[View, Size] | None:
+    """The first E of bincount(experts, minlength=E), whose own length the data decides."""
+    value, names = view.value, ("weights", "minlength")
+    given = {name: value.kwargs.get(name) for name in names} | dict(
+        zip(names, value.args[1:], strict=False)
+    )
+    bins = given["minlength"]
+    if given["weights"] is not None or not isinstance(bins, int):
+        return None
+    if view.effect != effects.identity((bins,)):
+        return None
+    return experts_of(value.args[0]), bins
 
 
 def _histogram(value: Value) -> tuple[View, Size] | None:
@@ -274,6 +290,5 @@ _COUNTS = {
     "aten.sum": _summed,
     "aten.scatter_add": _added,
     "aten.index_add": _added,
-    "aten.bincount": lambda value: None,
     "store": _stored_ones,
 }

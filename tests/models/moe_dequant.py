@@ -154,13 +154,27 @@ def int4_groups(codes, scales, factor):
     return by_block((nibbles(codes).to(torch.int8) - 8).float(), scales).bfloat16()
 
 
+def _one(codes, scales, factor):
+    return (by_block(look_up(codes), scales.float()) * factor).bfloat16()
+
+
+def nvfp4_stacked(codes, scales, factor):
+    """Expert by expert."""
+    return torch.stack([_one(*item) for item in zip(codes, scales, factor, strict=True)])
+
+
+def nvfp4_concatenated(codes, scales, factor):
+    experts = (slice(e, e + 1) for e in range(codes.shape[0]))
+    return torch.cat([nvfp4_table(codes[e], scales[e], factor[e]) for e in experts])
+
+
 SPELLINGS = {
     f.__name__: (f.__name__.split("_")[0], f)
     for f in (
         nvfp4_table, nvfp4_sign_and_magnitude, nvfp4_arithmetic, nvfp4_library, nvfp4_one_factor,
-        nvfp4_no_factor, nvfp4_scale_per_32, mxfp4_ldexp, mxfp4_stored_by_halves, mxfp4_exp2,
-        mxfp4_power, mxfp4_e8m0, mxfp4_bits, mxfp4_library, fp8_repeated, fp8_blocks, fp8_library,
-        fp8_by_expert, fp8_rounded_scale, int4_groups,
+        nvfp4_no_factor, nvfp4_scale_per_32, nvfp4_stacked, nvfp4_concatenated, mxfp4_ldexp,
+        mxfp4_stored_by_halves, mxfp4_exp2, mxfp4_power, mxfp4_e8m0, mxfp4_bits, mxfp4_library,
+        fp8_repeated, fp8_blocks, fp8_library, fp8_by_expert, fp8_rounded_scale, int4_groups,
     )
 }  # fmt: skip
 
@@ -225,7 +239,26 @@ def scale_per_element(codes, scales, factor):
     return (codes.float() * codes.float().abs().sqrt()).bfloat16()
 
 
+def stacked_backwards(codes, scales, factor):
+    return torch.stack([_one(codes[e], scales[e], factor[e]) for e in (2, 1, 0)])
+
+
+def stacked_with_scales_of_the_next(codes, scales, factor):
+    around = [1, 2, 0]
+    return torch.stack([_one(codes[e], scales[a], factor[e]) for e, a in enumerate(around)])
+
+
+def stored_one_by_one(codes, scales, factor):
+    out = torch.empty(*codes.shape[:2], 2 * codes.shape[2], dtype=torch.bfloat16)
+    for e in range(codes.shape[0]):
+        out[e] = _one(codes[e], scales[e], factor[e])
+    return out
+
+
 NEAR_MISSES = {
+    stacked_backwards: ("nvfp4", "WEIGHT_FORMAT"),
+    stacked_with_scales_of_the_next: ("nvfp4", "WEIGHT_FORMAT"),
+    stored_one_by_one: ("nvfp4", "WEIGHT_FORMAT"),
     high_nibble_first: ("nvfp4", "WEIGHT_FORMAT"),
     table_of_the_model: ("nvfp4", "WEIGHT_FORMAT"),
     another_table: ("nvfp4", "WEIGHT_FORMAT"),

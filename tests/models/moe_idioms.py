@@ -350,6 +350,18 @@ IDIOMS |= {
 }  # fmt: skip
 
 
+def bincount(ids, ids_sorted, n):
+    return torch.bincount(ids, minlength=n).cumsum(0).to(torch.int32)
+
+
+def bincount_cut(ids, ids_sorted, n):
+    return torch.bincount(ids, None, n)[:n].cumsum(0).to(torch.int32)
+
+
+# Shapes that depend on data: one graph under capture_dynamic_output_shape_ops alone.
+ENDS |= {f.__name__: f for f in (bincount, bincount_cut)}
+
+
 def build(name, **changes):
     """(module, args) of an idiom, with any field of MoeAxes changed."""
     axes = replace(MoeAxes(), **{**IDIOMS[name], **changes})

@@ -11,7 +11,7 @@ import torch
 from tests.agreement import assert_no_worse
 from tests.models.moe_idioms import IDIOMS, build, exact
 from tilewright.codegen import targets
-from tilewright.compiler import lower
+from tilewright.compiler import lower, reports
 from tilewright.patterns import expert_gemm, language
 
 
@@ -26,6 +26,42 @@ def test_every_idiom_matches_and_is_no_less_accurate(name):
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         fused, eager = compiled(*args), module(*args)
     assert_no_worse(fused, eager, exact(module, *args), name)
+
+
+@pytest.mark.parametrize("ends", ["bincount", "bincount_cut"])
+def test_counts_whose_shape_is_data_match_where_they_are_captured(ends):
+    module, args = build("plain", ends=ends)
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager = compiled(*args), module(*args)
+    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert_no_worse(fused, eager, exact(module, *args), ends)
+
+
+def test_counts_whose_shape_is_data_end_the_graph():
+    """As torch has it by default: the graph after the cut says what it misses."""
+    module, args = build("plain", ends="bincount")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        assert torch.equal(compiled(*args), module(*args))
+    found = reports()[-1]
+    assert "fused_moe" not in {site.op for site in found.matches}
+    assert "EXPERT_ORDER" in {miss.code for miss in found.misses}
+
+
+def test_the_public_grouped_mm_is_the_private_one():
+    module, args = build("plain")
+    module.multiply = lambda x, weight, ends: torch.nn.functional.grouped_mm(
+        x, weight.transpose(1, 2), offs=ends
+    )
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager = compiled(*args), module(*args)
+    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert_no_worse(fused, eager, exact(module, *args), "grouped_mm")
 
 
 def misses(name, change, **axes):
