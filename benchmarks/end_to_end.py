@@ -40,8 +40,8 @@ def floor_us(model: Any, share: float, copy: float) -> float:
     return 1e6 * read / copy
 
 
-def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the row so far, graphs by variant) of one case."""
+def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """(the row so far, graphs by variant, what they work on) of one case."""
     size, _, kind = case.partition("-")
     batch, tokens = map(int, size.split("x"))
     position = START if tokens == 1 else 0
@@ -51,7 +51,7 @@ def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "stock": torch.compile(model),
         "tilewright": torch.compile(model, backend="tilewright"),
     }
-    graphs, outputs = {}, {}
+    graphs, outputs, calls = {}, {}, []
     for name, forward in variants.items():
         if kind == "nocache":
 
@@ -64,6 +64,7 @@ def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
                 rewind(cache, position)
                 return forward(input_ids=ids, past_key_values=cache, use_cache=True).logits
 
+        calls.append(call)
         outputs[name] = call().float()
         graphs[name] = capture([call], warmup=2)
     found = reports()[-1]
@@ -74,17 +75,18 @@ def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     exact = outputs["eager"]
     for name in ("stock", "tilewright"):
         row[f"{name}_difference"] = ((outputs[name] - exact).norm() / exact.norm()).item()
-    return row, graphs
+    return row, graphs, calls
 
 
 def run_case(name: str, layers: int, case: str) -> None:
     """A process of its own: compiles, says so, times when it is told to, prints the row."""
     with torch.no_grad():
         model = build(name, layers)
-        row, graphs = prepared(model, case)
+        row, graphs, calls = prepared(model, case)
         if not has_turn():
             return
         row |= interleaved_us(graphs, 1, rounds=12, replays=5)
+        del calls  # caches and tokens had to live until here
         known = MODELS[name]
         idle = 1 - known.experts_per_token / known.experts
         share = 1 - idle ** (row["batch"] * row["tokens"])
