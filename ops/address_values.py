@@ -17,6 +17,7 @@ from tilewright.ops.addressing import (
 )
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
+from tilewright.ops.ragged_batch import check_row_offsets
 
 
 def check_address_values(
@@ -84,17 +85,8 @@ def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
 def _check_offsets(op: str, a: AddressArguments, num_tokens: int, names: _Names) -> None:
     assert a.row_offsets is not None
     assert a.cache_lengths is not None
-    name, offsets = names["row_offsets"], a.row_offsets.to(torch.int64)
-    start, end = int(offsets[0]), int(offsets[-1])
-    if start != 0:
-        raise ArgumentError(op, name, "0 as the first offset", start)
-    where = first(offsets[1:] < offsets[:-1])
-    if where is not None:
-        pair = offsets[where : where + 2].tolist()
-        actual = f"{pair[0]} and then {pair[1]} at {where + 1}"
-        raise ArgumentError(op, name, "offsets that do not decrease", actual)
-    if end != num_tokens:
-        raise ArgumentError(op, name, f"the number of tokens, {num_tokens}, as the last", end)
+    name = names["row_offsets"]
+    check_row_offsets(op, name, a.row_offsets, num_tokens, "the number of tokens")
     lengths = a.cache_lengths.to(torch.int64)
     where = first(lengths < 0)
     if where is not None:

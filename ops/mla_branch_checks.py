@@ -19,8 +19,9 @@ from tilewright.ops.checks import (
     shape_text,
 )
 from tilewright.ops.mla_checks import FP8, check_prefill
-from tilewright.ops.mla_latents import DTYPES, INDEX_DTYPES
-from tilewright.ops.mla_positions import check_positions, check_row_offsets, token_positions
+from tilewright.ops.mla_latents import DTYPES
+from tilewright.ops.mla_positions import check_positions, token_positions
+from tilewright.ops.ragged_batch import check_batch, check_layer, check_row_offsets
 from tilewright.ops.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"
@@ -43,7 +44,7 @@ def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
     check_device(NAME, "freqs_cis", a.freqs_cis, device)
     check_shape(NAME, "kv_norm_gamma", a.kv_norm_gamma, "[L]", (rank,))
     check_choice(NAME, "rope_style", a.rope_style, ROPE_STYLES[1:])
-    _check_batch(a)
+    check_batch(NAME, a, a.q.device, ("buffer_row_offsets", "cache_offsets"))
     _check_chunks(a)
     # Weights of unknown size cannot be split; the same check decides at run time.
     sizes = (*a.kv_b_proj.shape, *a.blocks.shape, *a.q.shape[1:], a.v_dim)
@@ -82,21 +83,7 @@ def _check_blocks(a: Any, rank: Any, rope_dim: Any) -> None:
     check_shape(NAME, "blocks", a.blocks, letters, (None, 1, None, None, 1, rank + rope_dim))
     check_dtype(NAME, "blocks", a.blocks, (a.q.dtype,))
     check_device(NAME, "blocks", a.blocks, a.q.device)
-    layers = a.blocks.shape[2]
-    if not (a.layer_idx >= 0 and holds(a.layer_idx < layers)):
-        raise ArgumentError(NAME, "layer_idx", f"a layer from 0 to {layers - 1}", a.layer_idx)
-
-
-def _check_batch(a: Any) -> None:
-    check_shape(NAME, "lookup_table", a.lookup_table, "[B, columns]", (None, None))
-    check_last_dim_dense(NAME, "lookup_table", a.lookup_table)
-    batch = a.lookup_table.shape[0]
-    check_shape(NAME, "input_row_offsets", a.input_row_offsets, "[B + 1]", (batch + 1,))
-    check_shape(NAME, "cache_lengths", a.cache_lengths, "[B]", (batch,))
-    names = ("input_row_offsets", "cache_lengths", "lookup_table", "buffer_row_offsets")
-    for name in (*names, "cache_offsets"):
-        check_dtype(NAME, name, getattr(a, name), INDEX_DTYPES)
-        check_device(NAME, name, getattr(a, name), a.q.device)
+    check_layer(NAME, a)
 
 
 def _check_chunks(a: Any) -> None:

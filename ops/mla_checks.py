@@ -23,14 +23,14 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla_keys import check_key_values, check_keys, check_mask, sequences
 from tilewright.ops.mla_latents import (
     DTYPES,
-    INDEX_DTYPES,
     WritePlaces,
     check_finish,
     check_latent_cache,
     check_latents,
     check_write,
 )
-from tilewright.ops.mla_positions import check_positions, check_row_offsets, token_positions
+from tilewright.ops.mla_positions import check_positions, token_positions
+from tilewright.ops.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.scale_values import check_scale_values
 
 FP8 = torch.float8_e4m3fn

@@ -26,8 +26,9 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla_latents import INDEX_DTYPES, cache_views
-from tilewright.ops.mla_positions import check_row_offsets, token_sequences
+from tilewright.ops.mla_latents import cache_views
+from tilewright.ops.mla_positions import token_sequences
+from tilewright.ops.ragged_batch import INDEX_DTYPES, check_row_offsets
 
 KEY_FORMS = ("given", "pages", "table", "slots")
 MASKS = ("causal", "none", "sliding_window", "chunked")

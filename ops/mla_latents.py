@@ -34,7 +34,6 @@ from tilewright.ops.norm import apply_norm, check_norm_weight
 from tilewright.ops.rope import ROPE_STYLES, apply_rope, check_rope
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INDEX_DTYPES = (torch.uint32, torch.int32, torch.int64)
 
 
 class LatentArguments(AddressArguments, Protocol):

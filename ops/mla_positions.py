@@ -52,18 +52,3 @@ def check_positions(op: str, argument: str, positions: torch.Tensor, rows: int) 
     if where is not None:
         expected = f"positions from 0 to {rows - 1}, the rows of cos and sin"
         raise ArgumentError(op, argument, expected, f"{int(positions[where])} of token {where}")
-
-
-def check_row_offsets(op: str, argument: str, offsets: torch.Tensor, total: int, what: str) -> None:
-    """Checks that offsets start at 0, never decrease and end at `total`. Raises ArgumentError."""
-    values = offsets.to(torch.int64)
-    start, end = int(values[0]), int(values[-1])
-    if start != 0:
-        raise ArgumentError(op, argument, "0 as the first offset", start)
-    where = first(values[1:] < values[:-1])
-    if where is not None:
-        pair = values[where : where + 2].tolist()
-        actual = f"{pair[0]} and then {pair[1]} at {where + 1}"
-        raise ArgumentError(op, argument, "offsets that do not decrease", actual)
-    if end != total:
-        raise ArgumentError(op, argument, f"{what}, {total}, as the last", end)

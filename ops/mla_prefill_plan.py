@@ -15,7 +15,7 @@ from tilewright.ops.checks import ArgumentError, check_device, check_dtype, chec
 from tilewright.ops.contract import FusedOp, Tolerance, register
 from tilewright.ops.mla_cases import PLAN_CASES, PlanCase
 from tilewright.ops.mla_chunks import Plan, cut, row_ends
-from tilewright.ops.mla_latents import INDEX_DTYPES
+from tilewright.ops.ragged_batch import INDEX_DTYPES
 
 NAME = "mla_prefill_plan"
 SCHEMA = (

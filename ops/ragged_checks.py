@@ -21,9 +21,9 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.formats.gptq_buffer import buffer_rows
 from tilewright.ops.projection_checks import ACTIVATION_CODES, DTYPES
+from tilewright.ops.ragged_batch import check_batch, check_layer
 
 NAME = "fused_qkv_matmul_kv_cache_paged_ragged"
-INDEX_DTYPES = (torch.uint32, torch.int32, torch.int64)
 WEIGHT_BLOCK = 128
 
 
@@ -31,7 +31,7 @@ def check_metadata(a: Any) -> None:
     """Checks a RaggedQkvArguments."""
     _check_hidden(a)
     _check_blocks(a)
-    _check_batch(a)
+    check_batch(NAME, a, a.hidden_state.device)
     _check_weight(a)
     _check_cache_scales(a)
 
@@ -70,20 +70,7 @@ def _check_blocks(a: Any) -> None:
     if not all(holds(size >= 1) for size in a.blocks.shape[2:]):
         actual = f"shape {shape_text(a.blocks.shape)}"
         raise ArgumentError(NAME, "blocks", "at least one layer, slot, head and dim", actual)
-    layers = a.blocks.shape[2]
-    if not (a.layer_idx >= 0 and holds(a.layer_idx < layers)):
-        raise ArgumentError(NAME, "layer_idx", f"a layer from 0 to {layers - 1}", a.layer_idx)
-
-
-def _check_batch(a: Any) -> None:
-    check_shape(NAME, "lookup_table", a.lookup_table, "[B, columns]", (None, None))
-    check_last_dim_dense(NAME, "lookup_table", a.lookup_table)
-    batch = a.lookup_table.shape[0]
-    check_shape(NAME, "input_row_offsets", a.input_row_offsets, "[B + 1]", (batch + 1,))
-    check_shape(NAME, "cache_lengths", a.cache_lengths, "[B]", (batch,))
-    for name in ("input_row_offsets", "cache_lengths", "lookup_table"):
-        check_dtype(NAME, name, getattr(a, name), INDEX_DTYPES)
-        check_device(NAME, name, getattr(a, name), a.hidden_state.device)
+    check_layer(NAME, a)
 
 
 def _check_weight(a: Any) -> None:
