@@ -51,6 +51,7 @@ __all__ = [
     "fused_obstacle",
     "heads_fit",
     "next_power_of_2",
+    "slices_of_heads",
     "swapped_grid",
     "swapped_obstacle",
     "swapped_spec",
@@ -197,14 +198,20 @@ def tiles_per_head(problem: QkvProblem, config: SwappedConfig) -> int:
     return cdiv(problem.finish.pairs_per_head, config.block_p)
 
 
-def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
-    finish = problem.finish
-    slices = tiles_per_head(problem, config)
+def slices_of_heads(problem: QkvProblem, config: SwappedConfig) -> int:
+    """`tiles_per_head`; a ValueError where a norm would be cut."""
+    finish, slices = problem.finish, tiles_per_head(problem, config)
     if finish.has_norm and slices != 1:
         raise ValueError(
             f"block_p: a norm needs whole heads of {finish.pairs_per_head} pairs in a tile, "
             f"got {config.block_p}"
         )
+    return slices
+
+
+def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
+    finish = problem.finish
+    slices = slices_of_heads(problem, config)
     constants: dict[str, Constant] = {
         **finish.constants(),
         "HIDDEN": problem.hidden,

@@ -13,6 +13,7 @@ from tilewright.codegen.qkv_kernels import (
     SwappedConfig,
     fused_obstacle,
     kernel_spec,
+    slices_of_heads,
     tiles_per_head,
 )
 from tilewright.codegen.quantization import AWQ_ORDER, Quantization
@@ -105,12 +106,7 @@ def _staged_codes(config: SwappedConfig) -> bool:
 def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
     """`qkv_quantized` for one problem and config; a norm over slices of a head is a ValueError."""
     q, finish = quantization_of(problem), problem.finish
-    slices = tiles_per_head(problem, config)
-    if finish.has_norm and slices != 1:
-        raise ValueError(
-            f"block_p: a norm needs whole heads of {finish.pairs_per_head} pairs in a tile, "
-            f"got {config.block_p}"
-        )
+    slices = slices_of_heads(problem, config)
     constants: dict[str, Constant] = {
         **finish.constants(),
         "HIDDEN": problem.hidden,
