@@ -129,13 +129,14 @@ def multiply_tile(
             )  # fmt: skip
         if not EVEN:
             x_mask = x_mask & (x_columns < K)
-        x = tl.load(x_rows[:, None] + x_columns, mask=x_mask, other=0.0)
         # A step ahead: what a load needs here is not staged in shared memory.
         for part in tl.static_range(PARTS):
             first = (step * BLOCK_K + weight_first) // PART_K + part
             scales = load_scales(
                 scale_rows, weight_mask, first, K, PART_K, FORMAT, EVEN and FULL_ROWS
             )
+            if part == 0:
+                x = tl.load(x_rows[:, None] + x_columns, mask=x_mask, other=0.0)
             accumulator = multiply_codes(
                 part_of(words, part, PARTS), part_of(x, part, PARTS), scales, accumulator,
                 FORMAT, DTYPE, RUN, SWAPPED, SPLIT, X_IN_ORDER,
@@ -222,6 +223,11 @@ def moe_up_codes(
                 scale_rows = tl.where(is_upper, scale_rows, upper)
             else:
                 scale_rows = tl.where(is_upper, upper, scale_rows)
+        # Not after the product, where nothing hides their latency.
+        if gate_factor_ptr is not None:
+            gate_factor = tl.load(gate_factor_ptr + expert)
+        if up_factor_ptr is not None:
+            up_factor = tl.load(up_factor_ptr + expert)
         accumulator = multiply_tile(
             x_rows, x_places < last_row, word_rows, scale_rows, weight_mask,
             HIDDEN, INNER % BLOCK_N == 0, FORMAT, DTYPE, BLOCK_K, PART_K, RUN, SWAPPED, SPLIT,
@@ -241,7 +247,7 @@ def moe_up_codes(
             if UP_FIRST:
                 gate, up = up, gate
             if up_factor_ptr is not None:
-                up *= tl.load(up_factor_ptr + expert)
+                up *= up_factor
             up = add_row_bias(
                 up, up_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[2], BIAS_STRIDES[3]
             )
@@ -251,7 +257,7 @@ def moe_up_codes(
             gate = accumulator
             up = accumulator
         if gate_factor_ptr is not None:
-            gate *= tl.load(gate_factor_ptr + expert)
+            gate *= gate_factor
         gate = add_row_bias(
             gate, gate_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
         )
@@ -305,6 +311,14 @@ def moe_down_codes(
         x_places = first_row + tl.arange(0, SPLIT * BLOCK_M) % BLOCK_M
         x_rows = x_ptr + x_places.to(tl.int64) * X_STRIDE
         weight_rows = tile_n * BLOCK_N + tl.arange(0, SPLIT * BLOCK_N) % BLOCK_N
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        # Not after the product, where nothing hides their latency.
+        places = rows
+        if order_ptr is not None:
+            places = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + expert)
         accumulator = multiply_tile(
             x_rows, x_places < last_row,
             weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + weight_rows * ROW_STRIDE,
@@ -312,17 +326,12 @@ def moe_down_codes(
             weight_rows < HIDDEN, INNER, HIDDEN % BLOCK_N == 0, FORMAT, DTYPE, BLOCK_K, PART_K, RUN,
             SWAPPED, SPLIT, X_IN_ORDER,
         )  # fmt: skip
-        rows = first_row + tl.arange(0, BLOCK_M)
-        row_mask = rows < last_row
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < HIDDEN
         if SWAPPED:
             accumulator = tl.trans(accumulator)
-        places = rows
-        if order_ptr is not None:
-            places = tl.load(order_ptr + rows, mask=row_mask, other=0)
         if factor_ptr is not None:
-            accumulator *= tl.load(factor_ptr + expert)
+            accumulator *= factor
         value = add_row_bias(
             accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
         )
