@@ -19,8 +19,6 @@ DOT_ROWS = 16
 STEPS = ("second_distance", "third_distance", "s_plane_stride")
 # More would not fit the registers.
 MAX_COLUMNS = 256
-# TMA: strides in whole 16 bytes.
-TMA_ELEMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ class ShrinkProblem:
     """The static part of a `shrink_qkv_permute_3mn` call, over the weights that are given.
 
     rank: N; ranks: each weight's own. weight_strides: (adapter, row, column of K), in elements.
-    unaligned: pointers off 16 bytes, and distances from the first weight off 16 elements. stacked:
-    the weights are one block [G, planes * N, K], K contiguous.
+    unaligned: pointers off 16 bytes, and distances from the first weight off 16 elements.
     """
 
     dtype: str
@@ -99,7 +96,6 @@ class ShrinkProblem:
     weight_strides: tuple[tuple[int, int, int], ...]
     form: RowForm
     unaligned: tuple[str, ...] = ()
-    stacked: bool = False
 
     @property
     def planes(self) -> int:
@@ -108,17 +104,19 @@ class ShrinkProblem:
 
 @dataclass(frozen=True)
 class TiledShrink:
-    """`lora_shrink`: block_m rows by all columns of all planes (MAX_COLUMNS of them, for higher
-    ranks), K split over split_k programs."""
+    """`lora_shrink`: block_m rows by the sum of `widths` columns (empty: all of all planes, up to
+    MAX_COLUMNS of them), K split over split_k programs."""
 
     block_m: int
     block_k: int
     split_k: int
     num_warps: int
     num_stages: int
+    widths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        tile = f"{self.block_m}x{self.block_k} /{self.split_k}"
+        widths = "".join(f"x{'+'.join(map(str, self.widths))}" for _ in self.widths[:1])
+        tile = f"{self.block_m}{widths}x{self.block_k} /{self.split_k}"
         return f"tiled {tile} w{self.num_warps} s{self.num_stages}"
 
 
@@ -155,7 +153,7 @@ class RowShrink:
 @dataclass(frozen=True)
 class StreamShrink:
     """`lora_shrink_stream`: block_m rows by the sum of `widths` columns, the work spread evenly
-    over `programs`. tma: rows and weights by descriptors; see `can_use_tma`."""
+    over `programs`."""
 
     block_m: int
     widths: tuple[int, ...]
@@ -163,16 +161,11 @@ class StreamShrink:
     programs: int
     num_warps: int
     num_stages: int
-    tma: bool = False
-
-    @property
-    def columns(self) -> int:
-        return sum(self.widths)
 
     def __str__(self) -> str:
         widths = "+".join(map(str, self.widths))
         tile = f"{self.block_m}x{widths}x{self.block_k} p{self.programs}"
-        return f"stream {tile} w{self.num_warps} s{self.num_stages}{' tma' if self.tma else ''}"
+        return f"stream {tile} w{self.num_warps} s{self.num_stages}"
 
 
 ShrinkConfig = TiledShrink | FewShrink | RowShrink | StreamShrink
@@ -209,6 +202,7 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
     }
     template = kernel = "lora_shrink"
     if isinstance(config, TiledShrink):
+        constants["WIDTHS"] = (*tile_widths(problem, config), 0, 0)[:3]
         constants["SPLIT_K"] = config.split_k
         split = config.split_k > 1
         arguments["workspace_ptr"] = "*fp32" if split else None
@@ -216,8 +210,6 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
     elif isinstance(config, StreamShrink):
         template, kernel = "lora_stream", "lora_shrink_stream"
         constants["WIDTHS"] = (*config.widths, 0, 0)[:3]
-        constants["SUM_WIDTH"] = min(64, *config.widths)
-        constants["USE_TMA"] = config.tma
         arguments |= {"workspace_ptr": "*fp32", "counters_ptr": "*i32"}
     elif isinstance(config, FewShrink):
         kernel = "lora_shrink_few"
@@ -234,9 +226,14 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
 
 def tile_columns(problem: ShrinkProblem, config: ShrinkConfig) -> int:
     """Columns of a tile, over all planes."""
-    if isinstance(config, TiledShrink):
-        return min(padded_rank(problem.planes * problem.rank), MAX_COLUMNS)
+    if isinstance(config, (TiledShrink, StreamShrink)):
+        return sum(tile_widths(problem, config))
     return config.columns
+
+
+def tile_widths(problem: ShrinkProblem, config: TiledShrink | StreamShrink) -> tuple[int, ...]:
+    """Columns of each accumulator."""
+    return config.widths or (min(padded_rank(problem.planes * problem.rank), MAX_COLUMNS),)
 
 
 def shrink_grid(
@@ -263,16 +260,6 @@ def shrink_scratch(
     if isinstance(config, TiledShrink) and config.split_k > 1:
         return places * config.split_k * config.block_m * columns, places
     return 0, 0
-
-
-def can_use_tma(problem: ShrinkProblem) -> bool:
-    """Whether descriptors can say where rows and weights of a problem lie: rows in order, weights
-    one block [G, planes * N, K] of 16-byte rows."""
-    if problem.form.addressing not in ("single", "groups", "sequences") or not problem.stacked:
-        return False
-    steps = (problem.a_stride, problem.weight_strides[0][1])
-    pointers = {"a_ptr", "weight_ptr"}.isdisjoint(problem.unaligned)
-    return pointers and all(step % TMA_ELEMENTS == 0 for step in steps)
 
 
 @dataclass(frozen=True)

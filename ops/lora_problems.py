@@ -94,22 +94,8 @@ def shrink_problem(a: ShrinkArguments, counts: RowCounts) -> tuple[ShrinkProblem
         weight_strides=tuple(weight.stride() for weight in weights),  # type: ignore[misc]
         form=row_form(a, counts, weights[0].shape[0]),
         unaligned=(*unaligned(values), *odd),
-        stacked=_stacked(weights, list(steps.values())),
     )
     return problem, values
-
-
-def _stacked(weights: list[torch.Tensor], distances: list[int]) -> bool:
-    """Whether weights [G, R, K] are one block [G, planes * R, K]."""
-    first = weights[0]
-    adapter, row, column = first.stride()
-    return (
-        column == 1
-        and all(weight.shape == first.shape for weight in weights)
-        and all(weight.stride() == first.stride() for weight in weights)
-        and distances == [i * first.shape[1] * row for i in range(1, len(weights))]
-        and (adapter == len(weights) * first.shape[1] * row or first.shape[0] == 1)
-    )
 
 
 def expand_problem(

@@ -57,6 +57,55 @@ def store_columns(
 
 
 @triton.jit
+def weight_tile(
+    columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+    N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
+    ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """The weight rows of columns at ks, [columns, ks]; in_part: which of ks there are."""
+    weights, column_stride, real = weight_rows(
+        columns, adapter, weight_ptr, second_distance, third_distance,
+        N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+    )  # fmt: skip
+    pointers = weights[:, None] + ks[None, :] * column_stride
+    if COLUMN_STRIDES[0] != COLUMN_STRIDES[1] or COLUMN_STRIDES[0] != COLUMN_STRIDES[2]:
+        pointers = weights[:, None] + ks[None, :] * column_stride[:, None]
+    mask = real[:, None]
+    if in_part is not None:
+        mask = mask & in_part[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def part_places(first_column, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where columns from first_column on of a tile's part lie in its workspace."""
+    columns = first_column + tl.arange(0, WIDTH)
+    return tl.arange(0, BLOCK_M)[:, None] * COLUMNS + columns[None, :]
+
+
+@triton.jit
+def add_parts(
+    own, part, parts_ptr, first_column, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The sum of all parts of a tile's columns, in their order; part `part` is `own`."""
+    places = part_places(first_column, BLOCK_M, COLUMNS, WIDTH)
+    if SPLIT_K == 2:
+        # Whichever comes first: the sum of two is the same.
+        other = parts_ptr + (1 - part) * (BLOCK_M * COLUMNS)
+        total = own + tl.load(other + places, cache_modifier=".cg")
+    else:
+        total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        for index in tl.static_range(SPLIT_K):
+            other = tl.load(
+                parts_ptr + index * (BLOCK_M * COLUMNS) + places, mask=index != part, other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            total += tl.where(index == part, own, other)
+    return total
+
+
+@triton.jit
 def lora_shrink(
     a_ptr, weight_ptr, ids_ptr, offsets_ptr, order_ptr, out_ptr, workspace_ptr, counters_ptr,
     second_distance, third_distance, num_rows, num_groups, rows_per_id,
@@ -65,12 +114,13 @@ def lora_shrink(
     COLUMN_STRIDES: tl.constexpr,
     ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [PLANES, num_rows, N] = rows of a [., HIDDEN] by their adapters' weights [G, R, HIDDEN].
 
-    Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). With SPLIT_K > 1 workspace holds fp32
+    Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). WIDTHS: the columns of a tile in up to three
+    accumulators, COLUMNS their sum. With SPLIT_K > 1 workspace holds fp32
     [tiles, column blocks, SPLIT_K, BLOCK_M, COLUMNS] and counters a zeroed int32 for each of the
     first two.
     """
@@ -79,64 +129,90 @@ def lora_shrink(
     part = tl.program_id(0)
     tile = tl.program_id(1)
     COLUMN_BLOCKS: tl.constexpr = (PLANES * N + COLUMNS - 1) // COLUMNS
-    columns = tl.arange(0, COLUMNS)
+    first_column = 0
     if COLUMN_BLOCKS > 1:
-        columns += tl.program_id(2) * COLUMNS
+        first_column = tl.program_id(2) * COLUMNS
     adapter, rows, row_mask = tile_rows(
         tile, ids_ptr, offsets_ptr, order_ptr, num_rows, num_rows, num_groups, rows_per_id,
         ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
     )  # fmt: skip
-    weights, column_stride, real = weight_rows(
-        columns, adapter, weight_ptr, second_distance, third_distance,
-        N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
-    )  # fmt: skip
     PART: tl.constexpr = (HIDDEN + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     x_rows = a_ptr + rows.to(tl.int64) * A_STRIDE
-    accumulator = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    first_columns = first_column + tl.arange(0, WIDTHS[0])
+    first_sum = tl.zeros((BLOCK_M, WIDTHS[0]), tl.float32)
+    if WIDTHS[1] > 0:
+        second_columns = first_column + WIDTHS[0] + tl.arange(0, WIDTHS[1])
+        second_sum = tl.zeros((BLOCK_M, WIDTHS[1]), tl.float32)
+    if WIDTHS[2] > 0:
+        third_columns = first_column + WIDTHS[0] + WIDTHS[1] + tl.arange(0, WIDTHS[2])
+        third_sum = tl.zeros((BLOCK_M, WIDTHS[2]), tl.float32)
     # No steps for a tile without an adapter.
     for step in range(0, tl.where(adapter >= 0, PART, 0), BLOCK_K):
         ks = part * PART + step + tl.arange(0, BLOCK_K)
         x_mask = row_mask[:, None]
-        weight_mask = real[:, None]
+        in_part = None
         if HIDDEN % (BLOCK_K * SPLIT_K) != 0:
-            x_mask = x_mask & (ks < HIDDEN)[None, :]
-            weight_mask = weight_mask & (ks < HIDDEN)[None, :]
+            in_part = ks < HIDDEN
+            x_mask = x_mask & in_part[None, :]
         x = tl.load(x_rows[:, None] + ks[None, :], mask=x_mask, other=0.0)
-        weight_ptrs = weights[:, None] + ks[None, :] * column_stride
-        if COLUMN_STRIDES[0] != COLUMN_STRIDES[1] or COLUMN_STRIDES[0] != COLUMN_STRIDES[2]:
-            weight_ptrs = weights[:, None] + ks[None, :] * column_stride[:, None]
-        weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)
-        accumulator = tl.dot(x, weight.T, accumulator, input_precision="ieee")
-    exchanged = False
-    if SPLIT_K > 1:
-        exchanged = adapter >= 0
-        if exchanged:
+        first_weight = weight_tile(
+            first_columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+            N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+        )  # fmt: skip
+        first_sum = tl.dot(x, first_weight.T, first_sum, input_precision="ieee")
+        if WIDTHS[1] > 0:
+            second_weight = weight_tile(
+                second_columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+                N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+            )  # fmt: skip
+            second_sum = tl.dot(x, second_weight.T, second_sum, input_precision="ieee")
+        if WIDTHS[2] > 0:
+            third_weight = weight_tile(
+                third_columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+                N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+            )  # fmt: skip
+            third_sum = tl.dot(x, third_weight.T, third_sum, input_precision="ieee")
+    complete = part == 0
+    if SPLIT_K > 1:  # noqa: SIM102
+        if adapter >= 0:
             if COLUMN_BLOCKS > 1:
                 tile = tile * COLUMN_BLOCKS + tl.program_id(2)
-            offsets = tl.arange(0, BLOCK_M)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             parts = workspace_ptr + tile * (SPLIT_K * BLOCK_M * COLUMNS)
-            tl.store(parts + part * (BLOCK_M * COLUMNS) + offsets, accumulator)
+            own = parts + part * (BLOCK_M * COLUMNS)
+            tl.store(own + part_places(0, BLOCK_M, COLUMNS, WIDTHS[0]), first_sum)
+            if WIDTHS[1] > 0:
+                tl.store(own + part_places(WIDTHS[0], BLOCK_M, COLUMNS, WIDTHS[1]), second_sum)
+            if WIDTHS[2] > 0:
+                places = part_places(WIDTHS[0] + WIDTHS[1], BLOCK_M, COLUMNS, WIDTHS[2])
+                tl.store(own + places, third_sum)
             # All threads' stores come before the one thread's atomic.
             tl.debug_barrier()
-            if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-                # A part of the columns at a time: all would not fit the registers.
-                WIDTH: tl.constexpr = min(COLUMNS, 64)
-                for first in tl.static_range(0, COLUMNS, WIDTH):
-                    total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-                    places = tl.arange(0, BLOCK_M)[:, None] * COLUMNS + first
-                    places += tl.arange(0, WIDTH)[None, :]
-                    for index in tl.static_range(SPLIT_K):
-                        total += tl.load(
-                            parts + index * (BLOCK_M * COLUMNS) + places, cache_modifier=".cg"
-                        )
-                    some = first + tl.arange(0, WIDTH)
-                    if COLUMN_BLOCKS > 1:
-                        some += tl.program_id(2) * COLUMNS
-                    store_columns(total, out_ptr, some, rows, row_mask, num_rows, N, PLANES, RANKS)
+            complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+            if complete:
+                first_sum = add_parts(
+                    first_sum, part, parts, 0, SPLIT_K, BLOCK_M, COLUMNS, WIDTHS[0]
+                )
+                if WIDTHS[1] > 0:
+                    second_sum = add_parts(
+                        second_sum, part, parts, WIDTHS[0], SPLIT_K, BLOCK_M, COLUMNS, WIDTHS[1]
+                    )
+                if WIDTHS[2] > 0:
+                    third_sum = add_parts(
+                        third_sum, part, parts, WIDTHS[0] + WIDTHS[1], SPLIT_K, BLOCK_M, COLUMNS,
+                        WIDTHS[2],
+                    )  # fmt: skip
                 # For the next launch.
                 tl.store(counters_ptr + tile, 0)
-    if (part == 0) & (not exchanged):
-        store_columns(accumulator, out_ptr, columns, rows, row_mask, num_rows, N, PLANES, RANKS)
+    if complete:
+        store_columns(first_sum, out_ptr, first_columns, rows, row_mask, num_rows, N, PLANES, RANKS)
+        if WIDTHS[1] > 0:
+            store_columns(
+                second_sum, out_ptr, second_columns, rows, row_mask, num_rows, N, PLANES, RANKS
+            )
+        if WIDTHS[2] > 0:
+            store_columns(
+                third_sum, out_ptr, third_columns, rows, row_mask, num_rows, N, PLANES, RANKS
+            )
 
 
 @triton.jit

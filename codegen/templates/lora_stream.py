@@ -11,52 +11,29 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.lora_rows import count_tiles, tile_rows
-from tilewright.codegen.templates.lora_shrink import store_columns, weight_rows
+from tilewright.codegen.templates.lora_shrink import part_places, store_columns, weight_tile
 
 
 @triton.jit
-def weight_tile(
-    columns, ks, adapter, weight_ptr, second_distance, third_distance,
-    HIDDEN: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
-    ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The weight rows of columns, [columns, BLOCK_K] from ks on."""
-    weights, column_stride, real = weight_rows(
-        columns, adapter, weight_ptr, second_distance, third_distance,
-        N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
-    )  # fmt: skip
-    pointers = weights[:, None] + ks[None, :] * column_stride
-    if COLUMN_STRIDES[0] != COLUMN_STRIDES[1] or COLUMN_STRIDES[0] != COLUMN_STRIDES[2]:
-        pointers = weights[:, None] + ks[None, :] * column_stride[:, None]
-    mask = real[:, None]
-    if HIDDEN % BLOCK_K != 0:
-        mask = mask & (ks < HIDDEN)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
-
-
-@triton.jit
-def part_places(first_column, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where columns from first_column on of a tile's part lie in its workspace."""
-    columns = first_column + tl.arange(0, WIDTH)
-    return tl.arange(0, BLOCK_M)[:, None] * COLUMNS + columns[None, :]
-
-
-@triton.jit
-def store_sum(
-    tile, program, last_program, work, programs, workspace_ptr, out_ptr, columns, first_column,
-    rows, row_mask, num_rows, N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
+def add_stretches(
+    own, tile, program, earliest, latest, work, programs, workspace_ptr, first_column,
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes WIDTH columns of a tile: the parts of programs `program` to last_program, in order."""
+    """The sum of what programs earliest to latest have of a tile's columns, in their order; what
+    `program` has is `own`."""
     places = part_places(first_column, BLOCK_M, COLUMNS, WIDTH)
     total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    for other in range(program, last_program + 1):
-        begin = (other * work // programs).to(tl.int32)
-        slot = 2 * other + (begin // STEPS != tile).to(tl.int32)
-        part = workspace_ptr + slot.to(tl.int64) * (BLOCK_M * COLUMNS)
-        total += tl.load(part + places, cache_modifier=".cg")
-    store_columns(total, out_ptr, columns, rows, row_mask, num_rows, N, PLANES, RANKS)
+    # Three at a time: one load does not wait for the one before.
+    for base in range(earliest, latest + 1, 3):
+        for index in tl.static_range(3):
+            other = base + index
+            begin = (other * work // programs).to(tl.int32)
+            slot = 2 * other + (begin // STEPS != tile).to(tl.int32)
+            part = workspace_ptr + slot.to(tl.int64) * (BLOCK_M * COLUMNS)
+            there = (other <= latest) & (other != program)
+            loaded = tl.load(part + places, mask=there, other=0.0, cache_modifier=".cg")
+            total += tl.where(other == program, own, loaded)
+    return total
 
 
 @triton.jit
@@ -69,14 +46,13 @@ def lora_shrink_stream(
     ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SUM_WIDTH: tl.constexpr, USE_TMA: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [PLANES, num_rows, N] = rows of a [., HIDDEN] by their adapters' weights [G, R, HIDDEN].
 
     Grid of any size P. WIDTHS: the columns of a tile in up to three accumulators, COLUMNS their
-    sum, SUM_WIDTH divides them. workspace: fp32 [2 P, BLOCK_M, COLUMNS]; counters: a zeroed int32
-    for each tile of each block of COLUMNS columns. USE_TMA: rows in order, and weights
-    [G, PLANES * N, HIDDEN] in one piece.
+    sum. workspace: fp32 [2 P, BLOCK_M, COLUMNS]; counters: a zeroed int32 for each tile of each
+    block of COLUMNS columns.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -89,24 +65,6 @@ def lora_shrink_stream(
     work = tiles.to(tl.int64) * (COLUMN_BLOCKS * STEPS)
     programs = tl.maximum(tl.minimum(work, tl.num_programs(0)), 1)
     program = tl.program_id(0)
-    if USE_TMA:
-        a_desc = tl.make_tensor_descriptor(
-            a_ptr, [num_rows, HIDDEN], [A_STRIDE, 1], [BLOCK_M, BLOCK_K]
-        )
-        first_desc = tl.make_tensor_descriptor(
-            weight_ptr, [NUM_ADAPTERS * PLANES * N, HIDDEN], [ROW_STRIDES[0], 1],
-            [WIDTHS[0], BLOCK_K],
-        )  # fmt: skip
-        if WIDTHS[1] > 0:
-            second_desc = tl.make_tensor_descriptor(
-                weight_ptr, [NUM_ADAPTERS * PLANES * N, HIDDEN], [ROW_STRIDES[0], 1],
-                [WIDTHS[1], BLOCK_K],
-            )  # fmt: skip
-        if WIDTHS[2] > 0:
-            third_desc = tl.make_tensor_descriptor(
-                weight_ptr, [NUM_ADAPTERS * PLANES * N, HIDDEN], [ROW_STRIDES[0], 1],
-                [WIDTHS[2], BLOCK_K],
-            )  # fmt: skip
     begin = (tl.minimum(program, programs) * work // programs).to(tl.int32)
     end = (tl.minimum(program + 1, programs) * work // programs).to(tl.int32)
     for tile in range(begin // STEPS, (end + STEPS - 1) // STEPS):
@@ -126,48 +84,33 @@ def lora_shrink_stream(
             third_columns = first_column + WIDTHS[0] + WIDTHS[1] + tl.arange(0, WIDTHS[2])
             third_sum = tl.zeros((BLOCK_M, WIDTHS[2]), tl.float32)
         x_rows = a_ptr + rows.to(tl.int64) * A_STRIDE
-        if USE_TMA:
-            # Rows of other adapters may come along; they are not stored.
-            row = tl.min(rows, axis=0)
-            weight_row = adapter * (PLANES * N) + first_column
         # No steps for a tile without an adapter.
         for step in range(first, tl.where(adapter >= 0, last, first)):
-            if USE_TMA:
-                x = a_desc.load([row, step * BLOCK_K])
-                first_weight = first_desc.load([weight_row, step * BLOCK_K])
-            else:
-                ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
-                x_mask = row_mask[:, None]
-                if HIDDEN % BLOCK_K != 0:
-                    x_mask = x_mask & (ks < HIDDEN)[None, :]
-                x = tl.load(x_rows[:, None] + ks[None, :], mask=x_mask, other=0.0)
-                first_weight = weight_tile(
-                    first_columns, ks, adapter, weight_ptr, second_distance, third_distance,
-                    HIDDEN, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES, BLOCK_K,
-                )  # fmt: skip
+            ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            x_mask = row_mask[:, None]
+            inside = None
+            if HIDDEN % BLOCK_K != 0:
+                inside = ks < HIDDEN
+                x_mask = x_mask & inside[None, :]
+            x = tl.load(x_rows[:, None] + ks[None, :], mask=x_mask, other=0.0)
+            first_weight = weight_tile(
+                first_columns, ks, inside, adapter, weight_ptr, second_distance, third_distance,
+                N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+            )  # fmt: skip
             first_sum = tl.dot(x, first_weight.T, first_sum, input_precision="ieee")
             if WIDTHS[1] > 0:
-                if USE_TMA:
-                    second_weight = second_desc.load([weight_row + WIDTHS[0], step * BLOCK_K])
-                else:
-                    second_weight = weight_tile(
-                        second_columns, ks, adapter, weight_ptr, second_distance, third_distance,
-                        HIDDEN, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
-                        BLOCK_K,
-                    )  # fmt: skip
+                second_weight = weight_tile(
+                    second_columns, ks, inside, adapter, weight_ptr, second_distance,
+                    third_distance, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+                )  # fmt: skip
                 second_sum = tl.dot(x, second_weight.T, second_sum, input_precision="ieee")
             if WIDTHS[2] > 0:
-                if USE_TMA:
-                    third_weight = third_desc.load(
-                        [weight_row + WIDTHS[0] + WIDTHS[1], step * BLOCK_K]
-                    )
-                else:
-                    third_weight = weight_tile(
-                        third_columns, ks, adapter, weight_ptr, second_distance, third_distance,
-                        HIDDEN, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
-                        BLOCK_K,
-                    )  # fmt: skip
+                third_weight = weight_tile(
+                    third_columns, ks, inside, adapter, weight_ptr, second_distance,
+                    third_distance, N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+                )  # fmt: skip
                 third_sum = tl.dot(x, third_weight.T, third_sum, input_precision="ieee")
+        complete = first == 0
         if (adapter >= 0) & (last - first < STEPS):
             slot = 2 * program + (tile != begin // STEPS).to(tl.int32)
             part = workspace_ptr + slot.to(tl.int64) * (BLOCK_M * COLUMNS)
@@ -182,19 +125,27 @@ def lora_shrink_stream(
             tl.debug_barrier()
             # Whoever has the tile's first and last step, and all between them.
             earliest = (((tile * STEPS + 1) * programs - 1) // work).to(tl.int32)
-            latest = ((tile * STEPS + STEPS) * programs - 1) // work
-            others = latest.to(tl.int32) - earliest
-            if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == others:
-                # A part of the columns at a time: all would not fit the registers.
-                for start in tl.static_range(0, COLUMNS, SUM_WIDTH):
-                    store_sum(
-                        tile, earliest, earliest + others, work, programs, workspace_ptr, out_ptr,
-                        first_column + start + tl.arange(0, SUM_WIDTH), start, rows, row_mask,
-                        num_rows, N, PLANES, RANKS, BLOCK_M, COLUMNS, STEPS, SUM_WIDTH,
+            latest = (((tile * STEPS + STEPS) * programs - 1) // work).to(tl.int32)
+            arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
+            complete = arrived == latest - earliest
+            if complete:
+                first_sum = add_stretches(
+                    first_sum, tile, program, earliest, latest, work, programs, workspace_ptr, 0,
+                    BLOCK_M, COLUMNS, STEPS, WIDTHS[0],
+                )  # fmt: skip
+                if WIDTHS[1] > 0:
+                    second_sum = add_stretches(
+                        second_sum, tile, program, earliest, latest, work, programs, workspace_ptr,
+                        WIDTHS[0], BLOCK_M, COLUMNS, STEPS, WIDTHS[1],
+                    )  # fmt: skip
+                if WIDTHS[2] > 0:
+                    third_sum = add_stretches(
+                        third_sum, tile, program, earliest, latest, work, programs, workspace_ptr,
+                        WIDTHS[0] + WIDTHS[1], BLOCK_M, COLUMNS, STEPS, WIDTHS[2],
                     )  # fmt: skip
                 # For the next launch.
                 tl.store(counters_ptr + tile, 0)
-        elif first == 0:
+        if complete:
             store_columns(
                 first_sum, out_ptr, first_columns, rows, row_mask, num_rows, N, PLANES, RANKS
             )

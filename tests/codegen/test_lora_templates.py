@@ -24,7 +24,8 @@ SHRINK = [
 EXPAND = [c for c in EXPAND_CASES if c.dtype in KERNEL_DTYPES and c.total_rows]
 SHRINK_CONFIGS = {
     "tiled": kernels.TiledShrink(16, 64, 1, 4, 2),
-    "split": kernels.TiledShrink(32, 16, 3, 4, 2),
+    "split": kernels.TiledShrink(32, 16, 3, 4, 2, (16,)),
+    "split_parts": kernels.TiledShrink(16, 32, 2, 4, 2, (16, 32)),
     "stream": kernels.StreamShrink(16, (16,), 32, 5, 4, 2),
     "stream_parts": kernels.StreamShrink(16, (32, 16), 16, 3, 4, 2),
     "few": kernels.FewShrink(16, 8, 16, 2, 2, 2),
@@ -105,29 +106,6 @@ def test_shrink_computes_the_op(case, config):
     exact = lora_shrink.reference(as_double(a))
     problem = lora_shrink.OP.tolerances[case.dtype].problem(shrunk(a, config), exact)
     assert problem is None, problem
-
-
-TMA = kernels.StreamShrink(16, (32, 16), 32, 3, 4, 2, tma=True)
-
-
-@pytest.mark.parametrize("name", ["one_group", "four_groups", "base_after", "single"])
-def test_shrink_by_descriptors(name):
-    case = next(case for case in SHRINK if case.name == name)
-    if name == "single":
-        case = replace(case, ranks=(8, 8, 8), layout="stacked", hidden=72)
-    a = lora_shrink.sample_inputs(case)
-    problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
-    assert kernels.can_use_tma(problem)
-    exact = lora_shrink.reference(as_double(a))
-    problem = lora_shrink.OP.tolerances[case.dtype].problem(shrunk(a, TMA), exact)
-    assert problem is None, problem
-
-
-@pytest.mark.parametrize("name", ["rows", "only_v", "ends", "single"])
-def test_no_descriptors_for_weights_apart_or_rows_in_any_order(name):
-    a = lora_shrink.sample_inputs(next(case for case in SHRINK if case.name == name))
-    problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
-    assert not kernels.can_use_tma(problem)
 
 
 def expanded(a, config, prepare=as_it_is):
