@@ -1,18 +1,20 @@
 """The routed experts of one layer: the fused op, eager, stock torch.compile, and the GEMMs alone.
 
     python benchmarks/moe.py [--out DIR] [--models qwen3-30b-a3b ...] [--tokens 1 16 ...]
+        [--formats dense fp8fp8 ...]
 
 Microseconds per call, CUDA graphs, L2 cold; routing outside. Eager is Hugging Face's `grouped_mm`
 chain (sort, gather, GEMM, activation, GEMM, weights, un-permute, sum), stock torch.compile of it at
 the token count: with counts as symbols it is slower than eager. over_best is the faster of the two
-over ours. up and down are our two GEMMs alone, sorting done: up gathers its rows and applies the
-activation; grouped_up and grouped_down are torch._grouped_mm on rows that are sorted already. TB/s
-count the weights of the experts in use, rows in and rows out; of_copy is their share of the copy
-bandwidth measured in the same run. Quantised weights have no peer in eager or stock but
-dequantisation, so theirs is our own bf16: `bf16` is the dense op of the same routes in the same
-run. Errors are the root of the mean squared difference from float64, over the rms of the result;
-cpu is what a repeated call takes of the CPU, outside of a graph. Dense rows go to moe.json,
-quantised ones to moe_quantized.json, each as soon as it is measured.
+over ours. Each model has a process of its own, so that all compile at once; rows are measured one
+at a time, when all have. up and down are our two GEMMs alone, sorting done: up gathers its rows and
+applies the activation; grouped_up and grouped_down are torch._grouped_mm on rows that are sorted
+already. TB/s count the weights of the experts in use, rows in and rows out; of_copy is their share
+of the copy bandwidth measured in the same run. Quantised weights (fp8fp8: and activations) have no
+peer in eager or stock but dequantisation, so theirs is our own bf16: `bf16` is the dense op of the
+same routes in the same run. Errors are the root of the mean squared difference from float64, over
+the rms of the result; cpu is what a repeated call takes of the CPU, outside of a graph. Dense rows
+go to moe.json, quantised ones to moe_quantized.json, each as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -30,7 +34,8 @@ from typing import Any
 import torch
 from bounds import copy_bytes_per_s
 from moe_layers import (
-    SHAPES,
+    BY_NAME,
+    EXPERT_SHARE,
     WEIGHT_BYTES,
     Experts,
     MoeShape,
@@ -52,17 +57,22 @@ from tilewright.ops.moe_problems import moe_problem
 TOKENS = (1, 16, 64, 1024, 4096)
 MORE_TOKENS = (4, 256, 8192)
 ZIPF_TOKENS = (16, 1024, 4096)
-QUANTISED_TOKENS = (1, 4, 16, 64, 1024, 4096)
-# Which formats are measured beside bf16, where their checkpoints exist or targets name them.
+# Which formats are measured beside bf16 and at how many tokens, where their checkpoints exist or
+# targets name them.
 FORMATS = {
-    "qwen3-30b-a3b": ("nvfp4", "int4", "fp8"),
-    "mixtral-8x7b": ("nvfp4",),
-    "deepseek-v3 over 8 GPUs": ("fp8",),
+    "qwen3-30b-a3b": ("nvfp4", "fp8fp8", "int4", "fp8"),
+    "mixtral-8x7b": ("nvfp4", "fp8fp8"),
+    "deepseek-v3 over 8 GPUs": ("fp8fp8", "fp8"),
     "gpt-oss-120b": ("mxfp4",),
+    EXPERT_SHARE.name: ("fp8fp8",),
+}
+FORMAT_TOKENS = {
+    "fp8fp8": (1, 16, 64, 1024, 4096, 8192),
+    **dict.fromkeys(("nvfp4", "mxfp4", "int4", "fp8"), (1, 4, 16, 64, 1024, 4096)),
 }
 MAX_SETS = 16
 # float64 of more routes than this takes longer than all the rest.
-CHECKED_TOKENS = 256
+CHECKED_TOKENS = 64
 
 
 def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
@@ -168,7 +178,7 @@ def measure(
         name: capture([lambda i=i, v=v: v(i % count) for i in range(per_graph)], warmup=1)
         for name, v in variants.items()
     }
-    row |= interleaved_us(graphs, per_graph, rounds=5, replays=2)
+    row |= interleaved_us(graphs, per_graph, rounds=5, replays=2 if num_tokens <= 1024 else 1)
     return row | rates(shape, form, row, copy) | {"lowering": _reason(calls[0])}
 
 
@@ -186,12 +196,14 @@ def rates(shape: MoeShape, form: str, row: dict[str, Any], copy: float) -> dict[
     """TFLOP/s and TB/s of the GEMMs alone, and how they compare."""
     routes = row["tokens"] * shape.num_slots
     matrix = shape.hidden * shape.inner
-    bytes_in = {"up": shape.hidden * row["tokens"], "down": shape.inner * routes}
-    bytes_out = {"up": shape.inner * routes, "down": shape.hidden * routes}
+    # What the second GEMM reads of the first is as wide as what that wrote.
+    size = 1 if form == "fp8fp8" else 2
+    bytes_in = {"up": size * shape.hidden * row["tokens"], "down": size * shape.inner * routes}
+    bytes_out = {"up": size * shape.inner * routes, "down": 2 * shape.hidden * routes}
     made: dict[str, Any] = {}
     for name, matrices in (("up", 2), ("down", 1)):
         read = row["experts"] * matrices * matrix * WEIGHT_BYTES[form]
-        moved = read + 2 * (bytes_in[name] + bytes_out[name])
+        moved = read + bytes_in[name] + bytes_out[name]
         seconds = 1e-6 * row[name]
         made[f"{name}_tflops"] = 2 * routes * matrices * matrix / seconds / 1e12
         made[f"{name}_tb_per_s"] = moved / seconds / 1e12
@@ -232,104 +244,149 @@ def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec
     return found
 
 
-def warm(shape: MoeShape, tokens: Sequence[int]) -> None:
-    """In a process of its own: fills the caches of stock torch.compile."""
-    with torch.no_grad():
-        experts = make_experts(shape)
-        stock = torch.compile(chain(shape), dynamic=False)
+# --- a process for each model ---------------------------------------------------------------------
+
+
+class Layer:
+    """One model's weights and compiled peer, made when first needed."""
+
+    def __init__(self, shape: MoeShape) -> None:
+        self.shape = shape
+        self.made: dict[str, Experts] = {}
+        self.stock = torch.compile(chain(shape), dynamic=False)
+
+    def experts(self, form: str) -> Experts:
+        if form not in self.made:
+            for other in [name for name in self.made if name != "dense"]:
+                del self.made[other]
+            self.made[form] = make_experts(self.shape, form)
+        return self.made[form]
+
+    def compile_stock(self, tokens: Sequence[int]) -> None:
+        experts = self.experts("dense")
         for num_tokens in tokens:
-            a = arguments(shape, experts, num_tokens)
-            stock(a.x, a.expert_ids, a.expert_weights, *stored(shape, experts))
+            a = arguments(self.shape, experts, num_tokens)
+            self.stock(a.x, a.expert_ids, a.expert_weights, *stored(self.shape, experts))
+
+    def row(self, form: str, num_tokens: int, kind: str, copy: float) -> dict[str, Any]:
+        dense, stock = self.experts("dense"), self.stock
+        if form == "dense":
+            return measure(self.shape, dense, form, num_tokens, kind, copy, None, stock)
+        return measure(self.shape, self.experts(form), form, num_tokens, kind, copy, dense, None)
 
 
-def prepare(wanted: set[KernelSpec], shapes: Sequence[MoeShape], tokens: Sequence[int]) -> None:
-    """Compiles in parallel what will be measured."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        warmed = [pool.submit(warm, shape, tokens) for shape in shapes]
-        for spec, outcome in zip(wanted, pool.map(compile_quietly, wanted), strict=True):
-            if outcome:
-                print(f"{spec.name}: {outcome}")
-        for one in warmed:
-            one.result()
+def serve(connection: Connection, shape: MoeShape, tokens: Sequence[int]) -> None:
+    """Compiles the peer, says so, then measures what it is asked for until that is None."""
+    torch.manual_seed(0)
+    # One program for each token count.
+    torch._dynamo.config.recompile_limit = 64
+    with torch.no_grad():
+        layer = Layer(shape)
+        layer.compile_stock(tokens)
+        torch.cuda.synchronize()
+        connection.send("ready")
+        while (asked := connection.recv()) is not None:
+            try:
+                connection.send(layer.row(*asked))
+            except Exception as error:  # a row that fails does not take the others with it
+                connection.send(f"{type(error).__name__}: {error}")
 
 
 class Run:
-    """Layers and compiled peers of one run, made when first needed, and the rows so far."""
+    """The processes of a run, and the rows so far."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, shapes: Sequence[MoeShape], tokens: Sequence[int]):
         self.folder = folder
-        self.copy = copy_bytes_per_s()
         self.rows: dict[str, list[dict[str, Any]]] = {"moe": [], "moe_quantized": []}
-        self.layers: dict[MoeShape, Experts] = {}
-        self.peers: dict[MoeShape, Callable[..., torch.Tensor]] = {}
+        context = multiprocessing.get_context("spawn")
+        self.ends: dict[MoeShape, Connection] = {}
+        for shape in shapes:
+            ours, theirs = context.Pipe()
+            peers = () if shape is EXPERT_SHARE else tokens
+            context.Process(target=serve, args=(theirs, shape, peers)).start()
+            self.ends[shape] = ours
 
-    def dense(self, shape: MoeShape) -> Experts:
-        if shape not in self.layers:
-            self.layers[shape] = make_experts(shape)
-            self.peers[shape] = torch.compile(chain(shape), dynamic=False)
-        return self.layers[shape]
+    def wait(self) -> None:
+        """Until all have compiled. The copy rate is measured when nothing else runs."""
+        for end in self.ends.values():
+            end.recv()
+        self.copy = copy_bytes_per_s()
 
-    def row(self, shape: MoeShape, count: int, kind: str) -> None:
-        experts = self.dense(shape)
-        peer = self.peers[shape]
-        self.add("moe", measure(shape, experts, "dense", count, kind, self.copy, None, peer))
-
-    def quantised(self, shape: MoeShape, form: str, tokens: Sequence[int]) -> None:
-        dense, experts = self.dense(shape), make_experts(shape, form)
-        for count in tokens:
-            row = measure(shape, experts, form, count, "random", self.copy, dense, None)
-            self.add("moe_quantized", row)
-
-    def add(self, name: str, row: dict[str, Any]) -> None:
+    def row(self, shape: MoeShape, form: str, count: int, kind: str = "random") -> None:
+        end = self.ends[shape]
+        end.send((form, count, kind, self.copy))
+        row = end.recv()
+        if isinstance(row, str):
+            print(f"{shape.name} {form} {count} {kind}: {row}", flush=True)
+            return
         print(describe(row), flush=True)
+        name = "moe" if form == "dense" else "moe_quantized"
         self.rows[name].append(row)
-        order = [shape.name for shape in SHAPES]
+        order = list(BY_NAME)
         sorted_rows = sorted(
             self.rows[name],
             key=lambda r: (order.index(r["model"]), r["format"], r["routing"], r["tokens"]),
         )
         keep(name, sorted_rows, self.folder)
 
+    def end(self) -> None:
+        for end in self.ends.values():
+            end.send(None)
+
+
+def compile_all(wanted: set[KernelSpec]) -> None:
+    """Our kernels, beside what the models' processes compile."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        for spec, outcome in zip(wanted, pool.map(compile_quietly, wanted), strict=True):
+            if outcome:
+                print(f"{spec.name}: {outcome}")
+
+
+def asked_for(
+    shapes: Sequence[MoeShape], tokens: Sequence[int], formats: Sequence[str]
+) -> Iterator[tuple[MoeShape, str, int, str]]:
+    """The rows in the order of their weight: a run may be cut short."""
+    forms = [(s, f) for s in shapes for f in FORMATS[s.name] if f in formats]
+    dense = [s for s in shapes if s is not EXPERT_SHARE] if "dense" in formats else ()
+    yield from ((s, "dense", t, "random") for s in dense for t in tokens if t not in MORE_TOKENS)
+    for first in ("fp8fp8", "nvfp4", "mxfp4", "int4", "fp8"):
+        for shape, form in forms:
+            if form == first:
+                least = 1024 if shape is EXPERT_SHARE else 1
+                wanted = [t for t in tokens if t in FORMAT_TOKENS[form] and t >= least]
+                yield from ((shape, form, t, "random") for t in wanted)
+    yield from ((s, "dense", t, "zipf") for s in dense for t in tokens if t in ZIPF_TOKENS)
+    yield from ((s, "dense", t, "random") for s in dense for t in tokens if t in MORE_TOKENS)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
-    parser.add_argument("--only-prepare", action="store_true", help="compile, measure nothing")
-    parser.add_argument("--prepared", action="store_true", help="all is compiled already")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(*TOKENS, *MORE_TOKENS))
+    parser.add_argument("--models", nargs="+", default=list(BY_NAME))
+    parser.add_argument("--formats", nargs="+", default=["dense", *FORMAT_TOKENS])
     options = parser.parse_args()
-    torch.manual_seed(0)
-    # One program for each token count of a model.
-    torch._dynamo.config.recompile_limit = 64
-    shapes = [shape for shape in SHAPES if shape.name in options.models]
-    tokens = options.tokens or (*TOKENS, *MORE_TOKENS)
-    if not options.prepared:
-        wanted: set[KernelSpec] = set()
-        for shape in shapes:
-            for form in ("dense", *FORMATS[shape.name]):
-                wanted |= kernels(shape, form, tokens)
-        prepare(wanted, shapes, tokens)
-    if options.only_prepare:
-        return
-    run = Run(options.out)
-    # What is asked for most comes first: a run may be cut short.
-    for shape in shapes:
-        for count in [count for count in tokens if count not in MORE_TOKENS]:
-            run.row(shape, count, "random")
-    coded = [c for c in tokens if c in QUANTISED_TOKENS]
-    forms = [(shape, form) for shape in shapes for form in FORMATS[shape.name]]
-    for shape, form in sorted(forms, key=lambda pair: "fp4" not in pair[1]):
-        run.quantised(shape, form, coded)
-    for shape in shapes:
-        for count in [count for count in tokens if count in ZIPF_TOKENS]:
-            run.row(shape, count, "zipf")
-    for shape in shapes:
-        for count in [count for count in tokens if count in MORE_TOKENS]:
-            run.row(shape, count, "random")
+    start = time.time()
+    shapes = [shape for name, shape in BY_NAME.items() if name in options.models]
+    rows = list(asked_for(shapes, sorted(options.tokens), options.formats))
+    peers = sorted(options.tokens) if "dense" in options.formats else ()
+    run = Run(options.out, shapes, peers)
+    wanted: set[KernelSpec] = set()
+    for shape, form in dict.fromkeys((shape, form) for shape, form, _, _ in rows):
+        counts = [count for s, f, count, _ in rows if (s, f) == (shape, form)]
+        wanted |= kernels(shape, form, counts)
+        if form != "dense":
+            wanted |= kernels(shape, "dense", counts)
+    compile_all(wanted)
+    print(f"{len(wanted)} kernels compiled after {time.time() - start:.0f} s", flush=True)
+    run.wait()
+    print(f"peers compiled after {time.time() - start:.0f} s", flush=True)
+    for row in rows:
+        run.row(*row)
+    run.end()
+    print(f"{len(rows)} rows after {time.time() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    main()

@@ -55,7 +55,9 @@ SHAPES = (
     MoeShape("deepseek-v3 over 8 GPUs", 7168, 256, 256, 8),
     MoeShape("gpt-oss-120b", 2880, 2880, 128, 4, oss=True),
 )
-BY_NAME = {shape.name: shape for shape in SHAPES}
+# A GPU's share of the experts, all of their columns: measured where activations are codes.
+EXPERT_SHARE = MoeShape("32 experts of deepseek-v3", 7168, 2048, 32, 8)
+BY_NAME = {shape.name: shape for shape in (*SHAPES, EXPERT_SHARE)}
 
 
 def routes(

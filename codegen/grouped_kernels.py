@@ -237,6 +237,7 @@ def make_spec(
     target: str,
     *,
     dependent: bool = False,
+    max_registers: int | None = None,
 ) -> KernelSpec:
     """A spec whose signature is `arguments` but for those without a type, which are None.
 
@@ -260,6 +261,7 @@ def make_spec(
         num_warps=num_warps,
         num_stages=num_stages,
         target=target,
+        maxnreg=max_registers,
         launch_pdl=pdl,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
-from tilewright.codegen.grouped_scaled_kernels import ScaledConfig, scaled_config
+from tilewright.codegen.grouped_scaled_kernels import SCALED_K, ScaledConfig, scaled_config
 from tilewright.codegen.moe_codes_kernels import CodesConfig, codes_config, codes_obstacle
 from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.targets import Target
@@ -41,7 +41,7 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     """The kernels for `num_rows` rows on a target."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
     if problem.x_scale is not None:
-        codes_by_codes = scaled_gemm_config(rows, problem.rows)
+        codes_by_codes = scaled_gemm_config(rows, problem.rows, target)
         return GroupedPlan(codes_by_codes, False, f"{rows} rows per group, {codes_by_codes}")
     if rows <= CODES_ROWS and not target.tmem_columns and streams_codes(problem):
         codes = _codes_config(rows)
@@ -78,13 +78,15 @@ def _codes_config(rows: int) -> CodesConfig:
     return codes_config(block_m, 64, STREAMED_K, 4, 4, 4)
 
 
-def scaled_gemm_config(rows: int, columns: int) -> ScaledConfig:
+def scaled_gemm_config(rows: int, columns: int, target: Target) -> ScaledConfig:
     """Tiles for so many rows per group of codes by codes, of weights with so many rows."""
     if rows <= SWAPPED_ROWS:
-        return scaled_config(16, 128, 4, 4, 2, swapped=True)
+        return scaled_config(16, 128, 4, 3, 3, swapped=True)
     if rows < WIDE_ROWS:
-        return scaled_config(64, 128, 4, 3, 2)
-    return scaled_config(128, 256 if columns > 128 else 128, 8, 3, parts=2 if columns > 128 else 1)
+        return scaled_config(64, 128, 4, 4, 2)
+    if columns <= SCALED_K or target.tmem_columns:
+        return scaled_config(128, 128, 8, 4)
+    return scaled_config(128, 256, 8, 3, parts=2)
 
 
 def block_k_obstacle(problem: GroupedProblem) -> str | None:

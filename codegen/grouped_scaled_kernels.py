@@ -21,6 +21,8 @@ from tilewright.codegen.spec import Constant, KernelSpec
 # Columns that share a scale, and those of a step.
 SCALED_K = 128
 CODE_TYPE = "fp8e4nv"
+# 32-bit registers of a multiprocessor, of a thread at most; the same on all targets.
+REGISTERS, MAX_REGISTERS, WARP_SIZE = 65536, 255, 32
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,13 @@ class ScaledConfig(GemmConfig):
     def __str__(self) -> str:
         more = f" in {self.parts}" if self.parts > 1 else ""
         return super().__str__() + more + (" to codes" if self.codes else "")
+
+
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread, so that as many programs as are meant fit a multiprocessor; None: any."""
+        share = REGISTERS // (WARP_SIZE * self.num_warps * self.programs_per_sm)
+        return share // 8 * 8 if share < MAX_REGISTERS else None
 
 
 def scaled_config(
@@ -97,6 +106,7 @@ def grouped_scaled_spec(problem: GroupedProblem, config: ScaledConfig, target: s
     return make_spec(
         "grouped_scaled", "grouped_scaled", constants, grouped_arguments(problem),
         problem.unaligned, config.num_warps, config.num_stages, target, dependent=True,
+        max_registers=config.max_registers,
     )  # fmt: skip
 
 
@@ -135,6 +145,7 @@ def up_scaled_spec(problem: MoeProblem, config: ScaledConfig, target: str) -> Ke
     return make_spec(
         "grouped_scaled", "moe_up_scaled", constants, arguments, problem.unaligned,
         config.num_warps, config.num_stages, target, dependent=True,
+        max_registers=config.max_registers,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from tilewright.codegen.moe_codes_kernels import (
     codes_obstacle,
     scale_bytes,
 )
+from tilewright.codegen.moe_decode import decodable, decoded_problem
 from tilewright.codegen.moe_kernels import (
     CombineConfig,
     GemmConfig,
@@ -43,19 +44,23 @@ STREAMED_K = 128
 # The first two on chips with tensor memory.
 STREAMED_BY_TENSOR_MEMORY = 48
 WIDE_BY_TENSOR_MEMORY = 192
+# Rows per expert from which weights are decoded before the GEMMs: on an H200 as fast as in them.
+DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
 # Rows of a tile whose warps are specialised.
 SPECIALISED_ROWS = 128
 
 
 @dataclass(frozen=True)
 class MoePlan:
-    """The configs of one call, and why."""
+    """The configs of one call, and why. decode: the weights' codes are decoded by kernels of their
+    own, before dense GEMMs."""
 
     order: OrderConfig
     up: GemmConfig
     down: GemmConfig
     combine: CombineConfig
     reason: str
+    decode: bool = False
 
     @property
     def by_route(self) -> bool:
@@ -67,19 +72,22 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
     """The kernels for `num_tokens` tokens on a target."""
     routes = num_tokens * problem.num_slots
     rows = cdiv(routes, problem.num_experts)
+    decode = decodable(problem) and rows >= DECODED_ROWS[problem.format]
+    problem = decoded_problem(problem) if decode else problem
     if problem.coded_rows:
-        up, down = _by_codes(problem, rows)
+        up, down = _by_codes(problem, rows, target)
     elif target.tmem_columns:
         up, down = _in_tensor_memory(problem, rows, routes)
     elif streams_codes(problem):
         up, down = _codes(problem, rows, routes)
     else:
         up, down = _numbers(problem, rows, routes)
-    reason = f"{rows} rows per expert: up {up}, down {down}"
+    how = ", weights decoded before them" if decode else ""
+    reason = f"{rows} rows per expert: up {up}, down {down}{how}"
     order = order_config(problem, routes)
     if up.warp_specialize or down.warp_specialize:
         order = replace(order, row_block=SPECIALISED_ROWS)
-    return MoePlan(order, up, down, _combine(problem, num_tokens), reason)
+    return MoePlan(order, up, down, _combine(problem, num_tokens), reason, decode)
 
 
 def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
@@ -108,13 +116,18 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
     return up, GemmConfig(128, 256, 64, False, 8, 4, flatten=True)
 
 
-def _by_codes(problem: MoeProblem, rows: int) -> tuple[GemmConfig, GemmConfig]:
+def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfig, GemmConfig]:
     """Rows and weights both e4m3."""
-    down = scaled_gemm_config(rows, problem.hidden)
+    down = scaled_gemm_config(rows, problem.hidden, target)
     if rows <= SWAPPED_ROWS:
-        return scaled_config(16, 64, 4, 4, 2, swapped=True), down
+        return scaled_config(16, 128, 4, 3, 2, swapped=True), down
+    if target.tmem_columns:
+        # Wider tiles spill: a product has to leave tensor memory before it is scaled.
+        return scaled_config(
+            64 if rows < WIDE_ROWS else 128, 64, 4 if rows < WIDE_ROWS else 8, 4
+        ), down
     if rows < WIDE_ROWS:
-        return scaled_config(64, 64, 4, 4, 2), down
+        return scaled_config(64, 128, 4, 2, 2, codes=True), down
     return scaled_config(128, 128, 8, 4, codes=True), down
 
 

@@ -27,6 +27,12 @@ from tilewright.codegen.moe_codes_kernels import (
     order_of,
     scale_bytes,
 )
+from tilewright.codegen.moe_decode import (
+    decode_grids,
+    decode_specs,
+    decoded_elements,
+    decoded_problem,
+)
 from tilewright.codegen.moe_kernels import MoeProblem
 from tilewright.codegen.moe_plan import MoePlan, plan_moe
 from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
@@ -64,13 +70,19 @@ def specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSp
     """The kernels of a call by step, in order."""
     if problem.coded_rows:
         return _scaled_specs(problem, plan, target)
+    decode = decode_specs(problem, target) if plan.decode else {}
+    problem = decoded_problem(problem) if plan.decode else problem
     order = order_of(kernels.down_problem(problem), plan.down)
     sort = {} if plan.by_route else kernels.sort_specs(problem, plan.order, target)
-    return sort | {
-        "up": kernels.up_spec(problem, plan.up, target, order),
-        "down": kernels.down_spec(problem, plan.down, target),
-        "combine": kernels.combine_spec(problem, plan.combine, target),
-    }
+    return (
+        decode
+        | sort
+        | {
+            "up": kernels.up_spec(problem, plan.up, target, order),
+            "down": kernels.down_spec(problem, plan.down, target),
+            "combine": kernels.combine_spec(problem, plan.combine, target),
+        }
+    )
 
 
 def _scaled_specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
@@ -180,6 +192,7 @@ def moe_steps(
         "combine": kernels.combine_grid(problem, plan.combine, num_tokens),
         "quantize": quantize_rows_grid(problem.hidden, QUANTIZE, num_tokens),
         "quantize_hidden": quantize_rows_grid(problem.inner, QUANTIZE, num_routes),
+        **(decode_grids(problem) if plan.decode else {}),
     }
     own = _own_values(a, problem, plan, values)
     return {
@@ -201,6 +214,20 @@ def _own_values(
         "scale_ptr": a.down_scale,
         "factor_ptr": a.down_expert_scale,
     }
+    if plan.decode:
+        names = [name.removeprefix("decode_") for name in decode_grids(problem)]
+        parts = values["numbers_ptr"].view(len(names), -1)
+        numbers = dict(zip(names, parts, strict=True))
+        decode = {
+            f"decode_{name}": {
+                "weight_ptr": getattr(a, f"{name}_weight"),
+                "scale_ptr": getattr(a, f"{name}_scale"),
+                "out_ptr": out,
+            }
+            for name, out in numbers.items()
+        }
+        up = values | {"weight_ptr": numbers["gate"]}
+        return decode | {"up": up, "down": values | down | {"weight_ptr": numbers["down"]}}
     if not problem.coded_rows:
         return {
             "up": values | as_words(values, storage, plan.up),
@@ -270,6 +297,7 @@ def _tensors(
 ) -> dict[str, Any]:
     """Tensors and counts by the kernels' parameter names."""
     num_routes = a.expert_ids.numel()
+    num_decoded = len(decode_grids(problem)) if plan.decode else 0
     scaled = plan.up if isinstance(plan.up, ScaledConfig) else None
     fused = scaled is not None and scaled.codes
     sizes = {
@@ -281,6 +309,7 @@ def _tensors(
         "hidden_ptr": (0 if fused else num_routes * problem.inner, a.x.dtype),
         "y_ptr": (num_routes * problem.hidden, a.x.dtype),
         **(_scaled_sizes(problem, scaled, a.x) if scaled else {}),
+        "numbers_ptr": (num_decoded * decoded_elements(problem), a.x.dtype),
     }
     scratch = scratch_tensors(a.x.device, sizes)
     return {

@@ -84,7 +84,8 @@ def test_activations_are_quantised_in_the_kernels(name, num_tokens, monkeypatch)
     a = moe.sample_inputs(case, "cuda", seed=num_tokens)
     got, want = moe.OP.call(a), moe.reference(a).double()
     error = float((got.double() - want).norm() / want.norm())
-    assert error < 2 * TYPICAL[case.dtype], error
+    # A few hidden numbers take the other code here too: sums are rounded otherwise.
+    assert error < 2.0**-6.5, error
     assert float((got.double() - want).abs().max()) < 0.25 * float(want.square().mean().sqrt())
     assert torch.equal(got, moe.OP.call(a))
 
