@@ -34,6 +34,8 @@ SHRINK_CONFIGS = {
 }
 # A program for each row.
 FEW_ROWS = 30
+# Parts are exchanged alike whatever the rank; the interpreter takes long for high ones.
+EXCHANGES = ("split", "split_parts", "stream", "stream_parts")
 EXPAND_CONFIGS = {
     "row": kernels.ExpandConfig(1, 32, 16, 4),
     "tile": kernels.ExpandConfig(16, 64, 16, 4),
@@ -99,6 +101,7 @@ def with_form(problem, **changes):
         for case in SHRINK
         for name, config in SHRINK_CONFIGS.items()
         if config.block_m > 1 or case.total_rows <= FEW_ROWS
+        if name not in EXCHANGES or max(case.ranks) <= 64
     ],
 )
 def test_shrink_computes_the_op(case, config):
