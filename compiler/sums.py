@@ -1,5 +1,5 @@
 """Sums in place that nobody can tell from new tensors: `y += delta` where `y` is a product that the
-graph made and that nothing else reads. Patterns then see one spelling of a sum."""
+graph made and that nothing read before. Patterns then see one spelling of a sum."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def make_sums_new(graph: fx.Graph) -> int:
                 for storage in _storages(base.meta["example_value"]):
                     owners[storage] = []
                 base.meta["example_value"] = _like(base)
+                base.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: user is not n)
                 node.target = _NEW[node.target]
                 changed += 1
         for storage in _storages(node.meta.get("example_value")):
@@ -38,10 +39,9 @@ def make_sums_new(graph: fx.Graph) -> int:
 
 
 def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) -> bool:
-    """Whether nothing but the sum sees what is written, and the sum has what is written to's type
-    and shape."""
+    """Whether nothing saw what is written to before, and the sum has its type and shape."""
     held = base.meta.get("example_value")
-    if list(base.users) != [node] or not isinstance(held, torch.Tensor):
+    if any(user < node for user in base.users) or not isinstance(held, torch.Tensor):
         return False
     if base.op not in ("call_function", "call_method") or name_of(base) not in _MADE_BY:
         return False

@@ -213,9 +213,10 @@ def bias_scaled(m, x, k_cache, v_cache, slots):
 
 def bias_in_place(m, x, k_cache, v_cache, slots):
     q, v = m.q_proj(x).view(T, HQ, D), m.v_proj(x).view(T, HKV, D)
-    k = m.k_proj(x)
-    k.add_(m.full_norm)
-    store(k_cache, slots, k.view(T, HKV, D))
+    projected = m.k_proj(x)
+    k = projected.view(T, HKV, D)
+    projected.add_(m.full_norm)
+    store(k_cache, slots, k)
     store(v_cache, slots, v)
     return q * 2
 
