@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def make_sums_new(graph: fx.Graph) -> int:
                 for storage in _storages(base.meta["example_value"]):
                     owners[storage] = []
                 base.meta["example_value"] = _like(base)
-                base.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: user is not n)
+                base.replace_all_uses_with(node, partial(operator.is_not, node))
                 node.target = _NEW[node.target]
                 changed += 1
         for storage in _storages(node.meta.get("example_value")):
