@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.audit import Expectations
+from tilewright.codegen.grouped_scaled_kernels import CODE_TYPE
 from tilewright.codegen.moe_codes_kernels import CodesConfig
+from tilewright.codegen.moe_decode import decode_specs, decoded_problem
 from tilewright.codegen.moe_kernels import ExpertLayout, GemmConfig, MoeProblem
 from tilewright.codegen.moe_plan import plan_moe
 from tilewright.codegen.nvfp4_kernels import (
@@ -22,6 +24,7 @@ from tilewright.codegen.nvfp4_kernels import (
 from tilewright.codegen.qkv_heads import cdiv
 from tilewright.codegen.targets import Target
 from tilewright.ops.grouped_lowerings import chosen
+from tilewright.ops.moe_lowerings import specs
 from tilewright.tools.audit_cases import SPECIALISED_STACK_BYTES, AuditCase
 
 # One token, decode batches, a chunk of a prefill, a whole one.
@@ -124,6 +127,8 @@ def moe_cases(target: Target) -> list[AuditCase]:
         for case in _fused_cases(model.name, model.problem(weight_format), target)
     ]
     cases += _fused_cases(f"{MODELS[0].name} fp16", MODELS[0].problem("dense", "fp16"), target)
+    coded = replace(MODELS[2].problem("fp8"), coded_rows=True)
+    cases += _scaled_cases(MODELS[2].name, coded, target)
     for weight_format, dtype in (("dense", "bf16"), ("dense", "fp16"), ("fp8", "bf16")):
         cases += _grouped_cases(MODELS[2].problem(weight_format, dtype), target)
     cases += [case for rows, inner in NVFP4_SHAPES for case in _nvfp4_cases(rows, inner, target)]
@@ -131,11 +136,30 @@ def moe_cases(target: Target) -> list[AuditCase]:
     return [case for case in cases if distinct[case.spec] is case]
 
 
-def _fused_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
+def _scaled_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
+    """Where activations are quantised too: every kernel of a call."""
     for tokens in TOKEN_COUNTS:
         plan = plan_moe(problem, tokens, target)
+        few = tokens * problem.num_slots <= MEMORY_BOUND_ROWS * problem.num_experts
+        name = f"moe {model} {problem.format} by codes T={tokens}"
+        configs = {"up": plan.up, "down": plan.down}
+        for step, spec in specs(problem, plan, target.name).items():
+            if step in configs:
+                claims = gemm_claims(CODE_TYPE, configs[step], memory_bound=few)
+                yield AuditCase(f"{name} {step}: {configs[step]}", spec, claims)
+            else:
+                yield AuditCase(f"{name} {step}", spec, Expectations())
+
+
+def _fused_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
+    coded = problem
+    for tokens in TOKEN_COUNTS:
+        plan = plan_moe(coded, tokens, target)
         routes = tokens * problem.num_slots
-        name = f"moe {model} {problem.format} T={tokens}"
+        name = f"moe {model} {coded.format} T={tokens}"
+        problem = decoded_problem(coded) if plan.decode else coded
+        for step, spec in decode_specs(coded, target.name).items() if plan.decode else ():
+            yield AuditCase(f"{name} {step}", spec, Expectations())
         for step, spec in kernels.sort_specs(problem, plan.order, target.name).items():
             yield AuditCase(f"{name} {step}", spec, Expectations())
         few = cdiv(routes, problem.num_experts) <= MEMORY_BOUND_ROWS
