@@ -11,11 +11,15 @@ from dataclasses import dataclass, replace
 
 from tilewright.codegen.grouped_plan import scaled_gemm_config
 from tilewright.codegen.grouped_scaled_kernels import scaled_config
-from tilewright.codegen.moe_codes_kernels import (
-    CodesConfig,
-    codes_config,
-    codes_obstacle,
-    scale_bytes,
+from tilewright.codegen.moe_codes_kernels import CodesConfig
+from tilewright.codegen.moe_codes_plan import (
+    SHORT_INNER,
+    STREAMING_TILES,
+    WIDE_ROWS,
+    codes_configs,
+    few_tiles,
+    streams_codes,
+    token_tile,
 )
 from tilewright.codegen.moe_decode import decodable, decoded_problem
 from tilewright.codegen.moe_kernels import (
@@ -24,23 +28,13 @@ from tilewright.codegen.moe_kernels import (
     MoeProblem,
     OrderConfig,
     cdiv,
-    down_problem,
     order_config,
-    up_problem,
 )
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.targets import Target
 
 # Rows per expert up to which weights stand on the tensor core's M side.
 SWAPPED_ROWS = 16
-# Rows per expert from which 128-row tiles are taken.
-WIDE_ROWS = 96
-# Tiles of 64 columns that keep a GPU's memory busy.
-STREAMING_TILES = 128
-# Inner columns up to which the down kernel has so few steps that shorter tiles are better.
-SHORT_INNER = 768
-# Columns of a step where weights stream.
-STREAMED_K = 128
 # The first two on chips with tensor memory.
 STREAMED_BY_TENSOR_MEMORY = 48
 WIDE_BY_TENSOR_MEMORY = 192
@@ -79,7 +73,7 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
     elif target.tmem_columns:
         up, down = _in_tensor_memory(problem, rows, routes)
     elif streams_codes(problem):
-        up, down = _codes(problem, rows, routes)
+        up, down = codes_configs(problem, rows, routes)
     else:
         up, down = _numbers(problem, rows, routes)
     how = ", weights decoded before them" if decode else ""
@@ -96,11 +90,11 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
     unpack them."""
     dense = problem.format == "dense"
     if rows <= SWAPPED_ROWS:
-        block_m = _token_tile(rows)
+        block_m = token_tile(rows)
         if not dense:
             up = GemmConfig(block_m, 64, 128, True, 4, 4, 3)
             return up, GemmConfig(block_m, 128, 128, True, 4, 3, 2)
-        if _few_tiles(problem, routes):
+        if few_tiles(problem, routes):
             return GemmConfig(16, 32, 128, True, 4, 4, 2), GemmConfig(16, 64, 128, True, 4, 3, 2)
         up = GemmConfig(block_m, 64, 128, True, 4, 3, 2)
         if routes * cdiv(problem.hidden, 128) < STREAMING_TILES:
@@ -131,68 +125,6 @@ def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfi
     return scaled_config(128, 128, 8, 4, codes=True), down
 
 
-def _codes(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
-    block_m = _token_tile(rows)
-    if block_m == 16:
-        return _codes_of_few(problem, routes)
-    if rows < WIDE_ROWS:
-        up = codes_config(block_m, 64, STREAMED_K, 4, 3, 2)
-        return up, codes_config(block_m, 128, STREAMED_K, 4, 3, 2)
-    if problem.format == "nvfp4":
-        return codes_config(128, 128, 64, 8, 3), codes_config(128, 256, 64, 8, 3)
-    return codes_config(128, 64, STREAMED_K, 8, 3), codes_config(128, 128, STREAMED_K, 8, 3)
-
-
-def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Hidden rows are written in the order of the codes: longer tiles take longer to be stored so
-    than to be put in order later."""
-    ordered = problem.inner % STREAMED_K == 0
-    few = codes_config(16, 32, 256, 4, 4, 2, part_k=256)
-    few_down = codes_config(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
-    if ordered and _few_tiles(problem, routes) and _fit(problem, few, few_down):
-        return few, few_down
-    # Rows that begin anywhere in a sector of memory.
-    up = codes_config(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
-    down = codes_config(16, 64, 256, 4, 3, 3, swapped=False, part_k=256)
-    if not ordered and problem.format != "int4" and _fit(problem, up, down):
-        return up, down
-    up = codes_config(16, 64, STREAMED_K, 4, 4, 3)
-    if problem.inner > 2 * SHORT_INNER:
-        return up, codes_config(16, 64, STREAMED_K, 4, 4, 4, ordered=ordered)
-    return up, codes_config(16, 128, STREAMED_K, 4, 4, 3, ordered=ordered)
-
-
-def streams_codes(problem: MoeProblem) -> bool:
-    """Whether both GEMMs can read their weights by words of codes."""
-    tiles = codes_config(16, 64, STREAMED_K, 4, 4)
-    return _fit(problem, tiles, tiles)
-
-
-def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
-    """Whether GEMMs in these tiles can stream the codes."""
-    if problem.format == "int4" and up.part_k != STREAMED_K:
-        return False  # its parts are its groups, whatever the tiles
-    names = (("gate_scale_ptr", "up_scale_ptr"), ("down_scale_ptr",))
-    storages = (up_problem(problem), down_problem(problem))
-    for storage, config, pointers in zip(storages, (up, down), names, strict=True):
-        if codes_obstacle(storage, config) is not None:
-            return False
-        wide = problem.format != "int4" and scale_bytes(storage, config) > 1
-        if wide and any(name in problem.unaligned for name in pointers):
-            return False
-    return True
-
-
-def _few_tiles(problem: MoeProblem, routes: int) -> bool:
-    return routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
-
-
-def _token_tile(rows: int) -> int:
-    """Rows of a tile: an expert's number of rows varies around its average."""
-    return min(max(next_power_of_2(2 * rows - 1), 16), 64)
-
-
 def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
     """The largest tiles whose machine code neither spills nor asks for more tensor memory than
     there is, with every compiler release.
@@ -203,11 +135,11 @@ def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[Gemm
     if rows <= STREAMED_BY_TENSOR_MEMORY:
         # A tile of one expert is as long as its rows, within what a token tile may be.
         block_m = min(max(next_power_of_2(rows), 16), 64)
-        few_tiles = _few_tiles(problem, routes)
+        few = few_tiles(problem, routes)
         # Two programs on a multiprocessor hide each other's ends; narrower tiles where few experts
         # are in use, so that all multiprocessors stream.
-        up = GemmConfig(block_m, 32 if few_tiles else 64, 128, True, 4, 4 if few_tiles else 3, 2)
-        if few_tiles:
+        up = GemmConfig(block_m, 32 if few else 64, 128, True, 4, 4 if few else 3, 2)
+        if few:
             return up, GemmConfig(block_m, 64, 128, True, 4, 3, 2)
         if problem.format == "dense":
             return up, GemmConfig(block_m, 128, 128, True, 8, 4)

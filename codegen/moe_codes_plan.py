@@ -1,0 +1,85 @@
+"""Tiles of expert GEMMs that stream weights of 4-bit codes, by the rows that an expert gets."""
+
+from __future__ import annotations
+
+from tilewright.codegen.grouped_kernels import GemmConfig
+from tilewright.codegen.moe_codes_kernels import (
+    CodesConfig,
+    codes_config,
+    codes_obstacle,
+    scale_bytes,
+)
+from tilewright.codegen.moe_kernels import MoeProblem, cdiv, down_problem, up_problem
+from tilewright.codegen.qkv_heads import next_power_of_2
+
+# Rows per expert from which 128-row tiles are taken.
+WIDE_ROWS = 96
+# Tiles of 64 columns that keep a GPU's memory busy.
+STREAMING_TILES = 128
+# Inner columns up to which the down kernel has so few steps that shorter tiles are better.
+SHORT_INNER = 768
+# Columns of a step where weights stream.
+STREAMED_K = 128
+
+
+def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
+    """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
+    block_m = token_tile(rows)
+    if block_m == 16:
+        return _codes_of_few(problem, routes)
+    if rows < WIDE_ROWS:
+        up = codes_config(block_m, 64, STREAMED_K, 4, 3, 2)
+        return up, codes_config(block_m, 128, STREAMED_K, 4, 3, 2)
+    if problem.format == "nvfp4":
+        return codes_config(128, 128, 64, 8, 3), codes_config(128, 256, 64, 8, 3)
+    return codes_config(128, 64, STREAMED_K, 8, 3), codes_config(128, 128, STREAMED_K, 8, 3)
+
+
+def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
+    """Hidden rows are written in the order of the codes: longer tiles take longer to be stored so
+    than to be put in order later."""
+    ordered = problem.inner % STREAMED_K == 0
+    few = codes_config(16, 32, 256, 4, 4, 2, part_k=256)
+    few_down = codes_config(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
+    if ordered and few_tiles(problem, routes) and _fit(problem, few, few_down):
+        return few, few_down
+    # Rows that begin anywhere in a sector of memory.
+    up = codes_config(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
+    down = codes_config(16, 64, 256, 4, 3, 3, swapped=False, part_k=256)
+    if not ordered and problem.format != "int4" and _fit(problem, up, down):
+        return up, down
+    up = codes_config(16, 64, STREAMED_K, 4, 4, 3)
+    if problem.inner > 2 * SHORT_INNER:
+        return up, codes_config(16, 64, STREAMED_K, 4, 4, 4, ordered=ordered)
+    return up, codes_config(16, 128, STREAMED_K, 4, 4, 3, ordered=ordered)
+
+
+def streams_codes(problem: MoeProblem) -> bool:
+    """Whether both GEMMs can read their weights by words of codes."""
+    tiles = codes_config(16, 64, STREAMED_K, 4, 4)
+    return _fit(problem, tiles, tiles)
+
+
+def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
+    """Whether GEMMs in these tiles can stream the codes."""
+    if problem.format == "int4" and up.part_k != STREAMED_K:
+        return False  # its parts are its groups, whatever the tiles
+    names = (("gate_scale_ptr", "up_scale_ptr"), ("down_scale_ptr",))
+    storages = (up_problem(problem), down_problem(problem))
+    for storage, config, pointers in zip(storages, (up, down), names, strict=True):
+        if codes_obstacle(storage, config) is not None:
+            return False
+        wide = problem.format != "int4" and scale_bytes(storage, config) > 1
+        if wide and any(name in problem.unaligned for name in pointers):
+            return False
+    return True
+
+
+def few_tiles(problem: MoeProblem, routes: int) -> bool:
+    """Whether tiles of 64 columns leave a part of the GPU without work."""
+    return routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
+
+
+def token_tile(rows: int) -> int:
+    """Rows of a tile: an expert's number of rows varies around its average."""
+    return min(max(next_power_of_2(2 * rows - 1), 16), 64)
