@@ -17,12 +17,13 @@ from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
 SWAPPED_ROWS = 16
-# Rows per group up to which 4-bit codes reach the tensor core as they lie.
-CODES_ROWS = 48
-# Rows per group from which 128-row tiles are taken.
+# Rows per group from which 128-row tiles are taken; of codes that reach the tensor core as they lie.
 WIDE_ROWS = 160
-# Rows per group from which weights are decoded before the GEMM.
-DECODED_ROWS = {"fp8": 96, "int4": 48, "nvfp4": 40, "mxfp4": 48}
+WIDE_CODES_ROWS = 96
+# Rows per group from which weights are decoded before the GEMM: on an H200 the two took equal time.
+DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
+# The same of 4-bit codes that are decoded by tile, which takes far longer.
+DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
 # The inner dimension comes in blocks of one of these.
 BLOCK_K = 64
 STREAMED_K = 128
@@ -43,10 +44,12 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     if problem.x_scale is not None:
         codes_by_codes = scaled_gemm_config(rows, problem.rows, target)
         return GroupedPlan(codes_by_codes, False, f"{rows} rows per group, {codes_by_codes}")
-    if rows <= CODES_ROWS and not target.tmem_columns and streams_codes(problem):
-        codes = _codes_config(rows)
+    streams = not target.tmem_columns and streams_codes(problem)
+    bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
+    decode = rows >= bounds.get(problem.format, rows + 1)
+    if streams and not decode:
+        codes = _codes_config(problem.format, rows)
         return GroupedPlan(codes, False, f"{rows} rows per group, {codes}")
-    decode = rows >= DECODED_ROWS.get(problem.format, rows + 1)
     dense = decode or problem.format == "dense"
     config = grouped_config(rows, dense=dense)
     how = ", weights decoded before it" if decode else ""
@@ -69,13 +72,18 @@ def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
 def streams_codes(problem: GroupedProblem) -> bool:
     """Whether the GEMM can read its weights by words of codes."""
     plain = problem.ids_dtype is None and "scale_ptr" not in problem.unaligned
-    return plain and codes_obstacle(problem, _codes_config(1)) is None
+    return plain and codes_obstacle(problem, _codes_config(problem.format, 1)) is None
 
 
-def _codes_config(rows: int) -> CodesConfig:
-    # A group's number of rows varies around the average.
-    block_m = min(max(next_power_of_2(2 * rows - 1), 16), 64)
-    return codes_config(block_m, 64, STREAMED_K, 4, 4, 4)
+def _codes_config(name: str, rows: int) -> CodesConfig:
+    """Tiles of 4-bit codes as they lie; name: the format."""
+    if rows < WIDE_CODES_ROWS:
+        # A group's number of rows varies around the average.
+        block_m = min(max(next_power_of_2(2 * rows - 1), 16), 64)
+        return codes_config(block_m, 64, STREAMED_K, 4, 4, 4)
+    if name == "nvfp4":
+        return codes_config(128, 128, BLOCK_K, 8, 3)
+    return codes_config(128, 64, STREAMED_K, 8, 3)
 
 
 def scaled_gemm_config(rows: int, columns: int, target: Target) -> ScaledConfig:

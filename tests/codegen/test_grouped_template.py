@@ -90,9 +90,10 @@ def interpreted(monkeypatch):
     return names
 
 
+@pytest.mark.parametrize("sizes", [(5, 0, 20), (130, 0, 280)], ids=["few", "some"])
 @pytest.mark.parametrize("form", ["int4", "nvfp4", "mxfp4"])
-def test_few_rows_have_their_codes_streamed(form, interpreted):
-    case = GroupedCase("case", (5, 0, 20), None, 80, 256, 4, spare=3, weight_format=form)
+def test_rows_have_their_codes_streamed(form, sizes, interpreted):
+    case = GroupedCase("case", sizes, None, 80, 256, 4, spare=3, weight_format=form)
     a = sample_inputs(case)
     args, options = OP.split(replace(a, bias=torch.ones(4, 80, dtype=a.x.dtype)))
     out = grouped_lowerings.launch_grouped_matmul(*args, **options)
@@ -105,7 +106,7 @@ def test_few_rows_have_their_codes_streamed(form, interpreted):
 
 @pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4", "mxfp4"])
 def test_many_rows_have_their_weights_decoded_first(form, interpreted):
-    case = GroupedCase("case", (100, 30), (1, 0), 80, 160, 2, spare=3, weight_format=form)
+    case = GroupedCase("case", (300, 190), (1, 0), 80, 160, 2, spare=3, weight_format=form)
     a = sample_inputs(case)
     args, options = OP.split(a)
     out = grouped_lowerings.launch_grouped_matmul(*args, **options)
