@@ -1,5 +1,6 @@
 """Makes the shared models importable as `tests.models` wherever pytest is started."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are in each other's way
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Dynamo makes many short-lived objects beside a large heap, which the collector reads each time.
+gc.set_threshold(100_000, 20, 20)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
