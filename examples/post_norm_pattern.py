@@ -1,7 +1,7 @@
 """A pattern with a norm, a write of the graph's own, and computed arguments; from one file.
 
-    y = sublayer(x)
-    y += x                              ⇒   examples::add_rms_norm(y, x, weight, eps)
+    y = x.clone()
+    y += sublayer(x)                    ⇒   examples::add_rms_norm(y, s, weight, eps)
     out = rms_norm(y) * weight
 
 Dimension letters: T tokens, K hidden size.
@@ -35,41 +35,41 @@ NAME = "add_rms_norm"
 
 @dataclass(frozen=True)
 class AddRmsNormArguments:
-    """y, x [T, K]; weight [K]. The result is the RMS norm of y + x, [T, K]; nothing is written."""
+    """y, s [T, K]; weight [K]. The result is the RMS norm of y + s, [T, K]; nothing is written."""
 
     y: torch.Tensor
-    x: torch.Tensor
+    s: torch.Tensor
     weight: torch.Tensor
     eps: float
 
 
 def validate(a: AddRmsNormArguments) -> None:
     check_shape(NAME, "y", a.y, "[T, K]", (None, None))
-    check_shape(NAME, "x", a.x, "[T, K]", a.y.shape)
+    check_shape(NAME, "s", a.s, "[T, K]", a.y.shape)
     check_shape(NAME, "weight", a.weight, "[K]", (a.y.shape[1],))
-    for name in ("x", "weight"):
+    for name in ("s", "weight"):
         check_dtype(NAME, name, getattr(a, name), (a.y.dtype,))
 
 
 def reference(a: AddRmsNormArguments) -> torch.Tensor:
     """fp32 throughout (float64 for float64), one rounding at the end."""
     wide = torch.promote_types(a.y.dtype, torch.float32)
-    total = a.y.to(wide) + a.x.to(wide)
+    total = a.y.to(wide) + a.s.to(wide)
     return functional.rms_norm(total, total.shape[-1:], a.weight.to(wide), a.eps).to(a.y.dtype)
 
 
 def sample_inputs(dtype: torch.dtype, device: Any = "cpu", seed: int = 0) -> AddRmsNormArguments:
     generator = torch.Generator().manual_seed(seed)
     shapes = ((5, 64), (5, 64), (64,))
-    y, x, weight = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
-    return AddRmsNormArguments(y, x, weight, 1e-6)
+    y, s, weight = (torch.randn(n, generator=generator).to(device, dtype) for n in shapes)
+    return AddRmsNormArguments(y, s, weight, 1e-6)
 
 
 contract.register(
     FusedOp(
         namespace="examples",
         name=NAME,
-        schema="(Tensor y, Tensor x, Tensor weight, float eps) -> Tensor",
+        schema="(Tensor y, Tensor s, Tensor weight, float eps) -> Tensor",
         arguments=AddRmsNormArguments,
         validate=validate,
         validate_values=lambda a: None,
@@ -113,19 +113,19 @@ class AddRmsNorm:
         if norm.kind != "rms":
             reject("UNSUPPORTED", Stage.GUARDS, f"a {norm.kind} norm; rms is fused", anchor)
         summed = _sum(norm.x)
-        y, x = (_tokens_first(view) for view in summed.operands)
+        y, s = (_tokens_first(view) for view in summed.operands)
         whole = effects.identity(y.shape)
         return Match(
             pattern=self.name,
             op=self.op,
             anchor=anchor,
-            arguments={"y": y, "x": x, "weight": _weight(norm, anchor), "eps": norm.eps},
+            arguments={"y": y, "s": s, "weight": _weight(norm, anchor), "eps": norm.eps},
             results=(Result(anchor, effects.reshape(whole, anchor.shape)),),
             absorbed=(*norm.absorbed, summed),
             stores=(),
             scratch=tuple(store for store in flow.stores if store.node is summed.node),
             needs_kernel=True,
-            facts={"x": f"{list(y.shape)}", "eps": norm.eps},
+            facts={"y": f"{list(y.shape)}", "eps": norm.eps},
             scope=anchor.scope,
         )
 
@@ -148,7 +148,7 @@ def _weight(norm: Norm, anchor: Value) -> View | Computed:
 
 
 def _sum(view: View) -> Value:
-    """The sum that is normalised; `y += x` is the sum and, as a value of its own, its store."""
+    """The sum that is normalised; `y += s` may be the sum and, as a value of its own, its store."""
     bare, _ = strip_casts(view)
     summed = bare.value
     if summed.op != "aten.add" or len(summed.operands) != 2 or not bare.is_whole:
@@ -178,8 +178,8 @@ class PostNorm(torch.nn.Module):
         self.form = form
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.sublayer(x)
-        y += x
+        y = x.clone()
+        y += self.sublayer(x)
         normed = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
         if self.form == "none":
             return normed
