@@ -46,7 +46,7 @@ def _torch_is_imported():
 def project(pytester, monkeypatch):
     """project(*arguments): pytest in a folder with a model and its tests."""
     pytester.makepyfile(mine=CACHE_MODEL, test_mine=USERS_TESTS)
-    pytester.makeini("[pytest]\naddopts = -p no:cacheprovider -p no:xdist\n")
+    pytester.makeini("[pytest]\naddopts = -p no:cacheprovider -p no:xdist -p no:hypothesispytest\n")
     monkeypatch.syspath_prepend(pytester.path)
 
     def run(*arguments: str):
