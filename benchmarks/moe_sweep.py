@@ -44,7 +44,7 @@ from tilewright.codegen.targets import SM90
 from tilewright.ops.moe_lowerings import Step, as_words, moe_steps
 from tilewright.ops.moe_problems import moe_problem
 
-GEMM = re.compile(r"([stcdqr])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)(?:k(\d+))?(h*)(c?)")
+GEMM = re.compile(r"([stcdqr])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)(?:k(\d+))?(h?)(c?)")
 ORDER = re.compile(r"c(\d+)(k?)w(\d+)l(\d+)r(\d+)")
 
 
@@ -73,7 +73,7 @@ def gemm_config(text: str, stage: str) -> GemmConfig:
     kind, m, n, k, warps, stages, programs, flat, part, halves, codes = found.groups()
     if kind in "qr":
         numbers = (int(m), int(n), int(warps), int(stages), int(programs or 1))
-        parts = 2 ** len(halves)
+        parts = 2 if halves else 1
         return scaled_config(*numbers, swapped=kind == "r", parts=parts, codes=bool(codes))
     if kind in "cd":
         numbers = (int(m), int(n), int(k), int(warps), int(stages), int(programs or 1))

@@ -10,16 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
-from tilewright.codegen.grouped_scaled_kernels import SCALED_K, ScaledConfig, scaled_config
+from tilewright.codegen.grouped_scaled_kernels import ScaledConfig, scaled_config
 from tilewright.codegen.moe_codes_kernels import CodesConfig, codes_config, codes_obstacle
 from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
 SWAPPED_ROWS = 16
-# Rows per group from which 128-row tiles are taken; of codes that reach the tensor core as they lie.
+# Rows per group from which 128-row tiles are taken: of numbers, of codes that reach the tensor core
+# as they lie, of codes by codes.
 WIDE_ROWS = 160
 WIDE_CODES_ROWS = 96
+LONG_ROWS = 512
 # Rows per group from which weights are decoded before the GEMM: on an H200 the two took equal time.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
 # The same of 4-bit codes that are decoded by tile, which takes far longer.
@@ -42,7 +44,7 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     """The kernels for `num_rows` rows on a target."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
     if problem.x_scale is not None:
-        codes_by_codes = scaled_gemm_config(rows, problem.rows, target)
+        codes_by_codes = scaled_gemm_config(rows, target)
         return GroupedPlan(codes_by_codes, False, f"{rows} rows per group, {codes_by_codes}")
     streams = not target.tmem_columns and streams_codes(problem)
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
@@ -86,15 +88,20 @@ def _codes_config(name: str, rows: int) -> CodesConfig:
     return codes_config(128, 64, STREAMED_K, 8, 3)
 
 
-def scaled_gemm_config(rows: int, columns: int, target: Target) -> ScaledConfig:
-    """Tiles for so many rows per group of codes by codes, of weights with so many rows."""
+def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
+    """Tiles for so many rows per group of codes by codes. A product is scaled while nothing else of
+    its program multiplies: two or three of them share a multiprocessor."""
     if rows <= SWAPPED_ROWS:
         return scaled_config(16, 128, 4, 3, 3, swapped=True)
-    if rows < WIDE_ROWS:
+    if target.tmem_columns:
+        wide = rows >= WIDE_ROWS
+        return scaled_config(128 if wide else 64, 128, 8 if wide else 4, 4)
+    if rows < WIDE_CODES_ROWS:
         return scaled_config(64, 128, 4, 4, 2)
-    if columns <= SCALED_K or target.tmem_columns:
-        return scaled_config(128, 128, 8, 4)
-    return scaled_config(128, 256, 8, 3, parts=2)
+    if rows < LONG_ROWS:
+        # Of 128-row tiles a group's last is mostly empty.
+        return scaled_config(64, 128, 4, 3, 3)
+    return scaled_config(128, 128, 8, 3, 2, parts=2)
 
 
 def block_k_obstacle(problem: GroupedProblem) -> str | None:

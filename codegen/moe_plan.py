@@ -112,7 +112,7 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
 
 def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfig, GemmConfig]:
     """Rows and weights both e4m3."""
-    down = scaled_gemm_config(rows, problem.hidden, target)
+    down = scaled_gemm_config(rows, target)
     if rows <= SWAPPED_ROWS:
         return scaled_config(16, 128, 4, 3, 2, swapped=True), down
     if target.tmem_columns:

@@ -298,8 +298,6 @@ def grouped_scaled(
         else:
             accumulator = tl.zeros((BLOCK_M, PART), tl.float32)
         second = accumulator
-        third = accumulator
-        fourth = accumulator
         for column in range(0, INNER, BLOCK_K):
             # Rows past the expert's last are another's; they are not stored.
             x = x_desc.load([first_row, column])
@@ -313,7 +311,7 @@ def grouped_scaled(
             accumulator = add_scaled(
                 accumulator, x, tl.reshape(weight, (PART, BLOCK_K)), x_scales, scales, ONE, SWAPPED
             )
-            if PARTS >= 2:
+            if PARTS == 2:
                 weight = weight_desc.load([expert, first_n + PART, column])
                 scales = part_scales(
                     scale_ptr, expert, first_n + PART, column, HIDDEN, INNER, PART, SCALE_STRIDES,
@@ -322,23 +320,6 @@ def grouped_scaled(
                 second = add_scaled(
                     second, x, tl.reshape(weight, (PART, BLOCK_K)), x_scales, scales, ONE, SWAPPED
                 )
-            if PARTS == 4:
-                weight = weight_desc.load([expert, first_n + 2 * PART, column])
-                scales = part_scales(
-                    scale_ptr, expert, first_n + 2 * PART, column, HIDDEN, INNER, PART,
-                    SCALE_STRIDES, SCALE_BLOCK,
-                )  # fmt: skip
-                third = add_scaled(
-                    third, x, tl.reshape(weight, (PART, BLOCK_K)), x_scales, scales, ONE, SWAPPED
-                )
-                weight = weight_desc.load([expert, first_n + 3 * PART, column])
-                scales = part_scales(
-                    scale_ptr, expert, first_n + 3 * PART, column, HIDDEN, INNER, PART,
-                    SCALE_STRIDES, SCALE_BLOCK,
-                )  # fmt: skip
-                fourth = add_scaled(
-                    fourth, x, tl.reshape(weight, (PART, BLOCK_K)), x_scales, scales, ONE, SWAPPED
-                )
         places = rows
         if order_ptr is not None:
             places = tl.load(order_ptr + rows, mask=row_mask, other=0)
@@ -346,18 +327,9 @@ def grouped_scaled(
             accumulator, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n, HIDDEN,
             PART, BIAS_STRIDES, SWAPPED,
         )  # fmt: skip
-        if PARTS >= 2:
+        if PARTS == 2:
             store_part(
                 second, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n + PART,
-                HIDDEN, PART, BIAS_STRIDES, SWAPPED,
-            )  # fmt: skip
-        if PARTS == 4:
-            store_part(
-                third, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n + 2 * PART,
-                HIDDEN, PART, BIAS_STRIDES, SWAPPED,
-            )  # fmt: skip
-            store_part(
-                fourth, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n + 3 * PART,
                 HIDDEN, PART, BIAS_STRIDES, SWAPPED,
             )  # fmt: skip
     if order_ptr is None:
