@@ -191,6 +191,25 @@ def _nothing_to_wait_for() -> None:
     """`gdc_wait`: interpreted kernels run one after the other."""
 
 
+class _Outputs(list[TensorHandle]):
+    """What an inline instruction gives, as the language reads it."""
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self[index]
+
+
+def _inline(
+    self: InterpreterBuilder, asm: str, constraints: str, values: Any, types: Any, pure: bool,
+    pack: int,
+) -> _Outputs:  # fmt: skip
+    """The instructions that templates have. Raises NotImplementedError for others."""
+    if asm != "mul.rn.bf16x2 $0, $1, $2;":
+        raise NotImplementedError(f"no interpretation of {asm}")
+    first, second = (np.ascontiguousarray(value.data).view(np.uint16) for value in values)
+    product = round_to_bf16(widen(first) * widen(second))
+    return _Outputs([TensorHandle(product.view(np.int32), tl.int32)])
+
+
 def _replacements() -> list[tuple[Any, str, Any]]:
     builder, reductions = InterpreterBuilder, interpreter.ReduceScanOpInterface
     changes = [
@@ -205,6 +224,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (builder, "create_rsqrt", _in_fp32(builder.create_rsqrt, 1)),
         (builder, "create_clampf", _in_fp32(builder.create_clampf, 3)),
         (builder, "get_bf16", _get_bf16),
+        (builder, "create_inline_asm", _inline),
         (reductions, "apply", _reduction(reductions.apply)),
         (interpreter, "_patch_lang_tensor", _scalar_index(interpreter._patch_lang_tensor)),
         (cuda, "gdc_wait", _nothing_to_wait_for),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilewright.codegen.grouped_kernels import GemmConfig
 from tilewright.codegen.moe_codes_kernels import (
     CodesConfig,
@@ -18,6 +20,8 @@ WIDE_ROWS = 96
 STREAMING_TILES = 128
 # Inner columns up to which the down kernel has so few steps that shorter tiles are better.
 SHORT_INNER = 768
+# Rows per expert up to which each warp has columns of its own, and tokens come by eight.
+SPLIT_ROWS = 4
 # Columns of a step where weights stream.
 STREAMED_K = 128
 
@@ -25,6 +29,11 @@ STREAMED_K = 128
 def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
     """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
     block_m = token_tile(rows)
+    if rows <= SPLIT_ROWS and problem.format != "mxfp4":
+        up, down = _split_codes(problem, routes)
+        whole = problem.hidden % up.block_k == 0 and problem.inner % down.block_k == 0
+        if whole and _fit(problem, up, down):
+            return up, down
     if block_m == 16:
         return _codes_of_few(problem, routes)
     if rows < WIDE_ROWS:
@@ -33,6 +42,22 @@ def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConf
     if problem.format == "nvfp4":
         return codes_config(128, 128, 64, 8, 3), codes_config(128, 256, 64, 8, 3)
     return codes_config(128, 64, STREAMED_K, 8, 3), codes_config(128, 128, STREAMED_K, 8, 3)
+
+
+def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesConfig]:
+    """Warps with columns of their own and the older instruction: registers bound how many weights
+    are on their way, and small programs use them best. Of one token every route is a block of rows.
+    """
+    up = codes_config(8, 32, 256, 2, 3, 6, split=2)
+    if routes == problem.num_slots:
+        if problem.inner <= 2 * SHORT_INNER:
+            up = codes_config(8, 16, 512, 4, 4, 4, split=4, by_route=True)
+            return up, codes_config(8, 16, 256, 2, 3, 8, split=2, by_route=True)
+        return replace(up, by_route=True), codes_config(8, 16, 512, 4, 4, 4, split=4, by_route=True)
+    if problem.inner <= 2 * SHORT_INNER:
+        ordered = problem.inner % STREAMED_K == 0
+        return up, codes_config(8, 64, 256, 2, 3, 6, split=2, ordered=ordered)
+    return up, codes_config(8, 32, 512, 4, 4, 4, split=4)
 
 
 def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:

@@ -20,6 +20,7 @@ from tilewright.codegen.templates.grouped_gemm import (
 from tilewright.codegen.templates.moe_gemm import activate
 from tilewright.codegen.templates.moe_weights import (
     e2m1_codes,
+    e2m1_unit,
     int4_codes,
     place_in_order,
     rows_in_order,
@@ -143,6 +144,8 @@ def multiply_tile(
             )  # fmt: skip
     if SPLIT > 1:
         accumulator = tl.sum(accumulator, axis=0)
+    if FORMAT != "int4":
+        accumulator *= e2m1_unit(DTYPE, FORMAT)
     return accumulator
 
 

@@ -54,7 +54,7 @@ def dequantize_tile(
 
 @triton.jit
 def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes at `position` and `position` + 4 of each word of eight: one more axis, of two.
+    """The codes at `position` and `position` + 4 of each word of eight, in both halves of a word.
 
     Exact, but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa go where
     DTYPE has them, for both codes at once; so does the one subnormal.
@@ -72,9 +72,37 @@ def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
     else:
         top = words << (12 - 4 * position)
         both = ((top >> 3) & 0x0E000E00) | (top & -0x7FFF8000)
-    low = both.to(tl.int16).to(DTYPE, bitcast=True)
-    high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return both
+
+
+@triton.jit
+def times(pair, factor):
+    """Words of two bf16 numbers times such words. The compiler pairs products of single numbers
+    too, but by another order, and takes two instructions more to exchange the halves."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
+    )
+
+
+@triton.jit
+def halves_of(pair, DTYPE: tl.constexpr):
+    """Words of two numbers: one more axis, of two."""
+    low = pair.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.join(low, high)
+
+
+@triton.jit
+def scale_codes(scales, COUNT: tl.constexpr):
+    """Integers [rows, 4] that begin with COUNT bytes as integers [rows, 4, COUNT] that begin with
+    one."""
+    codes = scales.to(tl.int32)
+    if COUNT == 4:
+        pair = tl.join(codes, codes >> 16)
+        codes = tl.join(pair, pair >> 8)
+    elif COUNT == 2:
+        codes = tl.join(codes, codes >> 8)
+    return codes
 
 
 @triton.jit
@@ -82,12 +110,7 @@ def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
     """Scales [rows, 4] as integers with a few of one byte each, by word: [rows, 4, WORDS], fp32."""
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
-    codes = scales.to(tl.int32)
-    if COUNT == 4:
-        pair = tl.join(codes, codes >> 16)
-        codes = tl.join(pair, pair >> 8)
-    elif COUNT == 2:
-        codes = tl.join(codes, codes >> 8)
+    codes = scale_codes(scales, COUNT)
     if FORMAT == "nvfp4":
         # e4m3 without its sign: bits of an fp32 that is 2 ** 120 times too small.
         values = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
@@ -154,21 +177,55 @@ def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
+def e2m1_unit(DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """What products of `e2m1_codes` have to be multiplied with."""
+    return 256.0 if FORMAT == "nvfp4" and tl.bfloat16 == DTYPE else 1.0
+
+
+@triton.jit
+def e4m3_pairs(scales, WORDS: tl.constexpr):
+    """Scales [rows, 4], see `word_scales`, for every word [rows, 4 * WORDS]: twice in a word, bf16
+    numbers 2 ** 118 times too large, as much as the largest scale leaves of bf16's powers of two.
+    """
+    ROWS: tl.constexpr = scales.shape[0]
+    COUNT: tl.constexpr = WORDS // 2
+    # Bits of a bf16 number that is 2 ** 120 times too small.
+    pairs = (scale_codes(scales, COUNT) & 0x7F) * 0x00100010
+    power = tl.full(pairs.shape, 0x7B007B00, tl.int32)  # 2 ** 119
+    pairs = times(pairs, power)
+    pairs = times(pairs, power)
+    pairs = tl.broadcast_to(tl.reshape(pairs, (ROWS, 4, COUNT, 1)), (ROWS, 4, COUNT, 2))
+    return tl.reshape(pairs, (ROWS, 4 * WORDS))
+
+
+@triton.jit
 def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
                SWAPPED: tl.constexpr):  # fmt: skip
-    """Words [rows, K / 8] of E2M1 codes times their scales, see `joined_in_order`.
+    """Words [rows, K / 8] of E2M1 codes times their scales, see `joined_in_order`, in parts of
+    `e2m1_unit`.
 
     scales: see `word_scales`. Exact, unless a power of two is beyond DTYPE's.
     """
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1] // 4
-    even = tl.join(e2m1_pair(words, 0, DTYPE), e2m1_pair(words, 1, DTYPE))
-    odd = tl.join(e2m1_pair(words, 2, DTYPE), e2m1_pair(words, 3, DTYPE))
+    first = e2m1_pair(words, 0, DTYPE)
+    second = e2m1_pair(words, 1, DTYPE)
+    third = e2m1_pair(words, 2, DTYPE)
+    fourth = e2m1_pair(words, 3, DTYPE)
+    if FORMAT == "nvfp4" and tl.bfloat16 == DTYPE:
+        factor = e4m3_pairs(scales, WORDS)
+        first = times(first, factor)
+        second = times(second, factor)
+        third = times(third, factor)
+        fourth = times(fourth, factor)
+    even = tl.join(halves_of(first, DTYPE), halves_of(second, DTYPE))
+    odd = tl.join(halves_of(third, DTYPE), halves_of(fourth, DTYPE))
     codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
-    # By itself, though a scale might have it: both halves of a register stay in it.
-    codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
-    factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
-    codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
+    if not (FORMAT == "nvfp4" and tl.bfloat16 == DTYPE):
+        # By itself, though a scale might have it: both halves of a register stay in it.
+        codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
+        factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
+        codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
     return joined_in_order(codes, ROWS, WORDS, RUN, SWAPPED)
 
 

@@ -74,10 +74,23 @@ def test_codes_stream_and_few_hidden_rows_lie_in_their_order(problem, tokens):
     plan = plan_moe(problem, tokens, SM90)
     assert isinstance(plan.up, CodesConfig)
     assert isinstance(plan.down, CodesConfig)
-    assert plan.down.ordered == (tokens <= 64)
+    assert plan.down.ordered == (1 < tokens <= 64)
     step, _ = order_of(down_problem(problem), plan.down)
     assert (step > 0) == plan.down.ordered
     assert not step or N % step == 0
+
+
+@pytest.mark.parametrize("problem", [NVFP4, INT4], ids=["nvfp4", "int4"])
+def test_few_rows_have_warps_with_columns_of_their_own(problem):
+    """One token needs no sort; more rows, or columns that are no whole steps, have other tiles."""
+    one, some, more = (plan_moe(problem, tokens, SM90) for tokens in (1, 64, 128))
+    assert one.by_route
+    assert not some.by_route
+    assert one.up.split == one.up.num_warps == 4
+    assert some.up.split == some.up.num_warps == 2
+    assert more.up.split == 1
+    other = replace(problem, hidden=K + 128)
+    assert plan_moe(other, 1, SM90).up.split == 1
 
 
 def test_tensor_memory_takes_no_streamed_codes():
