@@ -66,7 +66,8 @@ class AttentionProblem:
     read. sequences: a power of two not below their number, 1 where not ragged. mask_kind: "none",
     "bool" or "additive". indices: (name, Triton type) of the index tensors there are. scales: names
     of those there are. aligned: names of pointers on 16 bytes and of strides that are multiples of
-    16 elements. tma: descriptors can reach q, k and v; rope_tma: the rope keys too.
+    16 elements. tma: descriptors can reach q, k and v; rope_tma: the rope keys too. joint: a key's
+    values follow it, and both fill their tiles.
     """
 
     dtype: str
@@ -93,6 +94,7 @@ class AttentionProblem:
     aligned: tuple[str, ...] = ()
     tma: bool = False
     rope_tma: bool = False
+    joint: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -173,6 +175,7 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
         "ONE_LOOP": config.one_loop,
         "TMA": config.tma,
         "ROPE_TMA": config.tma and problem.rope_tma,
+        "JOINT": config.tma and problem.joint,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "WARP_SPECIALIZE": config.warp_specialize,

@@ -28,8 +28,8 @@ class QueryProblem:
     types: Triton's element type of every tensor of POINTERS, None for absent ones. rope_style
     "none": no rotation. full_width: cos and sin have rope_dim columns, else half; table strides
     (row, column). batch_strides: of row_offsets, starts and positions; search_steps: of a binary
-    search for a row's sequence. cast: to 8 bits, the other columns too. aligned: names of pointers
-    on 16 bytes and of strides of whole 16 elements.
+    search for a row's sequence. whole: the other columns too, as where all are cast. aligned:
+    names of pointers on 16 bytes and of strides of whole 16 elements.
     """
 
     types: tuple[tuple[str, str | None], ...]
@@ -43,12 +43,12 @@ class QueryProblem:
     by_position: bool = False
     batch_strides: tuple[int, int, int] = (0, 0, 0)
     search_steps: int = 0
-    cast: bool = False
+    whole: bool = False
     aligned: tuple[str, ...] = ()
 
     @property
     def out_width(self) -> int:
-        return self.nope + self.rope_dim if self.cast else self.rope_dim
+        return self.nope + self.rope_dim if self.whole else self.rope_dim
 
 
 # Rows of one program: 8 KiB and more of loads, with few enough registers for eight programs an SM.
@@ -69,7 +69,7 @@ def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
         "BY_POSITION": problem.by_position,
         "BATCH_STRIDES": problem.batch_strides,
         "SEARCH_STEPS": problem.search_steps,
-        "CAST": problem.cast,
+        "WHOLE": problem.whole,
         "BLOCK_R": BLOCK_R,
     }
     types = dict(problem.types)

@@ -54,6 +54,11 @@ def arguments(a: Any, chunk: Chunk, keys: Keys) -> dict[str, Any]:
     if a.attention_dtype == FP8:
         for name in ("q_scale", "k_scale", "v_scale"):
             given[name] = _device_scalar(getattr(a, name), a.q.device)
+    if _one_run(a, chunk):
+        given |= {"query_starts": None, "key_starts": None}
+        for name in ("q", "k", "v", "k_rope"):
+            given[name] = given[name].unsqueeze(0)
+        return given
     if a.row_offsets is None and chunk.offsets is None:
         for name in ("q", "k", "v", "k_rope"):
             given[name] = given[name].unflatten(0, (batch, -1))
@@ -63,6 +68,15 @@ def arguments(a: Any, chunk: Chunk, keys: Keys) -> dict[str, Any]:
     given["query_offsets"] = _offsets(a.row_offsets, batch, a.q)
     given["key_offsets"] = _offsets(chunk.offsets, batch, keys.k)
     return given
+
+
+def _one_run(a: Any, chunk: Chunk) -> bool:
+    """Whether a call is one sequence whose keys are its new tokens: as many keys as tokens, all of
+    which are among them. Then shapes say all that is on the device."""
+    if a.row_offsets is None or a.row_offsets.shape[0] != 2 or a.attention_dtype == FP8:
+        return False
+    written = a.slots == "ragged" and a.keys == "table" and a.positions is None
+    return written and a.key_lengths is None and chunk.rows == a.q.shape[0]
 
 
 def _offsets(given: torch.Tensor | None, batch: int, rows: torch.Tensor) -> torch.Tensor:

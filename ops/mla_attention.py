@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -72,10 +73,10 @@ def attend(
     A query that sees no key gives zeros, and a log-sum-exp of -inf; tokens outside the offsets are
     not written. Nothing is read back from the device. Raises ArgumentError.
     """
-    a = _call(q, k, v, k_rope, **options)
+    target = device_target(q.device) or SM90
+    a = _call(q, k, v, k_rope, target, **options)
     if a.q.numel() == 0:
         return _results(a)
-    target = device_target(a.q.device) or SM90
     problem, sizes = attention_problem(a), a.sizes
     if library_wanted(a, problem, target):
         return run_library(a, problem, target)
@@ -104,12 +105,16 @@ def attend(
 
 
 def _call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    target: Target,
+    **options: Any,
 ) -> AttentionCall:
     given = dict(options)
     rope = given.pop("q_rope", None)
-    wanted = given.pop("out_dtype", None)
-    given["out_dtype"] = wanted or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    given["out_dtype"] = _out_dtype(q, given)
     positions = given.get("query_positions")
     if positions is not None and given.get("query_offsets") is None and positions.dim() == 1:
         batch, run = q.shape[0], q.shape[1]
@@ -119,12 +124,26 @@ def _call(
     plain = AttentionCall(q, None, k, v, k_rope, **given)
     turned: torch.Tensor | None
     if isinstance(rope, QueryRope) or q.dtype != k.dtype:
-        own, turned = finished_queries(plain, rope)
+        whole = _library_may(plain, rope, target)
+        own, turned = finished_queries(plain, rope, whole=whole)
     else:
         own, turned = q[..., :nope], rope if rope is not None else q[..., nope:]
     a = AttentionCall(own, None if k_rope is None else turned, k, v, k_rope, **given)
     check_call(a)
     return a
+
+
+def _out_dtype(q: torch.Tensor, options: dict[str, Any]) -> torch.dtype:
+    return options.get("out_dtype") or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
+
+
+def _library_may(plain: AttentionCall, rope: Any, target: Target) -> bool:
+    """Whether queries that are rotated first go to the library, which wants them whole."""
+    if not isinstance(rope, QueryRope) or plain.q.dtype != plain.k.dtype:
+        return False
+    own, turned = plain.q[..., : plain.nope], plain.q[..., plain.nope :]
+    views = replace(plain, q=own, q_rope=turned)
+    return library_wanted(views, attention_problem(views), target)
 
 
 def _results(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -152,9 +171,10 @@ def attention_plan(
     before: tuple[KernelSpec, ...] = ()
     if isinstance(rope, QueryRope) or q.dtype != k.dtype:
         given = {name: value for name, value in options.items() if name != "q_rope"}
-        given["out_dtype"] = given.get("out_dtype") or q.dtype
-        before = query_specs(AttentionCall(q, None, k, v, k_rope, **given), rope, target)
-    a = _call(q, k, v, k_rope, **options)
+        given["out_dtype"] = _out_dtype(q, given)
+        plain = AttentionCall(q, None, k, v, k_rope, **given)
+        before = query_specs(plain, rope, target, whole=_library_may(plain, rope, target))
+    a = _call(q, k, v, k_rope, target, **options)
     problem = attention_problem(a)
     if library_wanted(a, problem, target):
         return (*before, join_spec(problem, target.name)), NAME

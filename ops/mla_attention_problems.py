@@ -245,7 +245,20 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
         aligned=(*aligned, "out_ptr"),
         tma=_descriptors_reach(a, strides),
         rope_tma=_rope_descriptor_reaches(a, strides),
+        joint=_joint(a, strides),
     )
+
+
+def _joint(a: AttentionCall, strides: dict[str, int]) -> bool:
+    """Whether a key's values follow it, so that one descriptor reads both."""
+    dims = (a.nope, a.v.shape[-1])
+    whole = all(next_power_of_2(dim) == dim for dim in dims) and dims[0] == dims[1]
+    alike = (a.k.stride() == a.v.stride()) and not a.v_by_key
+    after = address(a.v) - address(a.k) == a.nope * a.k.element_size()
+    same = a.k.device.type == "meta" or (
+        a.k.untyped_storage().data_ptr() == a.v.untyped_storage().data_ptr()
+    )
+    return whole and alike and after and same
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -215,10 +215,24 @@ def check_prefill_values(op: str, a: Any) -> None:
         window = CacheWindow.from_ints(a.latent_window)
         check_address_values(op, WritePlaces.of(a), window, num_tokens)
     check_key_values(op, a)
+    if a.slots == "ragged" and a.keys == "table" and a.key_offsets is not None:
+        _check_room(op, a)
     if a.rope_by_position:
         check_positions(op, _position_source(a), positions_of(a), a.cos.shape[0])
     if a.kv_b_scale is not None and readable([a.kv_b_scale]):
         check_scale_values(op, "kv_b_scale", a.kv_b_scale)
+
+
+def _check_room(op: str, a: Any) -> None:
+    """Whether every sequence has rows for its cached and its new keys."""
+    new = a.row_offsets.to(torch.int64).diff()
+    wanted = new + a.cache_lengths.to(torch.int64)
+    rows = a.key_offsets.to(torch.int64).diff()
+    short = ((rows < wanted) & (new > 0)).nonzero().flatten()
+    if short.numel():
+        b = int(short[0])
+        expected = f"rows for all {int(wanted[b])} keys of sequence {b}"
+        raise ArgumentError(op, "key_offsets", expected, f"{int(rows[b])} rows")
 
 
 def _position_source(a: Any) -> str:

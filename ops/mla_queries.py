@@ -24,29 +24,34 @@ def _spec(problem: QueryProblem, target: str) -> KernelSpec:
 
 
 def finished_queries(
-    a: AttentionCall, rope: QueryRope | torch.Tensor | None
+    a: AttentionCall, rope: QueryRope | torch.Tensor | None, *, whole: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q's own columns, its rotated ones): views of a.q where nothing is to be done to them.
 
-    a.q has all columns. A rope part that is a tensor was rotated already.
+    a.q has all columns. A rope part that is a tensor was rotated already. whole: both are views of
+    one new tensor, side by side.
     """
-    values, problem = _launch_parts(a, rope)
+    values, problem = _launch_parts(a, rope, whole)
     rows = values["num_rows"]
     out = noted_scratch(a.q.new_empty((*a.q.shape[:-1], problem.out_width), dtype=_out_dtype(a)))
     if rows and a.q.device.type != "meta":
         target = device_target(a.q.device) or SM90
         launch(_spec(problem, target.name), kernels.query_grid(rows), values | {"out_ptr": out},
                a.q.device)  # fmt: skip
-    if problem.cast:
+    if problem.whole:
         return out[..., : a.nope], out[..., a.nope :]
     return a.q[..., : a.nope], out
 
 
 def query_specs(
-    a: AttentionCall, rope: QueryRope | torch.Tensor | None, target: Target
+    a: AttentionCall,
+    rope: QueryRope | torch.Tensor | None,
+    target: Target,
+    *,
+    whole: bool = False,
 ) -> tuple[KernelSpec, ...]:
     """What `finished_queries` launches."""
-    return (_spec(_launch_parts(a, rope)[1], target.name),)
+    return (_spec(_launch_parts(a, rope, whole)[1], target.name),)
 
 
 def _out_dtype(a: AttentionCall) -> torch.dtype:
@@ -54,7 +59,7 @@ def _out_dtype(a: AttentionCall) -> torch.dtype:
 
 
 def _launch_parts(
-    a: AttentionCall, rope: QueryRope | torch.Tensor | None
+    a: AttentionCall, rope: QueryRope | torch.Tensor | None, whole: bool
 ) -> tuple[dict[str, Any], QueryProblem]:
     """The arguments of a launch, all but its output, and its problem."""
     q = a.q
@@ -82,10 +87,12 @@ def _launch_parts(
         "q_token_stride": q.stride(-3),
         "q_head_stride": q.stride(-2),
     }
-    return values, _problem(a, turns, values)
+    return values, _problem(a, turns, values, whole)
 
 
-def _problem(a: AttentionCall, turns: QueryRope | None, values: dict[str, Any]) -> QueryProblem:
+def _problem(
+    a: AttentionCall, turns: QueryRope | None, values: dict[str, Any], whole: bool
+) -> QueryProblem:
     by_position = turns is not None and turns.by_position
     if not by_position:
         values |= dict.fromkeys(("row_offsets_ptr", "starts_ptr", "positions_ptr"))
@@ -114,7 +121,7 @@ def _problem(a: AttentionCall, turns: QueryRope | None, values: dict[str, Any]) 
         by_position=by_position,
         batch_strides=(strides[0], strides[1], strides[2]),
         search_steps=max(a.num_sequences, 1).bit_length(),
-        cast=values["q_ptr"].dtype != a.k.dtype,
+        whole=whole or values["q_ptr"].dtype != a.k.dtype,
         aligned=(*aligned, "out_ptr"),
         **more,
     )

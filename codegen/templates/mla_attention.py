@@ -147,14 +147,15 @@ def mask_scores(
 @triton.jit
 def load_values(
     v_source, first_key, own_keys, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
-    V_BY_KEY: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
+    V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Values [BLOCK_N, V_BLOCK] of a block; v_first: the sequence's first key in a dim's row."""
+    """Values [BLOCK_N, V_BLOCK] of a block; v_first: the sequence's first key in a dim's row.
+    V_COLUMN: where a descriptor's values start."""
     if TMA:
         if V_BY_KEY:
             values = v_source.load([0, v_first + first_key]).T
         else:
-            values = v_source.load([first_key, 0])
+            values = v_source.load([first_key, V_COLUMN])
     else:
         keys = first_key + tl.arange(0, BLOCK_N)
         if V_BY_KEY:
@@ -211,16 +212,16 @@ def mla_attention(
     ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, ONE_LOOP: tl.constexpr,
-    TMA: tl.constexpr, ROPE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
+    TMA: tl.constexpr, JOINT: tl.constexpr, ROPE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """out [rows, H, V_DIM], and lse [rows, H] where there is one, of ragged or dense sequences.
 
     Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
     or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
     log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive",
-    of the mask tensor. ONE_LOOP: over masked blocks and whole ones; else the whole ones have a loop
-    of their own.
+    of the mask tensor. JOINT: one descriptor reads keys and values, which follow them. ONE_LOOP:
+    over masked blocks and whole ones; else the whole ones have a loop of their own.
     """
     # A program without a tile goes through with no queries and no keys: warps specialise only
     # where nothing returns early.
@@ -294,9 +295,12 @@ def mla_attention(
         # A descriptor needs a row; of none, no block is read.
         tma_keys = tl.maximum(own_keys, 1)
         k_source = tl.make_tensor_descriptor(
-            k_source, [tma_keys, NOPE], [K_STRIDE, 1], [BLOCK_N, NOPE_BLOCK]
-        )
-        if V_BY_KEY:
+            k_source, [tma_keys, NOPE + V_DIM if JOINT else NOPE], [K_STRIDE, 1],
+            [BLOCK_N, NOPE_BLOCK],
+        )  # fmt: skip
+        if JOINT:
+            v_source = k_source
+        elif V_BY_KEY:
             v_source = tl.make_tensor_descriptor(
                 v_source, [V_DIM, v_first + tma_keys], [v_stride, 1], [V_BLOCK, BLOCK_N]
             )
@@ -309,6 +313,7 @@ def mla_attention(
                 rope_source, [tma_keys, ROPE], [ROPE_STRIDE, 1], [BLOCK_N, ROPE_BLOCK]
             )
 
+    V_COLUMN: tl.constexpr = NOPE if JOINT else 0
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
@@ -325,8 +330,9 @@ def mla_attention(
             )  # fmt: skip
             weights, decay, top, total = soften(scores, top, total, steepness, SHIFT)
             values = load_values(
-                v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
-            )
+                v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, V_COLUMN,
+                TMA, BLOCK_N,
+            )  # fmt: skip
             output = add_values(output, decay, weights, values, PROMOTE)
     masked = 0
     if not ONE_LOOP:
@@ -348,8 +354,9 @@ def mla_attention(
         )  # fmt: skip
         weights, decay, top, total = soften(scores, top, total, masked_steepness, SHIFT)
         values = load_values(
-            v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, TMA, BLOCK_N
-        )
+            v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, V_COLUMN, TMA,
+            BLOCK_N,
+        )  # fmt: skip
         output = add_values(output, decay, weights, values, PROMOTE)
 
     # A row that sees no key: zeros, and a logarithm of -inf.

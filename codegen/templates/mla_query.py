@@ -1,4 +1,5 @@
-"""Queries as attention wants them: the rope part rotated, everything cast to 8 bits where asked."""
+"""Queries as attention wants them: the rope part rotated; with the rest, or cast to 8 bits, where
+that is asked."""
 
 import triton
 import triton.language as tl
@@ -17,11 +18,11 @@ def mla_query(
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
     BY_POSITION: tl.constexpr, BATCH_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
-    CAST: tl.constexpr, BLOCK_R: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out [rows, ROPE_DIM], a row being one head of one token: q's last ROPE_DIM columns, rotated
-    in fp32 and rounded once. CAST: out [rows, NOPE + ROPE_DIM], all columns, over q's scale and
-    saturating.
+    in fp32 and rounded once. WHOLE: out [rows, NOPE + ROPE_DIM], all columns, over q's scale and
+    saturating where they are cast.
 
     Grid (cdiv(num_rows, BLOCK_R),). A row of cos and sin is the token's position (BY_POSITION) or
     its number modulo rope_rows. token_run: tokens of one sequence, where they are equally many.
@@ -32,7 +33,7 @@ def mla_query(
     starts = (tokens // token_run).to(tl.int64) * q_sequence_stride
     starts += (tokens % token_run).to(tl.int64) * q_token_stride
     starts += (rows % NUM_HEADS).to(tl.int64) * q_head_stride
-    WIDTH: tl.constexpr = NOPE + ROPE_DIM if CAST else ROPE_DIM
+    WIDTH: tl.constexpr = NOPE + ROPE_DIM if WHOLE else ROPE_DIM
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     places = rows.to(tl.int64) * WIDTH
     inverse = 1.0
@@ -64,7 +65,7 @@ def mla_query(
         turned = low * low_cos - high * low_sin
         high = high * high_cos + low * high_sin
         low = turned
-    if CAST:
+    if WHOLE:
         columns = tl.arange(0, NOPE_BLOCK)
         inside = mask[:, None] & (columns < NOPE)[None, :]
         values = tl.load(q_ptr + starts[:, None] + columns[None, :], mask=inside, other=0.0)

@@ -8,9 +8,15 @@ import torch
 from tests.ops.test_contract import as_double, clone
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
-from tilewright.ops import mla_attention, mla_key_kernels, mla_lowerings, mla_queries
+from tilewright.ops import (
+    mla_attention,
+    mla_attention_library,
+    mla_key_kernels,
+    mla_lowerings,
+    mla_queries,
+)
 from tilewright.ops.contract import get_op
-from tilewright.ops.mla_cases import PrefillCase
+from tilewright.ops.mla_cases import BranchCase, PrefillCase
 from tilewright.ops.mla_checks import FP8
 
 CASES = {
@@ -30,7 +36,8 @@ def launches(monkeypatch):
         noted.append(spec.kernel)
         load_interpreted(spec)[grid](**{name: values[name] for name, _ in spec.signature})
 
-    for module in (mla_attention, mla_key_kernels, mla_lowerings, mla_queries):
+    library = mla_attention_library
+    for module in (library, mla_attention, mla_key_kernels, mla_lowerings, mla_queries):
         monkeypatch.setattr(module, "launch", launch)
     for module in (mla_attention, mla_lowerings, mla_queries):
         monkeypatch.setattr(module, "device_target", lambda device: SM90)
@@ -70,6 +77,45 @@ def test_the_8_bit_core_is_the_op(launches):
     error = (out.float() - expected.float()).square().mean().sqrt()
     assert float(error / expected.float().square().mean().sqrt()) < 0.03
     assert launches == ["mla_latents", "mla_up_projection", "mla_query", "mla_attention"]
+
+
+ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("mla_prefill", PrefillCase("one", **ONE)),
+        ("mla_prefill_branch_fp8", BranchCase("one", **ONE, rope_style="half")),
+    ],
+    ids=["mla_prefill", "branch"],
+)
+def test_one_sequence_without_a_prefix_is_dense(name, case, library, launches, monkeypatch):
+    """Its lengths are in the shapes: the library takes it, with queries that are rotated whole."""
+
+    def attention(q, k, v, bias, lse, dropout, causal, *more, scale):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale
+        )
+        return (out,)
+
+    if library:
+        monkeypatch.setattr(mla_attention_library, "library_gains", lambda *sizes: True)
+        monkeypatch.setattr(mla_attention_library, "_accepted", lambda call: True)
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attention)
+    op = get_op(name)
+    a = op.sample_inputs(case)
+    expected = op.reference(as_double(clone(a)))
+    planned = {spec.kernel for spec in op.plan_for(a, "sm90").specs}
+    args, kwargs = op.split(a)
+    run = {"mla_prefill": "launch_mla_prefill", "mla_prefill_branch_fp8": "launch_mla_branch"}
+    out = getattr(mla_lowerings, run[name])(*args, **kwargs)
+    problem = op.tolerances[out.dtype].problem(out, expected)
+    assert problem is None, problem
+    assert set(launches) == planned
+    assert ("mla_join" in launches) == library
+    assert ("mla_attention" in launches) != library
 
 
 def test_memory_that_tma_cannot_reach_is_copied(launches):
