@@ -76,7 +76,8 @@ class MlaPrefillArguments:
 
     A sequence's queries: row_offsets [B + 1], or num_sequences equal runs.
     keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in `ops.mla_keys`, read
-    after this call's tokens are written; num_keys = key_offsets[B] for keys="table".
+    after this call's tokens are written; num_keys = key_offsets[B] for keys="table". There, with
+    slots="ragged", a sequence with new tokens has rows for all its keys, cached and new.
     key_lengths [B]: keys from there on are not seen.
 
     A query's position p: `positions` [T] or [T / B] (the same for every sequence) where given, else

@@ -147,6 +147,10 @@ def test_values_that_do_not_fit_are_named():
     assert_refused(
         PREFILL, replace(a, num_keys=31), "key_offsets", "number of keys, 31, as the last"
     )
+    more = changed(a.cache_lengths, 0, int(a.cache_lengths[0]) + 1)
+    assert_refused(
+        PREFILL, replace(a, cache_lengths=more), "key_offsets", "keys of sequence 0, got"
+    )
     a = PREFILL.sample_inputs(PrefillCase("slots", keys="slots", slots="flat", pool="pair"))
     slots = changed(a.key_slots, 2, 64)
     assert_refused(PREFILL, replace(a, key_slots=slots), "key_slots", "from 0 to 63, got 64 at 2")
