@@ -37,7 +37,7 @@ def nibbles(codes):
 
 
 def look_up(codes, dtype=torch.float32, scale=1.0):
-    table = torch.tensor([scale * v for v in TABLE], dtype=dtype)
+    table = torch.tensor([scale * v for v in TABLE], dtype=dtype, device=codes.device)
     low, high = table[(codes & 0x0F).int()], table[(codes >> 4).long()]
     return torch.stack([low, high], -1).flatten(-2)
 
@@ -54,7 +54,7 @@ def nvfp4_sign_and_magnitude(codes, scales, factor):
     high, low = (codes & 0xF0) >> 4, codes & 0x0F
     both = torch.stack((low, high), dim=-1).flatten()
     sign, magnitude = (both & 0x08).to(torch.bool), (both & 0x07).to(torch.long)
-    values = torch.tensor(E2M1)[magnitude] * torch.where(sign, -1.0, 1.0)
+    values = torch.tensor(E2M1, device=codes.device)[magnitude] * torch.where(sign, -1.0, 1.0)
     values = values.reshape(*codes.shape[:-1], -1)
     scale = scales.view(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     return by_block(values, scale / (1 / factor)[:, None, None]).bfloat16()
@@ -94,9 +94,9 @@ def mxfp4_ldexp(codes, scales, factor):
 
 
 def mxfp4_stored_by_halves(codes, scales, factor):
-    table = torch.tensor(TABLE, dtype=torch.bfloat16)
+    table = torch.tensor(TABLE, dtype=torch.bfloat16, device=codes.device)
     blocks = codes.unflatten(-1, (-1, 16))
-    out = torch.empty(*blocks.shape[:-1], 32, dtype=torch.bfloat16)
+    out = torch.empty(*blocks.shape[:-1], 32, dtype=torch.bfloat16, device=codes.device)
     out[..., 0::2] = table[(blocks & 0x0F).to(torch.int)]
     out[..., 1::2] = table[(blocks >> 4).to(torch.int)]
     return torch.ldexp(out, (scales.to(torch.int32) - 127).unsqueeze(-1)).flatten(-2)
@@ -183,7 +183,7 @@ SPELLINGS = {
 
 
 def high_nibble_first(codes, scales, factor):
-    table = torch.tensor(TABLE)
+    table = torch.tensor(TABLE, device=codes.device)
     values = torch.stack([table[(codes >> 4).int()], table[(codes & 15).int()]], -1).flatten(-2)
     return by_block(values, scales.float()).bfloat16()
 
@@ -197,7 +197,7 @@ def table_of_the_model(codes, scales, factor):
 
 
 def another_table(codes, scales, factor):
-    table = torch.tensor([*TABLE[:7], 8.0, *TABLE[8:]])
+    table = torch.tensor([*TABLE[:7], 8.0, *TABLE[8:]], device=codes.device)
     values = torch.stack([table[(codes & 15).int()], table[(codes >> 4).int()]], -1).flatten(-2)
     return by_block(values, scales.float()).bfloat16()
 

@@ -128,7 +128,7 @@ def check_lowerings(arguments: FusedQkvArguments, best: int | None = None) -> li
         for seconds in [estimate(call.problem, config, tokens, target)]
     ]
     choices.sort(key=lambda choice: choice.seconds)
-    for name in ("swapped", "tiled"):
+    for name in ("swapped", "tiled") if best is not None else ():
         for choice in [choice for choice in choices if choice.name == name][best:]:
             choices.remove(choice)
     choices.append(library_choice(call.problem, tokens, target, call.rows is not None, None))

@@ -177,10 +177,10 @@ def spelled_out(x):
     scale = (blocks.abs().amax(-1) / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn)
     factor = scale.float().clamp(min=1e-12)
     scaled = blocks / factor[..., None]
-    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
     magnitude = (scaled.abs()[..., None] > midpoints).sum(-1)
     codes = (magnitude + 8 * (scaled < 0)).to(torch.uint8).flatten(-2)
-    table = torch.tensor(moe_dequant.TABLE)
+    table = torch.tensor(moe_dequant.TABLE, device=x.device)
     values = table[codes.long()].unflatten(-1, (-1, 16)) * scale.float()[..., None]
     return values.flatten(-2).bfloat16()
 
@@ -331,7 +331,7 @@ def test_inductor_compiles_what_stands_before_the_op(spelling, prepare, op):
     """Where scales are put into the tensor core's layout, and rows quantised, on a GPU."""
     module, x = Coded(spelling, prepare), rows(count=210)
     ends = torch.tensor([129, 129, 200], dtype=torch.int32)
-    with torch.device("cuda"), torch.no_grad():
+    with torch.no_grad():
         module, x, ends = module.cuda(), x.cuda(), ends.cuda()
         exact = product(prepare(x)[:200], module.weight(), ends.cpu())
         eager = module(x, ends)[:200]
