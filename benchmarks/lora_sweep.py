@@ -6,8 +6,7 @@ CASES: a file of lines `hidden rank adapters tokens form config ...`; form is gr
 offsets), single (one adapter), rows (an id each, in any order) or expand (sorted). A config is
 `t64x64/4w4s3` (tiled: rows, step of K, split, warps, stages; c128+64 behind it: columns),
 `f16x8x8*128w8s3` (few: rows, columns, slices, their step of K), `r1x1x4096w4` (row: rows, columns,
-step), `s128x128+64x64p132w8s4` (stream: rows, columns, step, programs) or, for expand,
-`e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
+step) or, for expand, `e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ Config = kernels.ShrinkConfig | kernels.ExpandConfig
 FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Config]]] = {
     "t": (re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)(?:c([\d+]+))?"), kernels.TiledShrink),
     "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), kernels.FewShrink),
-    "s": (re.compile(r"s(\d+)x([\d+]+)x(\d+)p(\d+)w(\d+)s(\d+)"), kernels.StreamShrink),
     "r": (re.compile(r"r(\d+)x(\d+)x(\d+)w(\d+)"), kernels.RowShrink),
     "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), kernels.ExpandConfig),
 }
@@ -50,9 +48,6 @@ def read_config(text: str) -> Config:
     found = pattern.fullmatch(text)
     if found is None:
         raise SystemExit(f"config: {text!r} is none; see the top of this file")
-    if text[0] == "s":
-        rows, widths, *rest = found.groups()
-        return kernels.StreamShrink(int(rows), _widths(widths), *(int(n) for n in rest))
     if text[0] == "t":
         *sizes, widths = found.groups()
         return kernels.TiledShrink(*(int(n) for n in sizes), _widths(widths))

@@ -150,25 +150,7 @@ class RowShrink:
         return f"row {self.block_m}x{self.columns}x{self.block_k} w{self.num_warps}"
 
 
-@dataclass(frozen=True)
-class StreamShrink:
-    """`lora_shrink_stream`: block_m rows by the sum of `widths` columns, the work spread evenly
-    over `programs`."""
-
-    block_m: int
-    widths: tuple[int, ...]
-    block_k: int
-    programs: int
-    num_warps: int
-    num_stages: int
-
-    def __str__(self) -> str:
-        widths = "+".join(map(str, self.widths))
-        tile = f"{self.block_m}x{widths}x{self.block_k} p{self.programs}"
-        return f"stream {tile} w{self.num_warps} s{self.num_stages}"
-
-
-ShrinkConfig = TiledShrink | FewShrink | RowShrink | StreamShrink
+ShrinkConfig = TiledShrink | FewShrink | RowShrink
 
 
 def padded_rank(rank: int) -> int:
@@ -200,17 +182,13 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
         **form.pointers(),
         "out_ptr": pointer,
     }
-    template = kernel = "lora_shrink"
+    kernel = "lora_shrink"
     if isinstance(config, TiledShrink):
         constants["WIDTHS"] = (*tile_widths(problem, config), 0, 0)[:3]
         constants["SPLIT_K"] = config.split_k
         split = config.split_k > 1
         arguments["workspace_ptr"] = "*fp32" if split else None
         arguments["counters_ptr"] = "*i32" if split else None
-    elif isinstance(config, StreamShrink):
-        template, kernel = "lora_stream", "lora_shrink_stream"
-        constants["WIDTHS"] = (*config.widths, 0, 0)[:3]
-        arguments |= {"workspace_ptr": "*fp32", "counters_ptr": "*i32"}
     elif isinstance(config, FewShrink):
         kernel = "lora_shrink_few"
         constants["SLICES"] = config.slices
@@ -220,18 +198,18 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
     arguments["third_distance"] = "i64" if planes > 2 else None
     arguments |= dict.fromkeys(("num_rows", "num_groups", "rows_per_id"), "i32")
     known = {} if not form.one_each else {"rows_per_id": 1}
-    return _spec(template, kernel, constants, arguments, known, problem.unaligned, config,
+    return _spec("lora_shrink", kernel, constants, arguments, known, problem.unaligned, config,
                  target)  # fmt: skip
 
 
 def tile_columns(problem: ShrinkProblem, config: ShrinkConfig) -> int:
     """Columns of a tile, over all planes."""
-    if isinstance(config, (TiledShrink, StreamShrink)):
+    if isinstance(config, TiledShrink):
         return sum(tile_widths(problem, config))
     return config.columns
 
 
-def tile_widths(problem: ShrinkProblem, config: TiledShrink | StreamShrink) -> tuple[int, ...]:
+def tile_widths(problem: ShrinkProblem, config: TiledShrink) -> tuple[int, ...]:
     """Columns of each accumulator."""
     return config.widths or (min(padded_rank(problem.planes * problem.rank), MAX_COLUMNS),)
 
@@ -241,8 +219,6 @@ def shrink_grid(
 ) -> tuple[int, int, int]:
     tiles = tile_bound(problem.form, counts, config.block_m)
     column_blocks = cdiv(problem.planes * problem.rank, tile_columns(problem, config))
-    if isinstance(config, StreamShrink):
-        return config.programs, 1, 1
     if isinstance(config, TiledShrink):
         return config.split_k, tiles, column_blocks
     return column_blocks, tiles, 1
@@ -255,8 +231,6 @@ def shrink_scratch(
     tiles = tile_bound(problem.form, counts, config.block_m)
     columns = tile_columns(problem, config)
     places = tiles * cdiv(problem.planes * problem.rank, columns)
-    if isinstance(config, StreamShrink):
-        return 2 * config.programs * config.block_m * columns, places
     if isinstance(config, TiledShrink) and config.split_k > 1:
         return places * config.split_k * config.block_m * columns, places
     return 0, 0

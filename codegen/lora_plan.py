@@ -20,49 +20,74 @@ from tilewright.codegen.targets import Target
 
 # Rows in any order up to which each program finds its own; more are sorted first.
 UNSORTED_ROWS = 512
-# Rows, and products in all, up to which a tensor core is not worth its way.
+# Rows, and products in all, up to which a tensor core is not worth its way: twice as many products
+# for WIDE_COLUMNS of q, k and v together.
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
-# Columns of q, k and v together from which on tensor cores count.
 WIDE_COLUMNS = 96
-# Rows up to which a program has all of K, for few columns and for more.
-FEW_ROWS = (512, 256)
-# Programs for each multiprocessor up to which K is split further, likewise.
-PROGRAMS_PER_SM = (1.0, 0.5)
-MAX_SPLIT = 8
+# Rows of few columns, or of more, up to which a program has all of K.
+FEW_ROWS = (2048, 256)
+# Rows up to which tiles have the columns of one plane of rank 64, and K is split.
+COLUMN_BLOCK_ROWS = 2048
+# Programs for each multiprocessor up to which K is split further.
+PROGRAMS_PER_SM = 2.2
+MAX_SPLIT = 4
 # What a program reads of K at least.
 LEAST_PART = 512
 
 
 def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
     """Whether so few rows and products go to the kernel without tensor cores."""
-    return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= ROW_PRODUCTS
+    most = ROW_PRODUCTS * (2 if columns > WIDE_COLUMNS else 1)
+    return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= most
 
 
 def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig:
     """The kernel for up to `num_rows` rows on a target."""
-    columns = problem.planes * problem.rank
+    columns, hidden = problem.planes * problem.rank, problem.hidden
     wide = columns > WIDE_COLUMNS
-    if takes_row_kernel(num_rows, columns, problem.hidden):
-        return RowShrink(1, 1, min(next_power_of_2(problem.hidden), 4096), 8)
+    if takes_row_kernel(num_rows, columns, hidden):
+        if num_rows * columns * hidden > ROW_PRODUCTS:
+            return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
+        return RowShrink(1, 1, min(next_power_of_2(hidden), 8192), 8)
     if problem.dtype == "fp32":
-        return TiledShrink(16, 32, _split(problem, cdiv(num_rows, 16), 1, target), 4, 2)
+        return TiledShrink(16, 32, _split(problem, num_rows, 16, 1, target), 4, 2)
     if num_rows <= FEW_ROWS[wide]:
         if num_rows * columns <= 64 * 48:
             return FewShrink(16, 8, 256, 4, 4, 3)
         return FewShrink(16, 16, 128, 4, 4, 3)
-    if wide and num_rows <= 512:
-        return TiledShrink(32, 128, 4, 4, 3)
-    tiles = cdiv(num_rows, 64)
-    split = _split(problem, tiles, 1 if wide or tiles > target.num_sms else 2, target)
-    return TiledShrink(64, 64, split, 8, 4) if wide else TiledShrink(64, 128, split, 4, 3)
+    if not wide:
+        if num_rows < 64 * 128:
+            return TiledShrink(64, 128, 2, 4, 3)
+        return (
+            TiledShrink(64, 64, 2, 4, 4) if num_rows <= 64 * 128 else TiledShrink(64, 128, 1, 4, 3)
+        )
+    if num_rows <= COLUMN_BLOCK_ROWS:
+        rows = 32 if num_rows <= 512 and columns <= 192 else 64
+        split = _split(problem, num_rows, rows, cdiv(columns, 64), target)
+        return TiledShrink(rows, 128, split, 4, 3, (64,))
+    return _plan_many_rows(columns)
 
 
-def _split(problem: ShrinkProblem, tiles: int, least: int, target: Target) -> int:
+def _plan_many_rows(columns: int) -> TiledShrink:
+    """Of wide problems: all columns in a tile, up to 256 of them."""
+    if columns <= 128:
+        return TiledShrink(64, 64, 1, 4, 4, (128,))
+    if columns <= 192:
+        return TiledShrink(64, 64, 1, 4, 4, (128, 64))
+    if columns <= 256:
+        return TiledShrink(64, 64, 1, 8, 4, (256,))
+    return TiledShrink(128, 64, 1, 8, 4, (128,))
+
+
+def _split(
+    problem: ShrinkProblem, num_rows: int, block_m: int, column_blocks: int, target: Target
+) -> int:
     """Over how many programs the K of each tile is split."""
-    wide = problem.planes * problem.rank > WIDE_COLUMNS
-    split = least
-    while split < MAX_SPLIT and 2 * split * tiles <= PROGRAMS_PER_SM[wide] * target.num_sms:
+    apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
+    programs = (apart + cdiv(num_rows, block_m)) * column_blocks
+    split = 1
+    while split < MAX_SPLIT and 2 * split * programs <= PROGRAMS_PER_SM * target.num_sms:
         if problem.hidden < 2 * split * LEAST_PART:
             break
         split *= 2
@@ -75,7 +100,8 @@ def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> Expand
     if num_rows * problem.rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)
     if problem.dtype == "fp32":
-        return ExpandConfig(16, 64, min(block_r, 32), 4)
+        rows = 1 if num_rows <= SINGLE_ROWS else 16
+        return ExpandConfig(rows, 128 if rows == 1 else 64, min(block_r, 32), 4)
     if num_rows <= 256:
         return ExpandConfig(16, 128, block_r, 4)
     return ExpandConfig(32 if problem.rank <= 32 else 64, 128, block_r, 4)

@@ -118,30 +118,6 @@ def tile_rows(
 
 
 @triton.jit
-def count_tiles(
-    ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id, ADDRESSING: tl.constexpr,
-    INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """How many tiles have rows, where all of num_rows are rows of the call."""
-    if ADDRESSING == "single":
-        tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
-    elif ADDRESSING == "sequences":
-        tiles = num_rows // rows_per_id * ((rows_per_id + BLOCK_M - 1) // BLOCK_M)
-    elif ADDRESSING == "rows":
-        every = tl.arange(0, ROWS)
-        ids = tl.load(ids_ptr + every // rows_per_id, mask=every < num_rows, other=-1)
-        ids = adapter_of_ids(ids, NUM_ADAPTERS, NUM_ADAPTERS)
-        counts = tl.histogram(ids, GROUPS, mask=every < num_rows)
-        tiles = tl.sum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)
-    else:
-        start, end = group_bounds(offsets_ptr, num_groups, num_rows, INCLUSIVE, GROUPS)
-        blocks = tl.maximum((end - start + BLOCK_M - 1) // BLOCK_M, 0)
-        tiles = tl.sum(tl.where(tl.arange(0, GROUPS) <= num_groups, blocks, 0), axis=0)
-    return tiles
-
-
-@triton.jit
 def adapter_of_row(
     row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id, ADDRESSING: tl.constexpr,
     INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr,

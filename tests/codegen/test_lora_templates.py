@@ -26,8 +26,6 @@ SHRINK_CONFIGS = {
     "tiled": kernels.TiledShrink(16, 64, 1, 4, 2),
     "split": kernels.TiledShrink(32, 16, 3, 4, 2, (16,)),
     "split_parts": kernels.TiledShrink(16, 32, 2, 4, 2, (16, 32)),
-    "stream": kernels.StreamShrink(16, (16,), 32, 5, 4, 2),
-    "stream_parts": kernels.StreamShrink(16, (32, 16), 16, 3, 4, 2),
     "few": kernels.FewShrink(16, 8, 16, 2, 2, 2),
     "row": kernels.RowShrink(1, 16, 64, 4),
     "rows": kernels.RowShrink(4, 8, 64, 4),
@@ -35,7 +33,7 @@ SHRINK_CONFIGS = {
 # A program for each row.
 FEW_ROWS = 30
 # Parts are exchanged alike whatever the rank; the interpreter takes long for high ones.
-EXCHANGES = ("split", "split_parts", "stream", "stream_parts")
+EXCHANGES = ("split", "split_parts")
 EXPAND_CONFIGS = {
     "row": kernels.ExpandConfig(1, 32, 16, 4),
     "tile": kernels.ExpandConfig(16, 64, 16, 4),
