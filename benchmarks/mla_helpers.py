@@ -40,7 +40,7 @@ COLD_BYTES = 160e6
 FP8 = torch.float8_e4m3fn
 KINDS = ("values", "codes", "codes 8-bit core")
 RESULTS: list[dict[str, Any]] = []
-LATENT_CONFIGS = [LatentConfig(1, 4), LatentConfig(4, 4), LatentConfig(8, 4), LatentConfig(16, 8)]
+LATENT_CONFIGS = [LatentConfig(1, 4), LatentConfig(2, 1), LatentConfig(2, 2), LatentConfig(4, 4)]
 VALUE_CONFIGS = [
     UpConfig(128, 128, 64, 8, 4),
     UpConfig(128, 256, 64, 8, 3, flatten=True),

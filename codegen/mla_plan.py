@@ -8,15 +8,14 @@ from tilewright.codegen.targets import Target
 
 # Rows up to which one row is one program: there are fewer rows than warps that hide latency.
 FEW_ROWS = 1024
-# Rows from which eight rows in a program took less time than four on an H200.
-MANY_ROWS = 8192
 
 
 def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
     """Tiles for `rows` rows of keys and tokens together."""
     if rows <= FEW_ROWS:
         return LatentConfig(1, 4)
-    return LatentConfig(4 if rows <= MANY_ROWS else 8, 4)
+    # Least or nearly so on an H200 for 4096 and 16384 rows, values and codes, stored or not.
+    return LatentConfig(2, 1)
 
 
 def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
