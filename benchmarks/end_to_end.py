@@ -6,7 +6,9 @@ Models: `end_to_end_models.py`. Whole forward passes in CUDA graphs, in microsec
 cache unless a case says "-nocache". Each case is a process: all compile side by side, then each has
 the GPU to itself. The weights of one pass exceed the L2 cache many times, so every pass is cold.
 floor: the bytes of the weights in use over the copy rate of the same run, where that is what bounds
-a pass. Differences are from eager's logits, relative, in the Frobenius norm.
+a pass. Differences are from eager's logits, relative, in the Frobenius norm; with random weights
+experts nearly tie, and another order of a sum chooses others: eager itself is 0.18 off float64
+after three layers of Qwen3's dims, stock and ours 0.11 and 0.17.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any], lis
     found = reports()[-1]
     ops = [match.op for match in found.matches]
     row: dict[str, Any] = {"batch": batch, "tokens": tokens, "cache": kind or "static"}
+    row["layers"] = model.config.num_hidden_layers
     row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
     row["misses"] = [miss.code for miss in found.misses]
     exact = outputs["eager"]
@@ -114,7 +117,7 @@ def main() -> None:
     }
     rows = []
     for case, r in finished_rows(commands, given.hold):
-        rows.append(r)
+        rows.append({"model": MODELS[given.model].title, **r})
         print(
             f"{case:>14}  eager {r['eager']:8.0f}  stock {r['stock']:8.0f}  tilewright "
             f"{r['tilewright']:8.0f} us  floor {r['floor']:8.0f}  {r['speedup_over_best']:.2f}x  "

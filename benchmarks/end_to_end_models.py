@@ -18,9 +18,11 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Model:
-    """results: the name of the file of its results. cases: batch x tokens, with "-nocache" after it
-    where nothing is cached. experts_per_token, experts: of a layer."""
+    """title: its name in tables. results: the name of the file of its results. cases: batch x
+    tokens, with "-nocache" after it where nothing is cached. experts_per_token, experts: of a
+    layer."""
 
+    title: str
     results: str
     model_class: Callable[..., Any]
     config: Callable[[int], PreTrainedConfig]
@@ -86,6 +88,7 @@ def deepseek_v2_lite(layers: int) -> PreTrainedConfig:
 
 MODELS = {
     "qwen3-30b-a3b": Model(
+        "Qwen3-30B-A3B",
         "qwen3_30b_a3b_end_to_end",
         Qwen3MoeForCausalLM,
         qwen3_30b_a3b,
@@ -94,6 +97,7 @@ MODELS = {
         experts=128,
     ),
     "deepseek-v2-lite": Model(
+        "DeepSeek-V2-Lite",
         "deepseek_v2_lite_end_to_end",
         DeepseekV2ForCausalLM,
         deepseek_v2_lite,

@@ -33,18 +33,15 @@ def end_to_end(data: dict[str, Any]) -> str:
     rows = []
     for row in data["rows"]:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
-        speed = f"{row['stock'] / row['tilewright']:.2f}"
-        rows.append((f"{row['batch']} x {row['tokens']}", *map(microseconds, times), speed))
-    layers = data["rows"][0]["layers_fused"]
-    head = f"**Llama-3-8B, {layers} layers of true dims**, static cache of 2048, bfloat16, "
-    head += "µs per forward pass:"
-    header = (
-        "batch x tokens",
-        "eager",
-        "torch.compile",
-        "tilewright",
-        "torch.compile / tilewright",
-    )
+        speed = f"{min(row['eager'], row['stock']) / row['tilewright']:.2f}"
+        case = f"{row['batch']} x {row['tokens']}"
+        case += ", no cache" if row.get("cache") == "none" else ""
+        rows.append((case, *map(microseconds, times), speed))
+    first = data["rows"][0]
+    layers = first.get("layers") or first["layers_fused"]
+    head = f"**{first.get('model', 'Llama-3-8B')}, {layers} layers of true dims**, "
+    head += "random weights, static cache, bfloat16, µs per forward pass:"
+    header = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tilewright")
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -124,6 +121,34 @@ def _is_usual(row: dict[str, Any]) -> bool:
     return row.get("rank") in (16, 64) and all(row[name] == usual[name] for name in usual)
 
 
+def latent_attention(data: dict[str, Any]) -> str:
+    def rate(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]:.0f}" if name in row else ""
+
+    cores = ("core_cudnn_tflops", "core_dense_tflops", "core_ragged_tflops", "core_fp8_tflops")
+    rows = [
+        (
+            f"{row['heads']}, {row['batch']}",
+            *(microseconds(row[n]) for n in ("stock", "bf16", "fp8", "fp8_core")),
+            f"{row['stock'] / row['bf16']:.2f}",
+            *(rate(row, name) for name in cores),
+        )
+        for row in data["rows"]
+        if "stock" in row
+    ]
+    head = (
+        "**MLA prefill of one layer**, DeepSeek-V3's widths: norm, rotation, cache write, gather, "
+    )
+    head += "up-projection, attention, in µs; then the attention core alone, TFLOP/s of the causal "
+    head += "half, ours for one dense sequence, ragged, and in 8 bits "
+    head += "([docs/mla-performance.md](docs/mla-performance.md)):"
+    header = (
+        "heads, tokens", "torch.compile", "bf16", "fp8", "fp8 and core", "torch.compile / bf16",
+        "cuDNN", "dense", "ragged", "8 bits",
+    )  # fmt: skip
+    return f"{head}\n\n{table(header, rows)}"
+
+
 def adapters(data: dict[str, Any]) -> str:
     rows = [
         (
@@ -161,9 +186,12 @@ def compile_time(data: dict[str, Any]) -> str:
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "llama3_8b_end_to_end.json": end_to_end,
+    "qwen3_30b_a3b_end_to_end.json": end_to_end,
+    "deepseek_v2_lite_end_to_end.json": end_to_end,
     "cache_size.json": cache_size,
     "qkv_cache.json": attention_layer,
     "moe.json": experts,
+    "mla.json": latent_attention,
     "lora.json": adapters,
     "compile_time.json": compile_time,
 }
