@@ -18,6 +18,7 @@ other counts with ranks 16 and 64. Every row is kept as it is measured; a row th
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import time
@@ -294,6 +295,7 @@ def main() -> None:
         if is_first(shape) and shape.routing == "uniform" and shape.tokens in options.loop
     ]
     compile_all(shapes, expands, loops)
+    gc.freeze()  # every capture collects garbage, which there is little of
     copy = copy_bytes_per_s()
     print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
