@@ -6,7 +6,7 @@ the device (and torch's variable-length form builds a plan at each call, 45 ms o
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -17,6 +17,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.mla_attention_problems import AttentionCall
+from tilewright.ops.repeats import made_by_library, noted_scratch
 
 NAME = "cuDNN attention over joined keys"
 
@@ -76,7 +77,7 @@ def run_library(
     batch, num_keys, heads = a.k.shape[:3]
     assert a.k_rope is not None
     width = a.nope + a.rope
-    keys = a.k.new_empty((batch, num_keys, heads, width))
+    keys = noted_scratch(a.k.new_empty((batch, num_keys, heads, width)))
     rows = batch * num_keys * heads
     values = {
         "k_ptr": a.k,
@@ -90,10 +91,26 @@ def run_library(
     }
     launch(join_spec(problem, target.name), kernels.join_grid(rows), values, a.k.device)
     q = a.q.as_strided((*a.q.shape[:-1], width), a.q.stride())
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, keys, a.v))
-    # is_causal goes from the top left, as positions that start at 0 do.
+    if a.return_lse:
+        out, lse = _cudnn(q, keys, a.v, True, a.mask == "causal", a.scale)
+        return out, lse[..., 0].transpose(1, 2).contiguous()
+    function = partial(_cudnn_output, causal=a.mask == "causal", scale=a.scale)
+    return made_by_library(function, q, keys, a.v), None
+
+
+def _cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, V], the library's log-sum-exp) of q, k and v [B, S, H, ..]."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    # causal goes from the top left, as positions that start at 0 do.
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, a.return_lse, 0.0, a.mask == "causal", False, scale=a.scale
+        q, k, v, None, lse, 0.0, causal, False, scale=scale
     )
-    out = found[0].transpose(1, 2).contiguous()
-    return out, found[1][..., 0].transpose(1, 2).contiguous() if a.return_lse else None
+    return found[0].transpose(1, 2).contiguous(), found[1]
+
+
+def _cudnn_output(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> torch.Tensor:
+    return _cudnn(q, k, v, False, causal, scale)[0]

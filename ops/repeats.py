@@ -21,9 +21,11 @@ Noted = tuple[Any, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """Not a kernel of ours: a function of the tensors noted with it, into some of them."""
+    """Not a kernel of ours: a function of the tensors noted with it, into some of them; or, makes,
+    what it made is noted before them."""
 
     function: Callable[..., Any]
+    makes: bool = False
 
 
 class Scratch:
@@ -77,6 +79,13 @@ def call_library(function: Callable[..., Any], *tensors: torch.Tensor) -> None:
     """Calls a function that works into tensors that it is given, and notes it."""
     function(*tensors)
     note_launch(LibraryCall(function), tensors)
+
+
+def made_by_library(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """What a function makes of tensors, noted."""
+    out = function(*tensors)
+    note_launch(LibraryCall(function, makes=True), (out, *tensors))
+    return out
 
 
 def noted_scratch(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,8 @@ class _Memory:
         return part.data_ptr()
 
 
-Step = Callable[[_Memory], None]
+# Gives what a library made.
+Step = Callable[[_Memory], torch.Tensor | None]
 
 
 @dataclass
@@ -48,6 +49,7 @@ class _Layout:
     scratch: dict[int, int] = field(default_factory=dict)
     size: int = 0
     fills_result: bool = False
+    makes_result: bool = False
 
     def add_scratch(self, tensor: torch.Tensor) -> None:
         self.scratch[_storage(tensor)] = self.size
@@ -83,10 +85,13 @@ def call_again(
     steps: list[Step] = []
     try:
         for made, values in noted:
+            if layout.makes_result:  # the result is made last
+                return None
             if isinstance(made, Scratch):
                 layout.add_scratch(values[0])
             elif isinstance(made, LibraryCall):
                 steps.append(_library_step(made, values, layout))
+                layout.makes_result = made.makes
             else:
                 steps.append(_launch_step(made, values, layout))
     except KeyError:
@@ -94,23 +99,27 @@ def call_again(
     if not steps or (result is None and layout.size):
         return None
     if result is None:
-        return _replayed(steps, 0, None)
+        return _replayed(steps, layout, None)
     plain = result.is_contiguous() and result.storage_offset() == 0
-    return _replayed(steps, layout.size, result) if plain and layout.fills_result else None
+    return _replayed(steps, layout, result) if plain and layout.fills_result else None
 
 
-def _replayed(steps: Sequence[Step], size: int, like: torch.Tensor | None) -> Again:
+def _replayed(steps: Sequence[Step], layout: _Layout, like: torch.Tensor | None) -> Again:
+    size, makes_result = layout.size, layout.makes_result
     new = None if like is None else (like.shape, like.dtype, like.device)
 
     def again(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        result = scratch = None
+        result = scratch = made = None
         if new is not None:
             shape, dtype, device = new
-            result = torch.empty(shape, dtype=dtype, device=device)
             scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+            if not makes_result:
+                result = torch.empty(shape, dtype=dtype, device=device)
         memory = _Memory(scratch, result, args, kwargs)
         for step in steps:
-            step(memory)
+            made = step(memory)
+        if made is not None and new is not None:
+            return made.view(new[0])
         return result
 
     return again
@@ -129,22 +138,27 @@ def _launch_step(launch: Any, values: Sequence[Any], layout: _Layout) -> Step:
         if where != GIVEN:
             moved.append((number, where, offset))
 
-    def step(memory: _Memory) -> None:
+    def step(memory: _Memory) -> torch.Tensor | None:
         addresses = known.copy()
         for number, where, offset in moved:
             addresses[number] = memory.start(where) + offset
         launch(addresses)
+        return None
 
     return step
 
 
 def _library_step(call: LibraryCall, tensors: Sequence[torch.Tensor], layout: _Layout) -> Step:
-    """A library's call on the same views of arguments, result and scratch memory."""
-    views = [_view_again(tensor, layout) for tensor in tensors]
-    function = call.function
+    """A library's call on the same views of arguments, result and scratch memory. Only the result
+    may be what it makes: KeyError else."""
+    function, makes = call.function, call.makes
+    if makes and layout.place(tensors[0])[0] != RESULT:
+        raise KeyError(function)
+    views = [_view_again(tensor, layout) for tensor in tensors[int(makes) :]]
 
-    def step(memory: _Memory) -> None:
-        function(*(view(memory) for view in views))
+    def step(memory: _Memory) -> torch.Tensor | None:
+        made = function(*(view(memory) for view in views))
+        return made if makes else None
 
     return step
 

@@ -98,7 +98,7 @@ def test_one_sequence_without_a_prefix_is_dense(name, case, library, launches, m
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale
         )
-        return (out,)
+        return out, None
 
     if library:
         monkeypatch.setattr(mla_attention_library, "library_gains", lambda *sizes: True)

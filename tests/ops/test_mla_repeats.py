@@ -10,7 +10,7 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
 from tilewright.ops import mla_attention, mla_key_kernels, mla_lowerings, mla_queries
 from tilewright.ops.contract import get_op
-from tilewright.ops.repeats import note_launch, noted_scratch, noting_launches
+from tilewright.ops.repeats import made_by_library, note_launch, noted_scratch, noting_launches
 from tilewright.ops.replay import call_again
 
 RUN = {
@@ -134,6 +134,18 @@ def test_memory_of_unknown_content_is_not_read_again():
     assert call_again(noted(x, out), (x,), {}, out) is not None
     assert call_again(noted(x.clone(), out), (x,), {}, out) is None
     assert call_again(noted(own[4:], out, scratch=own), (x,), {}, out) is not None
+
+
+def test_a_library_may_make_the_result():
+    x = torch.ones(4)
+    with noting_launches() as calls:
+        out = made_by_library(torch.neg, x)
+    again = call_again(calls, (x,), {}, out.view(2, 2))
+    x.mul_(3)
+    assert torch.equal(again(x), torch.full((2, 2), -3.0))
+    with noting_launches() as calls:
+        half = made_by_library(torch.neg, x)
+    assert call_again(calls, (x,), {}, half.clone()) is None
 
 
 def test_a_result_that_no_launch_fills_is_not_made_again():
