@@ -29,7 +29,7 @@ STREAMED_K = 128
 def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
     """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
     block_m = token_tile(rows)
-    if rows <= SPLIT_ROWS and problem.format != "mxfp4":
+    if rows <= SPLIT_ROWS and _splits(problem, routes):
         up, down = _split_codes(problem, routes)
         whole = problem.hidden % up.block_k == 0 and problem.inner % down.block_k == 0
         if whole and _fit(problem, up, down):
@@ -42,6 +42,12 @@ def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConf
     if problem.format == "nvfp4":
         return codes_config(128, 128, 64, 8, 3), codes_config(128, 256, 64, 8, 3)
     return codes_config(128, 64, STREAMED_K, 8, 3), codes_config(128, 128, STREAMED_K, 8, 3)
+
+
+def _splits(problem: MoeProblem, routes: int) -> bool:
+    """int4, whose scales meet the sums of a group, gains from it for one token alone."""
+    one_token = routes == problem.num_slots
+    return problem.format == "nvfp4" or (problem.format == "int4" and one_token)
 
 
 def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesConfig]:
