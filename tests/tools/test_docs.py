@@ -55,7 +55,7 @@ def test_functions_that_architecture_names_exist():
 
 
 def test_code_that_documents_quote_stands_in_its_file():
-    quoted = re.compile(r"<!-- from (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+    quoted = re.compile(r"<!-- from (\S+) -->\n```(?:python|text)\n(.*?)```", re.DOTALL)
     found = 0
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for path, block in quoted.findall(document.read_text("utf-8")):
