@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 
 from tests.agreement import assert_no_worse, upcast
@@ -12,6 +14,7 @@ from tests.models.lora_bent import BENT, build_bent
 from tests.models.lora_idioms import IDIOMS, Layer, build
 from tilewright.compiler import lower, reports
 from tilewright.patterns import qkv_cache
+from tilewright.patterns.lora_arguments import has_kernels
 
 #: What is not fused, and why.
 MISSED = {"slice_add": "LORA_IN_PLACE"}
@@ -224,3 +227,17 @@ def test_an_operator_that_hides_the_adapters_is_named(step, misses):
     torch.testing.assert_close(ours, eager)
     assert [miss.code for miss in report.misses] == ["LORA_OPERATOR"] * misses
     assert all("lora_test::" in miss.message for miss in report.misses)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows", "there"),
+    [("cpu", torch.float64, 5, True), ("cuda", torch.bfloat16, 8192, True),
+     ("cuda", torch.float64, 1, False), ("cuda", torch.float32, 16, True),
+     ("cuda", torch.float32, 64, False), ("cuda", torch.float32, sympy.Symbol("s0"), False)],
+)  # fmt: skip
+def test_in_fp32_kernels_are_for_a_few_rows(device, dtype, rows, there):
+    """What has_kernels looks at of a delta of rank 16."""
+    value = SimpleNamespace(device=torch.device(device), dtype=dtype)
+    x = SimpleNamespace(value=value, shape=(rows, 4096))
+    delta = SimpleNamespace(x=x, shrink=SimpleNamespace(value=value), rank=16)
+    assert has_kernels(delta) is there
