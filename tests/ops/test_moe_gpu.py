@@ -7,7 +7,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from tilewright.codegen.moe_plan import plan_moe
+from tilewright.codegen.targets import SM90
 from tilewright.ops import moe
+from tilewright.ops.moe_problems import moe_problem
 from tilewright.ops.moe_samples import MoeCase
 
 pytestmark = [
@@ -59,6 +62,31 @@ def test_every_tile_form_computes_the_op(name, num_tokens, monkeypatch):
     error = float((got.double() - exact).norm() / exact.norm())
     assert error < TYPICAL[case.dtype], error
     assert torch.equal(got, moe.OP.call(a))
+
+
+FEW = replace(BASE, weight_format="nvfp4", hidden=512, inner=256)
+FEW_FORMS = {
+    "short": FEW,
+    "long": replace(FEW, inner=2048, num_experts=8, num_slots=2),
+    "interleaved": replace(FEW, layout="interleaved", activation="clamped_swiglu", limit=1.0),
+    "fp16": replace(FEW, dtype=torch.float16, bias=True),
+    "plain": replace(FEW, layout="plain", activation="relu"),
+    "no expert": replace(FEW, routing="none"),
+    "one expert": replace(FEW, routing="one"),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 16])
+@pytest.mark.parametrize("name", FEW_FORMS)
+def test_warps_with_columns_of_their_own_compute_the_op(name, num_tokens):
+    case = replace(FEW_FORMS[name], num_tokens=num_tokens)
+    a = moe.sample_inputs(case, "cuda", seed=num_tokens)
+    plan = plan_moe(moe_problem(a), num_tokens, SM90)
+    assert plan.by_route == (num_tokens == 1)
+    assert "split" in plan.reason
+    problem = moe.OP.tolerances[case.dtype].problem(moe.OP.call(a), moe.reference(as_double(a)))
+    assert problem is None, problem
+    assert torch.equal(moe.OP.call(a), moe.OP.call(a))
 
 
 CODED = replace(
