@@ -30,6 +30,7 @@ from tilewright.patterns.expert_gemm import (
 )
 from tilewright.patterns.expert_kernels import ExpertKernels, find_expert_kernels
 from tilewright.patterns.expert_loop import ExpertLoop, find_expert_loop
+from tilewright.patterns.expert_order import check_groups, rows_in_order
 from tilewright.patterns.expert_quantised import (
     as_numbers,
     check_formats,
@@ -40,7 +41,6 @@ from tilewright.patterns.expert_quantised import (
 from tilewright.patterns.expert_sentinels import (
     clamps,
     foreign_experts,
-    unclamped,
     unmasked,
     without_foreign,
 )
@@ -48,17 +48,8 @@ from tilewright.patterns.expert_unrolled import UnrolledExperts, find_unrolled_e
 from tilewright.patterns.expert_weights import check_dtypes, weight_arguments
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
-from tilewright.patterns.routing import (
-    Order,
-    gathered,
-    in_order,
-    match_ends,
-    match_order,
-    match_rows,
-)
+from tilewright.patterns.routing import Order, in_order
 
-register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
-register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
 
 
@@ -116,13 +107,13 @@ class Moe:
         up = None if activation.up is None else _first_gemm(activation.up, "up", flow)
         up = None if up is None else as_numbers(up)[0]
         firsts = [gemm for gemm in (gate, up) if gemm is not None]
-        order, num_slots, x = _rows(gate)
+        order, num_slots, x = rows_in_order(gate)
         if not gate_coded and (tokens := match_quantised_rows(x)) is not None:
             # Before the gather, and perhaps for others too: what is left unused goes by itself.
             x, gate_coded = tokens.source, True
         if any(gemm.x != gate.x for gemm in firsts):
             reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
-        _check_groups((*firsts, down), order)
+        check_groups((*firsts, down), order)
         combine = match_combine(flow, down, order, num_slots)
         gemms = {"gate": gate, "up": up, "down": down}
         weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
@@ -168,83 +159,6 @@ def _part(view: View | None, columns: Columns) -> View | None:
         return None
     start, length, step = columns
     return View(view.value, effects.narrow(view.effect, 1, start, length, step))
-
-
-def _rows(gemm: ExpertGemm) -> tuple[Order, Any, View]:
-    """(order, S, x [T, H]) of the rows that the first GEMM reads."""
-    if gemm.ends is None:
-        return _rows_by_route(gemm)
-    taken = gathered(unmasked(gemm.x)[0])
-    if taken is None:
-        reject(
-            "EXPERT_ORDER",
-            Stage.ACTIVATION,
-            f"the rows are {gemm.x.value}, not gathered from the tokens",
-            gemm.x,
-        )
-    source, rows = taken
-    for permutation in _permutations(rows):
-        order = match_order(permutation)
-        num_slots = None if order is None else match_rows(rows, order)
-        if order is not None and num_slots is not None:
-            return order, num_slots, source
-    reject(
-        "EXPERT_ORDER",
-        Stage.ACTIVATION,
-        "the rows are not taken in the order of a sort of the expert numbers",
-        rows,
-    )
-
-
-def _rows_by_route(gemm: ExpertGemm) -> tuple[Order, Any, View]:
-    """The same where the routes stay in their own order."""
-    assert gemm.experts is not None
-    rows, hidden = gemm.x.effect.dims
-    repeats = rows[-1].axis is None if rows else False
-    num_slots = rows[-1].length if repeats else 1
-    tokens = View(gemm.x.value, effects.Effect((rows[:-1] if repeats else rows, hidden),
-                                               gemm.x.effect.start))  # fmt: skip
-    return Order(None, gemm.experts), num_slots, tokens
-
-
-def _permutations(rows: View) -> Iterator[View]:
-    """Candidates for the order's permutation among what the row numbers are made of."""
-    front = [rows]
-    while front:
-        view = front.pop(0)
-        if view.value.op in ("aten.sort", "aten.argsort"):
-            yield view
-        else:
-            front += view.value.operands
-
-
-def _check_groups(gemms: tuple[ExpertGemm, ...], order: Order) -> None:
-    for gemm in gemms:
-        num_experts = gemm.weight.shape[0]
-        if gemm.ends is None:
-            same = order.permutation is None and gemm.experts == order.ids
-        else:
-            found = match_ends(gemm.ends)
-            same = found is not None and found == (order.ids, num_experts)
-        if not same:
-            place = gemm.ends or gemm.experts
-            assert place is not None
-            reject(
-                "EXPERT_ENDS",
-                Stage.ACTIVATION,
-                f"{place.value} does not place the rows of the {num_experts} experts; expected the "
-                "running counts of the experts among the sorted routes, or each route's expert",
-                place,
-            )
-        index = gemm.bias_index
-        known = () if index is None else (index, unclamped(index, num_experts))
-        if known and not any(in_order(ids, order) for ids in known):
-            reject(
-                "EXPERT_ORDER",
-                Stage.ACTIVATION,
-                "the bias is not that of each row's expert",
-                known[0],
-            )
 
 
 def _upstream(rows: Value, reach: int = 48) -> set[Value]:
