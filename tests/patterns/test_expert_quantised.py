@@ -38,7 +38,11 @@ def test_every_spelling_is_quantised_by_the_op(name, first):
 @pytest.mark.parametrize("spelling", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_other_quantisation_stays_the_graphs_own(spelling):
     assert_refused(lowered(CodedMoe(spelling, spelling)), "ACTIVATION_FORMAT")
-    assert_refused(lowered(CodedMoe(divided, spelling)), "ACTIVATION_FORMAT")
+
+
+def test_the_hidden_rows_alone_decide_too():
+    assert_refused(lowered(CodedMoe(divided, NEAR_MISSES[0])), "ACTIVATION_FORMAT")
+    assert_refused(lowered(CodedMoe(NEAR_MISSES[0], divided)), "ACTIVATION_FORMAT")
 
 
 def test_half_quantised_mixtures_are_refused():
