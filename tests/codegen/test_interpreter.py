@@ -88,6 +88,24 @@ def test_reductions():
     torch.testing.assert_close(out[32:].float(), x.float().sum(1), rtol=2**-8, atol=1e-6)
 
 
+@triton.jit
+def pairs(x_ptr, y_ptr, out_ptr, ASM: tl.constexpr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    words = [tl.load(x_ptr + offsets), tl.load(y_ptr + offsets)]
+    out = tl.inline_asm_elementwise(ASM, "=r,r,r", words, tl.int32, True, 1)
+    tl.store(out_ptr + offsets, out)
+
+
+def test_inline_products_of_pairs():
+    x, y = (torch.randn(64).bfloat16() for _ in range(2))
+    out = torch.zeros(64).bfloat16()
+    words = [t.view(torch.int32) for t in (x, y, out)]
+    interpret(pairs)[(1,)](*words, "mul.rn.bf16x2 $0, $1, $2;", 32)
+    assert torch.equal(out, x * y)
+    with pytest.raises(Exception, match="no interpretation of"):
+        interpret(pairs)[(1,)](*words, "add.rn.bf16x2 $0, $1, $2;", 32)
+
+
 def test_rounding_is_torchs_for_all_kinds_of_numbers():
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     # Ties, infinities, NaNs, subnormals and the largest finite numbers among them.

@@ -7,12 +7,17 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tilewright.codegen import moe_kernels as kernels
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.emit import emit
+from tilewright.codegen.interpreter import interpret
 from tilewright.codegen.moe_codes_kernels import codes_config, codes_obstacle, order_of
+from tilewright.codegen.templates.moe_weights import e2m1_codes
 from tilewright.ops import moe
+from tilewright.ops.formats import fp4
 from tilewright.ops.moe_lowerings import as_words
 from tilewright.ops.moe_problems import lower_weight, moe_problem, up_distance
 from tilewright.ops.moe_samples import MOE_CASES, MoeCase
@@ -182,3 +187,27 @@ def as_double(a):
     values = {f.name: getattr(a, f.name) for f in fields(a)}
     floats = {n: v.double() for n, v in values.items() if n in WIDENED and v is not None}
     return replace(a, **floats)
+
+
+@triton.jit
+def scaled_codes(words_ptr, scales_ptr, out_ptr, DTYPE: tl.constexpr):
+    rows = tl.arange(0, 128)[:, None]
+    words = tl.load(words_ptr + rows * 16 + tl.arange(0, 16)[None, :])
+    scales = tl.load(scales_ptr + rows * 4 + tl.arange(0, 4)[None, :])
+    codes = e2m1_codes(words, scales, DTYPE, "nvfp4", 2, True)
+    tl.store(out_ptr + rows * 128 + tl.arange(0, 128)[None, :], codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_times_every_scale_is_exact(dtype):
+    """Row r has all codes, in whatever order, and the scale of code r."""
+    words = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(128, 8)
+    scales = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 8)
+    scales = torch.cat((scales, torch.zeros(1, 8, dtype=torch.uint8)))
+    out = torch.empty(128, 128, dtype=dtype)
+    kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    interpret(scaled_codes)[(1,)](words, scales.view(torch.int16), out, DTYPE=kind)
+    unit = 256.0 if dtype == torch.bfloat16 else 1.0
+    codes = fp4.decode(fp4.unpack(words.view(torch.uint8))).double()
+    exact = codes * scales[:, :1].view(torch.float8_e4m3fn).double()
+    assert torch.equal(out.double().sort(1).values * unit, exact.sort(1).values)
