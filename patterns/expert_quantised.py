@@ -36,6 +36,7 @@ register_code(
 LARGEST_BOUND = 1e-2
 # A number's rounding to fp32 or fp64 in 1 / 448 or 448.
 CLOSE = 1e-6
+_DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
 _LARGEST = {("aten.amax", 0), ("aten.max", 0)}
 
 
@@ -55,12 +56,12 @@ def match_quantised_rows(rows: View) -> QuantisedRows | None:
         return None
 
 
-def holds_codes(rows: View, reach: int = 40) -> bool:
-    """Whether rows were codes of eight bits on their way from the last product."""
+def holds_codes(rows: View) -> bool:
+    """Whether rows are decoded from codes of eight bits, a few element-wise steps back."""
     front, seen = [rows.value], set[Value]()
-    while front and len(seen) < reach:
+    while front:
         value = front.pop()
-        if value in seen or not value.projected:
+        if value in seen or value.op not in _DECODING:
             continue
         seen.add(value)
         if value.dtype in (torch.float8_e4m3fn, torch.int8):

@@ -95,7 +95,7 @@ class Moe:
         down = replace(down, absorbed=(*down.absorbed, *masked))
         activation = match_activation(_whole_again(activated))
         if activation is None and holds_codes(down.x):
-            refuse_format(down.x, "is rounded to eight bits in another way than the op's")
+            refuse_format(down.x, "are rounded to eight bits in another way than the op's")
         if activation is None:
             reject(
                 "EXPERT_ACTIVATION",
@@ -107,6 +107,8 @@ class Moe:
         up = None if activation.up is None else _first_gemm(activation.up, "up", flow)
         up = None if up is None else as_numbers(up)[0]
         firsts = [gemm for gemm in (gate, up) if gemm is not None]
+        if holds_codes(gate.x):
+            refuse_format(gate.x, "are rounded to eight bits in another way than the op's")
         order, num_slots, x = rows_in_order(gate)
         if not gate_coded and (tokens := match_quantised_rows(x)) is not None:
             # Before the gather, and perhaps for others too: what is left unused goes by itself.
