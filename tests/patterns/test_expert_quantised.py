@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse, relative_error
-from tests.models.moe_coded import NEAR_MISSES, SPELLINGS, CodedMoe, KernelMoe, divided, tokens
-from tilewright.compiler import lower
+from tests.models.moe_coded import (
+    NEAR_MISSES,
+    SPELLINGS,
+    TOKENS,
+    CodedMoe,
+    KernelMoe,
+    divided,
+    tokens,
+)
+from tilewright.compiler import lower, reports
 
 
 def lowered(module):
@@ -33,6 +41,19 @@ def test_every_spelling_is_quantised_by_the_op(name, first):
     assert_no_worse(fused, eager, exact, name)
     # The codes are the graph's: far nearer to it than either is to what nothing quantises.
     assert relative_error(fused, eager) < relative_error(plain, eager) / 3
+
+
+def test_token_counts_may_be_symbols():
+    torch._dynamo.reset()
+    module = CodedMoe(SPELLINGS["bounded"], SPELLINGS["repeated"])
+    with torch.no_grad():
+        compiled = torch.compile(
+            module, backend="tilewright", options={"inner": "eager"}, dynamic=True
+        )
+        for count in (TOKENS, 5):
+            x = tokens()[:count]
+            assert relative_error(compiled(x), module(x)) < 2**-5
+    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
 
 
 @pytest.mark.parametrize("spelling", NEAR_MISSES, ids=lambda f: f.__name__)
