@@ -57,11 +57,8 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
             return FewShrink(16, 8, 256, 4, 4, 3)
         return FewShrink(16, 16, 128, 4, 4, 3)
     if not wide:
-        if num_rows < 64 * 128:
-            return TiledShrink(64, 128, 2, 4, 3)
-        return (
-            TiledShrink(64, 64, 2, 4, 4) if num_rows <= 64 * 128 else TiledShrink(64, 128, 1, 4, 3)
-        )
+        # K in two where tiles are for half of the multiprocessors.
+        return TiledShrink(64, 128, 2 if num_rows <= 32 * target.num_sms else 1, 4, 3)
     if num_rows <= COLUMN_BLOCK_ROWS:
         rows = 32 if num_rows <= 512 and columns <= 192 else 64
         split = _split(problem, num_rows, rows, cdiv(columns, 64), target)
