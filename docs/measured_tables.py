@@ -162,8 +162,9 @@ def adapters(data: dict[str, Any]) -> str:
     ]
     head = "**Adapters of q, k and v**, hidden 4096, 8 adapters, µs; the shrink makes all three "
     head += "planes, `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` and a "
-    head += "permute. The tiles were chosen anew after this run "
-    head += "([docs/lora-performance.md](docs/lora-performance.md)):"
+    head += "permute. K 8192, other ranks, and 1 to 64 adapters, where a single one of many tokens "
+    head += "and 32 of rank 64 are slower than that: "
+    head += "[docs/lora-performance.md](docs/lora-performance.md)."
     header = ("op, rank, tokens", "gather", "grouped_mm", "tilewright", "best / tilewright")
     return f"{head}\n\n{table(header, rows)}"
 
