@@ -35,7 +35,7 @@ def end_to_end(data: dict[str, Any]) -> str:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
         speed = f"{min(row['eager'], row['stock']) / row['tilewright']:.2f}"
         case = f"{row['batch']} x {row['tokens']}"
-        case += ", no cache" if row.get("cache") == "none" else ""
+        case += ", no cache" if row.get("cache") == "nocache" else ""
         rows.append((case, *map(microseconds, times), speed))
     first = data["rows"][0]
     layers = first.get("layers") or first["layers_fused"]
@@ -108,9 +108,8 @@ def experts(data: dict[str, Any]) -> str:
         if row["routing"] == "random"
     ]
     head = "**The routed experts of one layer**, bfloat16, random routing, µs. Last: our gate/up "
-    head += "and down GEMM alone against `torch._grouped_mm` alone. Where torch.compile is slower "
-    head += "than eager, it had made the token count a symbol, and is no yardstick "
-    head += "([docs/moe-performance.md](docs/moe-performance.md)):"
+    head += "and down GEMM alone against `torch._grouped_mm` alone. Skewed routing and quantised "
+    head += "experts: [docs/moe-performance.md](docs/moe-performance.md):"
     header = ("dims, tokens", "eager", "torch.compile", "tilewright", "best / tilewright", "GEMMs")
     return f"{head}\n\n{table(header, rows)}"
 
