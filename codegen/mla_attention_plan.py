@@ -4,7 +4,6 @@ The bounds are where two ways took equal time on an H200."""
 from __future__ import annotations
 
 from tilewright.codegen.mla_attention_kernels import (
-    MAX_SORTED,
     AttentionConfig,
     AttentionProblem,
     AttentionSizes,
@@ -16,8 +15,6 @@ from tilewright.codegen.targets import Target
 SPARE_BYTES = 4096
 # (queries, keys, warps, stages) where all warps load; the first that fits.
 BY_POINTERS = ((128, 64, 8, 4), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2))
-# Specialised warps take less time from so many keys of a sequence on.
-SPECIALISED_KEYS = 768
 # Share of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
 # A library's attention gains over ours what joining the keys costs at so many tiles of 128 queries.
@@ -26,9 +23,7 @@ LIBRARY_TILES = 1024
 LIBRARY_KEYS = 1024
 
 
-def attention_config(
-    problem: AttentionProblem, sizes: AttentionSizes, target: Target
-) -> AttentionConfig:
+def attention_config(problem: AttentionProblem, target: Target) -> AttentionConfig:
     """The tiles of a call that runs our kernel."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
@@ -38,29 +33,12 @@ def attention_config(
             return AttentionConfig(128, 128, 8, 2, promote=True)
         # Three programs on a multiprocessor take turns at the tensor core.
         return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
-    if reached and _specialises(problem, sizes) and _fits(problem, 128, 128, 2, target):
-        return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
     for block_m, block_n, warps, stages in BY_POINTERS:
         if _fits(problem, block_m, block_n, stages, target):
             return AttentionConfig(
                 block_m, block_n, warps, stages, tma=False, promote=problem.is_fp8
             )
     return AttentionConfig(64, 32, 4, 1, tma=False, promote=problem.is_fp8)
-
-
-def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
-    """Whether producers and consumers are better apart, on Hopper.
-
-    Triton 3.6 does not compile it with a reduction over rows or sequences before the loop: of
-    positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor.
-    """
-    indices = [name for name, _ in problem.indices]
-    if problem.is_fp8 or problem.mask_kind != "none" or "positions_ptr" in indices:
-        return False
-    if not problem.ragged:
-        return sizes.num_keys >= SPECIALISED_KEYS
-    average = sizes.num_keys // max(sizes.num_sequences, 1)
-    return problem.sequences <= MAX_SORTED and average >= SPECIALISED_KEYS
 
 
 def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) -> AttentionConfig:

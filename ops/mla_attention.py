@@ -80,7 +80,7 @@ def attend(
     problem, sizes = attention_problem(a), a.sizes
     if library_wanted(a, problem, target):
         return run_library(a, problem, target)
-    config = attention_config(problem, sizes, target)
+    config = attention_config(problem, target)
     spec = _spec(problem, config, target.name)
     out, lse = _results(a)
     tiles = kernels.row_tiles(problem, config, sizes)
@@ -178,7 +178,7 @@ def attention_plan(
     problem = attention_problem(a)
     if library_wanted(a, problem, target):
         return (*before, join_spec(problem, target.name)), NAME
-    config = attention_config(problem, a.sizes, target)
+    config = attention_config(problem, target)
     return (*before, _spec(problem, config, target.name)), f"attention {config}"
 
 

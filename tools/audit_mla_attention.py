@@ -64,7 +64,6 @@ def attention_call(
 CALLS: dict[str, AttentionCall] = {
     "128 heads": attention_call(128),
     "16 heads, dense": attention_call(16, ragged=False),
-    "128 heads, long": attention_call(128, rows=32768),
     "128 heads, e4m3": attention_call(128, dtype=FP8),
     "16 heads, e4m3, partial": attention_call(16, dtype=FP8, return_lse=True),
     "128 heads, no mask, partial": attention_call(128, mask="none", return_lse=True),
@@ -90,7 +89,7 @@ def _cores(target: Target) -> Iterator[AuditCase]:
             pool = _meta(1024, 64, 576)[..., 512:]
             call = AttentionCall(**{**vars(call), "k_rope": pool})
         problem = attention_problem(call)
-        config = attention_config(problem, call.sizes, target)
+        config = attention_config(problem, target)
         claims = Expectations(
             mma=problem.dtype,
             tma_loads=config.tma,

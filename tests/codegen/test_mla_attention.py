@@ -13,8 +13,6 @@ from tests.attention_cases import FP8, Case, call_of, exact, offsets, prefix, wi
 from tilewright.codegen import mla_attention_kernels as kernels
 from tilewright.codegen import mla_query_kernels
 from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.mla_attention_plan import attention_config
-from tilewright.codegen.targets import TARGETS
 from tilewright.ops import mla_queries
 from tilewright.ops.mla_attention_problems import (
     AttentionCall,
@@ -226,25 +224,3 @@ def test_joined_keys_are_both_parts_side_by_side():
     load_interpreted(spec)[kernels.join_grid(126)](*(values[name] for name, _ in spec.signature))
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))
-
-
-def planned(case: Case) -> kernels.AttentionConfig:
-    a = call_of(case, device="meta")
-    return attention_config(attention_problem(a), a.sizes, TARGETS["sm90"])
-
-
-def test_warps_specialise_where_that_is_right_and_faster():
-    """Not with few keys, positions or masks to reduce, 8 bits, or sequences too many to sort."""
-    real = {"nope": 128, "rope": 64, "v_dim": 128, "dtype": torch.bfloat16}
-    long = Case("long", (1024,), (1024,), **real)
-    assert planned(long).warp_specialize
-    assert planned(replace(long, dense=True)).warp_specialize
-    for case in (
-        replace(long, queries=(1024, 64), keys=(1024, 64)),
-        replace(long, queries=(800,) * 65, keys=(800,) * 65),
-        replace(long, dtype=FP8, v_by_key=True),
-        with_options(replace(long, dense=True), query_positions=torch.arange(1024)),
-        with_options(replace(long, dense=True), attn_mask=torch.zeros(1, 1, 1024, 1024)),
-        replace(long, nope=192, v_dim=256),
-    ):
-        assert not planned(case).warp_specialize, case.name
