@@ -42,7 +42,11 @@ def test_every_layer_is_fused_and_right(name, phase, dynamic):
     expected = eager.model(*eager.args, **eager.kwargs).logits
     reference = in_float64(exact)
     compiled = torch.compile(
-        ours.model, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+        ours.model,
+        backend="tilewright",
+        fullgraph=True,
+        dynamic=dynamic,
+        options={"inner": "eager"},
     )
     logits = compiled(*ours.args, **ours.kwargs).logits
     found = reports()[-1]

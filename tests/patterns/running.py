@@ -14,7 +14,7 @@ def check_against_eager(name, module, args, patterns, **compile_options):
     reference = upcast(module)(*exact)
     torch._dynamo.reset()
     compiled = torch.compile(
-        module, backend="tilewright", options={"inner": "eager"}, **compile_options
+        module, backend="tilewright", fullgraph=True, options={"inner": "eager"}, **compile_options
     )
     actual = compiled(*ours)
     assert [m.pattern for m in reports()[-1].matches] == patterns, reports()[-1].misses
