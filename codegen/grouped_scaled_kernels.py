@@ -38,7 +38,6 @@ class ScaledConfig(GemmConfig):
         more = f" in {self.parts}" if self.parts > 1 else ""
         return super().__str__() + more + (" to codes" if self.codes else "")
 
-
     @property
     def max_registers(self) -> int | None:
         """Of a thread, so that as many programs as are meant fit a multiprocessor; None: any."""
