@@ -13,7 +13,7 @@ import torch
 from tilewright.codegen.build import install_allocator, load_jit
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.isolation import apart
-from tilewright.ops.repeats import note_launch
+from tilewright.ops.repeats import SplitK, note_launch
 
 # Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
@@ -97,6 +97,14 @@ def split_k_scratch(
     left at zero by every launch, so that a stream reuses its own; a captured launch gets counters
     that no other launch has, since its graph may be replayed on any stream.
     """
+    made = _split_k_scratch(num_tiles, elements_per_tile, device)
+    note_launch(SplitK(num_tiles, elements_per_tile), made)
+    return made
+
+
+def _split_k_scratch(
+    num_tiles: int, elements_per_tile: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     capturing = torch.cuda.is_current_stream_capturing()

@@ -7,8 +7,6 @@ that looks like the last one only looks them up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +15,11 @@ from tilewright.codegen.qkv_plan import LoweringChoice
 from tilewright.codegen.targets import SM90
 from tilewright.ops import lowerings
 from tilewright.ops.cache_store import KvStoreArguments
-from tilewright.ops.kernel_launch import split_k_scratch
 from tilewright.ops.lowerings import FusedCall
 from tilewright.ops.qkv_cache import FusedQkvArguments, fake
-from tilewright.ops.repeats import Noted, noting_launches
+from tilewright.ops.repeats import noting_launches
+from tilewright.ops.replay import Again, call_again
 from tilewright.ops.tuning import case_of, measured_choice
-
-Again = Callable[..., Any]
 
 
 def launch_fused_qkv_paged(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -43,7 +39,7 @@ def repeatable_fused_qkv_paged(*args: Any, **kwargs: Any) -> tuple[torch.Tensor,
         lowerings.run(call, choice)
     # Without a config a library has its part; under `tune` the next call may choose otherwise.
     settled = choice.config is not None and (measured is not None or not a.tune)
-    return call.q, _again(noted, a, call.q) if settled else None
+    return call.q, call_again(noted, args, kwargs, call.q) if settled else None
 
 
 def choose_lowering(call: FusedCall) -> LoweringChoice:
@@ -85,56 +81,4 @@ def repeatable_paged_kv_store(*args: Any, **kwargs: Any) -> tuple[None, Again | 
     grid = lowerings.epilogue_grid(problem, config, num_tokens)
     with noting_launches() as noted:
         lowerings.launch(spec, grid, values, a.k.device)
-    return None, _again(noted, a, None)
-
-
-def _again(noted: list[Noted], a: Any, q: torch.Tensor | None) -> Again | None:
-    """Makes the one launch again, by address: a new result, fresh split-K scratch, all else as it
-    was. None where there were more launches, or where one reads what the call itself made."""
-    if len(noted) != 1:
-        return None
-    launch, values = noted[0]
-    scratch_names = ("workspace_ptr", "counters_ptr")
-    known = {_storage(t) for t in vars(a).values() if isinstance(t, torch.Tensor)}
-    for name, value in zip(launch.names, values, strict=True):
-        made_here = isinstance(value, torch.Tensor) and _storage(value) not in known
-        if made_here and value is not q and name not in scratch_names:
-            return None
-    addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
-    names = launch.names
-    result = None
-    if q is not None:
-        at = names.index("q_out_ptr")
-        result = (at, partial(torch.empty, q.shape, dtype=q.dtype, device=q.device))
-    scratch = None
-    if "workspace_ptr" in names:
-        places = tuple(names.index(name) for name in scratch_names)
-        workspace, counters = (values[place] for place in places)
-        tiles = counters.numel()
-        make = partial(split_k_scratch, tiles, workspace.numel() // tiles, workspace.device)
-        scratch = (*places, make)
-    return partial(_launch_again, launch, addresses, result, scratch)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _launch_again(
-    launch: Any, addresses: list[Any], result: Any, scratch: Any, *_: Any, **__: Any
-) -> torch.Tensor | None:
-    if result is None and scratch is None:
-        launch(addresses)
-        return None
-    given = addresses.copy()
-    made = None
-    if result is not None:
-        at, new = result
-        made = new()
-        given[at] = made.data_ptr()
-    if scratch is not None:
-        first, second, new = scratch
-        workspace, counters = new()
-        given[first], given[second] = workspace.data_ptr(), counters.data_ptr()
-    launch(given)
-    return made
+    return None, call_again(noted, args, kwargs, None)

@@ -3,7 +3,6 @@ many, are sorted first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -42,8 +41,8 @@ from tilewright.ops.lora_problems import (
 from tilewright.ops.lora_shrink import ShrinkArguments
 from tilewright.ops.lora_shrink import fake as fake_shrink
 from tilewright.ops.lowerings import device_target
-from tilewright.ops.repeated_launches import Again, launches_again
-from tilewright.ops.repeats import noting_launches
+from tilewright.ops.repeats import noted_scratch, noting_launches
+from tilewright.ops.replay import Again, call_again
 
 
 @cache
@@ -69,9 +68,7 @@ def launch_shrink(*args: Any, **kwargs: Any) -> torch.Tensor:
     return repeatable_shrink(*args, **kwargs)[0]
 
 
-def repeatable_shrink(
-    *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, Callable[..., torch.Tensor] | None]:
+def repeatable_shrink(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
     """Also what makes the same call again."""
     a = ShrinkArguments(*args, **kwargs)
     out = fake_shrink(a)
@@ -84,14 +81,13 @@ def repeatable_shrink(
     target = device_target(device) or SM90
     config, spec = chosen_shrink(problem, next_power_of_2(out.shape[1]), target)
     elements, places = shrink_scratch(problem, config, counts)
-    if places:
-        workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
-        values |= {"workspace_ptr": workspace, "counters_ptr": counters}
     with noting_launches() as noted:
+        if places:
+            workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
+            values |= {"workspace_ptr": workspace, "counters_ptr": counters}
         order = _sorted_rows(problem.form, counts, values, target, device)
         launch(spec, shrink_grid(problem, config, counts), values | order, device)
-    again = launches_again(noted, a, (out,), _tensors(order))
-    return out, None if again is None else lambda *_, **__: again()[0]
+    return out, call_again(noted, args, kwargs, out)
 
 
 def launch_expand(*args: Any, **kwargs: Any) -> Outputs:
@@ -113,7 +109,7 @@ def repeatable_expand(*args: Any, **kwargs: Any) -> tuple[Outputs, Again | None]
     with noting_launches() as noted:
         order = _sorted_rows(problem.form, counts, values, target, device)
         launch(spec, expand_grid(problem, config, counts), values | order, device)
-    return outputs, launches_again(noted, a, outputs, _tensors(order))
+    return outputs, call_again(noted, args, kwargs, outputs)
 
 
 def _sorted_rows(
@@ -122,16 +118,12 @@ def _sorted_rows(
     """What the sort of a "sorted" form gives, by parameter name; nothing for other forms."""
     if form.addressing != "sorted":
         return {}
-    order = torch.empty(counts.total_rows, dtype=torch.int32, device=device)
-    ends = torch.empty(form.num_adapters, dtype=torch.int32, device=device)
+    order = noted_scratch(torch.empty(counts.total_rows, dtype=torch.int32, device=device))
+    ends = noted_scratch(torch.empty(form.num_adapters, dtype=torch.int32, device=device))
     spec, config = sort_kernel(form, target.name)
     given = {**values, "order_ptr": order, "ends_ptr": ends}
     launch(spec, order_grid(config, counts.total_rows), given, device)
     return {"order_ptr": order, "offsets_ptr": ends, "num_groups": form.num_adapters}
-
-
-def _tensors(values: Values) -> list[torch.Tensor]:
-    return [value for value in values.values() if isinstance(value, torch.Tensor)]
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -43,9 +43,8 @@ from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.moe import FusedMoeArguments
 from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
-from tilewright.ops.repeats import Noted, noting_launches
-
-Again = Callable[..., torch.Tensor]
+from tilewright.ops.repeats import noted_scratch, noting_launches
+from tilewright.ops.replay import Again, call_again
 
 # Parts of scratch memory begin at whole multiples of this.
 SCRATCH_ALIGNMENT = 256
@@ -128,54 +127,7 @@ def repeatable_fused_moe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again
     with noting_launches() as noted:
         for step in moe_steps(a, problem, plan, target, out).values():
             step.run(a.x.device)
-    return out, launches_again(noted, a, out)
-
-
-def launches_again(noted: Sequence[Noted], a: FusedMoeArguments, out: torch.Tensor) -> Again | None:
-    """The noted launches by address, over a new result and new scratch memory.
-
-    None where one reads a copy of an argument, or where the result is not laid out as a new one.
-    """
-    given = {_storage(t) for t in vars(a).values() if isinstance(t, torch.Tensor)}
-    made = {_storage(t) for _, values in noted for t in values if isinstance(t, torch.Tensor)}
-    scratch = made - given - {_storage(out)}
-    if len(scratch) != 1 or not out.is_contiguous():
-        return None
-    (base,) = scratch
-    size = 0
-    lists: list[tuple[Any, list[Any], list[tuple[int, int]], int | None]] = []
-    for launch_once, values in noted:
-        addresses, places, result = [], [], None
-        for number, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                if _storage(value) == base:
-                    places.append((number, value.data_ptr() - base))
-                    size = value.untyped_storage().nbytes()
-                elif value is out:
-                    result = number
-                value = value.data_ptr()
-            addresses.append(value)
-        lists.append((launch_once, addresses, places, result))
-    shape, dtype, device = out.shape, out.dtype, out.device
-
-    def again(*_: Any, **__: Any) -> torch.Tensor:
-        result = torch.empty(shape, dtype=dtype, device=device)
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-        start = memory.data_ptr()
-        for launch_once, known, places, at in lists:
-            addresses = known.copy()
-            for number, offset in places:
-                addresses[number] = start + offset
-            if at is not None:
-                addresses[at] = result.data_ptr()
-            launch_once(addresses)
-        return result
-
-    return again
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return out, call_again(noted, args, kwargs, out)
 
 
 def moe_steps(
@@ -267,7 +219,7 @@ def scratch_tensors(
     for count, dtype in sizes.values():
         units = cdiv(count * dtype.itemsize, SCRATCH_ALIGNMENT)
         bounds.append(bounds[-1] + units * SCRATCH_ALIGNMENT)
-    memory = torch.empty(bounds[-1], dtype=torch.uint8, device=device)
+    memory = noted_scratch(torch.empty(bounds[-1], dtype=torch.uint8, device=device))
     return {
         name: memory[first : first + count * dtype.itemsize].view(dtype)
         for first, (name, (count, dtype)) in zip(bounds, sizes.items(), strict=False)

@@ -1,4 +1,5 @@
 """The same call again: where metadata and addresses are those of an earlier call, so is the launch.
+Here is how a call is known again, and how it is noted what it does; `ops.replay` does that again.
 
 A decode step makes, layer after layer, calls it made the step before: the same weights, the same
 caches, activations at the same addresses. What was checked, planned and laid out for the first of
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-#: A launch and the values it was given; or a LibraryCall and its tensors, or Scratch and its own.
+#: A launch and the values it was given; or a LibraryCall, Scratch or SplitK and its tensors.
 Noted = tuple[Any, tuple[Any, ...]]
 
 
@@ -30,6 +31,14 @@ class LibraryCall:
 
 class Scratch:
     """Says that a tensor is a call's own, with no content but what launches noted later leave."""
+
+
+@dataclass(frozen=True)
+class SplitK:
+    """Says that a workspace and counters are one launch's, to be asked for anew for another."""
+
+    num_tiles: int
+    elements_per_tile: int
 
 
 _recording = threading.local()

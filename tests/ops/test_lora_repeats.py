@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.ops.test_repeats import split_scratch
 from tilewright.codegen.lora_kernels import TiledShrink
 from tilewright.codegen.targets import SM90
-from tilewright.ops import contract, lora_expand, lora_lowerings, lora_shrink, repeated_launches
+from tilewright.ops import contract, lora_expand, lora_lowerings, lora_shrink, replay
 from tilewright.ops.lora_samples import LoraCase
 from tilewright.ops.repeats import note_launch
 
@@ -39,13 +40,10 @@ def log(monkeypatch):
         launcher(given)
         note_launch(launcher, given)
 
-    def scratch(tiles, elements, device):
-        return torch.empty(tiles * elements), torch.zeros(tiles, dtype=torch.int32)
-
     monkeypatch.setattr(lora_lowerings, "device_target", lambda device: SM90)
     monkeypatch.setattr(lora_lowerings, "launch", launch)
-    for module in (lora_lowerings, repeated_launches):
-        monkeypatch.setattr(module, "split_k_scratch", scratch)
+    for module in (lora_lowerings, replay):
+        monkeypatch.setattr(module, "split_k_scratch", split_scratch)
     return found
 
 
@@ -116,9 +114,9 @@ def test_split_k_scratch_is_new(log, monkeypatch):
 
     def scratch(tiles, elements, device):
         made.append((tiles, elements))
-        return torch.empty(tiles * elements), torch.zeros(tiles, dtype=torch.int32)
+        return split_scratch(tiles, elements, device)
 
-    for module in (lora_lowerings, repeated_launches):
+    for module in (lora_lowerings, replay):
         monkeypatch.setattr(module, "split_k_scratch", scratch)
     lora_lowerings.chosen_shrink.cache_clear()
     try:

@@ -10,8 +10,7 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
 from tilewright.ops import mla_attention, mla_key_kernels, mla_lowerings, mla_queries
 from tilewright.ops.contract import get_op
-from tilewright.ops.repeats import made_by_library, note_launch, noted_scratch, noting_launches
-from tilewright.ops.replay import call_again
+from tilewright.ops.repeats import note_launch
 
 RUN = {
     "mla_prefill": mla_lowerings.repeatable_mla_prefill,
@@ -118,37 +117,3 @@ def test_chunks_are_not_kept_to_be_made_again():
     op = get_op("mla_prefill_branch_fp8")
     args, kwargs = op.split(sample(op, "chunks"))
     assert RUN[op.name](*args, **kwargs)[1] is None
-
-
-def noted(reads, out, scratch=None):
-    """What a call notes that has one launch."""
-    with noting_launches() as calls:
-        if scratch is not None:
-            noted_scratch(scratch)
-        note_launch(lambda values: None, (reads, out))
-    return calls
-
-
-def test_memory_of_unknown_content_is_not_read_again():
-    x, out, own = torch.ones(4), torch.empty(4), torch.empty(8)
-    assert call_again(noted(x, out), (x,), {}, out) is not None
-    assert call_again(noted(x.clone(), out), (x,), {}, out) is None
-    assert call_again(noted(own[4:], out, scratch=own), (x,), {}, out) is not None
-
-
-def test_a_library_may_make_the_result():
-    x = torch.ones(4)
-    with noting_launches() as calls:
-        out = made_by_library(torch.neg, x)
-    again = call_again(calls, (x,), {}, out.view(2, 2))
-    x.mul_(3)
-    assert torch.equal(again(x), torch.full((2, 2), -3.0))
-    with noting_launches() as calls:
-        half = made_by_library(torch.neg, x)
-    assert call_again(calls, (x,), {}, half.clone()) is None
-
-
-def test_a_result_that_no_launch_fills_is_not_made_again():
-    x, out = torch.ones(4), torch.empty(4)
-    assert call_again(noted(x, x), (x,), {}, out) is None
-    assert call_again([], (x,), {}, out) is None

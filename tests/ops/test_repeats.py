@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.codegen.qkv_plan import candidates, fused_choice
 from tilewright.codegen.targets import SM90
-from tilewright.ops import contract, launches, lowerings
+from tilewright.ops import contract, launches, lowerings, replay
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
-from tilewright.ops.repeats import address_key, note_launch
+from tilewright.ops.repeats import SplitK, address_key, note_launch
 from tilewright.ops.samples import AttentionCase
 
 NAMES = ("fused_qkv_paged", "paged_kv_store")
@@ -35,6 +35,13 @@ class Launcher:
         self.log.append(tuple(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
 
 
+def split_scratch(tiles, elements, device):
+    """Split-K scratch of a CPU, noted as that of a GPU is."""
+    made = torch.empty(tiles * elements), torch.zeros(tiles, dtype=torch.int32)
+    note_launch(SplitK(tiles, elements), made)
+    return made
+
+
 @pytest.fixture
 def log(monkeypatch):
     """Launches on a pretended H200: (values of each), and how often values were checked."""
@@ -47,13 +54,10 @@ def log(monkeypatch):
         launcher(given)
         note_launch(launcher, given)
 
-    def scratch(tiles, elements, device):
-        return torch.empty(tiles * elements), torch.zeros(tiles, dtype=torch.int32)
-
     monkeypatch.setattr(lowerings, "device_target", lambda device: SM90)
     monkeypatch.setattr(lowerings, "launch", launch)
-    for module in (lowerings, launches):
-        monkeypatch.setattr(module, "split_k_scratch", scratch)
+    for module in (lowerings, replay):
+        monkeypatch.setattr(module, "split_k_scratch", split_scratch)
     properties = type("P", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return found
@@ -118,14 +122,14 @@ def test_split_k_scratch_is_new_each_time(log, monkeypatch):
 
     def scratch(tiles, elements, device):
         made.append((tiles, elements))
-        return torch.empty(tiles * elements), torch.zeros(tiles, dtype=torch.int32)
+        return split_scratch(tiles, elements, device)
 
     def split(call):
         configs = candidates(call.problem, 16, SM90)
         config = next(c for c in configs if getattr(c, "split_k", 1) > 1)
         return fused_choice(call.problem, config, SM90, 0.0, measured=False)
 
-    for module in (lowerings, launches):
+    for module in (lowerings, replay):
         monkeypatch.setattr(module, "split_k_scratch", scratch)
     monkeypatch.setattr(launches, "planned_lowering", split)
     case = replace(PLAIN, hidden=4096, head_dim=128, rotary_dim=128)
