@@ -132,7 +132,8 @@ def _scaled(value: Value, product: View, scale: View, stage: Stage) -> Trunk | N
     if found is None:
         return None
     trunk, rows, first = found
-    plain = trunk.bias is None and trunk.scale is None and not trunk.clip
+    summed = trunk.bias is not None or trunk.deltas
+    plain = trunk.scale is None and not summed and not trunk.clip
     if not plain or not holds_codes(trunk.gemm.weight.value, {}):
         return None
     return replace(trunk, scale=rows, scale_first=first)

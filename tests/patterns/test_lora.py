@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 
 from tests.agreement import assert_no_worse, upcast
 from tests.models.lora_bent import BENT, build_bent
@@ -175,6 +176,40 @@ def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_w
     report = reports()[-1]
     (site,) = report.matches
     assert site.shapes["lora"] == "qkv rank=8 of 3 added"
+
+
+class Coded(Cached):
+    """Bases of int8 codes, each output feature scaled behind the sum with its adapter."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.scale = torch.nn.Parameter(torch.rand(64) * 0.02)
+        for n in "qkv":
+            self.register_buffer(f"codes_{n}", torch.randint(-128, 128, (64, 96)).to(torch.int8))
+
+    def forward(self, x, slots, k_cache, v_cache, ids):
+        parts = []
+        for n in "qkv":
+            y = F.linear(x, getattr(self, f"codes_{n}").to(x.dtype))
+            delta = torch.einsum("th,trh->tr", x, self.a[n][ids])
+            delta = torch.einsum("tr,twr->tw", delta, self.b[n][ids])
+            y = y.add_(delta) if self.in_place else y + delta
+            parts.append((y * self.scale).view(-1, 2, 32))
+        k_cache[slots], v_cache[slots] = parts[1:]
+        return parts[0].relu()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_scale_behind_codes_and_adapters_scales_both(in_place):
+    torch.manual_seed(0)
+    module = Coded(in_place).requires_grad_(False)
+    args = torch.randn(3, 96), torch.tensor([3, 0, 9])
+    caches, ids = [torch.zeros(16, 2, 32) for _ in range(4)], torch.tensor([0, 2, 1])
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    ours, eager = compiled(*args, *caches[:2], ids), module(*args, *caches[2:], ids)
+    torch.testing.assert_close([ours, *caches[:2]], [eager, *caches[2:]], rtol=1e-4, atol=1e-4)
+    assert "K_PATH" in {miss.code for miss in reports()[-1].misses}
 
 
 def define_operators():
