@@ -51,12 +51,15 @@ def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) 
         other = other.meta.get("example_value")
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
         return False
-    return all(owners.get(storage, []) == [base] for storage in _storages(held))
+    storages = [*_storages(held)]
+    return bool(storages) and all(owners.get(storage, []) == [base] for storage in storages)
 
 
 def _storages(held: Any) -> Iterator[int]:
     if isinstance(held, torch.Tensor):
-        yield held.untyped_storage()._cdata
+        key = _compat.storage_key(held)
+        if key is not None:
+            yield key
     elif isinstance(held, (tuple, list)):
         for item in held:
             yield from _storages(item)

@@ -106,3 +106,16 @@ def test_only_sums_that_nobody_can_tell_apart_change(step, sums):
     ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
     torch.testing.assert_close(ours, eager, rtol=0, atol=0)
     assert found == [sums]
+
+
+def test_a_tensor_without_memory_of_its_own_is_passed_by():
+    """Sparse tensors have no storage."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["example_value"] = torch.eye(3).to_sparse()
+    y = graph.call_function(torch.mm, (x, w))
+    w.meta["example_value"], y.meta["example_value"] = torch.ones(3, 3), torch.ones(3, 3)
+    z = graph.call_method("add_", (y, w))
+    z.meta["example_value"] = y.meta["example_value"]
+    graph.output(z)
+    assert make_sums_new(graph) == 1
