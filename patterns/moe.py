@@ -12,7 +12,7 @@ outside. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,17 +104,19 @@ class Moe:
                 down.x,
             )
         gate, gate_coded = as_numbers(_first_gemm(activation.gate, "gate", flow))
-        up = None if activation.up is None else _first_gemm(activation.up, "up", flow)
-        up = None if up is None else as_numbers(up)[0]
+        up, up_coded = None, gate_coded
+        if activation.up is not None:
+            up, up_coded = as_numbers(_first_gemm(activation.up, "up", flow))
         firsts = [gemm for gemm in (gate, up) if gemm is not None]
         if holds_codes(gate.x):
             refuse_format(gate.x, "are rounded to eight bits in another way than the op's")
         order, num_slots, x = rows_in_order(gate)
-        if not gate_coded and (tokens := match_quantised_rows(x)) is not None:
+        if any(gemm.x != gate.x for gemm in firsts) or up_coded != gate_coded:
+            reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
+        tokens = match_quantised_rows(x) if coded and not gate_coded else None
+        if tokens is not None:
             # Before the gather, and perhaps for others too: what is left unused goes by itself.
             x, gate_coded = tokens.source, True
-        if any(gemm.x != gate.x for gemm in firsts):
-            reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
         check_groups((*firsts, down), order)
         combine = match_combine(flow, down, order, num_slots)
         gemms = {"gate": gate, "up": up, "down": down}
@@ -195,14 +197,15 @@ def _match(
     num_slots = combine.num_slots
     tokens = effects.divides(num_slots, effects.product(order.ids.shape))
     ids = View(order.ids.value, effects.reshape(order.ids.effect, (tokens, num_slots)))
-    firsts = gate.absorbed if up is None else (*gate.absorbed, *up.absorbed)
+    firsts = (gate,) if up is None else (gate, up)
     rows, masked = unmasked(gate.x)
     gather = () if order.permutation is None else (rows.value, *masked)
-    absorbed = (*firsts, *gather, *activation.absorbed, *down.absorbed, *combine.absorbed)
+    absorbed = tuple(value for gemm in firsts for value in gemm.absorbed)
+    absorbed += (*gather, *activation.absorbed, *down.absorbed, *combine.absorbed)
     absorbed += tuple(clamps(flow, order, down.weight.shape[0]))
     arguments: dict[str, Any] = {
         "x": x,
-        "expert_ids": _held(ids, order, absorbed, down.weight.shape[0]),
+        "expert_ids": _held(ids, order, absorbed, (*firsts, down)),
         "expert_weights": combine.weights,
         "up_weight": None,
         **weights,
@@ -239,8 +242,13 @@ def _match(
     )
 
 
-def _held(ids: View, order: Order, absorbed: tuple[Value, ...], num_experts: Any) -> Any:
-    """The experts as an argument, those elsewhere left out where the graph leaves them out."""
+def _held(ids: View, order: Order, absorbed: tuple[Value, ...], gemms: Sequence[ExpertGemm]) -> Any:
+    """The experts as an argument, those elsewhere left out where the graph masks their rows, or
+    clamps them for the biases alone: then their rows, behind the last end, hold anything."""
+    num_experts = gemms[-1].weight.shape[0]
+    clamped = order.permutation is not None and any(
+        gemm.bias_index is not None and not in_order(gemm.bias_index, order) for gemm in gemms
+    )
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
         if not in_order(found[0], order) or found[1] != num_experts:
@@ -250,7 +258,7 @@ def _held(ids: View, order: Order, absorbed: tuple[Value, ...], num_experts: Any
                 f"{value} does not fill the rows of experts {num_experts} and up",
                 value,
             )
-    return without_foreign(ids, num_experts) if masks else ids
+    return without_foreign(ids, num_experts) if masks or clamped else ids
 
 
 def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:

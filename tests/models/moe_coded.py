@@ -160,6 +160,27 @@ def tokens(seed=1):
     return torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
 
 
+class SeparateMoe(CodedMoe):
+    """Gate and up as two GEMMs, `rows` and `up_rows` what is done to the rows of each."""
+
+    def __init__(self, rows, up_rows, hidden) -> None:
+        super().__init__(rows, hidden)
+        self.up_rows = up_rows
+
+    def forward(self, x):
+        weights, ids = (x @ self.router.T).float().softmax(-1).topk(SLOTS, -1)
+        ids_sorted, order = ids.reshape(-1).sort()
+        ends = torch.histc(ids_sorted.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        ends = ends.cumsum(0, dtype=torch.int32)
+        rows, both = x[order // SLOTS], self.weight("gate_up").mT
+        gate = torch._grouped_mm(self.rows(rows), both[..., :INNER], offs=ends)
+        up = torch._grouped_mm(self.up_rows(rows), both[..., INNER:], offs=ends)
+        hidden = self.hidden(F.silu(gate) * up)
+        y = torch._grouped_mm(hidden, self.weight("down").mT, offs=ends)
+        y = y * weights.reshape(-1)[order][:, None]
+        return y[order.argsort()].view(*ids.shape, -1).sum(1).to(x.dtype)
+
+
 @torch.library.custom_op("tilewright_tests::fp8_grouped_matmul", mutates_args=())
 def fp8_grouped_matmul(
     rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor

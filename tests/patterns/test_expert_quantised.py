@@ -12,6 +12,8 @@ from tests.models.moe_coded import (
     TOKENS,
     CodedMoe,
     KernelMoe,
+    SeparateMoe,
+    bounded,
     divided,
     tokens,
 )
@@ -69,6 +71,33 @@ def test_the_hidden_rows_alone_decide_too():
 def test_half_quantised_mixtures_are_refused():
     assert_refused(lowered(CodedMoe(divided, lambda rows: rows)), "ACTIVATION_FORMAT")
     assert_refused(lowered(CodedMoe(lambda rows: rows, divided)), "ACTIVATION_FORMAT")
+
+
+def unchanged(rows):
+    return rows
+
+
+def test_gate_and_up_are_quantised_together_or_not_at_all():
+    """The same rows, quantised for one of them: neither for both nor for none would be the same."""
+    (site,) = lowered(SeparateMoe(divided, bounded, divided)).matches
+    assert site.op == "fused_moe"
+    for hidden in (divided, unchanged):
+        assert_refused(lowered(SeparateMoe(divided, unchanged, hidden)), "ACTIVATION")
+        assert_refused(lowered(SeparateMoe(unchanged, divided, hidden)), "ACTIVATION")
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_tokens_that_alone_are_quantised_are_tokens(dense):
+    """Before the gather they are some x, whatever it is computed from."""
+    module = CodedMoe(divided, unchanged, first=True, dense=dense)
+    found = lowered(module)
+    assert [site.op for site in found.matches] == ["fused_moe"], str(found)
+    assert "activations" not in str(found)
+    x = tokens()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        assert relative_error(compiled(x), module(x)) < 2**-6
 
 
 def test_weights_that_are_no_codes_are_refused():
