@@ -51,11 +51,12 @@ def unclamped(ids: View, num_experts: Size) -> View:
     """Experts by row before a clamp that changes those of other experts alone."""
     ids = strip_integer_casts(ids)
     value = ids.value
-    if value.op != "aten.clamp":
+    names = {"aten.clamp": ("min", "max"), "aten.clamp_max": ("max",)}.get(value.op)
+    if names is None:
         return ids
-    names = {name: value.kwargs.get(name) for name in ("min", "max")}
-    names |= dict(zip(("min", "max"), value.args[1:], strict=False))
-    if names["min"] not in (None, 0) or names["max"] != num_experts - 1:
+    given = {"min": None, "max": None, **value.kwargs}
+    given |= dict(zip(names, value.args[1:], strict=False))
+    if given["min"] not in (None, 0) or given["max"] != num_experts - 1:
         return ids
     return value.args[0].through(ids.effect)
 

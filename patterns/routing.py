@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Size
@@ -46,8 +48,8 @@ def per_row(view: View) -> View | None:
 
 
 def strip_integer_casts(view: View) -> View:
-    """The view before casts that keep integers what they are."""
-    while view.value.op == "cast":
+    """The view before casts that keep integers what they are; to bool is none."""
+    while view.value.op == "cast" and view.value.dtype != torch.bool:
         view = view.value.args[0].through(view.effect)
     return view
 

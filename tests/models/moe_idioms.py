@@ -213,6 +213,7 @@ class Moe(nn.Module):
         experts, hidden, inner = axes.num_experts, axes.hidden, axes.inner
         self.router = nn.Linear(hidden, experts + axes.elsewhere, bias=False)
         self.mask_of = lambda ids: (ids >= experts)[:, None]
+        self.clamp = lambda ids: ids.clamp_(max=experts - 1)
         if axes.layout == "separate":
             self.gate = self.weight(experts, inner, hidden)
             self.up = self.weight(experts, inner, hidden)
@@ -254,8 +255,8 @@ class Moe(nn.Module):
         picked, mask = x[rows], None
         if axes.elsewhere:
             mask = self.mask_of(ids_sorted)
-            ids_sorted.clamp_(max=axes.num_experts - 1)
-            picked.masked_fill_(mask, 0.0)
+            ids_sorted = self.clamp(ids_sorted)
+            picked = picked if mask is None else picked.masked_fill_(mask, 0.0)
         gate, up = self.projected(picked, ends, ids_sorted, mask)
         y = self.multiply(self.activation(gate, up), self.down, ends)
         if axes.bias:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.agreement import assert_no_worse
+from tests.agreement import assert_no_worse, relative_error
 from tests.models.moe_idioms import IDIOMS, build, exact
 from tilewright.codegen import targets
 from tilewright.compiler import lower, reports
@@ -64,6 +64,27 @@ def test_the_public_grouped_mm_is_the_private_one():
     assert_no_worse(fused, eager, exact(module, *args), "grouped_mm")
 
 
+CLAMPS = {
+    "in_place": lambda ids: ids.clamp_max_(7),
+    "apart": lambda ids: ids.clamp(0, 7),
+    "from_above": lambda ids: ids.clamp_max(7),
+}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("clamp", CLAMPS)
+def test_experts_elsewhere_are_left_out_however_they_are_clamped(clamp, masked):
+    """Without masks their rows of the graph hold anything: memory that no product wrote."""
+    module, args = build("elsewhere_bias")
+    module.clamp = CLAMPS[clamp]
+    module.mask_of = module.mask_of if masked else lambda ids: None
+    torch._dynamo.reset()
+    with torch.no_grad():
+        fused = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*args)
+    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert relative_error(fused, exact(module, *args)) < 2**-7
+
+
 def misses(name, change, **axes):
     """The codes of what was not fused after `change`, which rebinds one step of the module."""
     torch._dynamo.reset()
@@ -78,6 +99,10 @@ def misses(name, change, **axes):
 def other_experts(module):
     """The rows' ends are those of other experts than the rows were sorted by."""
     module.ends_of = lambda ids: (ids + 1) % module.axes.num_experts
+
+
+def experts_as_bool(module):
+    module.ends_of = lambda ids: ids.bool().long()
 
 
 def other_tokens(module):
@@ -175,6 +200,7 @@ NEAR_MISSES = dict.fromkeys(MASKED, "EXPERT_ORDER") | {
     summed_in_float32: "EXPERT_COMBINE",
     weights_changed_later: "INPUT_MUTATED",
     other_experts: "EXPERT_ENDS",
+    experts_as_bool: "EXPERT_ENDS",
     other_tokens: "EXPERT_ORDER",
     unknown_activation: "EXPERT_ACTIVATION",
     other_clamps: "EXPERT_ACTIVATION",
