@@ -41,8 +41,14 @@ from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
-from tilewright.ops.moe import FusedMoeArguments
-from tilewright.ops.moe_problems import lower_weight, moe_problem, unsupported, up_distance
+from tilewright.ops.moe import FusedMoeArguments, reference
+from tilewright.ops.moe_problems import (
+    lower_weight,
+    moe_problem,
+    out_of_reach,
+    unsupported,
+    up_distance,
+)
 from tilewright.ops.repeats import noted_scratch, noting_launches
 from tilewright.ops.replay import Again, call_again
 
@@ -124,10 +130,17 @@ def repeatable_fused_moe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again
     problem = moe_problem(a)
     target = device_target(a.x.device) or SM90
     plan = cached_plan(problem, next_power_of_2(a.x.shape[0]), target)
+    if out_of_reach(a, problem, up=_by_tma(plan, plan.up), down=_by_tma(plan, plan.down)):
+        return reference(a), None
     with noting_launches() as noted:
         for step in moe_steps(a, problem, plan, target, out).values():
             step.run(a.x.device)
     return out, call_again(noted, args, kwargs, out)
+
+
+def _by_tma(plan: MoePlan, config: GemmConfig) -> bool:
+    """Whether a GEMM's weight goes by TMA as it was given."""
+    return not plan.decode and not isinstance(config, CodesConfig)
 
 
 def moe_steps(

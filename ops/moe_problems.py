@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.grouped_kernels import TMA_BYTES
 from tilewright.codegen.moe_kernels import STORED, ExpertLayout, MoeProblem, gemm_obstacle
 from tilewright.ops.qkv_problems import TRITON_TYPES, unaligned
 
@@ -19,6 +20,18 @@ def unsupported(a: Any) -> str | None:
     if a.weight_on_input:
         return "no kernel that scales the input"
     return gemm_obstacle(moe_problem(a))
+
+
+def out_of_reach(a: Any, problem: MoeProblem, *, up: bool, down: bool) -> bool:
+    """Whether addresses, of which no metadata tells, keep TMA from a weight. up, down: whether that
+    GEMM's weight goes by it."""
+    if gemm_obstacle(problem) is not None:  # two weights of one storage, at an odd distance
+        return True
+    weights = [a.down_weight] if down else []
+    if up:
+        apart = problem.gated and problem.distance is None
+        weights += [a.gate_weight, a.up_weight] if apart else [lower_weight(a)]
+    return any(weight.data_ptr() % TMA_BYTES for weight in weights)
 
 
 def moe_problem(a: Any) -> MoeProblem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import TARGETS
-from tilewright.ops import moe, moe_lowerings
+from tilewright.ops import contract, moe, moe_lowerings
 from tilewright.ops.moe_samples import MoeCase
 from tilewright.ops.repeats import note_launch
 
@@ -80,3 +81,40 @@ def test_a_call_that_copies_an_argument_is_not_remembered():
     args, kwargs = moe.OP.split(a)
     args[1] = args[1].t().contiguous().t()
     assert moe_lowerings.repeatable_fused_moe(*args, **kwargs)[1] is None
+
+
+def moved(weight, elements):
+    """The weight, so many elements past the start of an allocation."""
+    memory = torch.empty(weight.numel() + elements, dtype=weight.dtype)
+    view = memory[elements:].view(weight.shape)
+    return view.copy_(weight)
+
+
+def in_one(gate, up, gap):
+    """Gate and up in one storage, `gap` elements between them."""
+    memory = torch.empty(2 * gate.numel() + gap, dtype=gate.dtype)
+    views = memory[: gate.numel()], memory[gate.numel() + gap :]
+    return [v.view(w.shape).copy_(w) for v, w in zip(views, (gate, up), strict=True)]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("which", ["gate_weight", "up_weight", "down_weight", "distance"])
+def test_weights_that_tma_cannot_start_at_are_left_to_the_reference(which, monkeypatch):
+    """The choice of a lowering is remembered by metadata, which is that of other calls."""
+    a = moe.sample_inputs(CASE)
+    gate, up = a.gate_weight.clone(), a.up_weight.clone()
+    a = replace(a, gate_weight=gate, up_weight=up)
+    if which == "distance":
+        gate, up = in_one(gate, up, 3)
+        other = replace(a, gate_weight=gate, up_weight=up)
+    else:
+        other = replace(a, **{which: moved(getattr(a, which), 1)})
+    want, launched = moe.reference(a), []
+    monkeypatch.setattr(moe_lowerings, "launch", lambda *given: launched.append(given))
+    run = contract._implementation(moe.OP, "cuda")
+    for arguments, count in ((a, 4), (other, 4)):
+        args, kwargs = moe.OP.split(arguments)
+        with torch.no_grad():
+            result = run(*args, **kwargs)
+        assert len(launched) == count
+    assert torch.equal(result, want)
