@@ -26,15 +26,15 @@ _slabs: dict[int, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel on one grid. names: its run-time parameters, in order."""
+    """One kernel on one grid."""
 
     runner: Callable[..., None]
-    names: tuple[str, ...]
     device_index: int
     makes_descriptors: bool
 
     def __call__(self, values: Sequence[Any]) -> None:
-        """Runs it on the current stream of its device; values: tensors, addresses or numbers."""
+        """Runs it on the current stream of its device; values: tensors, addresses or numbers, one
+        for each run-time parameter."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
                 return self(values)
@@ -59,9 +59,8 @@ def launch(
     with torch.cuda.device(index):
         kernel = compiled_kernel(spec, index)
         full_grid = (*grid, *(1,) * (3 - len(grid)))
-        names = tuple(name for name, _ in spec.signature)
-        made = Launch(kernel[full_grid], names, index, bool(kernel.metadata.global_scratch_size))
-        given = tuple(values[name] for name in names)
+        made = Launch(kernel[full_grid], index, bool(kernel.metadata.global_scratch_size))
+        given = tuple(values[name] for name, _ in spec.signature)
         made(given)
     note_launch(made, given)
 
