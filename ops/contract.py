@@ -286,6 +286,10 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     repeatable = device_type == "cuda" and any(lowering.repeatable for lowering in op.lowerings)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(device_type):
+            # It would round what the reference and the libraries compute in float32.
+            with torch.autocast(device_type, enabled=False):
+                return run(*args, **kwargs)
         # A decode step calls every layer's op as the step before did, mostly at its addresses.
         place = address_key(args, kwargs) if repeatable else None
         again = repeats.get(place)
