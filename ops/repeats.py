@@ -45,12 +45,14 @@ _recording = threading.local()
 
 
 def address_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shape, strides, dtype and address of every tensor, and every other argument.
+    """Shape, strides, dtype and address of every tensor, the device of the first argument, and
+    every argument that is no tensor.
 
     Tensors of equal keys are the same memory seen the same way, unless it was freed in between;
-    their contents may differ.
+    their contents may differ, and so may where in its storage each lies.
     """
-    parts: list[Any] = []
+    # An address that one device gave back may be another's.
+    parts: list[Any] = [args[0].device if args and isinstance(args[0], torch.Tensor) else None]
     for value in args:
         if isinstance(value, torch.Tensor):
             parts += (value.shape, value.stride(), value.dtype, value.data_ptr())

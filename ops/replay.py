@@ -88,6 +88,7 @@ def call_again(
 ) -> Again | None:
     """Makes what was noted again, called with such arguments; None where that cannot be done.
 
+    result: what the launches fill, all of it, since a new one has no content: contiguous tensors.
     It cannot where a launch reads memory that is neither an argument's, nor a result's, nor
     scratch that was noted, since what filled it is not known; nor where no launch fills a result;
     nor where a result is not laid out as a new one. Holds no tensor.

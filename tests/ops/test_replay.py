@@ -180,3 +180,10 @@ def test_what_a_call_noted_before_it_failed_is_forgotten():
     assert [values for _, values in outer] == [(x,)]
     note_launch(list, (x,))
     assert len(outer) == 1
+
+
+def test_the_key_tells_devices_apart():
+    """Memory that one GPU gave back may get its address on another."""
+    x, other = torch.empty(0), torch.empty(0, device="meta")
+    assert x.data_ptr() == other.data_ptr()
+    assert address_key((x,), {}) != address_key((other,), {})
