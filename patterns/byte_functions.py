@@ -15,7 +15,7 @@ import torch
 
 from tilewright.patterns.codes import follow, pushed
 from tilewright.patterns.constants import constant_of
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import Effect, InexpressibleError
 
 _BYTES = (
@@ -177,19 +177,12 @@ def _table_and_index(value: Value) -> tuple[View | None, View | None]:
 
 def looked_up_inputs(view: View, reach: int = 64) -> Value | None:
     """A table of numbers that only the model's memory holds, among what a view is computed from."""
-    seen: set[Value] = set()
-    front = [view.value]
-    while front and len(seen) < reach:
-        value = front.pop(0)
-        if value in seen or value.projected:
-            continue
-        seen.add(value)
-        if value.op in ("aten.index", "aten.index_select", "aten.take"):
+    for value in upstream(view.value, reach, lambda v: not v.projected):
+        if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
             table, index = _table_and_index(value)
             stored = table is not None and _stored(table)
             if stored and index is not None and table is not None and len(table.shape) == 1:
                 return table.value
-        front += [v.value for v in value.operands]
     return None
 
 

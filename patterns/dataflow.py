@@ -194,6 +194,23 @@ def iter_views(args: Any) -> Iterator[View]:
             yield from iter_views(item)
 
 
+def upstream(
+    value: Value, reach: int, through: Callable[[Value], bool] = lambda value: True
+) -> Iterator[Value]:
+    """`value` and what it is computed from, nearest first, `reach` values at most, each once; not
+    what lies behind values that `through` refuses."""
+    front, seen = [value], {value}
+    for _ in range(reach):
+        if not front:
+            return
+        item = front.pop(0)
+        yield item
+        if through(item):
+            before = dict.fromkeys(v.value for v in item.operands if v.value not in seen)
+            seen.update(before)
+            front += before
+
+
 @dataclass(frozen=True, eq=False)
 class Dataflow:
     """A graph, seen by what its values are made of. Read-only; nothing in the graph was changed.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from tilewright.patterns.activation import match_activation
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.norm import strip_casts
 
@@ -94,16 +94,11 @@ def _of_experts(value: Value) -> bool:
 
 def _by_ids(value: Value, reach: int = 12) -> bool:
     """Whether a value comes from expert numbers: a router's choice, or integers from outside."""
-    front, seen = [v.value for v in value.operands], 0
-    while front and seen < reach:
-        item = front.pop(0)
-        seen += 1
-        if item.op == "aten.topk":
-            return True
-        if item.op == "input" and not item.dtype.is_floating_point:
-            return True
-        front += [v.value for v in item.operands]
-    return False
+    return any(
+        item.op == "aten.topk" or (item.op == "input" and not item.dtype.is_floating_point)
+        for item in upstream(value, reach)
+        if item is not value
+    )
 
 
 def _leaves(value: Value, flow: Dataflow, reach: int = 12) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import View
+from tilewright.patterns.dataflow import View, upstream
 from tilewright.patterns.expert_gemm import ExpertGemm
 from tilewright.patterns.expert_sentinels import unclamped, unmasked
 from tilewright.patterns.language import Stage, register_code, reject
@@ -21,6 +21,10 @@ from tilewright.patterns.routing import (
     match_order,
     match_rows,
 )
+
+_SORTS = ("aten.sort", "aten.argsort")
+# How many values back from the row numbers their sort may lie.
+_REACH = 24
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
 register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
@@ -68,13 +72,11 @@ def _rows_by_route(gemm: ExpertGemm) -> tuple[Order, Any, View]:
 
 def _permutations(rows: View) -> Iterator[View]:
     """Candidates for the order's permutation among what the row numbers are made of."""
-    front = [rows]
-    while front:
-        view = front.pop(0)
-        if view.value.op in ("aten.sort", "aten.argsort"):
-            yield view
-        else:
-            front += view.value.operands
+    if rows.value.op in _SORTS:
+        yield rows
+    for value in upstream(rows.value, _REACH, lambda v: v.op not in _SORTS):
+        if value.op not in _SORTS:
+            yield from (view for view in value.operands if view.value.op in _SORTS)
 
 
 def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:

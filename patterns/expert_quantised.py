@@ -21,7 +21,7 @@ import torch
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 from tilewright.patterns import effects
 from tilewright.patterns.codes import pushed
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.expert_gemm import ExpertGemm
 from tilewright.patterns.language import Stage, register_code, reject
@@ -37,6 +37,9 @@ LARGEST_BOUND = 1e-2
 # A number's rounding to fp32 or fp64 in 1 / 448 or 448.
 CLOSE = 1e-6
 _DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
+_CODES = (torch.float8_e4m3fn, torch.int8)
+# How many values back from the rows their codes may lie.
+_REACH = 24
 _LARGEST = {("aten.amax", 0), ("aten.max", 0)}
 
 
@@ -58,16 +61,10 @@ def match_quantised_rows(rows: View) -> QuantisedRows | None:
 
 def holds_codes(rows: View) -> bool:
     """Whether rows are decoded from codes of eight bits, a few element-wise steps back."""
-    front, seen = [rows.value], set[Value]()
-    while front:
-        value = front.pop()
-        if value in seen or value.op not in _DECODING:
-            continue
-        seen.add(value)
-        if value.dtype in (torch.float8_e4m3fn, torch.int8):
-            return True
-        front += [v.value for v in value.operands]
-    return False
+    return any(
+        value.op in _DECODING and value.dtype in _CODES
+        for value in upstream(rows.value, _REACH, lambda v: v.op in _DECODING)
+    )
 
 
 def as_numbers(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
-from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.expert_combine import SHAPED_LIKE, Combine, match_combine
 from tilewright.patterns.expert_gemm import (
     Columns,
@@ -53,6 +53,8 @@ from tilewright.patterns.routing import Order, in_order
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
 
 
+# How many values back from the rows of a GEMM the one before it may lie.
+_REACH = 48
 # Mixtures that are told, not fused.
 Refused = ExpertLoop | ExpertKernels | UnrolledExperts
 
@@ -72,7 +74,8 @@ class Moe:
             rows = rows_of(value)
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
                 continue
-            if any(is_expert_gemm(v) for v in _upstream(rows.value)):
+            before = upstream(rows.value, _REACH, lambda v: not is_expert_gemm(v))
+            if any(is_expert_gemm(v) for v in before):
                 yield value
         for refused in (find_expert_loop(flow), find_expert_kernels(flow)):
             if refused is not None:
@@ -163,19 +166,6 @@ def _part(view: View | None, columns: Columns) -> View | None:
         return None
     start, length, step = columns
     return View(view.value, effects.narrow(view.effect, 1, start, length, step))
-
-
-def _upstream(rows: Value, reach: int = 48) -> set[Value]:
-    """What a GEMM's rows are made of, a few steps back, up to the next GEMM."""
-    seen: set[Value] = set()
-    front = [rows]
-    while front and len(seen) < reach:
-        item = front.pop(0)
-        if item not in seen:
-            seen.add(item)
-            if not is_expert_gemm(item):
-                front += [v.value for v in item.operands]
-    return seen
 
 
 # --- the match ------------------------------------------------------------------------------------

@@ -19,7 +19,14 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.activation import Activation, match_activation
 from tilewright.patterns.codes import pushed
-from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
+from tilewright.patterns.dataflow import (
+    Computed,
+    Dataflow,
+    Value,
+    View,
+    common_scope,
+    upstream,
+)
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.expert_gemm import check_device
 from tilewright.patterns.expert_products import DenseGemm, dense_gemms, roles_through
@@ -38,6 +45,8 @@ _BETWEEN = {
     "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
     "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",
 }  # fmt: skip
+# How many values that may be.
+_REACH = 48
 
 
 @dataclass(frozen=True)
@@ -128,20 +137,13 @@ class MoeDense:
         )
 
 
-def _fed(gemm: DenseGemm, flow: Dataflow, reach: int = 24) -> bool:
+def _fed(gemm: DenseGemm, flow: Dataflow) -> bool:
     """Whether another such product lies behind a few element-wise steps, one at least."""
-    front, seen = [gemm.x.value], set[Value]()
-    while front and len(seen) < reach:
-        value = front.pop(0)
-        if value in seen or value.op not in _BETWEEN:
-            if value in seen or value is gemm.x.value:
-                continue
-            if any(True for _ in dense_gemms(value, flow)):
-                return True
-            continue
-        seen.add(value)
-        front += [v.value for v in value.operands]
-    return False
+    return any(
+        value.op not in _BETWEEN and any(True for _ in dense_gemms(value, flow))
+        for value in upstream(gemm.x.value, _REACH, lambda v: v.op in _BETWEEN)
+        if value is not gemm.x.value
+    )
 
 
 def _first(part: View, name: str, down: DenseGemm, flow: Dataflow) -> DenseGemm:

@@ -244,6 +244,26 @@ def test_rows_that_meet_another_token_s_weights_are_refused():
     assert "EXPERT_COMBINE" in misses("weigh_tokens", change, num_tokens=2, num_slots=2)
 
 
+def test_a_long_way_to_the_row_numbers_takes_no_long_time():
+    """Experts that choose their tokens, behind layers of which each reads the last one twice."""
+
+    class Deep(torch.nn.Module):
+        def forward(self, x, layer, router, gate_up, down):
+            for _ in range(40):
+                x = x + torch.tanh(x @ layer)
+            weights, rows = (x @ router).softmax(0).topk(4, 0)
+            rows = rows.T.reshape(-1)
+            ends = torch.arange(4, 17, 4, dtype=torch.int32)
+            gate, up = torch._grouped_mm(x[rows], gate_up, offs=ends).chunk(2, -1)
+            y = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down, offs=ends)
+            return torch.zeros_like(x).index_add(0, rows, y * weights.T.reshape(-1, 1))
+
+    shapes = ((16, 32), (32, 32), (32, 4), (4, 32, 32), (4, 16, 32))
+    torch._dynamo.reset()
+    found = lower(Deep(), tuple(torch.ones(shape, dtype=torch.bfloat16) for shape in shapes))
+    assert "EXPERT_ORDER" in {miss.code for miss in found.misses}
+
+
 def test_dtypes_without_a_kernel_are_refused():
     assert "DTYPE" in misses("batched", lambda module: None, dtype=torch.float32)
 
