@@ -26,7 +26,7 @@ from lora_shapes import LoraSet, LoraShape, make_set, make_sets
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen import lora_kernels as kernels
+from tilewright.codegen import lora_expand_kernels, lora_kernels, lora_shrink_kernels
 from tilewright.codegen.qkv_heads import cdiv
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
@@ -34,12 +34,15 @@ from tilewright.ops import lora_expand, lora_shrink
 from tilewright.ops.kernel_launch import launch, split_k_scratch
 from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_problem
 
-Config = kernels.ShrinkConfig | kernels.ExpandConfig
+Config = lora_shrink_kernels.ShrinkConfig | lora_expand_kernels.ExpandConfig
 FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Config]]] = {
-    "t": (re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)(?:c([\d+]+))?"), kernels.TiledShrink),
-    "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), kernels.FewShrink),
-    "r": (re.compile(r"r(\d+)x(\d+)x(\d+)w(\d+)"), kernels.RowShrink),
-    "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), kernels.ExpandConfig),
+    "t": (
+        re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)(?:c([\d+]+))?"),
+        lora_shrink_kernels.TiledShrink,
+    ),
+    "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), lora_shrink_kernels.FewShrink),
+    "r": (re.compile(r"r(\d+)x(\d+)x(\d+)w(\d+)"), lora_shrink_kernels.RowShrink),
+    "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), lora_expand_kernels.ExpandConfig),
 }
 
 
@@ -50,7 +53,7 @@ def read_config(text: str) -> Config:
         raise SystemExit(f"config: {text!r} is none; see the top of this file")
     if text[0] == "t":
         *sizes, widths = found.groups()
-        return kernels.TiledShrink(*(int(n) for n in sizes), _widths(widths))
+        return lora_shrink_kernels.TiledShrink(*(int(n) for n in sizes), _widths(widths))
     numbers = [int(number) for number in found.groups()]
     if text[0] == "f":
         numbers[2], numbers[3] = numbers[3], numbers[2]
@@ -61,7 +64,7 @@ def _widths(text: str | None) -> tuple[int, ...]:
     return tuple(int(width) for width in text.split("+")) if text else ()
 
 
-def prepared(form: str, one: LoraSet) -> tuple[Any, kernels.RowCounts, dict[str, Any], Any]:
+def prepared(form: str, one: LoraSet) -> tuple[Any, lora_kernels.RowCounts, dict[str, Any], Any]:
     """(problem, counts, values, results) of one call."""
     tokens = one.x.shape[0]
     if form == "expand":
@@ -79,25 +82,29 @@ def prepared(form: str, one: LoraSet) -> tuple[Any, kernels.RowCounts, dict[str,
     return problem, counts, values | {"out_ptr": out}, out
 
 
-def _pair(made: tuple[Any, Any], counts: kernels.RowCounts) -> tuple[Any, kernels.RowCounts, Any]:
+def _pair(
+    made: tuple[Any, Any], counts: lora_kernels.RowCounts
+) -> tuple[Any, lora_kernels.RowCounts, Any]:
     return made[0], counts, made[1]
 
 
 def kernel_of(problem: Any, config: Config) -> KernelSpec:
-    if isinstance(config, kernels.ExpandConfig):
-        return kernels.expand_spec(problem, config, SM90.name)
-    return kernels.shrink_spec(problem, config, SM90.name)
+    if isinstance(config, lora_expand_kernels.ExpandConfig):
+        return lora_expand_kernels.expand_spec(problem, config, SM90.name)
+    return lora_shrink_kernels.shrink_spec(problem, config, SM90.name)
 
 
 def call_of(
-    problem: Any, config: Config, counts: kernels.RowCounts, values: dict[str, Any]
+    problem: Any, config: Config, counts: lora_kernels.RowCounts, values: dict[str, Any]
 ) -> Callable[[], None]:
     spec = kernel_of(problem, config)
     device = torch.device("cuda", 0)
-    if isinstance(config, kernels.ExpandConfig):
-        return partial(launch, spec, kernels.expand_grid(problem, config, counts), values, device)
-    grid = kernels.shrink_grid(problem, config, counts)
-    elements, places = kernels.shrink_scratch(problem, config, counts)
+    if isinstance(config, lora_expand_kernels.ExpandConfig):
+        return partial(
+            launch, spec, lora_expand_kernels.expand_grid(problem, config, counts), values, device
+        )
+    grid = lora_shrink_kernels.shrink_grid(problem, config, counts)
+    elements, places = lora_shrink_kernels.shrink_scratch(problem, config, counts)
     if not places:
         return partial(launch, spec, grid, values, device)
     workspace, counters = split_k_scratch(places, cdiv(elements, places), device)

@@ -5,9 +5,8 @@ The bounds are where kernels of these tiles took equal time on an H200 (docs/lor
 
 from __future__ import annotations
 
-from tilewright.codegen.lora_kernels import (
-    ExpandConfig,
-    ExpandProblem,
+from tilewright.codegen.lora_expand_kernels import ExpandConfig, ExpandProblem
+from tilewright.codegen.lora_shrink_kernels import (
     FewShrink,
     RowShrink,
     ShrinkConfig,

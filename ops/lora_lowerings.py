@@ -9,18 +9,16 @@ from typing import Any
 import torch
 
 from tilewright.codegen import lora_plan
-from tilewright.codegen.lora_kernels import (
+from tilewright.codegen.lora_expand_kernels import (
     ExpandConfig,
     ExpandProblem,
-    OrderConfig,
-    RowCounts,
-    RowForm,
-    ShrinkConfig,
-    ShrinkProblem,
     expand_grid,
     expand_spec,
-    order_grid,
-    order_spec,
+)
+from tilewright.codegen.lora_kernels import OrderConfig, RowCounts, RowForm, order_grid, order_spec
+from tilewright.codegen.lora_shrink_kernels import (
+    ShrinkConfig,
+    ShrinkProblem,
     shrink_grid,
     shrink_scratch,
     shrink_spec,

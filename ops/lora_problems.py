@@ -7,14 +7,10 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.lora_kernels import (
-    ExpandProblem,
-    Projection,
-    RowCounts,
-    RowForm,
-    ShrinkProblem,
-)
+from tilewright.codegen.lora_expand_kernels import ExpandProblem, Projection
+from tilewright.codegen.lora_kernels import RowCounts, RowForm
 from tilewright.codegen.lora_plan import UNSORTED_ROWS
+from tilewright.codegen.lora_shrink_kernels import ShrinkProblem
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.ops.lora_expand import ExpandArguments
 from tilewright.ops.lora_rows import num_groups

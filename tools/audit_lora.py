@@ -6,17 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tilewright.codegen import lora_kernels as kernels
+from tilewright.codegen import lora_expand_kernels, lora_kernels, lora_shrink_kernels
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.lora_kernels import (
-    ExpandProblem,
-    FewShrink,
-    Projection,
-    RowForm,
-    ShrinkProblem,
-    TiledShrink,
-)
+from tilewright.codegen.lora_expand_kernels import ExpandProblem, Projection
+from tilewright.codegen.lora_kernels import RowForm
 from tilewright.codegen.lora_plan import UNSORTED_ROWS, plan_expand, plan_shrink
+from tilewright.codegen.lora_shrink_kernels import FewShrink, ShrinkProblem, TiledShrink
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.targets import Target
 from tilewright.tools.audit_cases import MMA_ROWS, AuditCase
@@ -100,21 +95,21 @@ def _token_cases(
         name = f"lora {layer.name} {addressing} T={tokens}"
         shrink = layer.shrink(form)
         config = plan_shrink(shrink, tokens, target)
-        spec = kernels.shrink_spec(shrink, config, target.name)
+        spec = lora_shrink_kernels.shrink_spec(shrink, config, target.name)
         yield AuditCase(f"{name}: {config}", spec, _shrink_claims(config))
         expand = layer.expand(form)
         tile = plan_expand(expand, tokens, target)
         claims = Expectations()
         if tile.block_m > 1:
             claims = Expectations(mma="bf16", legacy_mma_reason=_reason(tile.block_m))
-        spec = kernels.expand_spec(expand, tile, target.name)
+        spec = lora_expand_kernels.expand_spec(expand, tile, target.name)
         yield AuditCase(f"{name}: expand {tile}", spec, claims)
         if form.addressing == "sorted":
-            sort = kernels.order_spec(form, kernels.OrderConfig(), target.name)
+            sort = lora_kernels.order_spec(form, lora_kernels.OrderConfig(), target.name)
             yield AuditCase(f"{name}: sort", sort, Expectations())
 
 
-def _shrink_claims(config: kernels.ShrinkConfig) -> Expectations:
+def _shrink_claims(config: lora_shrink_kernels.ShrinkConfig) -> Expectations:
     if isinstance(config, TiledShrink):
         reason = _reason(config.block_m)
         return Expectations(mma="bf16", legacy_mma_reason=reason, memory_bound=True)

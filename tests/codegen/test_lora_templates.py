@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tilewright.codegen import lora_kernels as kernels
+from tilewright.codegen import lora_expand_kernels, lora_kernels, lora_shrink_kernels
 from tilewright.codegen.build import load_interpreted
 from tilewright.ops import lora_expand, lora_shrink
 from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_problem
@@ -23,20 +23,20 @@ SHRINK = [
 ]
 EXPAND = [c for c in EXPAND_CASES if c.dtype in KERNEL_DTYPES and c.total_rows]
 SHRINK_CONFIGS = {
-    "tiled": kernels.TiledShrink(16, 64, 1, 4, 2),
-    "split": kernels.TiledShrink(32, 16, 3, 4, 2, (16,)),
-    "split_parts": kernels.TiledShrink(16, 32, 2, 4, 2, (16, 32)),
-    "few": kernels.FewShrink(16, 8, 16, 2, 2, 2),
-    "row": kernels.RowShrink(1, 16, 64, 4),
-    "rows": kernels.RowShrink(4, 8, 64, 4),
+    "tiled": lora_shrink_kernels.TiledShrink(16, 64, 1, 4, 2),
+    "split": lora_shrink_kernels.TiledShrink(32, 16, 3, 4, 2, (16,)),
+    "split_parts": lora_shrink_kernels.TiledShrink(16, 32, 2, 4, 2, (16, 32)),
+    "few": lora_shrink_kernels.FewShrink(16, 8, 16, 2, 2, 2),
+    "row": lora_shrink_kernels.RowShrink(1, 16, 64, 4),
+    "rows": lora_shrink_kernels.RowShrink(4, 8, 64, 4),
 }
 # A program for each row.
 FEW_ROWS = 30
 # Parts are exchanged alike whatever the rank; the interpreter takes long for high ones.
 EXCHANGES = ("split", "split_parts")
 EXPAND_CONFIGS = {
-    "row": kernels.ExpandConfig(1, 32, 16, 4),
-    "tile": kernels.ExpandConfig(16, 64, 16, 4),
+    "row": lora_expand_kernels.ExpandConfig(1, 32, 16, 4),
+    "tile": lora_expand_kernels.ExpandConfig(16, 64, 16, 4),
 }
 
 
@@ -66,12 +66,12 @@ def shrunk(a, config, prepare=as_it_is):
     counts = row_counts(a, out.shape[1], out.shape[1])
     problem, values = shrink_problem(a, counts)
     problem = prepare(problem, counts, values)
-    grid = kernels.shrink_grid(problem, config, counts)
+    grid = lora_shrink_kernels.shrink_grid(problem, config, counts)
     values["out_ptr"] = out
-    elements, places = kernels.shrink_scratch(problem, config, counts)
+    elements, places = lora_shrink_kernels.shrink_scratch(problem, config, counts)
     values["workspace_ptr"] = torch.full((elements,), torch.nan)
     values["counters_ptr"] = torch.zeros(places, dtype=torch.int32)
-    run(kernels.shrink_spec(problem, config, "sm100"), grid, values)
+    run(lora_shrink_kernels.shrink_spec(problem, config, "sm100"), grid, values)
     assert not values["counters_ptr"].any()
     return out
 
@@ -79,11 +79,11 @@ def shrunk(a, config, prepare=as_it_is):
 def sort_first(problem, counts, values):
     """As `shrink_problem` would have it for more rows than programs sort by themselves."""
     form = replace(problem.form, addressing="sorted", offset_dtype="i32", inclusive=True, rows=1)
-    config = kernels.OrderConfig(16, 32, 8)
+    config = lora_kernels.OrderConfig(16, 32, 8)
     values["order_ptr"] = torch.full((counts.total_rows,), -7, dtype=torch.int32)
     values["ends_ptr"] = torch.full((form.num_adapters,), -7, dtype=torch.int32)
-    grid = kernels.order_grid(config, counts.total_rows)
-    run(kernels.order_spec(form, config, "sm100"), grid, values)
+    grid = lora_kernels.order_grid(config, counts.total_rows)
+    run(lora_kernels.order_spec(form, config, "sm100"), grid, values)
     values |= {"offsets_ptr": values["ends_ptr"], "num_groups": form.num_adapters}
     return replace(problem, form=form)
 
@@ -114,8 +114,8 @@ def expanded(a, config, prepare=as_it_is):
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
     problem, values = expand_problem(a, counts, outputs)
     problem = prepare(problem, counts, values)
-    grid = kernels.expand_grid(problem, config, counts)
-    run(kernels.expand_spec(problem, config, "sm100"), grid, values)
+    grid = lora_expand_kernels.expand_grid(problem, config, counts)
+    run(lora_expand_kernels.expand_spec(problem, config, "sm100"), grid, values)
     return outputs
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.ops.test_repeats import split_scratch
-from tilewright.codegen.lora_kernels import TiledShrink
+from tilewright.codegen.lora_shrink_kernels import TiledShrink
 from tilewright.codegen.targets import SM90
 from tilewright.ops import contract, lora_expand, lora_lowerings, lora_shrink, replay
 from tilewright.ops.lora_samples import LoraCase
