@@ -48,10 +48,17 @@ def per_row(view: View) -> View | None:
 
 
 def strip_integer_casts(view: View) -> View:
-    """The view before casts that keep integers what they are; to bool is none."""
-    while view.value.op == "cast" and view.value.dtype != torch.bool:
+    """The view before casts that keep integers what they are; to bool is none, and no op takes
+    indices of fewer than 32 bits."""
+    while view.value.op == "cast" and not _is_narrow(view.value):
         view = view.value.args[0].through(view.effect)
     return view
+
+
+def _is_narrow(cast: Value) -> bool:
+    types = (cast.args[0].value.dtype, cast.dtype)
+    small = any(t.itemsize < 4 and t != torch.bool for t in types)
+    return cast.dtype == torch.bool or (small and not any(t.is_floating_point for t in types))
 
 
 def match_order(view: View) -> Order | None:

@@ -271,6 +271,19 @@ def ranks_picked(m, x, index, n):
     return torch.einsum("tgr,gwr->tw", s, b)
 
 
+@bent(1)
+def index_cut_to_a_byte(m, x, index):
+    """Adapters of numbers modulo 256."""
+    cut = (index + 256).to(torch.int8).long()
+    return tuple(base(m, x, n) + delta(m, x, cut, n) for n in WIDTHS)
+
+
+@bent(1)
+@each
+def compared_with_a_byte(m, x, index, n):
+    return by_all(m, x, (index + 256).to(torch.uint8)[:, None].int() == torch.arange(G), n)
+
+
 def build_bent(name):
     step, expected = BENT[name]
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(1))
