@@ -76,15 +76,16 @@ def as_numbers(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
 
 
 def check_formats(
-    hidden_coded: bool, rows_coded: bool, x: View, hidden: View, weights: dict[str, Any]
+    hidden_coded: bool, rows_coded: bool, x: View, hidden: View, layer: dict[str, Any]
 ) -> None:
-    """Rejects (ACTIVATION_FORMAT) what the op does not quantise, or not together."""
+    """Rejects (ACTIVATION_FORMAT) what the op does not quantise, or not together. layer: the op's
+    arguments for the weights."""
     if not (hidden_coded and rows_coded):
         which = "the activation's result" if hidden_coded else "the tokens"
         refuse_format(x, f"are not all quantised: of both GEMMs' rows only {which}")
     if hidden.value.dtype != x.value.dtype:
         refuse_format(hidden, f"are quantised from {hidden.value.dtype}")
-    if weights.get("weight_format") != "fp8" or weights["scale_block"][1] != BLOCK:
+    if layer.get("weight_format") != "fp8" or layer["scale_block"][1] != BLOCK:
         refuse_format(x, f"are quantised, the weights are not, by blocks of {BLOCK} columns")
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from tilewright.patterns.activation import Activation
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.expert_dequant import match_dequantized_experts
+from tilewright.patterns.expert_gemm import ExpertGemm
+from tilewright.patterns.expert_products import DenseGemm
 from tilewright.patterns.language import Stage, register_code, reject
 
 register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
@@ -26,7 +29,21 @@ def check_dtypes(x: View, weights: Sequence[View], anchor: Value) -> None:
         reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", anchor)
 
 
-def weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
+def layer_arguments(
+    gemms: Mapping[str, ExpertGemm | DenseGemm | None], activation: Activation
+) -> dict[str, Any]:
+    """The op's arguments beside x and the routes, of GEMMs by name (gate, up, down), None where
+    there is none: weights, biases and the activation between them. Raises what _weight_arguments
+    raises.
+    """
+    views = {name: gemm.weight for name, gemm in gemms.items() if gemm is not None}
+    biases = {f"{name}_bias": gemm and gemm.bias for name, gemm in gemms.items()}
+    numbers = {"alpha": activation.alpha, "limit": activation.limit}
+    weights = {"up_weight": None, **_weight_arguments(views)}
+    return {**weights, **biases, "activation": activation.name, **numbers}
+
+
+def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
     """The op's arguments for weights by name (gate, up, down), views [E, N, K]: all dense as they
     are stored, or all of one format.
 

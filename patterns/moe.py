@@ -45,7 +45,7 @@ from tilewright.patterns.expert_sentinels import (
     without_foreign,
 )
 from tilewright.patterns.expert_unrolled import UnrolledExperts, find_unrolled_experts
-from tilewright.patterns.expert_weights import check_dtypes, weight_arguments
+from tilewright.patterns.expert_weights import check_dtypes, layer_arguments
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import strip_casts
 from tilewright.patterns.routing import Order, in_order
@@ -122,14 +122,13 @@ class Moe:
             x, gate_coded = tokens.source, True
         check_groups((*firsts, down), order)
         combine = match_combine(flow, down, order, num_slots)
-        gemms = {"gate": gate, "up": up, "down": down}
-        weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
+        layer = layer_arguments({"gate": gate, "up": up, "down": down}, activation)
         if coded or gate_coded:
-            check_formats(coded, gate_coded, x, activated, weights)
-            weights["activation_format"] = "fp8"
+            check_formats(coded, gate_coded, x, activated, layer)
+            layer["activation_format"] = "fp8"
         check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
         check_device(x)
-        return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, weights)
+        return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, layer)
 
 
 def _whole_again(rows: View) -> View:
@@ -182,7 +181,7 @@ def _match(
     up: ExpertGemm | None,
     down: ExpertGemm,
     combine: Combine,
-    weights: dict[str, Any],
+    layer: dict[str, Any],
 ) -> Match:
     num_slots = combine.num_slots
     tokens = effects.divides(num_slots, effects.product(order.ids.shape))
@@ -197,14 +196,7 @@ def _match(
         "x": x,
         "expert_ids": _held(ids, order, absorbed, (*firsts, down)),
         "expert_weights": combine.weights,
-        "up_weight": None,
-        **weights,
-        "gate_bias": gate.bias,
-        "up_bias": None if up is None else up.bias,
-        "down_bias": down.bias,
-        "activation": activation.name,
-        "alpha": activation.alpha,
-        "limit": activation.limit,
+        **layer,
     }
     absorbed += tuple(
         user
@@ -226,8 +218,8 @@ def _match(
         stores=(),
         scratch=scratch,
         facts=_facts(x, activation, gate, up, down, num_slots)
-        | {"weights": weights.get("weight_format", "dense")}
-        | ({"activations": "fp8"} if "activation_format" in weights else {}),
+        | {"weights": layer.get("weight_format", "dense")}
+        | ({"activations": "fp8"} if "activation_format" in layer else {}),
         scope=common_scope(gate.end.scope, anchor.scope),
     )
 

@@ -31,7 +31,7 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.expert_gemm import check_device
 from tilewright.patterns.expert_products import DenseGemm, dense_gemms, roles_through
 from tilewright.patterns.expert_routes import chosen_experts
-from tilewright.patterns.expert_weights import check_dtypes, weight_arguments
+from tilewright.patterns.expert_weights import check_dtypes, layer_arguments
 from tilewright.patterns.gemm import named_product
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.norm import is_float_cast, strip_casts
@@ -101,21 +101,9 @@ class MoeDense:
                 "scores of zero on the input leave the biases of experts that were not chosen",
                 down.end,
             )
-        gemms = {"gate": gate, "up": up, "down": down}
-        weights = weight_arguments({n: g.weight for n, g in gemms.items() if g is not None})
+        layer = layer_arguments({"gate": gate, "up": up, "down": down}, activation)
         check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
         check_device(x)
-        arguments = {
-            **_routed(x, scores, ids, on_input),
-            "up_weight": None,
-            **weights,
-            "gate_bias": gate.bias,
-            "up_bias": None if up is None else up.bias,
-            "down_bias": down.bias,
-            "activation": activation.name,
-            "alpha": activation.alpha,
-            "limit": activation.limit,
-        }
         absorbed = (
             *(v for gemm in firsts for v in gemm.absorbed),
             *activation.absorbed,
@@ -128,11 +116,11 @@ class MoeDense:
             pattern=self.name,
             op=self.op,
             anchor=anchor,
-            arguments=arguments,
+            arguments={**_routed(x, scores, ids, on_input), **layer},
             results=(Result(weighted.end, effects.identity(weighted.end.shape)),),
             absorbed=tuple(dict.fromkeys(absorbed)),
             stores=(),
-            facts=_facts(x, ids, activation, down, on_input, weights),
+            facts=_facts(x, ids, activation, down, on_input, layer),
             scope=common_scope(gate.end.scope, anchor.scope),
         )
 
@@ -330,7 +318,7 @@ def _facts(
     activation: Activation,
     down: DenseGemm,
     on_input: bool,
-    weights: dict[str, Any],
+    layer: dict[str, Any],
 ) -> dict[str, Any]:
     experts, hidden, inner = down.weight.shape
     tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
@@ -341,7 +329,7 @@ def _facts(
         "activation": activation.name,
         "weighs": "input" if on_input else "output",
         "x": f"{str(x.value.dtype).removeprefix('torch.')}[{tokens},{hidden}]",
-        "weights": weights.get("weight_format", "dense"),
+        "weights": layer.get("weight_format", "dense"),
     }
 
 
