@@ -41,7 +41,8 @@ class Lowering:
     `unsupported` takes the arguments record: None, or why this lowering cannot take them.
     `repeatable`, where given, is called as `entry` is and gives (result, again): `again`, called so
     too, makes the same call once more while metadata and addresses of all tensors stay (whatever
-    their contents), and is None where nothing can be remembered. It must hold no tensor.
+    their contents), and is None where nothing can be remembered. It must hold no tensor;
+    `ops.replay.call_again` makes it of noted launches. Used on CUDA alone.
     """
 
     name: str
@@ -282,8 +283,9 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     values_of = attrgetter(*(field.name for field in fields(op.arguments)))
     entries: dict[Any, OpCallable] = {}
     repeats: dict[Any, OpCallable] = {}
-    # On the CPU values are checked at every call.
+    # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
     repeatable = device_type == "cuda" and any(lowering.repeatable for lowering in op.lowerings)
+    repeatable = repeatable and not _takes_tensor_lists(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(device_type):
@@ -301,7 +303,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
             except Exception:  # the whole way says what is wrong, or goes on by the reference
                 repeats.pop(place, None)
         result, again = whole(args, kwargs)
-        if again is not None:
+        if again is not None and repeatable:
             _remember(repeats, place, again)
         return result
 
@@ -319,6 +321,11 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
         return entry(*args, **kwargs)
 
     return run
+
+
+def _takes_tensor_lists(op: FusedOp) -> bool:
+    schema = torch._C.parse_schema(op.name + op.schema)
+    return any("List" in (kind := str(a.type)) and "Tensor" in kind for a in schema.arguments)
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
@@ -375,7 +382,7 @@ def _metadata(values: tuple[Any, ...]) -> tuple[Any, ...]:
         [
             (value.shape, value.stride(), value.dtype, value.device)
             if isinstance(value, torch.Tensor)
-            else tuple(value)
+            else _metadata(tuple(value))
             if isinstance(value, list)
             else value
             for value in values

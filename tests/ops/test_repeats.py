@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tilewright.codegen.qkv_plan import candidates, fused_choice
 from tilewright.codegen.targets import SM90
 from tilewright.ops import contract, launches, lowerings, replay
 from tilewright.ops.checks import ArgumentError
-from tilewright.ops.contract import get_op
+from tilewright.ops.contract import FusedOp, Lowering, get_op
 from tilewright.ops.repeats import SplitK, address_key, note_launch
 from tilewright.ops.samples import AttentionCase
 
@@ -230,6 +230,61 @@ def test_what_reads_a_tensor_the_call_made_is_not_repeated(log, monkeypatch):
     for _ in range(2):
         run(a)
     assert run.checks == 2
+
+
+def test_on_the_cpu_nothing_is_repeated():
+    """There values are checked at every call, so no key is made by which to know one again."""
+    op, made = get_op("paged_kv_store"), []
+
+    def repeatable(*args, **kwargs):
+        made.append(args)
+        return None, lambda *_, **__: pytest.fail("made again on the CPU")
+
+    own = Lowering("own", repeatable, frozenset({"cpu"}), lambda a: None, repeatable)
+    run = contract._implementation(replace(op, lowerings=(own,)), "cpu")
+    args, kwargs = op.split(op.sample_inputs(AttentionCase("plain")))
+    for _ in range(2):
+        run(*args, **kwargs)
+    assert len(made) == 2
+
+
+@dataclass(frozen=True)
+class SumArguments:
+    xs: list[torch.Tensor]
+
+
+def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another():
+    """Somebody's own op: a key made of the tensors themselves would keep them alive."""
+
+    def run(xs):
+        return sum(xs), lambda *_: pytest.fail("made again")
+
+    own = Lowering("own", run, frozenset({"cuda"}), lambda a: None, run)
+    checked = []
+    op = FusedOp(
+        name="sum_of",
+        schema="(Tensor[] xs) -> Tensor",
+        arguments=SumArguments,
+        validate=checked.append,
+        validate_values=lambda a: None,
+        fake=lambda a: a.xs[0].new_empty(()),
+        reference=lambda a: sum(a.xs),
+        lowerings=(own,),
+        cases=(),
+        sample_inputs=lambda case: None,
+        tolerances={},
+        error_model="",
+    )
+    run_op = contract._implementation(op, "cuda")
+    xs = [torch.ones(2), torch.ones(2)]
+    assert run_op(xs).tolist() == [2.0, 2.0]
+    assert run_op([xs[0], 3 * xs[1]]).tolist() == [4.0, 4.0]
+    assert len(checked) == 1
+    checked.clear()
+    watched = [weakref.ref(x) for x in xs]
+    del xs
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
 
 
 def test_a_repeat_that_fails_goes_the_whole_way(log, monkeypatch):
