@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,3 +189,46 @@ def test_the_key_tells_devices_apart():
     x, other = torch.empty(0), torch.empty(0, device="meta")
     assert x.data_ptr() == other.data_ptr()
     assert address_key((x,), {}) != address_key((other,), {})
+
+
+class Compiled:
+    """Stands for a compiled kernel; logs the values of its launches."""
+
+    metadata = SimpleNamespace(global_scratch_size=0)
+
+    def __init__(self, log):
+        self.log = log
+
+    def __getitem__(self, grid):
+        return lambda *values: self.log.append((grid, values))
+
+
+def test_what_is_launched_and_noted_is_launched_again(monkeypatch):
+    """From `launch` on, nothing but the compiled kernel and the CUDA runtime is replaced."""
+    log = []
+    cuda = {
+        "current_device": lambda: 0,
+        "device": lambda index: nullcontext(),
+        "current_stream": lambda index: SimpleNamespace(cuda_stream=0),
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, stand_in in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(kernel_launch, "compiled_kernel", lambda spec, index: Compiled(log))
+    monkeypatch.setattr(kernel_launch, "_slabs", {0: torch.zeros(4096, dtype=torch.int32)})
+    monkeypatch.setattr(kernel_launch, "_counters", {})
+    spec = SimpleNamespace(signature=(("x", "*fp32"), ("w", ""), ("c", ""), ("out", ""), ("n", "")))
+    x, out = torch.ones(4), torch.empty(4)
+    with noting_launches() as calls:
+        workspace, counters = kernel_launch.split_k_scratch(3, 2, x.device)
+        values = {"x": x, "w": workspace, "c": counters, "out": out, "n": 5}
+        kernel_launch.launch(spec, (7,), values, x.device)
+        kernel_launch.launch(spec, (0, 2), values, x.device)
+    first = x.data_ptr(), counters.data_ptr()
+    again = call_again(calls, (x,), {}, out)
+    result = again(x)
+    (grid, given), (same, addresses) = log
+    assert grid == same == (7, 1, 1)
+    assert [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in given][::2] == [*first, 5]
+    assert addresses[::2] == (*first, 5)
+    assert addresses[3] == result.data_ptr() != out.data_ptr()
