@@ -96,7 +96,9 @@ class QkvCache:
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root
         three = (q.heads, k, v)
-        kept = {u for h in three for d in h.trunk.deltas for u in d.absorbed if _own_deltas(three)}
+        kept = set()
+        if _own_deltas(three):
+            kept = {value for h in three for d in h.trunk.deltas for value in d.absorbed}
         absorbed = dict.fromkeys((*q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
         record = anchor.first.store.store
         assert record is not None
