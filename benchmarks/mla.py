@@ -23,7 +23,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 from mla_layers import NOPE, ROPE, SCALE, V_DIM, Layer, error, stock
 from side_by_side import finished_rows, has_turn
-from timing import Call, capture, interleaved_us, keep
+from timing import Call, capture, cpu_us, interleaved_us, keep
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -136,19 +135,6 @@ def compile_all(cases: list[tuple[int, tuple[int, ...]]]) -> None:
     print(f"{len(specs)} kernels, {sum(map(bool, outcomes))} do not compile", flush=True)
 
 
-def host_us(call: Callable[[], Any]) -> float:
-    """CPU time of issuing a call that was made before."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return 1e6 * spent / HOST_CALLS
-
-
 def run_case(heads: int, batch: str) -> None:
     """A process of its own; prints the row."""
     torch.manual_seed(0)
@@ -175,7 +161,7 @@ def run_case(heads: int, batch: str) -> None:
     for name in calls:
         if name.startswith("core"):
             row[f"{name}_tflops"] = 1e6 * size / row[name]
-    row["host"] = {name: host_us(calls[name]) for name in ("bf16", "fp8", "fp8_core")}
+    row["host"] = {name: cpu_us(calls[name], HOST_CALLS) for name in ("bf16", "fp8", "fp8_core")}
     print(json.dumps(row), flush=True)
 
 
