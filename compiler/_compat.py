@@ -248,7 +248,7 @@ def _hint(value: Any) -> Any:
 
 def as_meta(values: Any) -> Any:
     """Fake tensors as plain meta tensors, symbolic sizes at their hints; views keep sharing."""
-    bases: dict[int, torch.Tensor] = {}
+    bases: dict[int | None, torch.Tensor] = {}
 
     def convert(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -260,10 +260,10 @@ def as_meta(values: Any) -> Any:
     return convert(values)
 
 
-def _meta_tensor(fake: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
+def _meta_tensor(fake: torch.Tensor, bases: dict[int | None, torch.Tensor]) -> torch.Tensor:
     sizes, strides = ([int(_hint(n)) for n in ns] for ns in (fake.shape, fake.stride()))
     offset = int(_hint(fake.storage_offset()))
-    key = fake.untyped_storage()._cdata
+    key = storage_key(fake)
     if key not in bases:
         count = int(_hint(fake.untyped_storage().nbytes())) // fake.element_size()
         bases[key] = torch.empty(count, dtype=fake.dtype, device="meta")

@@ -16,11 +16,7 @@ LAYERS = 2
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def adapted(

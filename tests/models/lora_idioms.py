@@ -201,8 +201,7 @@ def ordered(index):
     return order, ends
 
 
-def grouped(m, x, index):
-    order, ends = ordered(index)
+def by_groups(m, x, order, ends):
     rows, back = x[order], torch.argsort(order)
     y = bases(m, x)
     return tuple(
@@ -212,6 +211,10 @@ def grouped(m, x, index):
         )[back]
         for n in WIDTHS
     )
+
+
+def grouped(m, x, index):
+    return by_groups(m, x, *ordered(index))
 
 
 def grouped_stacked(m, x, index):
@@ -228,15 +231,7 @@ def grouped_stacked(m, x, index):
 def grouped_counted(m, x, index):
     order = torch.argsort(index)
     ends = F.one_hot(index, G).sum(0).cumsum(0).to(torch.int32)
-    rows, back = x[order], torch.argsort(order)
-    y = bases(m, x)
-    return tuple(
-        y[n]
-        + F.grouped_mm(
-            F.grouped_mm(rows, m.a[n].transpose(1, 2), offs=ends), m.b[n].transpose(1, 2), offs=ends
-        )[back]
-        for n in WIDTHS
-    )
+    return by_groups(m, x, order, ends)
 
 
 # --- one adapter after the other ------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.test_contract import clone
+from tests.ops.test_contract import clone, results_of
 from tilewright.ops import ArgumentError, mla_latent_store
 from tilewright.ops.mla_cases import BranchCase, PrefillCase, StoreCase
 from tilewright.ops.mla_latent_store import OP as STORE
@@ -212,4 +212,7 @@ def test_a_plan_refuses_what_does_not_fit():
 def test_good_arguments_are_taken():
     """The control of everything above."""
     for op in (STORE, PREFILL, BRANCH, PLAN):
-        op.call(clone(op.sample_inputs(op.cases[0])))
+        a = clone(op.sample_inputs(op.cases[0]))
+        made = results_of(op.call(a))
+        for tensor in (*made, *(getattr(a, name) for name in op.mutated)):
+            assert tensor is None or tensor.isfinite().all(), op.name

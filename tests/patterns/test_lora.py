@@ -26,11 +26,7 @@ DYNAMIC = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def outputs(result):

@@ -35,11 +35,7 @@ MASKS = {
 OWN_VARLEN = VarlenForm("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale")
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture
