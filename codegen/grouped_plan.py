@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
 from tilewright.codegen.grouped_scaled_kernels import ScaledConfig, scaled_config
 from tilewright.codegen.moe_codes_kernels import CodesConfig, codes_config, codes_obstacle
-from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
+from tilewright.codegen.moe_codes_plan import STREAMED_K, token_tile
+from tilewright.codegen.qkv_heads import cdiv
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
@@ -26,9 +27,8 @@ LONG_ROWS = 512
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
 # The same of 4-bit codes that are decoded by tile, which takes far longer.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
-# The inner dimension comes in blocks of one of these.
+# The inner dimension comes in blocks of so many, or of STREAMED_K.
 BLOCK_K = 64
-STREAMED_K = 128
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,7 @@ def streams_codes(problem: GroupedProblem) -> bool:
 def _codes_config(name: str, rows: int) -> CodesConfig:
     """Tiles of 4-bit codes as they lie; name: the format."""
     if rows < WIDE_CODES_ROWS:
-        # A group's number of rows varies around the average.
-        block_m = min(max(next_power_of_2(2 * rows - 1), 16), 64)
-        return codes_config(block_m, 64, STREAMED_K, 4, 4, 4)
+        return codes_config(token_tile(rows), 64, STREAMED_K, 4, 4, 4)
     if name == "nvfp4":
         return codes_config(128, 128, BLOCK_K, 8, 3)
     return codes_config(128, 64, STREAMED_K, 8, 3)
