@@ -112,6 +112,23 @@ def table_columns(
 
 
 @triton.jit
+def turned_pairs(
+    low, high, cos_ptr, sin_ptr, rows, known,
+    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known."""
+    TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
+    low_cos, high_cos = table_columns(
+        cos_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
+    )
+    low_sin, high_sin = table_columns(
+        sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
+    )
+    return low * low_cos - high * low_sin, high * high_cos + low * high_sin
+
+
+@triton.jit
 def new_entries(
     tokens, mask, positions, latent_ptr, k_rope_ptr, norm_ptr, cos_ptr, sin_ptr, rope_rows,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
@@ -141,17 +158,12 @@ def new_entries(
         else:
             rows = (tokens % rope_rows).to(tl.int64)
             known = mask
-        TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
-        low_cos, high_cos = table_columns(
-            cos_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
-        )
-        low_sin, high_sin = table_columns(
-            sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
-        )
-        wide_low = low.to(tl.float32)
-        wide_high = high.to(tl.float32)
-        low = (wide_low * low_cos - wide_high * low_sin).to(DTYPE)
-        high = (wide_high * high_cos + wide_low * high_sin).to(DTYPE)
+        low, high = turned_pairs(
+            low.to(tl.float32), high.to(tl.float32), cos_ptr, sin_ptr, rows, known,
+            ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
+        )  # fmt: skip
+        low = low.to(DTYPE)
+        high = high.to(DTYPE)
     return latent, low, high
 
 

@@ -4,7 +4,7 @@ that is asked."""
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.mla_entries import load_pairs, store_pairs, table_columns
+from tilewright.codegen.templates.mla_entries import load_pairs, store_pairs, turned_pairs
 from tilewright.codegen.templates.mla_latent import token_positions
 from tilewright.codegen.templates.qkv_finish import rounded
 
@@ -55,16 +55,10 @@ def mla_query(
         else:
             turns = (tokens % rope_rows).to(tl.int64)
             known = mask
-        TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
-        low_cos, high_cos = table_columns(
-            cos_ptr, turns, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
-        )
-        low_sin, high_sin = table_columns(
-            sin_ptr, turns, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
-        )
-        turned = low * low_cos - high * low_sin
-        high = high * high_cos + low * high_sin
-        low = turned
+        low, high = turned_pairs(
+            low, high, cos_ptr, sin_ptr, turns, known,
+            ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
+        )  # fmt: skip
     if WHOLE:
         columns = tl.arange(0, NOPE_BLOCK)
         inside = mask[:, None] & (columns < NOPE)[None, :]
