@@ -154,8 +154,8 @@ class UpProblem:
     latent_type, weight_type: of the operands, values or codes. scale_block: (rows, columns) of the
     weight that share a scale, None for values; latents share scales by as many columns.
     scale_types: of the latents' and the weight's scales.
-    joint: keys and values side by side in one [K, H, N + V]. Else k_strides (row, head), and values
-    rows apart by v_row_stride (1: transposed, [H, V, K]). limited: rows past a limit are left out.
+    joint: a head's values follow its keys. k_strides: (row, head); values that are apart have rows
+    apart by v_row_stride (1: transposed, [H, V, K]). limited: rows past a limit are left out.
     """
 
     latent_type: str
@@ -183,6 +183,11 @@ class UpProblem:
     def rows(self) -> int:
         """Rows of the weight."""
         return self.num_heads * (self.nope + self.v_dim)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether heads' keys and values do not follow each other, so that a tile is of one."""
+        return not self.joint or self.k_strides[1] != self.nope + self.v_dim
 
     @property
     def transposed(self) -> bool:
@@ -274,16 +279,18 @@ def up_grid(problem: UpProblem, config: UpConfig, rows: int, num_sms: int) -> tu
 
 
 def up_obstacle(problem: UpProblem) -> str | None:
-    """Why TMA cannot reach the operands; None where it can."""
+    """Why TMA cannot reach the operands, or no tile fits; None where it is neither."""
     sizes = {
         "latent": problem.latent_stride * ELEMENT_BYTES[problem.latent_type],
         "kv_b_weight": problem.weight_stride * ELEMENT_BYTES[problem.weight_type],
     }
     if problem.joint:
-        sizes["the result"] = problem.rows * ELEMENT_BYTES[problem.out_type]
+        sizes["the result"] = problem.k_strides[0] * ELEMENT_BYTES[problem.out_type]
     for name, size in sizes.items():
         if size % TMA_BYTES:
             return f"{name}: rows of {size} bytes are not whole {TMA_BYTES} bytes"
+    if problem.joint and problem.by_head and (problem.nope + problem.v_dim) % 16:
+        return f"{problem.nope + problem.v_dim} rows of a head are not whole tiles of 16"
     unaligned = {"latent_ptr": "latent", "weight_ptr": "kv_b_weight"}
     for name, argument in unaligned.items():
         if name in problem.unaligned:

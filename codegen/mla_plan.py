@@ -21,7 +21,7 @@ def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
 def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
     """Tiles of the up-projection for `rows` keys."""
     block_m = 64 if rows <= 64 else 128
-    block_n = _part_block(problem, 128)
+    block_n = _head_block(problem) if problem.joint else _part_block(problem, 128)
     block_k = 64 if problem.scale_block is None else min(problem.scale_block[1], 128)
     warps = 4 if block_m * block_n <= 64 * 128 else 8
     # Triton 3.6 cannot flatten the loop where keys and values are stored apart.
@@ -37,9 +37,15 @@ def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
     return problem.joint and problem.scale_block is None and not problem.limited
 
 
+def _head_block(problem: UpProblem) -> int:
+    """Rows of the weight in a tile of keys and values: of one head where they are apart by head."""
+    block = 128
+    while problem.by_head and (problem.nope + problem.v_dim) % block and block > 16:
+        block //= 2
+    return block
+
+
 def _part_block(problem: UpProblem, most: int) -> int:
     """Rows of the weight in a tile: a power of two that keeps to one part and one scale."""
-    if problem.joint:
-        return most
     block = min(most, next_power_of_2(max(problem.nope, problem.v_dim)))
     return max(block, 16)

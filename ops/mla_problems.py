@@ -256,15 +256,19 @@ def _strides(tensors: dict[str, Any], *names: str) -> tuple[int, int, int]:
     return steps[0], steps[1], steps[2]
 
 
-def up_problem(a: Any, buffers: Buffers, *, limited: bool = False) -> UpProblem:
+def up_problem(
+    a: Any, buffers: Buffers, *, limited: bool = False, joined: bool = False
+) -> UpProblem:
     """The up-projection of a chunk's keys. Of values (and codes made numbers) the weight and the
-    latents are of q's dtype; the fp8 core reads keys and values of 8 bits, values transposed."""
-    nope, _, v_dim = widths(a)
+    latents are of q's dtype; the fp8 core reads keys and values of 8 bits, values transposed.
+    joined: a head's row has the rope columns too."""
+    nope, rope_dim, v_dim = widths(a)
     heads = a.q.shape[1]
     coded = buffers.scale is not None
     narrow = a.attention_dtype == FP8
     weight, latent = a.kv_b_weight, buffers.latent
     numbers = weight.dtype == FP8 and not coded
+    row = nope if narrow else nope + v_dim + rope_dim * joined
     dtype = a.q.dtype
     return UpProblem(
         latent_type=TRITON_TYPES[latent.dtype],
@@ -284,7 +288,7 @@ def up_problem(a: Any, buffers: Buffers, *, limited: bool = False) -> UpProblem:
         latent_scale_stride=buffers.scale_strides[1],
         weight_scale_strides=a.kv_b_scale.stride() if coded else (0, 0),
         joint=not narrow,
-        k_strides=(heads * nope, nope) if narrow else (0, 0),
+        k_strides=(heads * row, row),
         v_row_stride=1 if narrow else 0,
         k_scale=a.k_scale if narrow else 1.0,
         v_scale=a.v_scale if narrow else 1.0,

@@ -68,7 +68,8 @@ def mla_up_projection(
     Grid of any size; with limit_ptr one program for each tile. latent_scale and weight_scale: fp32,
     strides (column block: scale_stride, row: LATENT_SCALE_STRIDE) and (row block, column block);
     None for operands that are values.
-    JOINT: k_ptr is contiguous [K, H * (NOPE + V_DIM)]. Else k has strides K_STRIDES (row, head), v
+    JOINT: v follows k, whose strides are K_STRIDES (row, head); where heads are not side by side a
+    tile is of one head. Else k has strides K_STRIDES, v
     (V_ROW_STRIDE, v_head_stride, v_column_stride); V_TRANSPOSED: V_ROW_STRIDE is 1, and K is padded
     to 16, by zeros. Keys are divided by K_SCALE and values by V_SCALE.
     limit: one int64; rows of which K % run is not below it are not made, in tiles that have none.
@@ -87,7 +88,10 @@ def mla_up_projection(
         weight_ptr, [ROWS, RANK], [WEIGHT_STRIDE, 1], [BLOCK_N, BLOCK_K]
     )
     if JOINT:
-        out_desc = tl.make_tensor_descriptor(k_ptr, [num_rows, ROWS], [ROWS, 1], [BLOCK_M, BLOCK_N])
+        LAST: tl.constexpr = (NUM_HEADS - 1) * K_STRIDES[1] + HEAD_ROWS
+        out_desc = tl.make_tensor_descriptor(
+            k_ptr, [num_rows, LAST], [K_STRIDES[0], 1], [BLOCK_M, BLOCK_N]
+        )
     tiles_m = (num_rows + BLOCK_M - 1) // BLOCK_M
     num_tiles = tiles_m * TILES_N
     if limit_ptr is not None:
@@ -132,7 +136,10 @@ def mla_up_projection(
                 )  # fmt: skip
                 accumulator += product * (own_scales[:, None] * scales)
         if JOINT:
-            out_desc.store([first_row, weight_row], accumulator.to(k_ptr.dtype.element_ty))
+            place = weight_row
+            if K_STRIDES[1] != HEAD_ROWS:
+                place += weight_row // HEAD_ROWS * (K_STRIDES[1] - HEAD_ROWS)
+            out_desc.store([first_row, place], accumulator.to(k_ptr.dtype.element_ty))
         else:
             columns = column + tl.arange(0, BLOCK_N)
             starts = rows.to(tl.int64)[:, None]
