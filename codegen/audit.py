@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.sass import MMA_OPCODES, count_opcodes, section
 from tilewright.codegen.targets import Target
 
@@ -47,6 +48,7 @@ class Audit:
         main_loop: the same for the innermost loop that holds tensor-core arithmetic.
         mma_kinds: PTX spellings of the tcgen05 instructions.
         staged_bytes: shared memory of multi-stage load buffers, what a block has in flight.
+        dead_barriers: barriers that nothing waits for, in memory that something else has as well.
         is_trap: the body is nothing but a trap.
     """
 
@@ -66,6 +68,7 @@ class Audit:
     main_loop: dict[str, int]
     mma_kinds: tuple[str, ...]
     staged_bytes: int
+    dead_barriers: int
     is_trap: bool
 
     def count(self, opcode: str) -> int:
@@ -164,6 +167,7 @@ def read_audit(
         main_loop=dict(sorted(main_loop.items())),
         mma_kinds=tuple(sorted(set(re.findall(r"tcgen05\.mma[\w.:]*", ptx)))),
         staged_bytes=staged_bytes(ttgir),
+        dead_barriers=count_dead_barriers(ttgir),
         is_trap=registers <= TRAP_REGISTERS and instructions < 32,
     )
 
@@ -319,6 +323,7 @@ RULES: Sequence[Rule] = (
         ),
     ),
     Rule("bytes in flight", _in_flight),
+    Rule("barriers", lambda a, t, e: _limit("barriers used for nothing", a.dead_barriers, 0)),
 )
 
 

@@ -111,8 +111,7 @@ def compile_for(
     request = {"arch": chip.arch, "options": dict(options or {})}
     key = key_of(
         text,
-        _digest(WORKER),
-        *(_digest(path) for path in _audit_files()),
+        *(_digest(path) for path in (WORKER, *_helper_files())),
         compiler_identity(python),
         json.dumps(request),
     )
@@ -126,8 +125,9 @@ def compile_for(
     return Artifact((store or KernelCache()).get_or_build("binary", key, build))
 
 
-def _audit_files() -> list[Path]:
-    return [Path(__file__).with_name(name) for name in ("audit.py", "sass.py")]
+def _helper_files() -> list[Path]:
+    names = ("dead_barriers.py", "audit.py", "sass.py")
+    return [Path(__file__).with_name(name) for name in names]
 
 
 @cache
@@ -238,6 +238,16 @@ def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
 
     module = _import_file(emitted_path(spec))
     return interpret(getattr(module, module.KERNEL))
+
+
+def keep_ttgir(text: str) -> Path:
+    """A file in the cache that holds a module's text, for Triton to compile."""
+    name = "kernel.ttgir"
+
+    def build(folder: Path) -> None:
+        (folder / name).write_text(text, "utf-8")
+
+    return KernelCache().get_or_build("ttgir", key_of(text), build) / name
 
 
 def needs_scratch(source: str) -> bool:

@@ -34,7 +34,7 @@ METADATA = (
 
 
 def load_source(path: str) -> Any:
-    """The emitted file as a module."""
+    """A file as a module."""
     spec = importlib.util.spec_from_file_location("emitted_kernel", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {path}")
@@ -58,6 +58,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    out = Path(request["out"])
     module = load_source(request["source"])
     options = {"num_warps": module.NUM_WARPS, "num_stages": module.NUM_STAGES}
     if module.MAXNREG is not None:
@@ -72,10 +73,15 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         constexprs={},
         attrs=attributes(module.SIGNATURE, module.DIVISIBLE16),
     )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", request["arch"], WARP_SIZE), options=options
-    )
-    out = Path(request["out"])
+
+    def keep(ttgir: str) -> Path:
+        path = out / "mended.ttgir"
+        path.write_text(ttgir, "utf-8")
+        return path
+
+    target = GPUTarget("cuda", request["arch"], WARP_SIZE)
+    mend = load_source(str(Path(__file__).with_name("dead_barriers.py")))
+    compiled = mend.compile_without_dead_barriers(source, target, options, keep)
     for stage in STAGES:
         code = compiled.asm[stage]
         data = code if isinstance(code, bytes) else str(code).encode()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.build import install_allocator, load_jit
+from tilewright.codegen.build import install_allocator, keep_ttgir, load_jit
+from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.isolation import apart
 from tilewright.ops.repeats import SplitK, note_launch
@@ -84,7 +85,8 @@ def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible16},
     )
     target = triton.runtime.driver.active.get_current_target()
-    return triton.compile(source, target=target, options=dict(launchable.options))
+    options = dict(launchable.options)
+    return compile_without_dead_barriers(source, target, options, keep_ttgir)
 
 
 def split_k_scratch(

@@ -24,6 +24,7 @@ GOOD = Audit(
     main_loop={"UTCHMMA": 8, "UTMALDG": 4, "BRA": 1},
     mma_kinds=("tcgen05.mma.cta_group::1.kind::f16",),
     staged_bytes=98_304,
+    dead_barriers=0,
     is_trap=False,
 )
 CLAIMS = Expectations(

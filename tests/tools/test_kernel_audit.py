@@ -32,6 +32,7 @@ FACTS = {
     "main_loop": {"UTCHMMA": 4},
     "mma_kinds": ("kind::f16",),
     "staged_bytes": 1024,
+    "dead_barriers": 0,
     "is_trap": False,
 }
 

@@ -1,0 +1,88 @@
+"""Barriers that Triton 3.6 and 3.7 leave where they part Hopper's warps, and how to take them out.
+
+The pass that parts producers from consumers makes a barrier for each value handed over, and uses
+none of those that TMA's own barriers replace. They are initialised all the same, in shared memory
+that the first tile of keys gets as well, and never invalidated, before which their memory may hold
+nothing else (PTX ISA, `mbarrier.inval`). On an H200 2 to 40 calls of a hundred had tiles of NaN: a
+barrier's bits among the keys. Without these barriers none of 37,000 had. Triton 3.9 gives every
+barrier memory of its own.
+
+Needs the standard library and triton alone, as `worker.py` does.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_PARTED = "ttg.warp_specialize("
+_NAME = re.compile(r"%\w+")
+_ALLOC = re.compile(r"\s*(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(?:\d+x)*1xi64,")
+_INDEX = re.compile(r"\s*(%\w+) = ttg\.memdesc_index (%\w+)\[")
+_INIT = re.compile(r"\s*ttng\.(?:init|inval)_barrier (%\w+)")
+
+
+def without_dead_barriers(ttgir: str) -> str:
+    """The module's text without barriers that are initialised and used for nothing; the same text
+    where there are none."""
+    lines = ttgir.split("\n")
+    dead = _dead_lines(lines) if _PARTED in ttgir else set()
+    return "\n".join(line for number, line in enumerate(lines) if number not in dead)
+
+
+def count_dead_barriers(ttgir: str) -> int:
+    """How many allocations of barriers are used for nothing."""
+    lines = ttgir.split("\n")
+    return sum(1 for number in _dead_lines(lines) if _ALLOC.match(lines[number]))
+
+
+def _dead_lines(lines: list[str]) -> set[int]:
+    """The numbers of the lines that make, index and initialise barriers and do no more. A name that
+    another region uses again only keeps its barrier alive."""
+    users: dict[str, list[int]] = defaultdict(list)
+    for number, line in enumerate(lines):
+        for name in set(_NAME.findall(line)):
+            users[name].append(number)
+    dead: set[int] = set()
+    for number, line in enumerate(lines):
+        made = _ALLOC.match(line)
+        if made is not None:
+            dead |= _own_lines(lines, users, number, made[1])
+    return dead
+
+
+def _own_lines(
+    lines: list[str], users: dict[str, list[int]], made_at: int, barriers: str
+) -> set[int]:
+    """All lines that an allocation of barriers concerns if it is dead, else none."""
+    own = {made_at}
+    for indexed_at in users[barriers]:
+        if indexed_at == made_at:
+            continue
+        indexed = _INDEX.match(lines[indexed_at])
+        if indexed is None or indexed[2] != barriers:
+            return set()
+        own.add(indexed_at)
+        others = [number for number in users[indexed[1]] if number != indexed_at]
+        if not all(_INIT.match(lines[number]) for number in others):
+            return set()
+        own.update(others)
+    return own
+
+
+def compile_without_dead_barriers(
+    source: Any, target: Any, options: dict[str, Any], keep: Callable[[str], Path]
+) -> Any:
+    """`triton.compile`, and once more from the module's text without its dead barriers where it has
+    some. keep: writes that text to a file, which is what Triton compiles texts from."""
+    import triton
+
+    compiled = triton.compile(source, target=target, options=options)
+    ttgir = str(compiled.asm["ttgir"])
+    mended = without_dead_barriers(ttgir)
+    if mended == ttgir:
+        return compiled
+    again = triton.compile(str(keep(mended)), target=target, options=options)
+    again.asm["ttir"] = compiled.asm["ttir"]
+    return again
