@@ -4,17 +4,26 @@ The bounds are where two ways took equal time on an H200."""
 from __future__ import annotations
 
 from tilewright.codegen.mla_attention_kernels import (
+    MAX_SORTED,
     AttentionConfig,
     AttentionProblem,
     AttentionSizes,
 )
-from tilewright.codegen.qkv_heads import ELEMENT_BYTES
+from tilewright.codegen.mla_query_kernels import NO_ROTATION
+from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv
 from tilewright.codegen.targets import Target
 
 # Shared memory for barriers and reductions.
 SPARE_BYTES = 4096
 # (queries, keys, warps, stages) where all warps load; the first that fits.
-BY_POINTERS = ((128, 64, 8, 4), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2))
+BY_POINTERS = ((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2))
+# Up to so many keys of a sequence short tiles are better: two programs on a multiprocessor, of
+# which one works while the other starts.
+SHORT_KEYS = 1024
+# Specialised warps take less time from so many keys of a sequence on; of ragged ones on average,
+# as their time is that of the longest.
+SPECIALISED_KEYS = 2048
+SPECIALISED_AVERAGE = 768
 # Share of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
 # A library's attention gains over ours what joining the keys costs at so many tiles of 128 queries.
@@ -23,7 +32,9 @@ LIBRARY_TILES = 1024
 LIBRARY_KEYS = 1024
 
 
-def attention_config(problem: AttentionProblem, target: Target) -> AttentionConfig:
+def attention_config(
+    problem: AttentionProblem, sizes: AttentionSizes, target: Target
+) -> AttentionConfig:
     """The tiles of a call that runs our kernel."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
@@ -33,12 +44,46 @@ def attention_config(problem: AttentionProblem, target: Target) -> AttentionConf
             return AttentionConfig(128, 128, 8, 2, promote=True)
         # Three programs on a multiprocessor take turns at the tensor core.
         return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
-    for block_m, block_n, warps, stages in BY_POINTERS:
+    if reached and _specialises(problem, sizes) and _fits(problem, 128, 128, 2, target):
+        return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
+    short = _short(problem, sizes, target)
+    for block_m, block_n, warps, stages in (*short, *BY_POINTERS):
         if _fits(problem, block_m, block_n, stages, target):
             return AttentionConfig(
                 block_m, block_n, warps, stages, tma=False, promote=problem.is_fp8
             )
     return AttentionConfig(64, 32, 4, 1, tma=False, promote=problem.is_fp8)
+
+
+def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
+    """Whether producers and consumers are better apart, on Hopper.
+
+    Triton 3.6 does not compile it with a reduction over rows or sequences before the loop: of
+    positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor.
+    Dense queries that are rotated gain as much by being rotated in the kernel.
+    """
+    indices = [name for name, _ in problem.indices]
+    if problem.is_fp8 or problem.mask_kind != "none" or "positions_ptr" in indices:
+        return False
+    if not problem.ragged:
+        return problem.rotation == NO_ROTATION and sizes.num_keys >= SPECIALISED_KEYS
+    return problem.sequences <= MAX_SORTED and _average_keys(problem, sizes) >= SPECIALISED_AVERAGE
+
+
+def _average_keys(problem: AttentionProblem, sizes: AttentionSizes) -> int:
+    return sizes.num_keys // max(sizes.num_sequences, 1) if problem.ragged else sizes.num_keys
+
+
+def _short(
+    problem: AttentionProblem, sizes: AttentionSizes, target: Target
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Tiles of (queries, keys, warps, stages) for sequences of few keys."""
+    if problem.is_fp8 or _average_keys(problem, sizes) > SHORT_KEYS:
+        return ()
+    programs = cdiv(sizes.num_queries, 64) * problem.num_heads
+    programs *= 1 if problem.ragged else sizes.num_sequences
+    # With a multiprocessor each, programs are better off with more keys on the way.
+    return ((64, 64, 4, 3 if programs <= target.num_sms else 2),)
 
 
 def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) -> AttentionConfig:
@@ -61,6 +106,16 @@ def _fits(
     rope = rope if problem.rope else 0
     tiles = block_m * (nope + rope) + stages * block_n * (nope + rope + v)
     return tiles * ELEMENT_BYTES[problem.dtype] + SPARE_BYTES <= target.max_shared_bytes
+
+
+def rotates_queries(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether the kernel can rotate the queries that it loads; each has one program to load it.
+
+    Not where a descriptor brings them to shared memory, nor where both members of a pair leave
+    columns of the tile between them.
+    """
+    filled = problem.rope == problem.blocks[1]
+    return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
 
 
 def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
