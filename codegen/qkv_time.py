@@ -46,6 +46,11 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
     staging = config.block_m * width * 4 if config.flatten else 0
     if not (problem.finish.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
+    # A wide tile that is finished in one go is rotated by fp32 tables through shared memory.
+    rope = problem.finish.rope
+    wide_tables = rope is not None and rope.table_dtype == "fp32"
+    if wide_tables and width == 256 and config.epilogue_parts == 1:
+        staging *= 2
     return tiles + staging
 
 

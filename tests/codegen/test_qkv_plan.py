@@ -11,6 +11,7 @@ from tilewright.codegen.qkv_kernels import (
     CacheStrides,
     HeadFinish,
     QkvProblem,
+    Rope,
     SwappedConfig,
     TiledConfig,
     WeightStrides,
@@ -41,6 +42,16 @@ UNMEASURED = problem(hidden=5120, heads=40, kv_heads=8)
 @pytest.fixture
 def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qkv_plan, "measured_table", lambda: ())
+
+
+def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
+    """Seen of Triton 3.6: 262176 bytes of shared memory, of which Hopper has 232448."""
+    walk = {"persistent": True, "flatten": True}
+    whole = TiledConfig(128, 2, 64, 8, 4, **walk)
+    for table_dtype, parts, fitting in (("bf16", 1, True), ("fp32", 1, False), ("fp32", 2, True)):
+        rope = Rope("half", 128, True, table_dtype, 128, 128)
+        p = replace(LLAMA_8B, finish=replace(LLAMA_8B.finish, rope=rope))
+        assert fits(p, replace(whole, epilogue_parts=parts), SM90) == fitting
 
 
 def test_measured_rows_can_be_launched() -> None:
