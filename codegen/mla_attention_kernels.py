@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilewright.codegen.mla_query_kernels import NO_ROTATION, Rotation
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
@@ -29,10 +30,18 @@ INDEX_NAMES = (
     "positions_ptr",
     "block_table_ptr",
 )
-# Rows of one program of `mla_merge` and of `mla_join`.
+# Rows of one program of `mla_merge`.
 MERGE_ROWS = 16
-JOIN_ROWS = 32
 SCALE_NAMES = ("q_scale_ptr", "k_scale_ptr", "v_scale_ptr")
+COUNTS = (
+    "num_sequences",
+    "num_queries",
+    "num_keys",
+    "row_tiles",
+    "head_group",
+    "num_pages",
+    "table_rows",
+)
 STRIDES = (
     "q_sequence_stride",
     "q_head_stride",
@@ -67,7 +76,7 @@ class AttentionProblem:
     "bool" or "additive". indices: (name, Triton type) of the index tensors there are. scales: names
     of those there are. aligned: names of pointers on 16 bytes and of strides that are multiples of
     16 elements. tma: descriptors can reach q, k and v; rope_tma: the rope keys too. joint: a key's
-    values follow it, and both fill their tiles.
+    values follow it, and both fill their tiles. rotation: of q's rope part, if it is not done.
     """
 
     dtype: str
@@ -95,6 +104,7 @@ class AttentionProblem:
     tma: bool = False
     rope_tma: bool = False
     joint: bool = False
+    rotation: Rotation = NO_ROTATION
 
     @property
     def is_fp8(self) -> bool:
@@ -169,6 +179,7 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
         "MASK": problem.mask,
         "WINDOW": problem.window,
         "MASK_KIND": problem.mask_kind,
+        **problem.rotation.constants,
         "SHIFT": FP8_SHIFT if problem.is_fp8 else 0.0,
         "PROMOTE": config.promote,
         "CHAINED": config.chained,
@@ -181,9 +192,8 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
         "WARP_SPECIALIZE": config.warp_specialize,
     }
     arguments = _pointers(problem)
-    counts = ("num_sequences", "num_queries", "num_keys", "row_tiles", "head_group", "num_pages")
-    arguments |= dict.fromkeys(counts, "i32") | {"factor": "fp32"} | dict.fromkeys(STRIDES, "i64")
-    ranges = {"row_tiles": (1, 2**31 - 1), "head_group": (1, 2**31 - 1)}
+    arguments |= dict.fromkeys(COUNTS, "i32") | {"factor": "fp32"} | dict.fromkeys(STRIDES, "i64")
+    ranges = dict.fromkeys(("row_tiles", "head_group", "table_rows"), (1, 2**31 - 1))
     return _spec(
         "mla_attention", constants, arguments, target, config.num_warps, config.num_stages,
         problem.aligned, ranges, config.maxnreg,
@@ -204,6 +214,7 @@ def _pointers(problem: AttentionProblem) -> dict[str, str | None]:
         **{name: f"*{indices[name]}" if name in indices else None for name in INDEX_NAMES},
         "mask_ptr": None if problem.mask_kind == "none" else f"*{problem.mask_dtype}",
         **{name: "*fp32" if name in problem.scales else None for name in SCALE_NAMES},
+        **problem.rotation.pointers,
     }
 
 
@@ -227,38 +238,6 @@ def merge_spec(
         "lse_stride": "i64",
     }
     return _spec("mla_merge", constants, arguments, target, 4, 2, ("parts_ptr", "out_ptr"), {})
-
-
-def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
-    """The `mla_join` kernel that puts both parts of a problem's keys side by side."""
-    nope_block, rope_block, _ = problem.blocks
-    constants: dict[str, Constant] = {
-        "NUM_HEADS": problem.num_heads,
-        "NOPE": problem.nope,
-        "ROPE": problem.rope,
-        "NOPE_BLOCK": nope_block,
-        "ROPE_BLOCK": rope_block,
-        "K_STRIDE": problem.k_stride,
-        "ROPE_STRIDE": problem.rope_stride,
-        "BLOCK_R": JOIN_ROWS,
-    }
-    arguments: dict[str, str | None] = {
-        "k_ptr": f"*{problem.dtype}",
-        "rope_ptr": f"*{problem.dtype}",
-        "out_ptr": f"*{problem.dtype}",
-        "num_rows": "i32",
-        "run": "i32",
-        "k_sequence_stride": "i64",
-        "k_head_stride": "i64",
-        "rope_sequence_stride": "i64",
-    }
-    return _spec(
-        "mla_join", constants, arguments, target, 4, 2, problem.aligned, {"run": (1, 2**31 - 1)}
-    )
-
-
-def join_grid(num_rows: int) -> tuple[int]:
-    return (cdiv(num_rows, JOIN_ROWS),)
 
 
 def _spec(

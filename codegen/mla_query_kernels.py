@@ -22,28 +22,62 @@ Q_STRIDES = ("q_sequence_stride", "q_token_stride", "q_head_stride")
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """What is static about a rotation of queries.
+
+    style: of ops/rope.py, "none" for no rotation. cos_type, sin_type: Triton's element types; no
+    sin_type: a pair's sine follows its cosine in one table. full_width: cos and sin have a column
+    for each of q's rope columns, else for each pair; table strides (row, column). by_position: a
+    row of them is a token's position, else its number.
+    """
+
+    style: str = "none"
+    cos_type: str | None = None
+    sin_type: str | None = None
+    full_width: bool = False
+    cos_strides: tuple[int, int] = (0, 0)
+    sin_strides: tuple[int, int] = (0, 0)
+    by_position: bool = False
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        return {
+            "ROPE_STYLE": self.style,
+            "FULL_WIDTH": self.full_width,
+            "COS_STRIDES": self.cos_strides,
+            "SIN_STRIDES": self.sin_strides,
+            "BY_POSITION": self.by_position,
+        }
+
+    @property
+    def pointers(self) -> dict[str, str | None]:
+        """Types of the tables by parameter names, None for absent ones."""
+        types = {"cos_ptr": self.cos_type, "sin_ptr": self.sin_type}
+        return {name: found and f"*{found}" for name, found in types.items()}
+
+
+NO_ROTATION = Rotation()
+
+
+@dataclass(frozen=True)
 class QueryProblem:
     """The static part of a launch.
 
-    types: Triton's element type of every tensor of POINTERS, None for absent ones. rope_style
-    "none": no rotation. full_width: cos and sin have rope_dim columns, else half; table strides
-    (row, column). batch_strides: of row_offsets, starts and positions; search_steps: of a binary
-    search for a row's sequence. whole: the other columns too, as where all are cast. aligned:
-    names of pointers on 16 bytes and of strides of whole 16 elements.
+    types: Triton's element type of every other tensor of POINTERS, None for absent ones.
+    batch_strides: of row_offsets, starts and positions; search_steps: of a binary search for a
+    row's sequence. whole: the other columns too, as where all are cast; rope_first: after the
+    rotated ones. aligned: names of pointers on 16 bytes and of strides of whole 16 elements.
     """
 
     types: tuple[tuple[str, str | None], ...]
     num_heads: int
     nope: int
     rope_dim: int
-    rope_style: str = "none"
-    full_width: bool = False
-    cos_strides: tuple[int, int] = (0, 0)
-    sin_strides: tuple[int, int] = (0, 0)
-    by_position: bool = False
+    rotation: Rotation = NO_ROTATION
     batch_strides: tuple[int, int, int] = (0, 0, 0)
     search_steps: int = 0
     whole: bool = False
+    rope_first: bool = False
     aligned: tuple[str, ...] = ()
 
     @property
@@ -62,19 +96,17 @@ def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
         "NOPE_BLOCK": next_power_of_2(max(problem.nope, 1)),
         "ROPE_DIM": problem.rope_dim,
         "PAIRS": next_power_of_2(max(problem.rope_dim // 2, 1)),
-        "ROPE_STYLE": problem.rope_style,
-        "FULL_WIDTH": problem.full_width,
-        "COS_STRIDES": problem.cos_strides,
-        "SIN_STRIDES": problem.sin_strides,
-        "BY_POSITION": problem.by_position,
+        **problem.rotation.constants,
         "BATCH_STRIDES": problem.batch_strides,
         "SEARCH_STEPS": problem.search_steps,
         "WHOLE": problem.whole,
+        "ROPE_FIRST": problem.rope_first,
         "BLOCK_R": BLOCK_R,
     }
-    types = dict(problem.types)
+    types = {name: found and f"*{found}" for name, found in problem.types}
+    types |= problem.rotation.pointers
     absent = {name: None for name in POINTERS if types[name] is None}
-    signature = {name: f"*{types[name]}" for name in POINTERS if types[name] is not None}
+    signature = {name: found for name in POINTERS if (found := types[name]) is not None}
     signature |= dict.fromkeys(COUNTS, "i32") | dict.fromkeys(Q_STRIDES, "i64")
     return KernelSpec.make(
         "mla_query",

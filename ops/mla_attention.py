@@ -11,7 +11,7 @@ import torch
 
 from tilewright.codegen import mla_attention_kernels as kernels
 from tilewright.codegen.mla_attention_kernels import AttentionConfig, AttentionProblem
-from tilewright.codegen.mla_attention_plan import attention_config, head_group
+from tilewright.codegen.mla_attention_plan import attention_config, head_group, rotates_queries
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, Target
 from tilewright.ops.kernel_launch import launch
@@ -20,6 +20,7 @@ from tilewright.ops.mla_attention_library import (
     NAME,
     join_spec,
     library_wanted,
+    library_wanted_rotated,
     run_library,
 )
 from tilewright.ops.mla_attention_problems import (
@@ -74,13 +75,14 @@ def attend(
     not written. Nothing is read back from the device. Raises ArgumentError.
     """
     target = device_target(q.device) or SM90
-    a = _call(q, k, v, k_rope, target, **options)
+    plain, rope = _given(q, k, v, k_rope, **options)
+    a = _with_queries(plain, rope, _query_way(plain, rope, target))
     if a.q.numel() == 0:
         return _results(a)
     problem, sizes = attention_problem(a), a.sizes
     if library_wanted(a, problem, target):
         return run_library(a, problem, target)
-    config = attention_config(problem, target)
+    config = attention_config(problem, sizes, target)
     spec = _spec(problem, config, target.name)
     out, lse = _results(a)
     tiles = kernels.row_tiles(problem, config, sizes)
@@ -97,6 +99,7 @@ def attend(
         "row_tiles": tiles,
         "head_group": group,
         "num_pages": 0 if a.block_table is None else a.k_rope.shape[0],  # type: ignore[union-attr]
+        "table_rows": 1 if a.turn is None else a.turn.rows,
         "factor": a.scale * LOG2E,
     }
     grid = kernels.attention_grid(problem, sizes, tiles, group)
@@ -104,46 +107,57 @@ def attend(
     return out, lse
 
 
-def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_rope: torch.Tensor | None,
-    target: Target,
-    **options: Any,
-) -> AttentionCall:
+def _given(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None, **options: Any
+) -> tuple[AttentionCall, QueryRope | torch.Tensor | None]:
+    """(a call whose q has all columns, what is said of its rope part)."""
     given = dict(options)
     rope = given.pop("q_rope", None)
-    given["out_dtype"] = _out_dtype(q, given)
+    default = torch.bfloat16 if q.element_size() == 1 else q.dtype
+    given["out_dtype"] = given.get("out_dtype") or default
     positions = given.get("query_positions")
     if positions is not None and given.get("query_offsets") is None and positions.dim() == 1:
         batch, run = q.shape[0], q.shape[1]
         if positions.shape[0] == batch * run and batch > 1:
             given["query_positions"] = positions.unflatten(0, (batch, run))
-    nope = k.shape[-1]
-    plain = AttentionCall(q, None, k, v, k_rope, **given)
-    turned: torch.Tensor | None
-    if isinstance(rope, QueryRope) or q.dtype != k.dtype:
-        whole = _library_may(plain, rope, target)
-        own, turned = finished_queries(plain, rope, whole=whole)
+    return AttentionCall(q, None, k, v, k_rope, **given), rope
+
+
+def _views(plain: AttentionCall, rope: QueryRope | torch.Tensor | None) -> AttentionCall:
+    """The call with both parts of its queries as they are given."""
+    turned = rope if isinstance(rope, torch.Tensor) else plain.q[..., plain.nope :]
+    return _parted(plain, plain.q[..., : plain.nope], turned)
+
+
+def _parted(plain: AttentionCall, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
+    return replace(plain, q=own, q_rope=None if plain.k_rope is None else turned)
+
+
+def _query_way(plain: AttentionCall, rope: QueryRope | torch.Tensor | None, target: Target) -> str:
+    """How queries come to attention: "given" as they are; rotated, or cast, "before" it, "whole"
+    where the library takes them side by side; or rotated "inside" our kernel."""
+    if plain.q.dtype != plain.k.dtype:
+        return "before"
+    if not isinstance(rope, QueryRope):
+        return "given"
+    if library_wanted_rotated(plain, rope, target):
+        return "whole"
+    problem = attention_problem(replace(_views(plain, rope), turn=rope))
+    inside = rotates_queries(problem, attention_config(problem, plain.sizes, target))
+    return "inside" if inside else "before"
+
+
+def _with_queries(
+    plain: AttentionCall, rope: QueryRope | torch.Tensor | None, way: str
+) -> AttentionCall:
+    """The call of the core, checked, and what goes before it launched."""
+    if way in ("before", "whole"):
+        a = _parted(plain, *finished_queries(plain, rope, whole=way == "whole"))
     else:
-        own, turned = q[..., :nope], rope if rope is not None else q[..., nope:]
-    a = AttentionCall(own, None if k_rope is None else turned, k, v, k_rope, **given)
+        a = _views(plain, rope)
+        a = replace(a, turn=rope if isinstance(rope, QueryRope) else None)
     check_call(a)
     return a
-
-
-def _out_dtype(q: torch.Tensor, options: dict[str, Any]) -> torch.dtype:
-    return options.get("out_dtype") or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
-
-
-def _library_may(plain: AttentionCall, rope: Any, target: Target) -> bool:
-    """Whether queries that are rotated first go to the library, which wants them whole."""
-    if not isinstance(rope, QueryRope) or plain.q.dtype != plain.k.dtype:
-        return False
-    own, turned = plain.q[..., : plain.nope], plain.q[..., plain.nope :]
-    views = replace(plain, q=own, q_rope=turned)
-    return library_wanted(views, attention_problem(views), target)
 
 
 def _results(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -167,18 +181,16 @@ def attention_plan(
     **options: Any,
 ) -> tuple[tuple[KernelSpec, ...], str]:
     """(the kernels that `attend` launches, why these); the tensors may lie on "meta"."""
-    rope = options.get("q_rope")
+    plain, rope = _given(q, k, v, k_rope, **options)
+    way = _query_way(plain, rope, target)
     before: tuple[KernelSpec, ...] = ()
-    if isinstance(rope, QueryRope) or q.dtype != k.dtype:
-        given = {name: value for name, value in options.items() if name != "q_rope"}
-        given["out_dtype"] = _out_dtype(q, given)
-        plain = AttentionCall(q, None, k, v, k_rope, **given)
-        before = query_specs(plain, rope, target, whole=_library_may(plain, rope, target))
-    a = _call(q, k, v, k_rope, target, **options)
+    if way in ("before", "whole"):
+        before = query_specs(plain, rope, target, whole=way == "whole")
+    a = _with_queries(plain, rope, way)
     problem = attention_problem(a)
     if library_wanted(a, problem, target):
         return (*before, join_spec(problem, target.name)), NAME
-    config = attention_config(problem, target)
+    config = attention_config(problem, a.sizes, target)
     return (*before, _spec(problem, config, target.name)), f"attention {config}"
 
 

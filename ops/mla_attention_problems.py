@@ -14,6 +14,7 @@ from tilewright.codegen.mla_attention_kernels import (
     AttentionProblem,
     AttentionSizes,
 )
+from tilewright.codegen.mla_query_kernels import NO_ROTATION, Rotation
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.ops.checks import ArgumentError, check_choice
 from tilewright.ops.triton_types import TRITON_TYPES
@@ -35,10 +36,40 @@ class QueryRope:
     style: str
     by_position: bool = False
 
+    def of(self, columns: int) -> Rotation:
+        """What is static about it, for so many columns of q."""
+        return Rotation(
+            style=self.style,
+            cos_type=TRITON_TYPES[self.cos.dtype],
+            sin_type=None if self._paired(columns) else TRITON_TYPES[self.sin.dtype],
+            full_width=self.cos.shape[-1] == columns,
+            cos_strides=_row_and_column(self.cos),
+            sin_strides=_row_and_column(self.sin),
+            by_position=self.by_position,
+        )
+
+    def _paired(self, columns: int) -> bool:
+        """Whether each sine follows its cosine, as real and imaginary parts do."""
+        cos, sin = self.cos, self.sin
+        alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
+        after = address(sin) - address(cos) == cos.element_size()
+        return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tables, at least 1."""
+        return max(self.cos.shape[0], 1)
+
+
+def _row_and_column(table: torch.Tensor) -> tuple[int, int]:
+    row, column = table.stride()
+    return row, column
+
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Arguments of `attend`, with q's rope part apart and of k's dtype."""
+    """Arguments of `attend`, with q's rope part apart and of k's dtype. turn: how q_rope is to be
+    rotated first, if it is not done."""
 
     q: torch.Tensor
     q_rope: torch.Tensor | None
@@ -62,6 +93,7 @@ class AttentionCall:
     out_dtype: torch.dtype = torch.bfloat16
     return_lse: bool = False
     max_query_tokens: int | None = None
+    turn: QueryRope | None = None
 
     @property
     def ragged(self) -> bool:
@@ -197,6 +229,8 @@ def tensors_of(a: AttentionCall) -> dict[str, torch.Tensor | None]:
         "q_scale_ptr": a.q_scale,
         "k_scale_ptr": a.k_scale,
         "v_scale_ptr": a.v_scale,
+        "cos_ptr": None if a.turn is None else a.turn.cos,
+        "sin_ptr": None if a.turn is None else a.turn.sin,
     }
 
 
@@ -246,6 +280,7 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
         tma=_descriptors_reach(a, strides),
         rope_tma=_rope_descriptor_reaches(a, strides),
         joint=_joint(a, strides),
+        rotation=NO_ROTATION if a.turn is None else a.turn.of(a.rope),
     )
 
 

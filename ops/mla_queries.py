@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen import mla_query_kernels as kernels
-from tilewright.codegen.mla_query_kernels import POINTERS, Q_STRIDES, QueryProblem
+from tilewright.codegen.mla_query_kernels import NO_ROTATION, POINTERS, Q_STRIDES, QueryProblem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, Target
 from tilewright.ops.kernel_launch import launch
@@ -24,20 +24,26 @@ def _spec(problem: QueryProblem, target: str) -> KernelSpec:
 
 
 def finished_queries(
-    a: AttentionCall, rope: QueryRope | torch.Tensor | None, *, whole: bool = False
+    a: AttentionCall,
+    rope: QueryRope | torch.Tensor | None,
+    *,
+    whole: bool = False,
+    rope_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q's own columns, its rotated ones): views of a.q where nothing is to be done to them.
 
     a.q has all columns. A rope part that is a tensor was rotated already. whole: both are views of
-    one new tensor, side by side.
+    one new tensor, side by side; rope_first: the rotated ones first.
     """
-    values, problem = _launch_parts(a, rope, whole)
+    values, problem = _launch_parts(a, rope, whole, rope_first)
     rows = values["num_rows"]
     out = noted_scratch(a.q.new_empty((*a.q.shape[:-1], problem.out_width), dtype=_out_dtype(a)))
     if rows and a.q.device.type != "meta":
         target = device_target(a.q.device) or SM90
         launch(_spec(problem, target.name), kernels.query_grid(rows), values | {"out_ptr": out},
                a.q.device)  # fmt: skip
+    if problem.rope_first:
+        return out[..., a.rope :], out[..., : a.rope]
     if problem.whole:
         return out[..., : a.nope], out[..., a.nope :]
     return a.q[..., : a.nope], out
@@ -49,9 +55,10 @@ def query_specs(
     target: Target,
     *,
     whole: bool = False,
+    rope_first: bool = False,
 ) -> tuple[KernelSpec, ...]:
     """What `finished_queries` launches."""
-    return (_spec(_launch_parts(a, rope, whole)[1], target.name),)
+    return (_spec(_launch_parts(a, rope, whole, rope_first)[1], target.name),)
 
 
 def _out_dtype(a: AttentionCall) -> torch.dtype:
@@ -59,7 +66,7 @@ def _out_dtype(a: AttentionCall) -> torch.dtype:
 
 
 def _launch_parts(
-    a: AttentionCall, rope: QueryRope | torch.Tensor | None, whole: bool
+    a: AttentionCall, rope: QueryRope | torch.Tensor | None, whole: bool, rope_first: bool
 ) -> tuple[dict[str, Any], QueryProblem]:
     """The arguments of a launch, all but its output, and its problem."""
     q = a.q
@@ -81,17 +88,21 @@ def _launch_parts(
         "scale_ptr": a.q_scale if q.dtype != a.k.dtype else None,
         "num_rows": tokens * q.shape[-2],
         "token_run": max(run, 1),
-        "rope_rows": 1 if turns is None else max(turns.cos.shape[0], 1),
+        "rope_rows": 1 if turns is None else turns.rows,
         "num_sequences": a.num_sequences,
         "q_sequence_stride": 0 if a.ragged else q.stride(0),
         "q_token_stride": q.stride(-3),
         "q_head_stride": q.stride(-2),
     }
-    return values, _problem(a, turns, values, whole)
+    return values, _problem(a, turns, values, whole, rope_first)
 
 
 def _problem(
-    a: AttentionCall, turns: QueryRope | None, values: dict[str, Any], whole: bool
+    a: AttentionCall,
+    turns: QueryRope | None,
+    values: dict[str, Any],
+    whole: bool,
+    rope_first: bool,
 ) -> QueryProblem:
     by_position = turns is not None and turns.by_position
     if not by_position:
@@ -99,29 +110,21 @@ def _problem(
     if values["positions_ptr"] is not None:
         values["positions_ptr"] = values["positions_ptr"].reshape(-1)
     tensors = {name: values.get(name) for name in POINTERS}
-    types = [(n, None if t is None else TRITON_TYPES[t.dtype]) for n, t in tensors.items()]
-    types[-1] = ("out_ptr", TRITON_TYPES[_out_dtype(a)])
+    types = {n: None if t is None else TRITON_TYPES[t.dtype] for n, t in tensors.items()}
+    types["out_ptr"] = TRITON_TYPES[_out_dtype(a)]
     aligned = [n for n, t in tensors.items() if t is not None and address(t) % TMA_BYTES == 0]
     aligned += [name for name in Q_STRIDES if values[name] % 16 == 0]
     batch = (values["row_offsets_ptr"], values["starts_ptr"], values["positions_ptr"])
     strides = [0 if tensor is None else tensor.stride(0) for tensor in batch]
-    more: dict[str, Any] = {}
-    if turns is not None:
-        more = {
-            "rope_style": turns.style,
-            "full_width": turns.cos.shape[-1] == a.rope,
-            "cos_strides": turns.cos.stride(),
-            "sin_strides": turns.sin.stride(),
-        }
     return QueryProblem(
-        types=tuple(types),
+        types=tuple(types.items()),
         num_heads=a.num_heads,
         nope=a.nope,
         rope_dim=a.rope,
-        by_position=by_position,
+        rotation=NO_ROTATION if turns is None else turns.of(a.rope),
         batch_strides=(strides[0], strides[1], strides[2]),
         search_steps=max(a.num_sequences, 1).bit_length(),
         whole=whole or values["q_ptr"].dtype != a.k.dtype,
+        rope_first=rope_first,
         aligned=(*aligned, "out_ptr"),
-        **more,
     )

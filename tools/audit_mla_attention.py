@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tilewright.codegen import mla_attention_kernels as kernels
+from tilewright.codegen import mla_join_kernels
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.mla_attention_plan import attention_config
+from tilewright.codegen.mla_attention_plan import attention_config, rotates_queries
 from tilewright.codegen.targets import Target
 from tilewright.ops.mla_attention_problems import AttentionCall, QueryRope, attention_problem
 from tilewright.ops.mla_queries import query_specs
@@ -61,6 +62,8 @@ def attention_call(
     return AttentionCall(**parts, **given)
 
 
+TABLE = _meta(163840, 64, dtype=torch.float32)
+ROPE = QueryRope(TABLE[:, ::2], TABLE[:, 1::2], "interleaved", by_position=True)
 CALLS: dict[str, AttentionCall] = {
     "128 heads": attention_call(128),
     "16 heads, dense": attention_call(16, ragged=False),
@@ -75,6 +78,7 @@ CALLS: dict[str, AttentionCall] = {
     ),
     "64 heads, wide": attention_call(64, dims=(192, 64, 256)),
     "16 heads, pages": attention_call(16, block_table=_integers(8, 512)),
+    "128 heads, rotated": attention_call(128, turn=ROPE),
 }
 
 
@@ -89,7 +93,9 @@ def _cores(target: Target) -> Iterator[AuditCase]:
             pool = _meta(1024, 64, 576)[..., 512:]
             call = AttentionCall(**{**vars(call), "k_rope": pool})
         problem = attention_problem(call)
-        config = attention_config(problem, target)
+        config = attention_config(problem, call.sizes, target)
+        if call.turn is not None and not rotates_queries(problem, config):
+            continue
         claims = Expectations(
             mma=problem.dtype,
             tma_loads=config.tma,
@@ -103,13 +109,15 @@ def _cores(target: Target) -> Iterator[AuditCase]:
 
 def _others(target: Target) -> Iterator[AuditCase]:
     dense = attention_problem(CALLS["16 heads, dense"])
-    yield AuditCase("mla join", kernels.join_spec(dense, target.name), Expectations())
+    join = mla_join_kernels.join_spec(dense, target.name)
+    yield AuditCase("mla join", join, Expectations())
+    shared = mla_join_kernels.RopeKeysProblem("bf16", 128, 64, 64, 320, aligned=True)
+    spread = mla_join_kernels.rope_keys_spec(shared, target.name)
+    yield AuditCase("mla rope keys", spread, Expectations())
     merge = kernels.merge_spec(4, 128, "fp32", "bf16", False, target.name)
     yield AuditCase("mla merge", merge, Expectations())
-    table = _meta(163840, 64, dtype=torch.float32)
-    rope = QueryRope(table[:, ::2], table[:, 1::2], "interleaved", by_position=True)
     for name, dtype in (("rotated", torch.bfloat16), ("cast", FP8)):
         call = attention_call(128, dtype=dtype)
         whole = AttentionCall(**{**vars(call), "q": _meta(4096, 128, 192), "q_rope": None})
-        (spec,) = query_specs(whole, rope, target)
+        (spec,) = query_specs(whole, ROPE, target)
         yield AuditCase(f"mla query, {name}", spec, Expectations())

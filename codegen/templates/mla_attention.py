@@ -9,6 +9,12 @@ a tile sees are not visited; blocks that all of them see whole are not masked.
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.mla_loads import (
+    load_queries,
+    load_rows,
+    rope_rows,
+    rotated_queries,
+)
 from tilewright.codegen.templates.mla_tiles import (
     base_of,
     block_of_step,
@@ -21,54 +27,6 @@ from tilewright.codegen.templates.mla_tiles import (
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def load_rows(rows, row_mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """WIDTH contiguous elements at each pointer of `rows`, zeros up to BLOCK columns."""
-    columns = tl.arange(0, BLOCK)
-    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def load_queries(
-    base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Queries [BLOCK_M, BLOCK] of a tile, zeros behind the sequence's last."""
-    if TMA:
-        # Where warps are specialised, Triton 3.6 moves the row that is loaded by each group's
-        # share, and with it whatever else was made of that number: so it is one of its own, and
-        # zero. A descriptor needs a row; of none, nothing is stored.
-        source = tl.make_tensor_descriptor(
-            base + first_row.to(tl.int64) * token_stride,
-            [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
-        )  # fmt: skip
-        queries = source.load([tl.minimum(own_queries, 0), 0])
-    else:
-        rows = first_row + tl.arange(0, BLOCK_M)
-        queries = load_rows(
-            base + rows.to(tl.int64) * token_stride, rows < own_queries, WIDTH, BLOCK
-        )
-    return queries
-
-
-@triton.jit
-def rope_rows(
-    rope_base, block_table_ptr, sequence, keys, own_keys, key_start, table_stride, num_pages,
-    ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """(pointers to the rope keys of `keys`, which of them there are)."""
-    real = keys < own_keys
-    if block_table_ptr is None:
-        return rope_base + keys.to(tl.int64) * ROPE_STRIDE, real
-    else:
-        slots = key_start + keys
-        table = block_table_ptr + sequence.to(tl.int64) * table_stride
-        pages = tl.load(table + slots // PAGE_SIZE, mask=real, other=-1).to(tl.int64)
-        real = real & (pages >= 0) & (pages < num_pages)
-        return rope_base + pages * PAGE_STRIDE + slots % PAGE_SIZE * ROPE_STRIDE, real
 
 
 @triton.jit
@@ -199,7 +157,8 @@ def mla_attention(
     q_ptr, q_rope_ptr, k_ptr, v_ptr, rope_ptr, out_ptr, lse_ptr,
     query_offsets_ptr, key_offsets_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr,
     positions_ptr, block_table_ptr, mask_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
-    num_sequences, num_queries, num_keys, row_tiles, head_group, num_pages, factor,
+    cos_ptr, sin_ptr,
+    num_sequences, num_queries, num_keys, row_tiles, head_group, num_pages, table_rows, factor,
     q_sequence_stride, q_head_stride, q_token_stride,
     q_rope_sequence_stride, q_rope_head_stride, q_rope_token_stride,
     k_sequence_stride, k_head_stride, v_sequence_stride, v_head_stride, v_stride,
@@ -211,6 +170,8 @@ def mla_attention(
     K_STRIDE: tl.constexpr, V_BY_KEY: tl.constexpr, V_ALIGNMENT: tl.constexpr,
     ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr,
+    SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
     SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr, JOINT: tl.constexpr, ROPE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
@@ -221,7 +182,8 @@ def mla_attention(
     or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
     log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive",
     of the mask tensor. JOINT: one descriptor reads keys and values, which follow them. ONE_LOOP:
-    over masked blocks and whole ones; else the whole ones have a loop of their own.
+    over masked blocks and whole ones; else the whole ones have a loop of their own. ROPE_STYLE: a
+    rotation of q_rope, "none" where it is done; table_rows: of cos and sin.
     """
     # A program without a tile goes through with no queries and no keys: warps specialise only
     # where nothing returns early.
@@ -245,6 +207,10 @@ def mla_attention(
         key_base -= lead
         key_start -= lead
         own_keys = tl.where(own_keys > 0, own_keys + lead, 0)
+    positions, lowest, highest = query_positions(
+        positions_ptr, query_starts_ptr, sequence, query_base, first_row, own_queries,
+        positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
+    )  # fmt: skip
     q_base = base_of(
         q_ptr, query_base, sequence, head, q_token_stride, q_sequence_stride, q_head_stride, RAGGED
     )
@@ -256,9 +222,17 @@ def mla_attention(
             q_rope_ptr, query_base, sequence, head, q_rope_token_stride, q_rope_sequence_stride,
             q_rope_head_stride, RAGGED,
         )  # fmt: skip
-        q_rope = load_queries(
-            q_rope_base, first_row, own_queries, q_rope_token_stride, ROPE, ROPE_BLOCK, BLOCK_M, TMA
-        )
+        if ROPE_STYLE != "none":
+            q_rope = rotated_queries(
+                q_rope_base, cos_ptr, sin_ptr, first_row, own_queries, q_rope_token_stride,
+                positions, query_base, table_rows, ROPE, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
+                SIN_STRIDES, BY_POSITION, BLOCK_M,
+            )  # fmt: skip
+        else:
+            q_rope = load_queries(
+                q_rope_base, first_row, own_queries, q_rope_token_stride, ROPE, ROPE_BLOCK,
+                BLOCK_M, TMA,
+            )  # fmt: skip
         if block_table_ptr is None:
             rope_source = base_of(
                 rope_ptr, key_base, sequence, head, ROPE_STRIDE, rope_sequence_stride,
@@ -284,10 +258,6 @@ def mla_attention(
         factor *= tl.load(q_scale_ptr)
     if k_scale_ptr is not None:
         factor *= tl.load(k_scale_ptr)
-    positions, lowest, highest = query_positions(
-        positions_ptr, query_starts_ptr, sequence, query_base, first_row, own_queries,
-        positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
-    )  # fmt: skip
     first, whole, num_whole, num_blocks = block_range(
         lowest, highest, key_start, own_keys, lead, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
     )

@@ -4,8 +4,9 @@ that is asked."""
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.mla_entries import load_pairs, store_pairs, turned_pairs
+from tilewright.codegen.templates.mla_entries import load_pairs, store_pairs
 from tilewright.codegen.templates.mla_latent import token_positions
+from tilewright.codegen.templates.mla_loads import turned_pairs
 from tilewright.codegen.templates.qkv_finish import rounded
 
 
@@ -18,11 +19,11 @@ def mla_query(
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
     BY_POSITION: tl.constexpr, BATCH_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr,
+    WHOLE: tl.constexpr, ROPE_FIRST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out [rows, ROPE_DIM], a row being one head of one token: q's last ROPE_DIM columns, rotated
     in fp32 and rounded once. WHOLE: out [rows, NOPE + ROPE_DIM], all columns, over q's scale and
-    saturating where they are cast.
+    saturating where they are cast; ROPE_FIRST: the rotated ones before the others.
 
     Grid (cdiv(num_rows, BLOCK_R),). A row of cos and sin is the token's position (BY_POSITION) or
     its number modulo rope_rows. token_run: tokens of one sequence, where they are equally many.
@@ -64,8 +65,10 @@ def mla_query(
         inside = mask[:, None] & (columns < NOPE)[None, :]
         values = tl.load(q_ptr + starts[:, None] + columns[None, :], mask=inside, other=0.0)
         codes = rounded(values.to(tl.float32) * inverse, DTYPE)
-        tl.store(out_ptr + places[:, None] + columns[None, :], codes, mask=inside)
-        places += NOPE
+        first = places + ROPE_DIM if ROPE_FIRST else places
+        tl.store(out_ptr + first[:, None] + columns[None, :], codes, mask=inside)
+        if not ROPE_FIRST:
+            places += NOPE
         # The rotation is rounded to q's own type first, as if it had been stored.
         low = low.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
         high = high.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse

@@ -11,7 +11,7 @@ import torch
 
 from tests.attention_cases import FP8, Case, call_of, exact, offsets, prefix, with_options
 from tilewright.codegen import mla_attention_kernels as kernels
-from tilewright.codegen import mla_query_kernels
+from tilewright.codegen import mla_join_kernels, mla_query_kernels
 from tilewright.codegen.build import load_interpreted
 from tilewright.ops import mla_queries
 from tilewright.ops.mla_attention_problems import (
@@ -43,7 +43,7 @@ def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100"
         "num_sequences": a.num_sequences, "num_queries": a.q.shape[-3],
         "num_keys": a.k.shape[-3], "row_tiles": tiles, "head_group": group,
         "num_pages": 0 if a.block_table is None else a.k_rope.shape[0],
-        "factor": a.scale * math.log2(math.e),
+        "table_rows": 1, "factor": a.scale * math.log2(math.e),
     }  # fmt: skip
     grid = kernels.attention_grid(problem, a.sizes, tiles, group)
     load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
@@ -220,7 +220,8 @@ def test_joined_keys_are_both_parts_side_by_side():
         "k_sequence_stride": a.k.stride(0), "k_head_stride": a.k.stride(2),
         "rope_sequence_stride": a.k_rope.stride(0),
     }  # fmt: skip
-    spec = kernels.join_spec(attention_problem(a), "sm90")
-    load_interpreted(spec)[kernels.join_grid(126)](*(values[name] for name, _ in spec.signature))
+    spec = mla_join_kernels.join_spec(attention_problem(a), "sm90")
+    grid = mla_join_kernels.join_grid(126)
+    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.mla_library import take_every_call
 from tests.ops.test_contract import as_double, clone
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
@@ -20,10 +21,10 @@ from tilewright.ops.mla_cases import BranchCase, PrefillCase
 from tilewright.ops.mla_checks import FP8
 
 CASES = {
-    ("mla_prefill", "static_cache"): 3,
-    ("mla_prefill", "codes"): 3,
-    ("mla_prefill_branch_fp8", "chunks"): 17,
-    ("mla_prefill_branch_fp8", "uint"): 4,
+    ("mla_prefill", "static_cache"): 2,
+    ("mla_prefill", "codes"): 2,
+    ("mla_prefill_branch_fp8", "chunks"): 13,
+    ("mla_prefill_branch_fp8", "uint"): 3,
 }
 
 
@@ -46,7 +47,7 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize(("where", "count"), CASES.items(), ids=["-".join(w) for w in CASES])
 def test_the_kernels_together_are_the_op(where, count, launches):
-    """And its plan names them. count: four chunks of keys take four each and one that merges."""
+    """And its plan names them. count: four chunks of keys take three each and one that merges."""
     op = get_op(where[0])
     a = op.sample_inputs(next(case for case in op.cases if case.name == where[1]))
     planned = {spec.kernel for spec in op.plan_for(a, "sm90").specs}
@@ -82,28 +83,24 @@ def test_the_8_bit_core_is_the_op(launches):
 ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
 
 
-@pytest.mark.parametrize("library", [False, True])
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("mla_prefill", PrefillCase("one", **ONE)),
-        ("mla_prefill_branch_fp8", BranchCase("one", **ONE, rope_style="half")),
-    ],
-    ids=["mla_prefill", "branch"],
-)
-def test_one_sequence_without_a_prefix_is_dense(name, case, library, launches, monkeypatch):
-    """Its lengths are in the shapes: the library takes it, with queries that are rotated whole."""
+# Keys are made joined; or joined in a launch of their own, where queries came rotated, and where
+# no tile of the up-projection fits the rows of a head.
+LIBRARY_CASES = {
+    "mla_prefill": (PrefillCase("one", **ONE), "mla_rope_keys"),
+    "runs": (
+        PrefillCase("runs", keys="given", slots="none", runs=True, new_tokens=(9, 9),
+                    cached_tokens=(0, 0)),
+        "mla_rope_keys",
+    ),
+    "interleaved": (PrefillCase("one", **ONE, rope_style="interleaved"), "mla_rope_keys"),
+    "rotated": (PrefillCase("one", **ONE, rope_on="k"), "mla_join"),
+    "branch": (BranchCase("one", **ONE, rope_style="half", v_dim=32), "mla_rope_keys"),
+    "branch, odd": (BranchCase("one", **ONE, rope_style="half"), "mla_join"),
+}  # fmt: skip
 
-    def attention(q, k, v, bias, lse, dropout, causal, *more, scale):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale
-        )
-        return out, None
 
-    if library:
-        monkeypatch.setattr(mla_attention_library, "library_gains", lambda *sizes: True)
-        monkeypatch.setattr(mla_attention_library, "_accepted", lambda call: True)
-        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attention)
+def run_case(name, case, launches):
+    """Runs the op and compares result and plan with the reference's."""
     op = get_op(name)
     a = op.sample_inputs(case)
     expected = op.reference(as_double(clone(a)))
@@ -114,8 +111,22 @@ def test_one_sequence_without_a_prefix_is_dense(name, case, library, launches, m
     problem = op.tolerances[out.dtype].problem(out, expected)
     assert problem is None, problem
     assert set(launches) == planned
-    assert ("mla_join" in launches) == library
-    assert ("mla_attention" in launches) != library
+
+
+@pytest.mark.parametrize(("case", "joins"), LIBRARY_CASES.values(), ids=LIBRARY_CASES)
+def test_the_library_is_given_both_parts_of_keys_and_queries(case, joins, launches, monkeypatch):
+    take_every_call(monkeypatch)
+    name = "mla_prefill_branch_fp8" if isinstance(case, BranchCase) else "mla_prefill"
+    run_case(name, case, launches)
+    assert {"mla_rope_keys", "mla_join", "mla_attention"} & set(launches) == {joins}
+
+
+@pytest.mark.parametrize("name", ["mla_prefill", "branch"])
+def test_one_sequence_without_a_prefix_is_dense(name, launches):
+    """Its lengths are in the shapes."""
+    case, _ = LIBRARY_CASES[name]
+    run_case("mla_prefill" if name == "mla_prefill" else "mla_prefill_branch_fp8", case, launches)
+    assert "mla_attention" in launches
 
 
 def test_memory_that_tma_cannot_reach_is_copied(launches):

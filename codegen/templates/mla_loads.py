@@ -1,0 +1,119 @@
+"""Loads of MLA attention's operands: rows, queries and their rotation, places of rope keys."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.mla_entries import load_pairs, table_columns
+from tilewright.codegen.templates.qkv_finish import rounded
+
+
+@triton.jit
+def load_rows(rows, row_mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """WIDTH contiguous elements at each pointer of `rows`, zeros up to BLOCK columns."""
+    columns = tl.arange(0, BLOCK)
+    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_queries(
+    base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Queries [BLOCK_M, BLOCK] of a tile, zeros behind the sequence's last."""
+    if TMA:
+        # Where warps are specialised, Triton 3.6 moves the row that is loaded by each group's
+        # share, and with it whatever else was made of that number: so it is one of its own, and
+        # zero. A descriptor needs a row; of none, nothing is stored.
+        source = tl.make_tensor_descriptor(
+            base + first_row.to(tl.int64) * token_stride,
+            [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
+        )  # fmt: skip
+        queries = source.load([tl.minimum(own_queries, 0), 0])
+    else:
+        rows = first_row + tl.arange(0, BLOCK_M)
+        queries = load_rows(
+            base + rows.to(tl.int64) * token_stride, rows < own_queries, WIDTH, BLOCK
+        )
+    return queries
+
+
+@triton.jit
+def turned_pairs(
+    low, high, cos_ptr, sin_ptr, rows, known,
+    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known.
+
+    No sin_ptr: a pair's sine follows its cosine in one table, which is read once.
+    """
+    TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
+    if sin_ptr is None:
+        low_cos, low_sin = load_pairs(
+            cos_ptr, rows * COS_STRIDES[0], known, ROPE_DIM, PAIRS, True, 1
+        )
+        low_cos = low_cos.to(tl.float32)
+        low_sin = low_sin.to(tl.float32)
+        high_cos = low_cos
+        high_sin = low_sin
+    else:
+        low_cos, high_cos = table_columns(
+            cos_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
+        )
+        low_sin, high_sin = table_columns(
+            sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
+        )
+    return low * low_cos - high * low_sin, high * high_cos + low * high_sin
+
+
+@triton.jit
+def rotated_queries(
+    base, cos_ptr, sin_ptr, first_row, own_queries, token_stride, positions, first_token, rope_rows,
+    ROPE: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Rope columns [BLOCK_M, ROPE] of a tile's queries, rotated in fp32 and rounded once.
+
+    A row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows;
+    first_token: the number of the sequence's first. ROPE fills its tile.
+    """
+    rows = first_row + tl.arange(0, BLOCK_M)
+    real = rows < own_queries
+    low, high = load_pairs(
+        base, rows.to(tl.int64) * token_stride, real, ROPE, ROPE // 2,
+        ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
+    )  # fmt: skip
+    if BY_POSITION:
+        turns = positions.to(tl.int64)
+        known = real & (turns >= 0) & (turns < rope_rows)
+    else:
+        turns = (first_token + rows) % rope_rows
+        known = real
+    low, high = turned_pairs(
+        low.to(tl.float32), high.to(tl.float32), cos_ptr, sin_ptr, turns, known,
+        ROPE, ROPE // 2, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
+    )  # fmt: skip
+    DTYPE: tl.constexpr = base.dtype.element_ty
+    pairs = tl.join(rounded(low, DTYPE), rounded(high, DTYPE))
+    if ROPE_STYLE != "interleaved":
+        pairs = tl.permute(pairs, (0, 2, 1))
+    return tl.reshape(pairs, (BLOCK_M, ROPE))
+
+
+@triton.jit
+def rope_rows(
+    rope_base, block_table_ptr, sequence, keys, own_keys, key_start, table_stride, num_pages,
+    ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """(pointers to the rope keys of `keys`, which of them there are)."""
+    real = keys < own_keys
+    if block_table_ptr is None:
+        return rope_base + keys.to(tl.int64) * ROPE_STRIDE, real
+    else:
+        slots = key_start + keys
+        table = block_table_ptr + sequence.to(tl.int64) * table_stride
+        pages = tl.load(table + slots // PAGE_SIZE, mask=real, other=-1).to(tl.int64)
+        real = real & (pages >= 0) & (pages < num_pages)
+        return rope_base + pages * PAGE_STRIDE + slots % PAGE_SIZE * ROPE_STRIDE, real
