@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.mla_attention import QueryRope, attend, merge
-from tilewright.ops.mla_checks import FP8
-from tilewright.ops.mla_key_kernels import Keys
+from tilewright.codegen.mla_kernels import up_obstacle
+from tilewright.codegen.mla_plan import uses_library
+from tilewright.codegen.targets import Target
+from tilewright.ops.mla_attention import AttentionCall, QueryRope, attend, merge
+from tilewright.ops.mla_attention_library import joined_attention, library_wanted_rotated
+from tilewright.ops.mla_attention_problems import TMA_BYTES
+from tilewright.ops.mla_checks import FP8, widths
+from tilewright.ops.mla_key_kernels import Keys, joined_keys
 from tilewright.ops.mla_keys import sequences
-from tilewright.ops.mla_problems import Chunk
+from tilewright.ops.mla_problems import Buffers, Chunk, up_problem
 
 
 def attend_chunks(a: Any, made: Iterable[tuple[Chunk, Keys]], count: int) -> torch.Tensor:
@@ -23,7 +28,7 @@ def attend_chunks(a: Any, made: Iterable[tuple[Chunk, Keys]], count: int) -> tor
         ((chunk, keys),) = made
         if chunk.rows == 0:
             return a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
-        out, _ = attend(**arguments(a, chunk, keys))
+        out = _attended(a, chunk, keys)
         return out if out.dim() == 3 else out.flatten(0, 1)
     parts = [
         attend(**arguments(a, chunk, keys), out_dtype=torch.float32, return_lse=True)
@@ -31,6 +36,36 @@ def attend_chunks(a: Any, made: Iterable[tuple[Chunk, Keys]], count: int) -> tor
     ]
     outs = torch.stack([out for out, _ in parts])
     return merge(outs, torch.stack([lse for _, lse in parts if lse is not None]), a.q.dtype)[0]
+
+
+def _attended(a: Any, chunk: Chunk, keys: Keys) -> torch.Tensor:
+    if keys.joined is None:
+        return attend(**arguments(a, chunk, keys))[0]
+    plain, rope = plain_call(a, chunk, keys)
+    joined = keys.joined.unflatten(0, (plain.q.shape[0], -1))
+    return joined_attention(plain, rope, joined)
+
+
+def plain_call(a: Any, chunk: Chunk, keys: Keys) -> tuple[AttentionCall, Any]:
+    """A chunk's call with q as it is given, and what rotates q."""
+    given = arguments(a, chunk, keys)
+    parts = (given.pop("q"), None, *(given.pop(name) for name in ("k", "v", "k_rope")))
+    rope = given.pop("q_rope")
+    return AttentionCall(*parts, **given | {"out_dtype": a.q.dtype}), rope
+
+
+def joins_keys(a: Any, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
+    """Whether a call's keys are made joined: where all of them go to the library's attention at
+    once, with queries that are rotated first."""
+    if chunk.rows == 0 or a.attention_dtype == FP8 or a.positions is not None:
+        return False
+    if any(width * a.q.element_size() % TMA_BYTES for width in widths(a)):
+        return False
+    problem = up_problem(a, buffers, joined=True)
+    if not uses_library(problem, chunk.rows, target) and up_obstacle(problem) is not None:
+        return False
+    keys = joined_keys(a, chunk.rows, buffers, "meta")
+    return library_wanted_rotated(*plain_call(a, chunk, keys), target)
 
 
 def arguments(a: Any, chunk: Chunk, keys: Keys) -> dict[str, Any]:

@@ -1,23 +1,39 @@
-"""cuDNN's attention as one way to compute the MLA core: keys joined in one launch before it.
+"""cuDNN's attention as one way to compute the MLA core, over keys whose two parts are joined.
 
-It is given what its masks can say from shapes alone. Ragged sequences are not: their lengths are on
-the device (and torch's variable-length form builds a plan at each call, 45 ms on an H200).
+Keys are made joined where it is known before that the library takes them: [keys, H, R + N + V], a
+head's rope columns first, so that the up-projection leaves the rest where it belongs; queries are
+then rotated to the same order. Keys that were made otherwise are joined in one launch.
+
+The library is given what its masks can say from shapes alone. Ragged sequences are not: their
+lengths are on the device (and torch's variable-length form builds a plan at each call, 45 ms on an
+H200).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 
-from tilewright.codegen import mla_attention_kernels as kernels
+from tilewright.codegen import mla_join_kernels as kernels
 from tilewright.codegen.mla_attention_kernels import AttentionProblem
 from tilewright.codegen.mla_attention_plan import library_gains
+from tilewright.codegen.mla_join_kernels import RopeKeysProblem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.kernel_launch import launch
-from tilewright.ops.mla_attention_problems import AttentionCall
+from tilewright.ops.mla_attention_problems import (
+    TMA_BYTES,
+    AttentionCall,
+    QueryRope,
+    address,
+    attention_problem,
+)
+from tilewright.ops.mla_queries import finished_queries, query_specs
 from tilewright.ops.repeats import made_by_library, noted_scratch
+from tilewright.ops.triton_types import TRITON_TYPES
 
 NAME = "cuDNN attention over joined keys"
 
@@ -40,6 +56,15 @@ def library_wanted(a: AttentionCall, problem: AttentionProblem, target: Target) 
     return library_gains(problem, a.sizes) and _accepted(a)
 
 
+def library_wanted_rotated(plain: AttentionCall, rope: Any, target: Target) -> bool:
+    """The same where q [.., N + R] is rotated first, and so is written whole."""
+    if not isinstance(rope, QueryRope) or plain.q.dtype != plain.k.dtype:
+        return False
+    own, turned = plain.q[..., : plain.nope], plain.q[..., plain.nope :]
+    views = replace(plain, q=own, q_rope=turned)
+    return library_wanted(views, attention_problem(views), target)
+
+
 def _whole(a: AttentionCall) -> bool:
     """Whether q's two parts lie side by side, so that nothing has to be copied."""
     q, rope = a.q, a.q_rope
@@ -53,15 +78,18 @@ def _whole(a: AttentionCall) -> bool:
 def _accepted(a: AttentionCall) -> bool:
     if a.q.device.type == "meta":
         return True
-    return _supported(a.q.dtype, a.nope + a.rope, a.v.shape[-1], a.q.device.index or 0)
+    return _supported(a.q.dtype, a.nope, a.rope, a.v.shape[-1], a.q.device.index or 0)
 
 
 @cache
-def _supported(dtype: torch.dtype, qk_dim: int, v_dim: int, index: int) -> bool:
-    """Whether this torch's cuDNN takes such head dims, asked of it with tiny tensors."""
-    q = torch.empty((1, 1, 128, qk_dim), dtype=dtype, device=f"cuda:{index}")
-    v = q.new_empty((1, 1, 128, v_dim))
-    params = torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, True, False)
+def _supported(dtype: torch.dtype, nope: int, rope: int, v_dim: int, index: int) -> bool:
+    """Whether this torch's cuDNN takes such head dims, asked of it with tiny tensors that lie as
+    joined keys do."""
+    width = rope + nope
+    q = torch.empty((1, 128, 1, width), dtype=dtype, device=f"cuda:{index}").transpose(1, 2)
+    keys = q.new_empty((1, 128, 1, width + v_dim)).transpose(1, 2)
+    k, v = keys[..., :width], keys[..., width:]
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, False)
     return bool(torch.backends.cuda.can_use_cudnn_attention(params))
 
 
@@ -70,10 +98,52 @@ def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
     return kernels.join_spec(problem, target)
 
 
+@cache
+def _rope_keys_spec(problem: RopeKeysProblem, target: str) -> KernelSpec:
+    return kernels.rope_keys_spec(problem, target)
+
+
+def rope_keys_spec(k_rope: torch.Tensor, joined: torch.Tensor, target: Target) -> KernelSpec:
+    """The kernel of `write_rope_keys`."""
+    strides = (k_rope.stride(0), joined.stride(1))
+    sizes = (address(k_rope), address(joined), *(n * k_rope.element_size() for n in strides))
+    problem = RopeKeysProblem(
+        dtype=TRITON_TYPES[joined.dtype],
+        num_heads=joined.shape[1],
+        rope=k_rope.shape[-1],
+        rope_stride=strides[0],
+        head_stride=strides[1],
+        aligned=all(size % TMA_BYTES == 0 for size in sizes),
+    )
+    return _rope_keys_spec(problem, target.name)
+
+
+def write_rope_keys(k_rope: torch.Tensor, joined: torch.Tensor, target: Target) -> None:
+    """Rope keys [K, R] to the first columns of every head of joined [K, H, R + N + V]."""
+    rows = joined.shape[0] * joined.shape[1]
+    values = {"rope_ptr": k_rope, "out_ptr": joined, "num_rows": rows}
+    spec = rope_keys_spec(k_rope, joined, target)
+    launch(spec, kernels.rope_keys_grid(rows), values, joined.device)
+
+
+def joined_attention(plain: AttentionCall, rope: QueryRope, joined: torch.Tensor) -> torch.Tensor:
+    """out [B, S, H, V] of q [B, S, H, N + R], rotated on the way, and joined keys
+    [B, K, H, R + N + V] whose views the call's k and v are."""
+    width = plain.rope + plain.nope
+    _, turned = finished_queries(plain, rope, whole=True, rope_first=True)
+    q = turned.as_strided((*turned.shape[:-1], width), turned.stride())
+    return _library_output(plain, q, joined[..., :width])
+
+
+def joined_specs(plain: AttentionCall, rope: QueryRope, target: Target) -> tuple[KernelSpec, ...]:
+    """What `joined_attention` launches of ours."""
+    return query_specs(plain, rope, target, whole=True, rope_first=True)
+
+
 def run_library(
     a: AttentionCall, problem: AttentionProblem, target: Target
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out [B, S, H, V], lse [B, S, H] or None)."""
+    """(out [B, S, H, V], lse [B, S, H] or None) of keys that are not joined yet."""
     batch, num_keys, heads = a.k.shape[:3]
     assert a.k_rope is not None
     width = a.nope + a.rope
@@ -94,8 +164,12 @@ def run_library(
     if a.return_lse:
         out, lse = _cudnn(q, keys, a.v, True, a.mask == "causal", a.scale)
         return out, lse[..., 0].transpose(1, 2).contiguous()
+    return _library_output(a, q, keys), None
+
+
+def _library_output(a: AttentionCall, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     function = partial(_cudnn_output, causal=a.mask == "causal", scale=a.scale)
-    return made_by_library(function, q, keys, a.v), None
+    return made_by_library(function, q, keys, a.v)
 
 
 def _cudnn(
@@ -107,6 +181,7 @@ def _cudnn(
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, lse, 0.0, causal, False, scale=scale
     )
+    # The library lays its result out as q: nothing is copied.
     return found[0].transpose(1, 2).contiguous(), found[1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.kernel_launch import launch
+from tilewright.ops.mla_attention_library import write_rope_keys
 from tilewright.ops.mla_checks import FP8, widths
 from tilewright.ops.mla_keys import row_key_offsets, sequences
 from tilewright.ops.mla_problems import (
@@ -35,11 +36,15 @@ SPARE_KEYS = 256
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values that attention reads: [rows, H, N], [rows, H, V], rope columns [rows, R]."""
+    """Keys and values that attention reads: [rows, H, N], [rows, H, V], rope columns [rows, R].
+
+    joined: [rows, H, R + N + V], each key's rope columns before its others for every head; k and v
+    are views of it."""
 
     k: torch.Tensor
     v: torch.Tensor
     k_rope: torch.Tensor
+    joined: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,27 +108,44 @@ def latent_kernel(
     return _latent_spec(call.problem, config, target.name), (grid,), values
 
 
-def make_keys(a: Any, chunk: Chunk, target: Target) -> Keys:
-    """Writes the new tokens (before the first chunk) and makes a chunk's keys and values."""
+def never(buffers: Buffers) -> bool:
+    """Keys are not made joined."""
+    return False
+
+
+def make_keys(
+    a: Any, chunk: Chunk, target: Target, joins: Callable[[Buffers], bool] = never
+) -> Keys:
+    """Writes the new tokens (before the first chunk) and makes a chunk's keys and values; joins
+    says whether these are joined."""
     device = a.q.device
     buffers = key_buffers(a, chunk)
     for call in latent_launches(a, chunk, buffers):
         launch(*latent_kernel(call, target), device)
+    if joins(buffers):
+        return up_project(a, chunk, buffers, target, joined=True)
     return up_project(a, chunk, buffers, target)
 
 
-def up_project(a: Any, chunk: Chunk, buffers: Buffers, target: Target) -> Keys:
-    """Keys and values of a chunk's latents."""
+def up_project(
+    a: Any, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool = False
+) -> Keys:
+    """Keys and values of a chunk's latents; joined: with the rope columns in each head's row."""
     device, rows = a.q.device, chunk.rows
     limit = last_position(a, chunk)
-    problem = up_problem(a, buffers, limited=limit is not None)
+    problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
     if limit is not None and kernels.up_obstacle(problem) is not None:
         limit, problem = None, replace(problem, limited=False)
     weight = _weight_numbers(a, target) if problem.weight_type != "fp8e4nv" else a.kv_b_weight
-    k, v = empty_keys(a, rows)
+    keys = joined_keys(a, rows, buffers) if joined else Keys(*empty_keys(a, rows), buffers.k_rope)
+    k, v = keys.k, keys.v
     if rows and uses_library(problem, rows, target):
         latent = buffers.latent[:, : problem.rank]
-        call_library(_mm, latent, weight, k.as_strided((rows, problem.rows), (problem.rows, 1)))
+        if keys.joined is None:
+            both = k.as_strided((rows, problem.rows), (problem.rows, 1))
+            call_library(_mm, latent, weight, both)
+        else:
+            call_library(_mm_by_head, latent, weight, keys.joined[..., buffers.k_rope.shape[1] :])
     elif rows:
         config, spec = up_plan(problem, next_power_of_2(rows), target)
         values = {
@@ -142,11 +164,32 @@ def up_project(a: Any, chunk: Chunk, buffers: Buffers, target: Target) -> Keys:
         }
         grid = kernels.up_grid(problem, config, rows, target.num_sms)
         launch(spec, grid, values, device)
-    return Keys(k, v, buffers.k_rope)
+    if keys.joined is not None:
+        write_rope_keys(buffers.k_rope, keys.joined, target)
+    return keys
 
 
 def _mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.T, out=out)
+
+
+def _mm_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [rows, H, W] of x [rows, L] and weight [H * W, L]. The library writes rows of any stride
+    whose columns are contiguous where they lie."""
+    heads, width = out.shape[1:]
+    by_head = weight.unflatten(0, (heads, width)).mT
+    torch.bmm(x.expand(heads, *x.shape), by_head, out=out.transpose(0, 1))
+
+
+def joined_keys(a: Any, rows: int, buffers: Buffers, device: str | None = None) -> Keys:
+    """New keys and values as views of one tensor [rows, H, R + N + V]; by default on q's device."""
+    nope, rope_dim, v_dim = widths(a)
+    shape = (rows, a.q.shape[1], rope_dim + nope + v_dim)
+    joined = torch.empty(shape, dtype=a.q.dtype, device=device or a.q.device)
+    if device is None:
+        noted_scratch(joined)
+    _, k, v = joined.split((rope_dim, nope, v_dim), dim=-1)
+    return Keys(k, v, buffers.k_rope, joined)
 
 
 def empty_keys(a: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

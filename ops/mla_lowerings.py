@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +12,19 @@ import torch
 from tilewright.codegen.mla_attention_kernels import merge_spec
 from tilewright.codegen.mla_plan import uses_library
 from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
-from tilewright.ops.mla_attend import arguments, attend_chunks
+from tilewright.ops.mla_attend import arguments, attend_chunks, joins_keys, plain_call
 from tilewright.ops.mla_attention import attention_plan
+from tilewright.ops.mla_attention_library import NAME, joined_specs, rope_keys_spec
 from tilewright.ops.mla_checks import FP8
 from tilewright.ops.mla_key_kernels import (
     Keys,
     empty_keys,
+    joined_keys,
     last_position,
     latent_kernel,
     latent_launch,
@@ -108,6 +112,9 @@ def run_prefill(a: Any, chunks: Sequence[Chunk]) -> torch.Tensor:
         return a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
     target = device_target(a.q.device) or SM90
     a = _aligned(a)
+    if len(chunks) == 1:
+        joins = partial(joins_keys, a, chunks[0], target)
+        return attend_chunks(a, [(chunks[0], make_keys(a, chunks[0], target, joins))], 1)
     made = ((chunk, make_keys(a, chunk, target)) for chunk in chunks)
     return attend_chunks(a, made, len(chunks))
 
@@ -155,7 +162,7 @@ def plan_mla_branch(a: Any, target: str) -> LoweringReport:
     given, chip = as_mla_prefill(a), TARGETS[target]
     if len(chunks) == 1:
         return plan_chunk(given, chunks[0], chip)
-    reports = [plan_chunk(given, chunk, chip, partial=True) for chunk in chunks]
+    reports = [plan_chunk(given, chunk, chip, several=True) for chunk in chunks]
     types = ("fp32", TRITON_TYPES[a.q.dtype])
     merging = merge_spec(len(chunks), a.v_dim, *types, False, target)
     specs = {spec: None for report in reports for spec in report.specs} | {merging: None}
@@ -163,13 +170,15 @@ def plan_mla_branch(a: Any, target: str) -> LoweringReport:
     return LoweringReport(reports[0].name, reason, tuple(specs))
 
 
-def plan_chunk(a: Any, chunk: Chunk, target: Target, *, partial: bool = False) -> LoweringReport:
-    """The kernels of one chunk; partial: one of several, to be merged."""
+def plan_chunk(a: Any, chunk: Chunk, target: Target, *, several: bool = False) -> LoweringReport:
+    """The kernels of one chunk; several: one of more than one, to be merged."""
     if chunk.rows == 0:
         return LoweringReport("nothing", "no keys, zeros")
     buffers = key_buffers(a, chunk)
     specs = [latent_kernel(call, target)[0] for call in latent_launches(a, chunk, buffers)]
-    problem = up_problem(a, buffers, limited=last_position(a, chunk) is not None)
+    joined = not several and joins_keys(a, chunk, target, buffers)
+    limited = last_position(a, chunk) is not None
+    problem = up_problem(a, buffers, limited=limited, joined=joined)
     if a.kv_b_weight.dtype == FP8 and problem.weight_type != "fp8e4nv":
         specs.append(numbers_spec(numbers_problem(a), target.name))
     how = "library GEMM"
@@ -177,9 +186,19 @@ def plan_chunk(a: Any, chunk: Chunk, target: Target, *, partial: bool = False) -
         config, spec = up_plan(problem, next_power_of_2(chunk.rows), target)
         specs.append(spec)
         how = f"up-projection {config}"
+    if joined:
+        keys = joined_keys(a, chunk.rows, buffers, "meta")
+        assert keys.joined is not None
+        specs.append(rope_keys_spec(keys.k_rope, keys.joined, target))
+        specs += joined_specs(*plain_call(a, chunk, keys), target)
+        return _report(f"{how}, {NAME}", specs)
     given = arguments(a, chunk, Keys(*empty_keys(a, chunk.rows), buffers.k_rope))
-    if partial:
+    if several:
         given |= {"out_dtype": torch.float32, "return_lse": True}
     core, reason = attention_plan(**given, target=target)
-    names = ", ".join(spec.kernel for spec in (*specs, *core))
-    return LoweringReport("mla prefill", f"{how}, {reason}: {names}", (*specs, *core))
+    return _report(f"{how}, {reason}", (*specs, *core))
+
+
+def _report(reason: str, specs: Sequence[KernelSpec]) -> LoweringReport:
+    names = ", ".join(spec.kernel for spec in specs)
+    return LoweringReport("mla prefill", f"{reason}: {names}", tuple(specs))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.ops.test_contract import as_double
+from tilewright.ops import mla_attention_library, mla_key_kernels
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.mla_cases import BranchCase, PrefillCase
 from tilewright.ops.mla_checks import FP8
@@ -56,6 +57,45 @@ def exact_arguments(op: Any, case: Any) -> Any:
     given = op.sample_inputs(case)
     caches = {name: getattr(given, name) for name in op.mutated}
     return replace(as_double(given), **caches)
+
+
+# Keys that are made joined for the library, however few: one sequence, and a batch of equal runs.
+ALONE = {**POOL, "new_tokens": (300,), "cached_tokens": (0,)}
+RUNS = {**POOL, "keys": "given", "slots": "none", "runs": True, "cached_tokens": (0, 0)}
+JOINED = [
+    (PREFILL, PrefillCase("alone", **ALONE)),
+    (PREFILL, PrefillCase("interleaved", **ALONE, rope_style="interleaved")),
+    (PREFILL, PrefillCase("runs", **RUNS, new_tokens=(150, 150))),
+    (BRANCH, BranchCase("alone", **ALONE)),
+]
+
+
+@pytest.mark.parametrize(("op", "case"), JOINED, ids=[f"{op.name}-{c.name}" for op, c in JOINED])
+def test_joined_keys_for_the_library(op, case, monkeypatch):
+    monkeypatch.setattr(mla_attention_library, "library_gains", lambda *sizes: True)
+    a = op.sample_inputs(case, "cuda")
+    names = [spec.kernel for spec in op.plan_for(a, "sm90").specs]
+    assert "mla_rope_keys" in names
+    assert not {"mla_join", "mla_attention"} & set(names)
+    test_the_op_on_a_gpu(op, case, monkeypatch)
+
+
+def test_the_library_writes_between_the_rope_columns():
+    """Into memory that is not contiguous, the same numbers, and no other memory is taken."""
+    rows, heads, widths = 512, 16, (64, 256)
+    latent = torch.randn(rows, 512, device="cuda").bfloat16()
+    weight = torch.randn(heads * widths[1], 512, device="cuda").bfloat16()
+    joined = torch.zeros(rows, heads, sum(widths), device="cuda", dtype=torch.bfloat16)
+    out = joined[..., widths[0] :]
+    for _ in range(2):  # the library's own workspace comes with its first call
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        mla_key_kernels._mm_by_head(latent, weight, out)
+    assert torch.cuda.max_memory_allocated() == before
+    assert not joined[..., : widths[0]].any()
+    want = (latent.double() @ weight.double().T).unflatten(-1, (heads, -1))
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2.0**-8)
 
 
 @pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op.name}-{c.name}" for op, c in CASES])

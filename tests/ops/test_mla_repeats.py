@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.mla_library import take_every_call
 from tests.ops.test_contract import clone
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
-from tilewright.ops import mla_attention, mla_key_kernels, mla_lowerings, mla_queries
+from tilewright.ops import (
+    mla_attention,
+    mla_attention_library,
+    mla_key_kernels,
+    mla_lowerings,
+    mla_queries,
+)
 from tilewright.ops.contract import get_op
+from tilewright.ops.mla_cases import BranchCase, PrefillCase
 from tilewright.ops.repeats import note_launch
 
 RUN = {
@@ -18,7 +26,9 @@ RUN = {
     "mla_prefill_branch_fp8": mla_lowerings.repeatable_mla_branch,
     "mla_latent_store": mla_lowerings.repeatable_latent_store,
 }
-MODULES = (mla_attention, mla_key_kernels, mla_lowerings, mla_queries)
+MODULES = (
+    mla_attention, mla_attention_library, mla_key_kernels, mla_lowerings, mla_queries
+)  # fmt: skip
 # Keys from a static cache, whose rows past the last query are left out; from pages, ragged;
 # a weight of codes made numbers; latents that are given; quantised latents.
 CASES = [
@@ -79,7 +89,31 @@ def sample(op, name):
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_a_call_made_again_is_the_same_call_over_new_memory(name, case):
     op = get_op(name)
-    a = sample(op, case)
+    check_made_again(op, sample(op, case))
+
+
+ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("mla_prefill", PrefillCase("joined", **ONE)),
+        ("mla_prefill", PrefillCase("in a launch", **ONE, rope_on="k")),
+        ("mla_prefill_branch_fp8", BranchCase("joined", **ONE, v_dim=32)),
+    ],
+    ids=["joined", "in a launch", "joined codes"],
+)
+def test_a_call_of_the_library_is_made_again(name, case, monkeypatch):
+    """Joined keys are scratch: the library and a launch write them, the library reads them."""
+    take_every_call(monkeypatch)
+    op = get_op(name)
+    check_made_again(op, op.sample_inputs(case))
+
+
+def check_made_again(op, a):
+    name = op.name
     args, kwargs = op.split(a)
     first, again = RUN[name](*args, **kwargs)
     assert again is not None
