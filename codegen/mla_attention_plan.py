@@ -9,7 +9,6 @@ from tilewright.codegen.mla_attention_kernels import (
     AttentionProblem,
     AttentionSizes,
 )
-from tilewright.codegen.mla_query_kernels import NO_ROTATION
 from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv
 from tilewright.codegen.targets import Target
 
@@ -60,13 +59,12 @@ def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
 
     Triton 3.6 does not compile it with a reduction over rows or sequences before the loop: of
     positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor.
-    Dense queries that are rotated gain as much by being rotated in the kernel.
     """
     indices = [name for name, _ in problem.indices]
     if problem.is_fp8 or problem.mask_kind != "none" or "positions_ptr" in indices:
         return False
     if not problem.ragged:
-        return problem.rotation == NO_ROTATION and sizes.num_keys >= SPECIALISED_KEYS
+        return sizes.num_keys >= SPECIALISED_KEYS
     return problem.sequences <= MAX_SORTED and _average_keys(problem, sizes) >= SPECIALISED_AVERAGE
 
 
@@ -109,13 +107,15 @@ def _fits(
 
 
 def rotates_queries(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """Whether the kernel can rotate the queries that it loads; each has one program to load it.
+    """Whether the kernel rotates the queries that it loads; each has one program to load it.
 
     Not where a descriptor brings them to shared memory, nor where both members of a pair leave
-    columns of the tile between them.
+    columns of the tile between them; and not in long tiles: with one program on a multiprocessor
+    nothing runs meanwhile, and a launch before it takes less.
     """
     filled = problem.rope == problem.blocks[1]
-    return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
+    short = config.block_m < 128
+    return filled and short and not (config.tma or config.warp_specialize or problem.is_fp8)
 
 
 def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:

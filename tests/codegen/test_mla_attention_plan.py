@@ -8,7 +8,6 @@ import pytest
 
 from tilewright.codegen.mla_attention_kernels import AttentionProblem, AttentionSizes
 from tilewright.codegen.mla_attention_plan import attention_config
-from tilewright.codegen.mla_query_kernels import Rotation
 from tilewright.codegen.targets import SM90
 
 DENSE = AttentionProblem(
@@ -16,7 +15,6 @@ DENSE = AttentionProblem(
     rope_stride=64, rope_dtype="bf16", tma=True, rope_tma=True, joint=True,
 )  # fmt: skip
 RAGGED = replace(DENSE, ragged=True, sequences=8)
-TURNED = Rotation(style="interleaved")
 
 
 def sizes(sequences: int, tokens: int) -> AttentionSizes:
@@ -29,10 +27,9 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         (DENSE, sizes(1, 512), "64x64 w4 s3 chained"),
         (DENSE, sizes(1, 1024), "64x64 w4 s2 chained"),
         (replace(DENSE, num_heads=128), sizes(1, 512), "64x64 w4 s2 chained"),
-        (replace(DENSE, rotation=TURNED), sizes(1, 4096), "128x64 w8 s3 chained"),
+        (DENSE, sizes(1, 1536), "128x64 w8 s3 chained"),
         (DENSE, sizes(1, 4096), "128x128 w4 s2 tma one loop chained ws"),
         (RAGGED, sizes(6, 5120), "128x128 w4 s2 tma one loop chained ws"),
-        (replace(RAGGED, rotation=TURNED), sizes(6, 5120), "128x128 w4 s2 tma one loop chained ws"),
         (RAGGED, sizes(8, 1600), "64x64 w4 s2 chained"),
         (replace(RAGGED, sequences=128), sizes(100, 409600), "128x64 w8 s3 chained"),
         (replace(RAGGED, tma=False), sizes(6, 12288), "128x64 w8 s3 chained"),
