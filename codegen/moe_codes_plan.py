@@ -29,7 +29,7 @@ STREAMED_K = 128
 def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
     """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
     block_m = token_tile(rows)
-    if rows <= SPLIT_ROWS and _splits(problem, routes):
+    if rows <= SPLIT_ROWS and problem.format != "mxfp4":
         up, down = _split_codes(problem, routes)
         whole = problem.hidden % up.block_k == 0 and problem.inner % down.block_k == 0
         if whole and _fit(problem, up, down):
@@ -44,12 +44,6 @@ def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConf
     return codes_config(128, 64, STREAMED_K, 8, 3), codes_config(128, 128, STREAMED_K, 8, 3)
 
 
-def _splits(problem: MoeProblem, routes: int) -> bool:
-    """int4, whose scales meet the sums of a group, gains from it for one token alone."""
-    one_token = routes == problem.num_slots
-    return problem.format == "nvfp4" or (problem.format == "int4" and one_token)
-
-
 def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesConfig]:
     """Warps with columns of their own and the older instruction: registers bound how many weights
     are on their way, and small programs use them best. Of one token every route is a block of rows.
@@ -57,9 +51,11 @@ def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesCo
     up = codes_config(8, 32, 256, 2, 3, 6, split=2)
     if routes == problem.num_slots:
         if problem.inner <= 2 * SHORT_INNER:
-            up = codes_config(8, 16, 512, 4, 4, 4, split=4, by_route=True)
-            return up, codes_config(8, 16, 256, 2, 3, 8, split=2, by_route=True)
-        return replace(up, by_route=True), codes_config(8, 16, 512, 4, 4, 4, split=4, by_route=True)
+            up = codes_config(8, 16, 256, 2, 4, 8, split=2, by_route=True)
+            return up, codes_config(8, 16, 256, 2, 2, 8, split=2, by_route=True)
+        return replace(up, by_route=True), codes_config(
+            8, 32, 1024, 8, 3, 2, split=8, by_route=True
+        )
     if problem.inner <= 2 * SHORT_INNER:
         ordered = problem.inner % STREAMED_K == 0
         return up, codes_config(8, 64, 256, 2, 3, 6, split=2, ordered=ordered)
