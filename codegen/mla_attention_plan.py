@@ -3,6 +3,8 @@ The bounds are where two ways took equal time on an H200."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilewright.codegen.mla_attention_kernels import (
     MAX_SORTED,
     AttentionConfig,
@@ -14,8 +16,13 @@ from tilewright.codegen.targets import Target
 
 # Shared memory for barriers and reductions.
 SPARE_BYTES = 4096
-# (queries, keys, warps, stages) where all warps load; the first that fits.
-BY_POINTERS = ((128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2))
+# Where all warps load; the first that fits.
+BY_POINTERS = (
+    AttentionConfig(128, 64, 8, 3, tma=False),
+    AttentionConfig(128, 32, 8, 2, tma=False),
+    AttentionConfig(64, 64, 4, 2, tma=False),
+    AttentionConfig(64, 32, 4, 1, tma=False),
+)
 # Up to so many keys of a sequence short tiles are better: two programs on a multiprocessor, of
 # which one works while the other starts.
 SHORT_KEYS = 1024
@@ -45,13 +52,9 @@ def attention_config(
         return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
     if reached and _specialises(problem, sizes) and _fits(problem, 128, 128, 2, target):
         return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
-    short = _short(problem, sizes, target)
-    for block_m, block_n, warps, stages in (*short, *BY_POINTERS):
-        if _fits(problem, block_m, block_n, stages, target):
-            return AttentionConfig(
-                block_m, block_n, warps, stages, tma=False, promote=problem.is_fp8
-            )
-    return AttentionConfig(64, 32, 4, 1, tma=False, promote=problem.is_fp8)
+    tried = (*_short(problem, sizes, target), *BY_POINTERS)
+    fitting = (c for c in tried if _fits(problem, c.block_m, c.block_n, c.num_stages, target))
+    return replace(next(fitting, tried[-1]), promote=problem.is_fp8)
 
 
 def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
@@ -74,14 +77,15 @@ def _average_keys(problem: AttentionProblem, sizes: AttentionSizes) -> int:
 
 def _short(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
-) -> tuple[tuple[int, int, int, int], ...]:
-    """Tiles of (queries, keys, warps, stages) for sequences of few keys."""
+) -> tuple[AttentionConfig, ...]:
+    """Tiles for sequences of few keys."""
     if problem.is_fp8 or _average_keys(problem, sizes) > SHORT_KEYS:
         return ()
     programs = cdiv(sizes.num_queries, 64) * problem.num_heads
     programs *= 1 if problem.ragged else sizes.num_sequences
     # With a multiprocessor each, programs are better off with more keys on the way.
-    return ((64, 64, 4, 3 if programs <= target.num_sms else 2),)
+    stages = 3 if programs <= target.num_sms else 2
+    return (AttentionConfig(64, 64, 4, stages, tma=False, one_loop=problem.ragged),)
 
 
 def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) -> AttentionConfig:

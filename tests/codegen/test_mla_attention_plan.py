@@ -30,7 +30,7 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         (DENSE, sizes(1, 1536), "128x64 w8 s3 chained"),
         (DENSE, sizes(1, 4096), "128x128 w4 s2 tma one loop chained ws"),
         (RAGGED, sizes(6, 5120), "128x128 w4 s2 tma one loop chained ws"),
-        (RAGGED, sizes(8, 1600), "64x64 w4 s2 chained"),
+        (RAGGED, sizes(8, 1600), "64x64 w4 s2 one loop chained"),
         (replace(RAGGED, sequences=128), sizes(100, 409600), "128x64 w8 s3 chained"),
         (replace(RAGGED, tma=False), sizes(6, 12288), "128x64 w8 s3 chained"),
         (replace(DENSE, mask_kind="bool"), sizes(1, 4096), "128x64 w8 s3 chained"),
