@@ -139,9 +139,8 @@ def latent_attention(data: dict[str, Any]) -> str:
         "**MLA prefill of one layer**, DeepSeek-V3's widths: norm, rotation, cache write, gather, "
     )
     head += "up-projection, attention, in µs; then the attention core alone, TFLOP/s of the causal "
-    head += "half, ours for one dense sequence, ragged, and in 8 bits. bf16 and fp8 ran with "
-    head += "specialised warps from 768 keys on, which the plan has left since for up to 11 %: "
-    head += "[docs/mla-performance.md](docs/mla-performance.md):"
+    head += "half, ours for one dense sequence, ragged, and in 8 bits "
+    head += "([docs/mla-performance.md](docs/mla-performance.md)):"
     header = (
         "heads, tokens", "torch.compile", "bf16", "fp8", "fp8 and core", "torch.compile / bf16",
         "cuDNN", "dense", "ragged", "8 bits",
