@@ -15,6 +15,8 @@ POINTERS = (
     "starts_ptr",
     "positions_ptr",
     "scale_ptr",
+    "k_rope_ptr",
+    "joined_ptr",
     "out_ptr",
 )
 COUNTS = ("num_rows", "token_run", "rope_rows", "num_sequences")
@@ -65,8 +67,9 @@ class QueryProblem:
 
     types: Triton's element type of every other tensor of POINTERS, None for absent ones.
     batch_strides: of row_offsets, starts and positions; search_steps: of a binary search for a
-    row's sequence. whole: the other columns too, as where all are cast; rope_first: after the
-    rotated ones. aligned: names of pointers on 16 bytes and of strides of whole 16 elements.
+    row's sequence. whole: the other columns too, as where all are cast. key_strides: of rows
+    of rope keys and of joined keys, where those are written too. aligned: names of pointers on 16
+    bytes and of strides of whole 16 elements.
     """
 
     types: tuple[tuple[str, str | None], ...]
@@ -77,7 +80,7 @@ class QueryProblem:
     batch_strides: tuple[int, int, int] = (0, 0, 0)
     search_steps: int = 0
     whole: bool = False
-    rope_first: bool = False
+    key_strides: tuple[int, int] = (0, 0)
     aligned: tuple[str, ...] = ()
 
     @property
@@ -100,7 +103,7 @@ def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
         "BATCH_STRIDES": problem.batch_strides,
         "SEARCH_STEPS": problem.search_steps,
         "WHOLE": problem.whole,
-        "ROPE_FIRST": problem.rope_first,
+        "KEY_STRIDES": problem.key_strides,
         "BLOCK_R": BLOCK_R,
     }
     types = {name: found and f"*{found}" for name, found in problem.types}

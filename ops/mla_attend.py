@@ -56,8 +56,8 @@ def plain_call(a: Any, chunk: Chunk, keys: Keys) -> tuple[AttentionCall, Any]:
 
 def joins_keys(a: Any, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
     """Whether a call's keys are made joined: where all of them go to the library's attention at
-    once, with queries that are rotated first."""
-    if chunk.rows == 0 or a.attention_dtype == FP8 or a.positions is not None:
+    once, with as many queries, which are rotated first."""
+    if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
     if any(width * a.q.element_size() % TMA_BYTES for width in widths(a)):
         return False

@@ -1,8 +1,9 @@
 """cuDNN's attention as one way to compute the MLA core, over keys whose two parts are joined.
 
 Keys are made joined where it is known before that the library takes them: [keys, H, R + N + V], a
-head's rope columns first, so that the up-projection leaves the rest where it belongs; queries are
-then rotated to the same order. Keys that were made otherwise are joined in one launch.
+head's rope columns first, so that the up-projection leaves the rest where it belongs. Queries are
+rotated to the same order, and the launch that does it writes the rope keys to all heads. Keys that
+were made otherwise are joined in a launch of their own.
 
 The library is given what its masks can say from shapes alone. Ragged sequences are not: their
 lengths are on the device (and torch's variable-length form builds a plan at each call, 45 ms on an
@@ -20,20 +21,12 @@ import torch
 from tilewright.codegen import mla_join_kernels as kernels
 from tilewright.codegen.mla_attention_kernels import AttentionProblem
 from tilewright.codegen.mla_attention_plan import library_gains
-from tilewright.codegen.mla_join_kernels import RopeKeysProblem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.kernel_launch import launch
-from tilewright.ops.mla_attention_problems import (
-    TMA_BYTES,
-    AttentionCall,
-    QueryRope,
-    address,
-    attention_problem,
-)
+from tilewright.ops.mla_attention_problems import AttentionCall, QueryRope, attention_problem
 from tilewright.ops.mla_queries import finished_queries, query_specs
 from tilewright.ops.repeats import made_by_library, noted_scratch
-from tilewright.ops.triton_types import TRITON_TYPES
 
 NAME = "cuDNN attention over joined keys"
 
@@ -98,46 +91,20 @@ def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
     return kernels.join_spec(problem, target)
 
 
-@cache
-def _rope_keys_spec(problem: RopeKeysProblem, target: str) -> KernelSpec:
-    return kernels.rope_keys_spec(problem, target)
-
-
-def rope_keys_spec(k_rope: torch.Tensor, joined: torch.Tensor, target: Target) -> KernelSpec:
-    """The kernel of `write_rope_keys`."""
-    strides = (k_rope.stride(0), joined.stride(1))
-    sizes = (address(k_rope), address(joined), *(n * k_rope.element_size() for n in strides))
-    problem = RopeKeysProblem(
-        dtype=TRITON_TYPES[joined.dtype],
-        num_heads=joined.shape[1],
-        rope=k_rope.shape[-1],
-        rope_stride=strides[0],
-        head_stride=strides[1],
-        aligned=all(size % TMA_BYTES == 0 for size in sizes),
-    )
-    return _rope_keys_spec(problem, target.name)
-
-
-def write_rope_keys(k_rope: torch.Tensor, joined: torch.Tensor, target: Target) -> None:
-    """Rope keys [K, R] to the first columns of every head of joined [K, H, R + N + V]."""
-    rows = joined.shape[0] * joined.shape[1]
-    values = {"rope_ptr": k_rope, "out_ptr": joined, "num_rows": rows}
-    spec = rope_keys_spec(k_rope, joined, target)
-    launch(spec, kernels.rope_keys_grid(rows), values, joined.device)
-
-
 def joined_attention(plain: AttentionCall, rope: QueryRope, joined: torch.Tensor) -> torch.Tensor:
     """out [B, S, H, V] of q [B, S, H, N + R], rotated on the way, and joined keys
-    [B, K, H, R + N + V] whose views the call's k and v are."""
+    [B, S, H, R + N + V] whose views the call's k and v are; its rope columns are written first."""
     width = plain.rope + plain.nope
-    _, turned = finished_queries(plain, rope, whole=True, rope_first=True)
+    _, turned = finished_queries(plain, rope, whole=True, joined=joined)
     q = turned.as_strided((*turned.shape[:-1], width), turned.stride())
     return _library_output(plain, q, joined[..., :width])
 
 
-def joined_specs(plain: AttentionCall, rope: QueryRope, target: Target) -> tuple[KernelSpec, ...]:
+def joined_specs(
+    plain: AttentionCall, rope: QueryRope, joined: torch.Tensor, target: Target
+) -> tuple[KernelSpec, ...]:
     """What `joined_attention` launches of ours."""
-    return query_specs(plain, rope, target, whole=True, rope_first=True)
+    return query_specs(plain, rope, target, whole=True, joined=joined)
 
 
 def run_library(

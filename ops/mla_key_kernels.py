@@ -16,7 +16,6 @@ from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.kernel_launch import launch
-from tilewright.ops.mla_attention_library import write_rope_keys
 from tilewright.ops.mla_checks import FP8, widths
 from tilewright.ops.mla_keys import row_key_offsets, sequences
 from tilewright.ops.mla_problems import (
@@ -38,8 +37,8 @@ SPARE_KEYS = 256
 class Keys:
     """Keys and values that attention reads: [rows, H, N], [rows, H, V], rope columns [rows, R].
 
-    joined: [rows, H, R + N + V], each key's rope columns before its others for every head; k and v
-    are views of it."""
+    joined: [rows, H, R + N + V], k and v are views of it; attention writes the rope columns to it.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -130,7 +129,7 @@ def make_keys(
 def up_project(
     a: Any, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool = False
 ) -> Keys:
-    """Keys and values of a chunk's latents; joined: with the rope columns in each head's row."""
+    """Keys and values of a chunk's latents; joined: with room for the rope columns before them."""
     device, rows = a.q.device, chunk.rows
     limit = last_position(a, chunk)
     problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
@@ -164,8 +163,6 @@ def up_project(
         }
         grid = kernels.up_grid(problem, config, rows, target.num_sms)
         launch(spec, grid, values, device)
-    if keys.joined is not None:
-        write_rope_keys(buffers.k_rope, keys.joined, target)
     return keys
 
 

@@ -19,7 +19,7 @@ from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.mla_attend import arguments, attend_chunks, joins_keys, plain_call
 from tilewright.ops.mla_attention import attention_plan
-from tilewright.ops.mla_attention_library import NAME, joined_specs, rope_keys_spec
+from tilewright.ops.mla_attention_library import NAME, joined_specs
 from tilewright.ops.mla_checks import FP8
 from tilewright.ops.mla_key_kernels import (
     Keys,
@@ -189,8 +189,7 @@ def plan_chunk(a: Any, chunk: Chunk, target: Target, *, several: bool = False) -
     if joined:
         keys = joined_keys(a, chunk.rows, buffers, "meta")
         assert keys.joined is not None
-        specs.append(rope_keys_spec(keys.k_rope, keys.joined, target))
-        specs += joined_specs(*plain_call(a, chunk, keys), target)
+        specs += joined_specs(*plain_call(a, chunk, keys), keys.joined, target)
         return _report(f"{how}, {NAME}", specs)
     given = arguments(a, chunk, Keys(*empty_keys(a, chunk.rows), buffers.k_rope))
     if several:

@@ -28,21 +28,22 @@ def finished_queries(
     rope: QueryRope | torch.Tensor | None,
     *,
     whole: bool = False,
-    rope_first: bool = False,
+    joined: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q's own columns, its rotated ones): views of a.q where nothing is to be done to them.
 
     a.q has all columns. A rope part that is a tensor was rotated already. whole: both are views of
-    one new tensor, side by side; rope_first: the rotated ones first.
+    one new tensor, side by side. joined [.., H, R + ..], contiguous, as many keys as tokens: then
+    the rotated ones come first, and the rope keys are written to its first columns.
     """
-    values, problem = _launch_parts(a, rope, whole, rope_first)
+    values, problem = _launch_parts(a, rope, whole, joined)
     rows = values["num_rows"]
     out = noted_scratch(a.q.new_empty((*a.q.shape[:-1], problem.out_width), dtype=_out_dtype(a)))
     if rows and a.q.device.type != "meta":
         target = device_target(a.q.device) or SM90
         launch(_spec(problem, target.name), kernels.query_grid(rows), values | {"out_ptr": out},
                a.q.device)  # fmt: skip
-    if problem.rope_first:
+    if joined is not None:
         return out[..., a.rope :], out[..., : a.rope]
     if problem.whole:
         return out[..., : a.nope], out[..., a.nope :]
@@ -55,10 +56,10 @@ def query_specs(
     target: Target,
     *,
     whole: bool = False,
-    rope_first: bool = False,
+    joined: torch.Tensor | None = None,
 ) -> tuple[KernelSpec, ...]:
     """What `finished_queries` launches."""
-    return (_spec(_launch_parts(a, rope, whole, rope_first)[1], target.name),)
+    return (_spec(_launch_parts(a, rope, whole, joined)[1], target.name),)
 
 
 def _out_dtype(a: AttentionCall) -> torch.dtype:
@@ -66,7 +67,10 @@ def _out_dtype(a: AttentionCall) -> torch.dtype:
 
 
 def _launch_parts(
-    a: AttentionCall, rope: QueryRope | torch.Tensor | None, whole: bool, rope_first: bool
+    a: AttentionCall,
+    rope: QueryRope | torch.Tensor | None,
+    whole: bool,
+    joined: torch.Tensor | None,
 ) -> tuple[dict[str, Any], QueryProblem]:
     """The arguments of a launch, all but its output, and its problem."""
     q = a.q
@@ -86,6 +90,8 @@ def _launch_parts(
         "starts_ptr": a.query_starts,
         "positions_ptr": a.query_positions,
         "scale_ptr": a.q_scale if q.dtype != a.k.dtype else None,
+        "k_rope_ptr": None if joined is None else a.k_rope,
+        "joined_ptr": joined,
         "num_rows": tokens * q.shape[-2],
         "token_run": max(run, 1),
         "rope_rows": 1 if turns is None else turns.rows,
@@ -94,15 +100,11 @@ def _launch_parts(
         "q_token_stride": q.stride(-3),
         "q_head_stride": q.stride(-2),
     }
-    return values, _problem(a, turns, values, whole, rope_first)
+    return values, _problem(a, turns, values, whole)
 
 
 def _problem(
-    a: AttentionCall,
-    turns: QueryRope | None,
-    values: dict[str, Any],
-    whole: bool,
-    rope_first: bool,
+    a: AttentionCall, turns: QueryRope | None, values: dict[str, Any], whole: bool
 ) -> QueryProblem:
     by_position = turns is not None and turns.by_position
     if not by_position:
@@ -116,6 +118,7 @@ def _problem(
     aligned += [name for name in Q_STRIDES if values[name] % 16 == 0]
     batch = (values["row_offsets_ptr"], values["starts_ptr"], values["positions_ptr"])
     strides = [0 if tensor is None else tensor.stride(0) for tensor in batch]
+    k_rope, joined = values["k_rope_ptr"], values["joined_ptr"]
     return QueryProblem(
         types=tuple(types.items()),
         num_heads=a.num_heads,
@@ -125,6 +128,6 @@ def _problem(
         batch_strides=(strides[0], strides[1], strides[2]),
         search_steps=max(a.num_sequences, 1).bit_length(),
         whole=whole or values["q_ptr"].dtype != a.k.dtype,
-        rope_first=rope_first,
+        key_strides=(0, 0) if joined is None else (k_rope.stride(-2), joined.stride(-2)),
         aligned=(*aligned, "out_ptr"),
     )

@@ -111,9 +111,6 @@ def _others(target: Target) -> Iterator[AuditCase]:
     dense = attention_problem(CALLS["16 heads, dense"])
     join = mla_join_kernels.join_spec(dense, target.name)
     yield AuditCase("mla join", join, Expectations())
-    shared = mla_join_kernels.RopeKeysProblem("bf16", 128, 64, 64, 320, aligned=True)
-    spread = mla_join_kernels.rope_keys_spec(shared, target.name)
-    yield AuditCase("mla rope keys", spread, Expectations())
     merge = kernels.merge_spec(4, 128, "fp32", "bf16", False, target.name)
     yield AuditCase("mla merge", merge, Expectations())
     for name, dtype in (("rotated", torch.bfloat16), ("cast", FP8)):
@@ -121,3 +118,8 @@ def _others(target: Target) -> Iterator[AuditCase]:
         whole = AttentionCall(**{**vars(call), "q": _meta(4096, 128, 192), "q_rope": None})
         (spec,) = query_specs(whole, ROPE, target)
         yield AuditCase(f"mla query, {name}", spec, Expectations())
+    joined = _meta(4096, 128, 64 + 128 + 128)
+    parts = {"q": _meta(1, 4096, 128, 192), "k_rope": _meta(1, 4096, 64), "q_rope": None}
+    whole = AttentionCall(**{**vars(attention_call(128, ragged=False)), **parts})
+    (spec,) = query_specs(whole, ROPE, target, whole=True, joined=joined)
+    yield AuditCase("mla query, with joined keys", spec, Expectations())

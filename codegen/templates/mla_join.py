@@ -31,20 +31,3 @@ def mla_join(
     rope_rows = rope_ptr + sequences * rope_sequence_stride + places * ROPE_STRIDE
     rope = tl.load(rope_rows[:, None] + columns[None, :], mask=inside, other=0.0)
     tl.store(out_ptr + starts[:, None] + NOPE + columns[None, :], rope, mask=inside)
-
-
-@triton.jit
-def mla_rope_keys(
-    rope_ptr, out_ptr, num_rows,
-    NUM_HEADS: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr,
-    ROPE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """The first ROPE columns of out's rows, HEAD_STRIDE apart and NUM_HEADS to a key: the key's
-    row of rope [keys, ROPE]. Grid (cdiv(num_rows, BLOCK_R),)."""
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    columns = tl.arange(0, ROPE_BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < ROPE)[None, :]
-    keys = (rows // NUM_HEADS).to(tl.int64) * ROPE_STRIDE
-    rope = tl.load(rope_ptr + keys[:, None] + columns[None, :], mask=inside, other=0.0)
-    starts = rows.to(tl.int64) * HEAD_STRIDE
-    tl.store(out_ptr + starts[:, None] + columns[None, :], rope, mask=inside)

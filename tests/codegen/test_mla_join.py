@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.mla_library import attention
-from tilewright.codegen import mla_join_kernels as kernels
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
-from tilewright.ops import mla_attention_library, mla_key_kernels, mla_queries
+from tilewright.ops import mla_key_kernels, mla_queries
 from tilewright.ops.mla_attention_problems import AttentionCall, QueryRope
 from tilewright.ops.rope import apply_rope
 
@@ -22,53 +21,52 @@ def launched(monkeypatch):
         names.append(spec.kernel)
         load_interpreted(spec)[grid](**{name: values[name] for name, _ in spec.signature})
 
-    for module in (mla_attention_library, mla_queries):
-        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(mla_queries, "launch", launch)
     monkeypatch.setattr(mla_queries, "device_target", lambda device: SM90)
     return names
 
 
-@pytest.mark.parametrize(("keys", "heads", "rope"), [(21, 3, 8), (1, 1, 24), (100, 2, 64)])
-def test_rope_keys_go_to_the_first_columns_of_every_head(keys, heads, rope):
-    """From rows with others beside them; nothing else is written."""
-    wide = torch.randn(keys, rope + 8).bfloat16()
-    joined = torch.full((keys, heads, rope + 40), 7.0, dtype=torch.bfloat16)
-    mla_attention_library.write_rope_keys(wide[:, 8:], joined, SM90)
-    assert torch.equal(joined[..., :rope], wide[:, None, 8:].expand(-1, heads, -1))
-    assert bool((joined[..., rope:] == 7.0).all())
-    assert kernels.rope_keys_grid(kernels.ROPE_ROWS + 1) == (2,)
-
-
-def test_rows_that_are_not_whole_16_bytes_are_told_apart():
-    """A kernel for aligned rows would read and write others at wrong addresses."""
-
-    def aligned(k_rope, joined):
-        return mla_attention_library.rope_keys_spec(k_rope, joined, SM90).divisible16
-
-    rows, joined = torch.zeros(5, 16).bfloat16(), torch.zeros(5, 2, 48).bfloat16()
-    assert aligned(rows, joined)
-    assert not aligned(rows[:, 1:], joined)
-    assert not aligned(torch.zeros(5, 17).bfloat16()[:, :16], joined)
-    assert not aligned(rows, torch.zeros(5, 2, 52).bfloat16()[..., :50])
-
-
+@pytest.mark.parametrize("rope", [16, 24])
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
-def test_whole_queries_may_have_the_rotated_columns_first(style, launched):
-    run, heads, nope, rope = 9, 3, 24, 16
-    q = torch.randn(2, run, heads, nope + rope, dtype=torch.float16)
+def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope, launched):
+    """In one launch; rope keys come from rows with others beside them, and nothing else of the
+    joined keys is written."""
+    batch, run, heads, nope, v_dim = 2, 9, 3, 24, 8
+    q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float16)
     cos, sin = torch.rand(run, rope // 2), torch.rand(run, rope // 2)
-    k, v = torch.empty(2, run, heads, nope).half(), torch.empty(2, run, heads, 8).half()
-    plain = AttentionCall(q, None, k, v, torch.empty(2, run, rope).half(), scale=1.0)
+    shared = torch.randn(batch, run, rope + 8).half()[..., 8:]
+    joined = torch.full((batch, run, heads, rope + nope + v_dim), 7.0).half()
+    _, k, v = joined.split((rope, nope, v_dim), -1)
+    plain = AttentionCall(q, None, k, v, shared, scale=1.0)
     turn = QueryRope(cos, sin, style)
-    own, turned = mla_queries.finished_queries(plain, turn, whole=True, rope_first=True)
+    own, turned = mla_queries.finished_queries(plain, turn, whole=True, joined=joined)
+    assert torch.equal(joined[..., :rope], shared.unsqueeze(2).expand(-1, -1, heads, -1))
+    assert bool((joined[..., rope:] == 7.0).all())
     assert torch.equal(own, q[..., :nope])
+    width = nope + rope
     assert own.data_ptr() - turned.data_ptr() == rope * 2
-    assert own.stride() == turned.stride() == (run * heads * 40, heads * 40, 40, 1)
-    places = torch.arange(2 * run) % run
+    assert own.stride() == turned.stride() == (run * heads * width, heads * width, width, 1)
+    places = torch.arange(batch * run) % run
     flat = q[..., nope:].flatten(0, 1).double()
     want = apply_rope(flat, cos[places].double(), sin[places].double(), rope, style)
     torch.testing.assert_close(turned.flatten(0, 1).double(), want, rtol=2e-3, atol=2e-3)
     assert launched == ["mla_query"]
+
+
+def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
+    """A kernel for aligned rows would read others at wrong addresses."""
+    joined = torch.zeros(1, 5, 2, 48).bfloat16()
+    _, k, v = joined.split((16, 16, 16), -1)
+    q = torch.zeros(1, 5, 2, 32).bfloat16()
+    turn = QueryRope(torch.zeros(5, 8), torch.zeros(5, 8), "half")
+
+    def aligned(rows):
+        plain = AttentionCall(q, None, k, v, rows, scale=1.0)
+        (spec,) = mla_queries.query_specs(plain, turn, SM90, whole=True, joined=joined)
+        return "k_rope_ptr" in spec.divisible16
+
+    assert aligned(torch.zeros(1, 5, 16).bfloat16())
+    assert not aligned(torch.zeros(1, 5, 24).bfloat16()[..., 1:17])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
