@@ -144,7 +144,8 @@ def up_project(
             both = k.as_strided((rows, problem.rows), (problem.rows, 1))
             call_library(_mm, latent, weight, both)
         else:
-            call_library(_mm_by_head, latent, weight, keys.joined[..., buffers.k_rope.shape[1] :])
+            own = keys.joined[..., buffers.k_rope.shape[1] :]
+            call_library(_bmm, *by_head(latent, weight, own))
     elif rows:
         config, spec = up_plan(problem, next_power_of_2(rows), target)
         values = {
@@ -170,12 +171,18 @@ def _mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.T, out=out)
 
 
-def _mm_by_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out [rows, H, W] of x [rows, L] and weight [H * W, L]. The library writes rows of any stride
-    whose columns are contiguous where they lie."""
+def _bmm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.bmm(x, weight, out=out)
+
+
+def by_head(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [rows, L], weight [H * W, L] and out [rows, H, W] as operands of a product by head. The
+    library writes rows of any stride where they lie, so long as their columns are contiguous."""
     heads, width = out.shape[1:]
-    by_head = weight.unflatten(0, (heads, width)).mT
-    torch.bmm(x.expand(heads, *x.shape), by_head, out=out.transpose(0, 1))
+    weights = weight.unflatten(0, (heads, width)).mT
+    return x.expand(heads, *x.shape), weights, out.transpose(0, 1)
 
 
 def joined_keys(a: Any, rows: int, buffers: Buffers, device: str | None = None) -> Keys:

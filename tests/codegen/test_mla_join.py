@@ -79,7 +79,8 @@ def test_the_library_writes_keys_and_values_where_they_belong(dtype):
     joined = torch.full((rows, heads, rope + width), 7.0, dtype=dtype)
     out = joined[..., rope:]
     where, strides = out.data_ptr(), out.stride()
-    mla_key_kernels._mm_by_head(latent, weight, out)
+    x, weights, result = mla_key_kernels.by_head(latent, weight, out)
+    torch.bmm(x, weights, out=result)
     assert (out.data_ptr(), out.stride()) == (where, strides)
     assert bool((joined[..., :rope] == 7.0).all())
     want = (latent.double() @ weight.double().T).unflatten(-1, (heads, width))
