@@ -33,12 +33,22 @@ PROGRAMS_PER_SM = 2.2
 MAX_SPLIT = 4
 # What a program reads of K at least.
 LEAST_PART = 512
+# Rows up to which they are planned in powers of two, and in steps of which then.
+ROUND_ROWS = 4096
+ROWS_STEP = 512
 
 
 def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
     """Whether so few rows and products go to the kernel without tensor cores."""
     most = ROW_PRODUCTS * (2 if columns > WIDE_COLUMNS else 1)
     return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= most
+
+
+def planned_rows(num_rows: int) -> int:
+    """The count that rows are planned as: few enough counts, as each asks for a plan."""
+    if num_rows <= ROUND_ROWS:
+        return next_power_of_2(max(num_rows, 1))
+    return cdiv(num_rows, ROWS_STEP) * ROWS_STEP
 
 
 def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig:
@@ -62,18 +72,34 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         rows = 32 if num_rows <= 512 and columns <= 192 else 64
         split = _split(problem, num_rows, rows, cdiv(columns, 64), target)
         return TiledShrink(rows, 128, split, 4, 3, (64,))
-    return _plan_many_rows(columns)
+    return _plan_many_rows(problem, num_rows, target)
 
 
-def _plan_many_rows(columns: int) -> TiledShrink:
-    """Of wide problems: all columns in a tile, up to 256 of them."""
+def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> TiledShrink:
+    """Of wide problems: all columns in a tile, and of such the first tiles that all run at once."""
+    columns = problem.planes * problem.rank
     if columns <= 128:
         return TiledShrink(64, 64, 1, 4, 4, (128,))
     if columns <= 192:
-        return TiledShrink(64, 64, 1, 4, 4, (128, 64))
-    if columns <= 256:
+        choices = [
+            TiledShrink(64, 64, 1, 4, 4, (128, 64)),
+            TiledShrink(128, 64, 1, 8, 4, (128, 64)),
+        ]
+    elif columns <= 256:
         return TiledShrink(64, 64, 1, 8, 4, (256,))
-    return TiledShrink(128, 64, 1, 8, 4, (128,))
+    else:
+        choices = [TiledShrink(128, 64, 1, 8, 4, (128,))]
+        if columns <= 384:
+            choices.append(TiledShrink(64, 64, 1, 8, 3, (256, 128)))
+    at_once = [c for c in choices if _programs(problem, num_rows, c) <= target.num_sms]
+    return (at_once or choices)[0]
+
+
+def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int:
+    """About how many programs have work: half a tile of each adapter is empty."""
+    apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
+    tiles = cdiv(num_rows, config.block_m) + apart // 2
+    return tiles * cdiv(problem.planes * problem.rank, sum(config.widths))
 
 
 def _split(

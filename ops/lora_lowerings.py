@@ -1,5 +1,5 @@
 """The CUDA implementations of the LoRA ops: one kernel each; rows in any order, where there are
-many, are sorted first."""
+many, are sorted first, and of one adapter a library's product may be faster."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tilewright.ops.contract import LoweringReport
 from tilewright.ops.kernel_launch import launch, split_k_scratch
 from tilewright.ops.lora_expand import ExpandArguments, Outputs
 from tilewright.ops.lora_expand import fake as fake_expand
+from tilewright.ops.lora_library import library_choice, library_specs, run_library
 from tilewright.ops.lora_problems import (
     Values,
     expand_problem,
@@ -77,15 +78,25 @@ def repeatable_shrink(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | 
     problem, values = shrink_problem(a, counts)
     values["out_ptr"] = out
     target = device_target(device) or SM90
-    config, spec = chosen_shrink(problem, next_power_of_2(out.shape[1]), target)
-    elements, places = shrink_scratch(problem, config, counts)
+    library = library_choice(a, problem, counts)
     with noting_launches() as noted:
-        if places:
-            workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
-            values |= {"workspace_ptr": workspace, "counters_ptr": counters}
-        order = _sorted_rows(problem.form, counts, values, target, device)
-        launch(spec, shrink_grid(problem, config, counts), values | order, device)
+        if library is not None:
+            run_library(a, library, problem, counts, out, target.name)
+        else:
+            _run_shrink(problem, counts, values, target, device)
     return out, call_again(noted, args, kwargs, out)
+
+
+def _run_shrink(
+    problem: ShrinkProblem, counts: RowCounts, values: Values, target: Target, device: torch.device
+) -> None:
+    config, spec = chosen_shrink(problem, lora_plan.planned_rows(counts.num_rows), target)
+    elements, places = shrink_scratch(problem, config, counts)
+    if places:
+        workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
+        values |= {"workspace_ptr": workspace, "counters_ptr": counters}
+    order = _sorted_rows(problem.form, counts, values, target, device)
+    launch(spec, shrink_grid(problem, config, counts), values | order, device)
 
 
 def launch_expand(*args: Any, **kwargs: Any) -> Outputs:
@@ -138,7 +149,11 @@ def plan_shrink(a: Any, target: str) -> LoweringReport:
     """What a call will run on a target; `a` may hold meta tensors."""
     counts = row_counts(a, a.rows, a.rows)
     problem, _ = shrink_problem(a, counts)
-    config, spec = chosen_shrink(problem, next_power_of_2(max(a.rows, 1)), TARGETS[target])
+    library = library_choice(a, problem, counts)
+    if library is not None:
+        specs = library_specs(library, problem, target)
+        return LoweringReport("library GEMM", str(library), specs)
+    config, spec = chosen_shrink(problem, lora_plan.planned_rows(a.rows), TARGETS[target])
     return LoweringReport("shrink kernel", str(config), _kernels(problem.form, spec, target))
 
 

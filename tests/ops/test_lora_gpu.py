@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.test_contract import as_double, clone
-from tilewright.ops import lora_expand, lora_shrink
+from tilewright.ops import lora_expand, lora_lowerings, lora_shrink
 from tilewright.ops.lora_samples import LoraCase
 
 pytestmark = [
@@ -34,10 +34,23 @@ CASES = [
         ids=(4, 0, -1, 2, 2, 1), layout="stacked", hidden=4096,
     ),
 ]  # fmt: skip
+# One adapter, of rows that a library's product is faster for.
+ONE = LoraCase(
+    "a batch", "single", num_rows=700, num_adapters=1, hidden=1024, layout="stacked",
+    ranks=(64, 64, 64),
+)  # fmt: skip
+LIBRARY = [
+    ONE,
+    replace(ONE, name="rows", num_rows=1500, dtype=torch.float16),
+    replace(ONE, name="not all rows", num_rows=1100, base_rows=77),
+    replace(ONE, name="joined", num_rows=2500, layout="separate"),
+    replace(ONE, name="one plane", num_rows=1200, ranks=(0, 128, 0), layout="separate"),
+    replace(ONE, name="one group", rows="ends", sizes=(2600,), spare=9, num_adapters=1),
+]
 
 
 @pytest.mark.parametrize("op", [lora_shrink.OP, lora_expand.OP], ids=lambda op: op.name)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + LIBRARY, ids=lambda case: case.name)
 def test_kernels_compute_the_op_and_repeat_bit_for_bit(op, case, monkeypatch):
     monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
     a = op.sample_inputs(case, "cuda")
@@ -67,6 +80,21 @@ def test_a_repeat_sees_what_is_there_now(op, name, monkeypatch):
             problem = op.tolerances[out.dtype].problem(out, expected)
             assert problem is None, problem
     assert not any(torch.equal(one, other) for one, other in zip(before, made, strict=True))
+
+
+@pytest.mark.parametrize("case", LIBRARY, ids=lambda case: case.name)
+def test_one_adapter_goes_to_the_library_and_does_so_again(case, monkeypatch):
+    monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)
+    op = lora_shrink.OP
+    a = op.sample_inputs(case, "cuda")
+    assert op.plan_for(a, "sm90").name == "library GEMM"
+    launched = []
+    monkeypatch.setattr(lora_lowerings, "launch", lambda *given: launched.append(given))
+    before = op.call(a).clone()
+    assert not launched
+    assert torch.equal(op.call(a), before)
+    a.a.mul_(-2)
+    assert torch.equal(op.call(a), -2 * before)
 
 
 def as_tuple(result):
