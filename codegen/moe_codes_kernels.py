@@ -68,6 +68,8 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
         return "rows of the weight are not whole words"
     if problem.inner % width or problem.scale_strides[2] != 1:
         return "scales do not lie as the columns do"
+    if config.ordered and problem.inner % part_columns(problem, config):
+        return f"{problem.inner} columns are not whole parts to put in order"
     if problem.format == "int4":
         if problem.scale_block[0] != 1 or block_k % width or block_k // width > 4:
             return f"groups of {problem.scale_block} do not fit steps of {block_k} columns"

@@ -110,6 +110,19 @@ def test_rows_that_are_no_whole_steps_stay_as_they_are():
     assert order_of(down_problem(ragged), down) == (0, 0)
 
 
+@pytest.mark.parametrize("inner", [N // 2, N + 128])
+def test_a_row_is_put_in_order_by_whole_parts(inner):
+    """A part that a row ends in would be written into the next row."""
+    scales = (*NVFP4.scale_strides[:2], (K * inner // 16, inner // 16, 1))
+    down = ExpertLayout(K * inner // 2, inner // 2, False)
+    ragged = replace(NVFP4, inner=inner, num_experts=4, down=down, scale_strides=scales)
+    plan = plan_moe(ragged, 1, SM90)
+    assert isinstance(plan.down, CodesConfig)
+    step, _ = order_of(down_problem(ragged), plan.down)
+    assert plan.down.ordered
+    assert inner % step == 0
+
+
 OBSTACLES = {
     "no 4-bit codes": {"format": "dense"},
     "not whole words": {"weight": ExpertLayout(N * K // 2, N // 2 + 2, False)},
