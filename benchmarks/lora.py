@@ -9,10 +9,15 @@ token's weights and multiplies by bmm, left out where that takes more than 1 GB;
 single adapter, is one product and the permutation; `loop` is torch.compile of a loop over the
 adapters with a mask (--loop). of_copy: the least bytes (x and the active weights once, the result
 once) over our time, as a share of the copy rate of the same run. Errors: norm of the difference
-from float64 over the norm. cpu: of an uncaptured call. Rows with "op": "expand" add the deltas to
-q, k and v; the peer is three torch._grouped_mm and three additions. 8 adapters go with all ranks,
-other counts with ranks 16 and 64. Every row is kept as it is measured; a row that fails says so in
-"failed", and the run ends with 1.
+from float64 over the norm. cpu: of an uncaptured call. lowering, kernel: what the op chose, and
+why. A single adapter is given without offsets, as graphs have it; "weights": "separate" are three
+matrices of one adapter, as PEFT has them, and the peer `linears` their three products.
+
+Rows with "op": "expand" add the deltas to q, k and v; the peer is three torch._grouped_mm and three
+additions. "op": "delta": shrink and expand of one float32 adapter, the deltas side by side; the
+peer, `linears`, is three pairs of products, scaled and joined; `taken`: whether patterns take the
+kernels there. 8 adapters go with all ranks, other counts with ranks 16, 64 and 128. Every row is
+kept as it is measured; a row that fails says so in "failed", and the run ends with 1.
 """
 
 from __future__ import annotations
@@ -30,20 +35,29 @@ from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
-from lora_shapes import LoraSet, LoraShape, make_set, make_sets
-from timing import capture, cpu_us, interleaved_us, keep
+from lora_delta import delta_specs, measure_delta
+from lora_shapes import (
+    MOST_CALLS,
+    LoraSet,
+    LoraShape,
+    Variants,
+    chosen,
+    error,
+    make_set,
+    make_sets,
+    timed,
+)
+from timing import cpu_us, keep
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops import lora_expand, lora_shrink
 
-MOST_CALLS = 60
 GATHER_BYTES = 1e9
-FLUSH_BYTES = 2**28
-TOKENS = (1, 16, 64, 512, 4096, 8192)
+TOKENS = (1, 16, 64, 512, 2048, 4096, 8192)
 ALL_RANKS = 8  # the number of adapters that all ranks are measured with
-OTHERS_RANKS = (16, 64)
-Variants = dict[str, Callable[[int], Any]]
+OTHERS_RANKS = (16, 64, 128)
+SKEWED = {8: (16, 64), 32: (64, 128)}  # ranks by adapters
 
 
 def grouped_mm(one: LoraSet) -> torch.Tensor:
@@ -56,6 +70,11 @@ def linear(one: LoraSet) -> torch.Tensor:
     """Of a single adapter."""
     made = torch.nn.functional.linear(one.x, one.weights[0])
     return made.view(made.shape[0], 3, -1).permute(1, 0, 2).contiguous()
+
+
+def linears(one: LoraSet) -> list[torch.Tensor]:
+    """Of a single adapter's three weights."""
+    return [torch.nn.functional.linear(one.x, part[0]) for part in one.parts]
 
 
 def gather(one: LoraSet) -> torch.Tensor:
@@ -96,10 +115,11 @@ def compile_loop_quietly(shape: LoraShape) -> str:
 def shrink_variants(shape: LoraShape, sets: list[LoraSet], *, with_loop: bool) -> Variants:
     op = lora_shrink.OP.torch_op
     unsorted = [one.ids[one.order] for one in sets]
-    variants: Variants = {
-        "tilewright": lambda i: op(sets[i].x, sets[i].weights, sets[i].offsets),
-        "grouped_mm": lambda i: grouped_mm(sets[i]),
-    }
+    calls = [lora_shrink.OP.split(arguments(one)) for one in sets]
+    variants: Variants = {"tilewright": lambda i: op(*calls[i][0], **calls[i][1])}
+    if shape.apart:
+        return variants | {"linears": lambda i: linears(sets[i])}
+    variants["grouped_mm"] = lambda i: grouped_mm(sets[i])
     if is_first(shape):
         variants["unsorted"] = lambda i: op(sets[i].x, sets[i].weights, None, unsorted[i])
     if 6 * shape.tokens * shape.rank * shape.hidden <= GATHER_BYTES:
@@ -121,26 +141,14 @@ def exact(one: LoraSet) -> torch.Tensor:
     return total.view(total.shape[0], 3, -1).permute(1, 0, 2)
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
-def timed(variants: Variants, count: int) -> dict[str, float]:
-    """Microseconds of each; every replay finds the L2 cache full of something else."""
-    flushed = torch.empty(FLUSH_BYTES // 4, device="cuda")
-    graphs = {
-        name: capture([lambda i=i, v=variant: v(i) for i in range(count)], warmup=1)
-        for name, variant in variants.items()
-    }
-    return interleaved_us(graphs, count, rounds=7, replays=1, before_round=flushed.zero_)
-
-
 def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[str, Any]:
     sets = make_sets(shape, most=MOST_CALLS)
     variants = shrink_variants(shape, sets, with_loop=with_loop)
     want = exact(sets[0])
+    peer = grouped_mm(sets[0])  # of all forms
     errors = {
-        f"{name}_error": error(variants[name](0), want) for name in ("tilewright", "grouped_mm")
+        "tilewright_error": error(variants["tilewright"](0), want),
+        "grouped_mm_error": error(peer, want),
     }
     if not errors["tilewright_error"] <= 1.05 * errors["grouped_mm_error"]:
         raise AssertionError(f"{shape}: less accurate than its peer: {errors}")
@@ -159,7 +167,7 @@ def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[st
         "speedup_over_best": round(min(peers.values()) / times["tilewright"], 2),
         "of_copy": round(2 * least / (1e-6 * times["tilewright"] * copy), 3),
         **errors,
-        "kernel": lora_shrink.OP.plan_for(arguments(sets[0]), "sm90").reason,
+        **chosen(lora_shrink.OP.plan_for(arguments(sets[0]), "sm90")),
     }
 
 
@@ -171,11 +179,16 @@ def describe(shape: LoraShape, one: LoraSet) -> dict[str, Any]:
         "active": one.active,
         "tokens": shape.tokens,
         "routing": shape.routing,
+        "weights": "separate" if shape.apart else "stacked",
     }
 
 
 def arguments(one: LoraSet) -> lora_shrink.ShrinkArguments:
-    return lora_shrink.ShrinkArguments(one.x, one.weights, one.offsets)
+    if one.parts:
+        q, k, v = one.parts
+        return lora_shrink.ShrinkArguments(one.x, q_weight=q, k_weight=k, v_weight=v)
+    offsets = None if one.weights.shape[0] == 1 else one.offsets
+    return lora_shrink.ShrinkArguments(one.x, one.weights, offsets)
 
 
 def expand_arguments(one: LoraSet, s: torch.Tensor) -> lora_expand.ExpandArguments:
@@ -215,7 +228,7 @@ def measure_expand(shape: LoraShape, copy: float) -> dict[str, Any]:
         "speedup_over_best": round(times["grouped_mm"] / times["tilewright"], 2),
         "of_copy": round(2 * least / (1e-6 * times["tilewright"] * copy), 3),
         **errors,
-        "kernel": report.reason,
+        **chosen(report),
     }
 
 
@@ -233,9 +246,11 @@ def shapes_of(options: argparse.Namespace) -> Iterator[LoraShape]:
                     continue
                 for tokens in options.tokens:
                     yield LoraShape(hidden, rank, adapters, tokens)
-        if adapters == ALL_RANKS:
+                    if adapters == 1:
+                        yield LoraShape(hidden, rank, adapters, tokens, apart=True)
+        for rank in SKEWED.get(adapters, ()):
             for tokens in options.skewed:
-                yield from (LoraShape(options.hidden[0], r, 8, tokens, "skewed") for r in (16, 64))
+                yield LoraShape(options.hidden[0], rank, adapters, tokens, "skewed")
 
 
 def kernels_of(shapes: list[LoraShape], expands: list[LoraShape]) -> list[KernelSpec]:
@@ -246,8 +261,11 @@ def kernels_of(shapes: list[LoraShape], expands: list[LoraShape]) -> list[Kernel
         w = x.new_empty(shape.adapters, 3 * shape.rank, shape.hidden)
         offsets = x.new_empty(shape.adapters + 1, dtype=torch.int32)
         ids = x.new_empty(shape.tokens, dtype=torch.int32)
-        for rows in ((offsets,), (None, ids))[: 1 + is_first(shape)]:
-            a = lora_shrink.ShrinkArguments(x, w, *rows)
+        parts = (x.new_empty(1, shape.rank, shape.hidden),) * 3 if shape.apart else ()
+        one = LoraSet(x, w, ids, offsets, ids, parts=parts)
+        specs |= dict.fromkeys(lora_shrink.OP.plan_for(arguments(one), "sm90").specs)
+        if is_first(shape):
+            a = lora_shrink.ShrinkArguments(x, w, None, ids)
             specs |= dict.fromkeys(lora_shrink.OP.plan_for(a, "sm90").specs)
     for shape in expands:
         s = torch.empty(3, shape.tokens, shape.rank, dtype=torch.bfloat16, device="meta")
@@ -259,9 +277,8 @@ def kernels_of(shapes: list[LoraShape], expands: list[LoraShape]) -> list[Kernel
     return list(specs)
 
 
-def compile_all(shapes: list[LoraShape], expands: list[LoraShape], loops: list[LoraShape]) -> None:
+def compile_all(specs: list[KernelSpec], loops: list[LoraShape]) -> None:
     """Compiles every kernel and loop that will be timed, in parallel."""
-    specs = kernels_of(shapes, expands)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         looped = [pool.submit(compile_loop_quietly, shape) for shape in loops]
@@ -283,6 +300,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--skewed", type=int, nargs="*", default=[64, 512, 8192])
     parser.add_argument("--expand", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--delta", type=int, nargs="*", default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--loop", type=int, nargs="*", default=[64, 512, 8192])
     options = parser.parse_args()
     started = time.monotonic()
@@ -294,7 +312,8 @@ def main() -> None:
         for shape in shapes
         if is_first(shape) and shape.routing == "uniform" and shape.tokens in options.loop
     ]
-    compile_all(shapes, expands, loops)
+    deltas = [LoraShape(4096, rank, 1, t) for rank in (16, 64) for t in options.delta]
+    compile_all([*kernels_of(shapes, expands), *delta_specs(deltas)], loops)
     gc.freeze()  # every capture collects garbage, which there is little of
     copy = copy_bytes_per_s()
     print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
@@ -311,6 +330,8 @@ def main() -> None:
 
     for shape in expands:
         add(shape, partial(measure_expand, shape, copy))
+    for shape in deltas:
+        add(shape, partial(measure_delta, shape))
     for shape in shapes:
         add(shape, partial(measure_shrink, shape, copy, with_loop=shape in loops))
     print(f"{len(rows)} rows after {time.monotonic() - started:.0f} s", flush=True)

@@ -1,19 +1,28 @@
-"""Dims and inputs that the LoRA benchmarks share."""
+"""Dims, inputs and timing that the LoRA benchmarks share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from timing import capture, interleaved_us
+
+from tilewright.ops.contract import LoweringReport
 
 # All argument sets of a graph together must not fit the L2 cache (60 MB).
 COLD_BYTES = 200e6
+MOST_CALLS = 60
+FLUSH_BYTES = 2**28
+Variants = dict[str, Callable[[int], Any]]
 
 
 @dataclass(frozen=True)
 class LoraShape:
     """One batch: tokens of `hidden`, each with one of `adapters` of one rank; q, k and v of
-    `widths` columns. routing: "uniform", or "skewed" (Zipf: adapter i is 1 / (i + 1) as likely)."""
+    `widths` columns. routing: "uniform", or "skewed" (Zipf: adapter i is 1 / (i + 1) as likely).
+    apart: q, k and v weights lie apart, not in one stack."""
 
     hidden: int
     rank: int
@@ -21,17 +30,19 @@ class LoraShape:
     tokens: int
     routing: str = "uniform"
     widths: tuple[int, int, int] = (4096, 1024, 1024)
+    apart: bool = False
 
     def __str__(self) -> str:
-        skewed = " skewed" if self.routing == "skewed" else ""
-        return f"K={self.hidden} r={self.rank} G={self.adapters} T={self.tokens}{skewed}"
+        more = (" skewed" if self.routing == "skewed" else "") + (" apart" if self.apart else "")
+        return f"K={self.hidden} r={self.rank} G={self.adapters} T={self.tokens}{more}"
 
 
 @dataclass(frozen=True)
 class LoraSet:
     """One argument set. ids: adapter of each token, sorted; offsets: exclusive, of each adapter;
     order: tokens in some order, so that ids[order] are unsorted. weights [G, 3 rank, hidden];
-    b [G, width, rank] and bases [T, width] of q, k and v where they were asked for."""
+    b [G, width, rank] and bases [T, width] of q, k and v where they were asked for; parts: the
+    weights of q, k and v [G, rank, hidden], copies, where they lie apart."""
 
     x: torch.Tensor
     weights: torch.Tensor
@@ -40,6 +51,7 @@ class LoraSet:
     order: torch.Tensor
     b: tuple[torch.Tensor, ...] = ()
     bases: tuple[torch.Tensor, ...] = ()
+    parts: tuple[torch.Tensor, ...] = ()
 
     @property
     def active(self) -> int:
@@ -63,15 +75,11 @@ def make_set(shape: LoraShape, *, expand: bool = False) -> LoraSet:
     if expand:
         b = tuple(normal(shape.adapters, w, shape.rank, scale=narrow) for w in shape.widths)
         bases = tuple(normal(shape.tokens, w) for w in shape.widths)
-    return LoraSet(
-        normal(shape.tokens, shape.hidden),
-        normal(shape.adapters, 3 * shape.rank, shape.hidden, scale=wide),
-        ids.to(torch.int32),
-        offsets,
-        torch.randperm(shape.tokens, device="cuda"),
-        b,
-        bases,
-    )
+    x = normal(shape.tokens, shape.hidden)
+    weights = normal(shape.adapters, 3 * shape.rank, shape.hidden, scale=wide)
+    parts = tuple(part.clone() for part in weights.chunk(3, 1)) if shape.apart else ()
+    order = torch.randperm(shape.tokens, device="cuda")
+    return LoraSet(x, weights, ids.to(torch.int32), offsets, order, b, bases, parts)
 
 
 def make_sets(shape: LoraShape, *, expand: bool = False, most: int = 500) -> list[LoraSet]:
@@ -82,3 +90,24 @@ def make_sets(shape: LoraShape, *, expand: bool = False, most: int = 500) -> lis
         touched = 2 * sum(shape.widths) * (2 * shape.tokens + shape.rank * active)
     count = max(10, -(-int(COLD_BYTES) // touched)) if shape.tokens < 2048 else 4
     return [make_set(shape, expand=expand) for _ in range(min(count, most))]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def timed(variants: Variants, count: int) -> dict[str, float]:
+    """Microseconds of each; every replay finds the L2 cache full of something else."""
+    flushed = torch.empty(FLUSH_BYTES // 4, device="cuda")
+    graphs = {
+        name: capture([lambda i=i, v=variant: v(i) for i in range(count)], warmup=1)
+        for name, variant in variants.items()
+    }
+    return interleaved_us(graphs, count, rounds=7, replays=1, before_round=flushed.zero_)
+
+
+def chosen(*reports: LoweringReport) -> dict[str, str]:
+    return {
+        "lowering": ", ".join(report.name for report in reports),
+        "kernel": ", ".join(report.reason for report in reports),
+    }
