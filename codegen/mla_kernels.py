@@ -7,6 +7,7 @@ choice of tiles, and the two give a KernelSpec and a launch grid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -34,7 +35,8 @@ Types = tuple[tuple[str, str | None], ...]
 class LatentProblem:
     """The static part of one launch of `mla_latents`.
 
-    types: Triton's element type of every tensor of LATENT_POINTERS, None for absent ones.
+    types: Triton's element type of every tensor of LATENT_POINTERS, None for absent ones; absent is
+    sin_ptr too where each sine follows its cosine in one table.
     rank, rope_dim: columns of a latent and of its rope part. latent_stride, rope_stride: from one
     new token to the next. rope_style "none": no rotation. full_width: cos and sin have rope_dim
     columns, else half; table strides (row, column). neighbours: how the members of a pair lie in
@@ -84,10 +86,12 @@ class LatentProblem:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Rows of one program, and the warps that share them."""
+    """Rows of one program, and the warps that share them; tokens that a program of a fused launch
+    checks for being keys."""
 
     block_t: int
     num_warps: int = 4
+    checked: int = 64
 
 
 def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> KernelSpec:
@@ -126,7 +130,10 @@ def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> Ke
         "CAP": p.cap,
         "GROUP": p.group or 1,
         "ROPE_SCALE": p.rope_scale,
+        "UNITS": (math.gcd(16, *p.latent_strides[:2]), math.gcd(16, *p.rope_strides[:2])),
+        "ONE_SOURCE": _one_source(p),
         "BLOCK_T": config.block_t,
+        "CHECKED": max(config.checked, config.block_t),
     }
     counts = dict.fromkeys(LATENT_COUNTS, "i32") | {"scale_stride": "i64"}
     types = {name: type_name and f"*{type_name}" for name, type_name in p.types}
@@ -137,9 +144,21 @@ def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> Ke
     )  # fmt: skip
 
 
+def _one_source(problem: LatentProblem) -> bool:
+    """Whether a row is loaded in one way, be it of a token or of the cache."""
+    p, types = problem, dict(problem.types)
+    return (
+        types["latent_ptr"] == types["latent_cache_ptr"]
+        and types["k_rope_ptr"] == types["rope_cache_ptr"]
+        and p.latent_strides[2] == p.rope_strides[2] == 1
+        and p.neighbours == (p.rope_style in ("interleaved", "interleaved_to_half"))
+    )
+
+
 def latent_grid(problem: LatentProblem, config: LatentConfig, tokens: int, rows: int) -> int:
     """Programs of a launch: those of keys, then those of tokens."""
-    own = cdiv(tokens, config.block_t) if problem.store or problem.keep else 0
+    block = max(config.checked, config.block_t) if problem.fused else config.block_t
+    own = cdiv(tokens, block) if problem.store or problem.keep else 0
     return row_programs(problem, config, rows) + own
 
 

@@ -15,7 +15,7 @@ def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
     if rows <= FEW_ROWS:
         return LatentConfig(1, 4)
     # Least or nearly so on an H200 for 4096 and 16384 rows, values and codes, stored or not.
-    return LatentConfig(2, 1)
+    return LatentConfig(1, 1)
 
 
 def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:

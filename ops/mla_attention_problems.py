@@ -41,24 +41,24 @@ class QueryRope:
         return Rotation(
             style=self.style,
             cos_type=TRITON_TYPES[self.cos.dtype],
-            sin_type=None if self._paired(columns) else TRITON_TYPES[self.sin.dtype],
+            sin_type=None if paired(self.cos, self.sin, columns) else TRITON_TYPES[self.sin.dtype],
             full_width=self.cos.shape[-1] == columns,
             cos_strides=_row_and_column(self.cos),
             sin_strides=_row_and_column(self.sin),
             by_position=self.by_position,
         )
 
-    def _paired(self, columns: int) -> bool:
-        """Whether each sine follows its cosine, as real and imaginary parts do."""
-        cos, sin = self.cos, self.sin
-        alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
-        after = address(sin) - address(cos) == cos.element_size()
-        return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
-
     @property
     def rows(self) -> int:
         """Rows of the tables, at least 1."""
         return max(self.cos.shape[0], 1)
+
+
+def paired(cos: torch.Tensor, sin: torch.Tensor, columns: int) -> bool:
+    """Whether each sine of rotated `columns` follows its cosine, as real and imaginary parts do."""
+    alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
+    after = address(sin) - address(cos) == cos.element_size()
+    return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
 
 
 def _row_and_column(table: torch.Tensor) -> tuple[int, int]:

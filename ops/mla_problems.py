@@ -12,6 +12,7 @@ from tilewright.codegen.mla_kernels import (
     LatentProblem,
     UpProblem,
 )
+from tilewright.ops.mla_attention_problems import paired
 from tilewright.ops.mla_checks import FP8, widths
 from tilewright.ops.mla_keys import sequences
 from tilewright.ops.mla_latents import cache_views
@@ -125,7 +126,8 @@ def latent_values(
     if new:
         values |= {"latent_ptr": a.latent, "k_rope_ptr": a.k_rope, "norm_ptr": a.norm_weight}
         if rotates_keys(a):
-            values |= {"cos_ptr": a.cos, "sin_ptr": a.sin}
+            together = a.cos is not None and paired(a.cos, a.sin, a.k_rope.shape[1])
+            values |= {"cos_ptr": a.cos, "sin_ptr": None if together else a.sin}
         by_position = a.rope_by_position and rotates_keys(a)
         if fused or by_position:
             values |= {"row_offsets_ptr": a.row_offsets, "lengths_ptr": a.cache_lengths}

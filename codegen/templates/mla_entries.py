@@ -25,7 +25,8 @@ def store_latents(
     pointer, offsets, mask, values,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK_L)
+    # Eight to a lane also of codes: as latents are loaded, or all would go through other lanes.
+    columns = tl.max_contiguous(tl.arange(0, BLOCK_L), 8)
     inside = mask[:, None] & (columns < RANK)[None, :]
     tl.store(pointer + offsets[:, None] + (columns * STRIDE)[None, :], values, mask=inside)
 
@@ -73,17 +74,54 @@ def store_pairs(
 
 
 @triton.jit
+def settled(values, ROWS: tl.constexpr):
+    """Integers [ROWS], each made of a scalar.
+
+    What is read in several layouts, for latents, for rope columns and for tables, is worked out
+    once in each of them; a scalar is worked out once.
+    """
+    index = tl.arange(0, ROWS)
+    result = tl.zeros_like(values)
+    for row in tl.static_range(ROWS):
+        one = tl.sum(tl.where(index == row, values, 0), axis=0)
+        result = tl.where(index == row, one, result)
+    return result
+
+
+@triton.jit
+def entry_places(
+    page, slot, STRIDES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Where entries lie in a cache of STRIDES (page, slot, column), both multiples of UNIT."""
+    # A settled number is a multiple of nothing known; loads of 16 bytes need to know.
+    units = page * (STRIDES[0] // UNIT) + slot * (STRIDES[1] // UNIT)
+    return settled(units, ROWS) * UNIT
+
+
+@triton.jit
+def load_entries(
+    places, rope_places, mask, latent_cache_ptr, rope_cache_ptr,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Entries of a cache, or others that lie so; strides of columns."""
+    latent = load_latents(latent_cache_ptr, places, mask, RANK, BLOCK_L, STRIDE)
+    low, high = load_pairs(
+        rope_cache_ptr, rope_places, mask, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDE
+    )
+    return latent, low, high
+
+
+@triton.jit
 def store_entries(
-    page, slot, mask, latent, low, high, latent_cache_ptr, rope_cache_ptr,
+    places, rope_places, mask, latent, low, high, latent_cache_ptr, rope_cache_ptr,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, LATENT_STRIDES: tl.constexpr, ROPE_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Entries to their slots of the cache; strides (page, slot, column)."""
-    places = page * LATENT_STRIDES[0] + slot * LATENT_STRIDES[1]
+    """Entries to their places in the cache; strides (page, slot, column)."""
     store_latents(latent_cache_ptr, places, mask, latent, RANK, BLOCK_L, LATENT_STRIDES[2])
-    places = page * ROPE_STRIDES[0] + slot * ROPE_STRIDES[1]
     store_pairs(
-        rope_cache_ptr, places, mask, low, high, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDES[2]
+        rope_cache_ptr, rope_places, mask, low, high, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDES[2]
     )
 
 
@@ -117,53 +155,73 @@ def turned_pairs(
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known."""
+    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known.
+
+    No sin_ptr: a pair's sine follows its cosine in one table, which is read once.
+    """
     TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
-    low_cos, high_cos = table_columns(
-        cos_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
-    )
-    low_sin, high_sin = table_columns(
-        sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
-    )
-    return low * low_cos - high * low_sin, high * high_cos + low * high_sin
+    if sin_ptr is None:
+        low_cos, low_sin = load_pairs(
+            cos_ptr, rows * COS_STRIDES[0], known, ROPE_DIM, PAIRS, True, 1
+        )
+        low_cos = low_cos.to(tl.float32)
+        low_sin = low_sin.to(tl.float32)
+        high_cos = low_cos
+        high_sin = low_sin
+    else:
+        low_cos, high_cos = table_columns(
+            cos_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
+        )
+        low_sin, high_sin = table_columns(
+            sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
+        )
+    # Which product is not rounded is said here: the compiler chooses another in each place.
+    turned_low = tl.fma(low, low_cos, -(high * low_sin))
+    return turned_low, tl.fma(high, high_cos, low * high_sin)
 
 
 @triton.jit
-def new_entries(
-    tokens, mask, positions, latent_ptr, k_rope_ptr, norm_ptr, cos_ptr, sin_ptr, rope_rows,
+def load_tokens(
+    tokens, mask, latent_ptr, k_rope_ptr,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
-    LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
-    NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
-    COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, ROPE_STYLE: tl.constexpr,
 ):  # fmt: skip
-    """(latents, first and second rope members) of new tokens, normed and rotated in fp32, each
-    rounded once to the tokens' dtype."""
-    DTYPE: tl.constexpr = k_rope_ptr.dtype.element_ty
-    latent = load_latents(latent_ptr, tokens.to(tl.int64) * LATENT_STRIDE, mask, RANK, BLOCK_L, 1)
-    if norm_ptr is not None:
-        columns = tl.arange(0, BLOCK_L)
-        wide = latent.to(tl.float32)
-        mean = tl.sum(wide * wide, axis=1) / RANK
-        weight = tl.load(norm_ptr + columns, mask=columns < RANK, other=0.0).to(tl.float32)
-        wide = wide * tl.rsqrt(mean + NORM_EPS)[:, None]
-        latent = (wide * weight[None, :]).to(DTYPE)
+    """(latents, first and second rope members) of new tokens as they are."""
+    tokens = tokens.to(tl.int64)
+    latent = load_latents(latent_ptr, tokens * LATENT_STRIDE, mask, RANK, BLOCK_L, 1)
     low, high = load_pairs(
-        k_rope_ptr, tokens.to(tl.int64) * ROPE_STRIDE, mask, ROPE_DIM, PAIRS,
+        k_rope_ptr, tokens * ROPE_STRIDE, mask, ROPE_DIM, PAIRS,
         ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
     )  # fmt: skip
+    return latent, low, high
+
+
+@triton.jit
+def finished_entries(
+    latent, low, high, rows, known, norm_ptr, cos_ptr, sin_ptr,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Entries of new tokens, normed and rotated in fp32, each number rounded once to its dtype.
+
+    rows: of the tables, where known.
+    """
+    DTYPE: tl.constexpr = low.dtype
     if ROPE_STYLE != "none":
-        if BY_POSITION:
-            rows = positions
-            known = mask & (rows >= 0) & (rows < rope_rows)
-        else:
-            rows = (tokens % rope_rows).to(tl.int64)
-            known = mask
         low, high = turned_pairs(
             low.to(tl.float32), high.to(tl.float32), cos_ptr, sin_ptr, rows, known,
             ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
         )  # fmt: skip
         low = low.to(DTYPE)
         high = high.to(DTYPE)
+    if norm_ptr is not None:
+        columns = tl.arange(0, BLOCK_L)
+        weight = tl.load(norm_ptr + columns, mask=columns < RANK, other=0.0).to(tl.float32)
+        wide = latent.to(tl.float32)
+        mean = tl.sum(wide * wide, axis=1) / RANK
+        wide = wide * tl.rsqrt(mean + NORM_EPS)[:, None]
+        latent = (wide * weight[None, :]).to(DTYPE)
     return latent, low, high
 
 

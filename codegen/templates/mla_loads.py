@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.mla_entries import load_pairs, table_columns
+from tilewright.codegen.templates.mla_entries import load_pairs, turned_pairs
 from tilewright.codegen.templates.qkv_finish import rounded
 
 
@@ -36,35 +36,6 @@ def load_queries(
             base + rows.to(tl.int64) * token_stride, rows < own_queries, WIDTH, BLOCK
         )
     return queries
-
-
-@triton.jit
-def turned_pairs(
-    low, high, cos_ptr, sin_ptr, rows, known,
-    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
-    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
-):  # fmt: skip
-    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known.
-
-    No sin_ptr: a pair's sine follows its cosine in one table, which is read once.
-    """
-    TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
-    if sin_ptr is None:
-        low_cos, low_sin = load_pairs(
-            cos_ptr, rows * COS_STRIDES[0], known, ROPE_DIM, PAIRS, True, 1
-        )
-        low_cos = low_cos.to(tl.float32)
-        low_sin = low_sin.to(tl.float32)
-        high_cos = low_cos
-        high_sin = low_sin
-    else:
-        low_cos, high_cos = table_columns(
-            cos_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
-        )
-        low_sin, high_sin = table_columns(
-            sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
-        )
-    return low * low_cos - high * low_sin, high * high_cos + low * high_sin
 
 
 @triton.jit

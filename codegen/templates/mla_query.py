@@ -4,9 +4,8 @@ that is asked."""
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.mla_entries import load_pairs, store_pairs
+from tilewright.codegen.templates.mla_entries import load_pairs, store_pairs, turned_pairs
 from tilewright.codegen.templates.mla_latent import token_positions
-from tilewright.codegen.templates.mla_loads import turned_pairs
 from tilewright.codegen.templates.qkv_finish import rounded
 
 
