@@ -4,12 +4,13 @@ way to say whose row is whose."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.codegen import lora_expand_kernels, lora_kernels, lora_shrink_kernels
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.lora_expand_kernels import ExpandProblem, Projection
 from tilewright.codegen.lora_kernels import RowForm
+from tilewright.codegen.lora_library_plan import library_shrink, planes_spec
 from tilewright.codegen.lora_plan import UNSORTED_ROWS, plan_expand, plan_shrink
 from tilewright.codegen.lora_shrink_kernels import FewShrink, ShrinkProblem, TiledShrink
 from tilewright.codegen.qkv_heads import next_power_of_2
@@ -65,6 +66,8 @@ def lora_cases(target: Target) -> list[AuditCase]:
     for rank in OTHER_RANKS:
         layer = LoraLayer(f"{first.name} rank {rank}", first.hidden, first.widths, rank)
         cases += _token_cases(layer, "groups", target, (1, 64, 8192))
+    # So many that tiles of 64 rows do not all run at once.
+    cases += _token_cases(replace(LAYERS[1], adapters=64), "groups", target, (8192,))
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
 
@@ -97,6 +100,9 @@ def _token_cases(
         config = plan_shrink(shrink, tokens, target)
         spec = lora_shrink_kernels.shrink_spec(shrink, config, target.name)
         yield AuditCase(f"{name}: {config}", spec, _shrink_claims(config))
+        if library_shrink(shrink, True, False, tokens) is not None:
+            spec = planes_spec(shrink, target.name)
+            yield AuditCase(f"{name}: planes of a library's product", spec, Expectations())
         expand = layer.expand(form)
         tile = plan_expand(expand, tokens, target)
         claims = Expectations()

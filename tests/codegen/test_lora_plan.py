@@ -1,0 +1,44 @@
+"""Which tiles the shrink of many rows gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilewright.codegen.lora_kernels import RowForm
+from tilewright.codegen.lora_plan import plan_shrink, planned_rows
+from tilewright.codegen.lora_shrink_kernels import ShrinkProblem
+from tilewright.codegen.targets import SM90
+
+
+def tile(rank, adapters, rows):
+    """(rows of a tile, its columns) of groups, K 4096."""
+    strides = (3 * rank * 4096, 4096, 1)
+    form = RowForm("groups", adapters, None, "i32")
+    problem = ShrinkProblem("bf16", 4096, rank, (rank,) * 3, 4096, (strides,) * 3, form)
+    config = plan_shrink(problem, planned_rows(rows), SM90)
+    return config.block_m, sum(config.widths)
+
+
+@pytest.mark.parametrize(
+    ("rank", "adapters", "rows", "expected"),
+    [
+        (64, 8, 8192, (64, 192)),
+        (64, 16, 8192, (128, 192)),
+        (64, 32, 8192, (128, 192)),
+        (64, 32, 6000, (64, 192)),
+        (64, 32, 16384, (64, 192)),
+        (128, 8, 4096, (128, 128)),
+        (128, 32, 4096, (64, 384)),
+        (128, 8, 8192, (64, 384)),
+        (128, 32, 8192, (128, 128)),
+    ],
+)
+def test_tiles_that_all_run_at_once_come_first(rank, adapters, rows, expected):
+    assert tile(rank, adapters, rows) == expected
+
+
+def test_few_counts_are_planned_for():
+    planned = {planned_rows(rows) for rows in range(8193)}
+    assert len(planned) == 13 + 8
+    assert all(planned_rows(rows) >= rows for rows in range(8193))
+    assert all(planned_rows(rows) == rows for rows in planned)
