@@ -1,8 +1,9 @@
 """Times what makes MLA's keys: the kernel of latents against a copy, the up-projection by tiles.
 
-    python benchmarks/mla_helpers.py [--heads 16 128] [--rows 4096 16384] [--out FOLDER]
+    python benchmarks/mla_helpers.py [--heads 16 128] [--rows 1024 4096 16384] [--out FOLDER]
 
-One sequence; of `rows` keys all are new for the store, none for the gather. CUDA graphs, L2 cold
+One sequence. "new" rows are stored, gathered and, as codes, quantised in one launch; "cached" ones
+are gathered, behind one new one; "stored" ones are stored alone. CUDA graphs, L2 cold
 where several sets of arguments exceed it, microseconds; bandwidth is bytes read and written over
 the time, beside that of torch's copy of as many bytes.
 """
@@ -30,7 +31,7 @@ from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.kernel_launch import launch
-from tilewright.ops.mla_key_kernels import latent_launches
+from tilewright.ops.mla_key_kernels import LatentLaunch, latent_launch, latent_launches
 from tilewright.ops.mla_prefill import MlaPrefillArguments
 from tilewright.ops.mla_problems import Chunk, key_buffers, up_problem
 
@@ -40,7 +41,7 @@ COLD_BYTES = 160e6
 FP8 = torch.float8_e4m3fn
 KINDS = ("values", "codes", "codes 8-bit core")
 RESULTS: list[dict[str, Any]] = []
-LATENT_CONFIGS = [LatentConfig(1, 4), LatentConfig(2, 1), LatentConfig(2, 2), LatentConfig(4, 4)]
+LATENT_CONFIGS = [LatentConfig(1, 1), LatentConfig(2, 1), LatentConfig(1, 2), LatentConfig(1, 4)]
 VALUE_CONFIGS = [
     UpConfig(128, 128, 64, 8, 4),
     UpConfig(128, 256, 64, 8, 3, flatten=True),
@@ -108,26 +109,32 @@ def latent_call(
     return partial(launch, spec, grid, values, DEVICE)
 
 
-def latent_bytes(rows: int, new: int, coded: bool) -> int:
-    """Each key's entry is read and its buffer row written, each new one to the cache as well; its
+def latent_bytes(form: str, rows: int, coded: bool) -> int:
+    """A row's entry is read, and written to the buffer, to the cache, or to both; a new one's
     rotation is read in fp32."""
-    entry = 2 * (RANK + ROPE)
+    entry, rotation = 2 * (RANK + ROPE), 4 * ROPE
     out = RANK + 4 * RANK // 128 + 2 * ROPE if coded else entry
-    return rows * (entry + out) + new * (entry + 4 * ROPE)
+    row = {"new": entry + rotation + out + entry, "cached": entry + out}
+    return rows * (row | {"stored": entry + rotation + entry})[form]
+
+
+def launch_of(form: str, a: MlaPrefillArguments, rows: int) -> LatentLaunch:
+    if form == "stored":
+        return latent_launch(a, None, None, store=True, gather=False, fused=False)
+    chunk = Chunk(rows, a.key_offsets)
+    (call,) = latent_launches(a, chunk, key_buffers(a, chunk))
+    return call
 
 
 def copies(count: int) -> int:
     return max(2, min(64, int(COLD_BYTES // max(count, 1)) + 1))
 
 
-def time_latents(rows: int, new: int, kind: str, bad: set[str]) -> None:
-    size = latent_bytes(rows, new, kind.startswith("codes"))
+def time_latents(form: str, rows: int, kind: str, bad: set[str]) -> None:
+    size = latent_bytes(form, rows, kind.startswith("codes"))
+    new = 1 if form == "cached" else rows
     sets = [arguments(1, rows, new, kind) for _ in range(copies(size))]
-    chunk_of = [Chunk(rows, a.key_offsets) for a in sets]
-    made = []
-    for a, chunk in zip(sets, chunk_of, strict=True):
-        (call,) = latent_launches(a, chunk, key_buffers(a, chunk))
-        made.append(call)
+    made = [launch_of(form, a, rows) for a in sets]
     graphs = {}
     for config in LATENT_CONFIGS:
         if kernels.latent_spec(made[0].problem, config, "sm90").name not in bad:
@@ -140,7 +147,7 @@ def time_latents(rows: int, new: int, kind: str, bad: set[str]) -> None:
         [partial(t.copy_, s) for s, t in zip(sources, targets, strict=True)], warmup=1
     )
     times = interleaved_us(graphs, len(sets), rounds=3, replays=2)
-    show(f"latents {kind} K={rows} new={new}", times, size * 1e-6, "TB/s")
+    show(f"latents {kind} K={rows} {form}", times, size * 1e-6, "TB/s")
 
 
 def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
@@ -197,17 +204,20 @@ def show(name: str, times: dict[str, float], work: float, unit: str) -> None:
     RESULTS.append({"case": name, "unit": unit, "work": work, "us": times})
 
 
+def forms_of(kind: str) -> tuple[str, ...]:
+    return ("new", "cached", "stored") if kind == "values" else ("new", "cached")
+
+
 def specs_of(head_counts: list[int]) -> dict[KernelSpec, None]:
     """All kernels that are timed."""
     specs: dict[KernelSpec, None] = {}
     for kind, heads in itertools.product(KINDS, head_counts):
         a = arguments(heads, 512, 16, kind)
-        chunk = Chunk(512, a.key_offsets)
-        buffers = key_buffers(a, chunk)
-        for call in latent_launches(a, chunk, buffers):
+        for form in forms_of(kind):
+            call = launch_of(form, a, 512)
             made = [kernels.latent_spec(call.problem, c, "sm90") for c in LATENT_CONFIGS]
             specs |= dict.fromkeys(made)
-        problem = up_problem(a, buffers)
+        problem = up_problem(a, key_buffers(a, Chunk(512, a.key_offsets)))
         specs |= dict.fromkeys(kernels.up_spec(problem, c, "sm90") for c in configs_of(problem))
     return specs
 
@@ -215,7 +225,7 @@ def specs_of(head_counts: list[int]) -> dict[KernelSpec, None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -228,8 +238,8 @@ def main() -> None:
     for outcome in sorted(set(outcomes)):
         print(f"  {outcome[-300:]}", flush=True) if outcome else None
     for rows, kind in itertools.product(options.rows, KINDS):
-        for new in (rows, 1):
-            time_latents(rows, new, kind, bad)
+        for form in forms_of(kind):
+            time_latents(form, rows, kind, bad)
     for heads, rows, kind in itertools.product(options.heads, options.rows, KINDS):
         time_up(heads, rows, kind, bad)
         keep("mla_helpers", RESULTS, options.out)
