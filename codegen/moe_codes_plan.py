@@ -91,13 +91,15 @@ def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
     """Whether GEMMs in these tiles can stream the codes."""
     if problem.format == "int4" and up.part_k != STREAMED_K:
         return False  # its parts are its groups, whatever the tiles
-    names = (("gate_scale_ptr", "up_scale_ptr"), ("down_scale_ptr",))
-    storages = (up_problem(problem), down_problem(problem))
-    for storage, config, pointers in zip(storages, (up, down), names, strict=True):
+    gate = up_problem(problem)
+    weights = [("gate", gate, up), ("down", down_problem(problem), down)]
+    if problem.gated:
+        weights.append(("up", replace(gate, scale_strides=problem.scale_strides[1]), up))
+    for name, storage, config in weights:
         if codes_obstacle(storage, config) is not None:
             return False
         wide = problem.format != "int4" and scale_bytes(storage, config) > 1
-        if wide and any(name in problem.unaligned for name in pointers):
+        if wide and f"{name}_scale_ptr" in problem.unaligned:
             return False
     return True
 

@@ -40,7 +40,8 @@ def decoded_elements(problem: MoeProblem) -> int:
 def decoded_problem(problem: MoeProblem) -> MoeProblem:
     """The problem once its weights are decoded; the factors of the experts are left."""
     matrix = problem.hidden * problem.inner
-    kept = ("x_ptr", "bias_ptr", "gate_bias_ptr", "up_bias_ptr", "ids_ptr", "weights_ptr")
+    kept = {"x_ptr", "bias_ptr", "gate_bias_ptr", "up_bias_ptr", "ids_ptr", "weights_ptr"}
+    kept |= {"gate_factor_ptr", "up_factor_ptr", "down_factor_ptr"}
     return replace(
         problem,
         format="dense",

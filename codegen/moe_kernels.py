@@ -273,6 +273,7 @@ def down_problem(problem: MoeProblem) -> GroupedProblem:
     """The second GEMM alone: its rows are the sorted routes, which it stores in their own order."""
     moved = {
         "down_weight_ptr": "weight_ptr", "bias_ptr": "bias_ptr", "down_scale_ptr": "scale_ptr",
+        "down_factor_ptr": "factor_ptr",
     }  # fmt: skip
     return GroupedProblem(
         dtype=problem.dtype,

@@ -25,8 +25,9 @@ from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
-from tilewright.ops.grouped_matmul import GroupedMatmulArguments, fake
+from tilewright.ops.grouped_matmul import GroupedMatmulArguments, fake, reference
 from tilewright.ops.grouped_problems import grouped_problem, unsupported
+from tilewright.ops.grouping import dense
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.moe_lowerings import as_words
@@ -65,7 +66,10 @@ def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> Chosen:
 def launch_grouped_matmul(*args: Any, **kwargs: Any) -> torch.Tensor:
     """`grouped_matmul` on CUDA tensors; see GroupedMatmulArguments."""
     a = GroupedMatmulArguments(*args, **kwargs)
-    a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
+    if any(tensor.data_ptr() % TMA_BYTES for tensor in (a.x, a.weight)):
+        a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
+        if unsupported(a) is not None:  # a copy has strides of its own
+            return reference(a)
     out, device = fake(a), a.x.device
     if out.numel() == 0:
         return out
@@ -95,11 +99,11 @@ def kernel_values(a: GroupedMatmulArguments, out: torch.Tensor) -> dict[str, Any
     return {
         "x_ptr": a.x,
         "x_scale_ptr": a.x_scale,
-        "ends_ptr": a.ends,
-        "expert_ids_ptr": a.expert_ids,
+        "ends_ptr": dense(a.ends),
+        "expert_ids_ptr": dense(a.expert_ids),
         "weight_ptr": a.weight,
         "scale_ptr": a.weight_scale,
-        "factor_ptr": a.weight_expert_scale,
+        "factor_ptr": dense(a.weight_expert_scale),
         "bias_ptr": a.bias,
         "y_ptr": out,
         "num_rows": a.x.shape[0],

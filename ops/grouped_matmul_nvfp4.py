@@ -120,6 +120,8 @@ def _check_scales(a: Nvfp4MatmulArguments, inner: int) -> None:
         if not getattr(a, name).is_contiguous():
             raise ArgumentError(NAME, name, "a contiguous layout", "another")
     check_dtype(NAME, "expert_scales", a.expert_scales, (torch.float32,))
+    for name in ("b", "expert_scales"):
+        check_device(NAME, name, getattr(a, name), a.a.device)
 
 
 def _check_groups(a: Nvfp4MatmulArguments) -> None:

@@ -12,7 +12,7 @@ from tilewright.codegen.grouped_kernels import (
     weight_obstacle,
 )
 from tilewright.codegen.grouped_plan import block_k_obstacle
-from tilewright.ops.moe_problems import KERNEL_DTYPES, expert_layout
+from tilewright.ops.moe_problems import KERNEL_DTYPES, expert_layout, scattered
 from tilewright.ops.qkv_problems import TRITON_TYPES, unaligned
 
 
@@ -27,7 +27,8 @@ def unsupported(a: Any) -> str | None:
     problem = grouped_problem(a)
     if problem.x_stride * a.x.element_size() % TMA_BYTES:
         return f"x: rows {problem.x_stride} elements apart are not whole {TMA_BYTES} bytes"
-    obstacle = weight_obstacle("weight", problem.weight, problem.dtype, problem.format)
+    obstacle = scattered("weight", a.weight)
+    obstacle = obstacle or weight_obstacle("weight", problem.weight, problem.dtype, problem.format)
     return obstacle or block_k_obstacle(problem)
 
 

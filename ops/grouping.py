@@ -46,6 +46,11 @@ def check_expert_values(op: str, name: str, ids: torch.Tensor, num_experts: int)
         raise ArgumentError(op, name, expected, f"{int(ids[tuple(place)])} at {place}")
 
 
+def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor as kernels read one of a number per group or expert: one after the other."""
+    return None if tensor is None else tensor.contiguous()
+
+
 def group_of_rows(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Group of each row, int64 [num_rows]; rows of no group get G."""
     rows = torch.arange(num_rows, device=group_ends.device)

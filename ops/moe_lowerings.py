@@ -39,6 +39,7 @@ from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
+from tilewright.ops.grouping import dense
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.moe import FusedMoeArguments, reference
@@ -130,17 +131,12 @@ def repeatable_fused_moe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again
     problem = moe_problem(a)
     target = device_target(a.x.device) or SM90
     plan = cached_plan(problem, next_power_of_2(a.x.shape[0]), target)
-    if out_of_reach(a, problem, up=_by_tma(plan, plan.up), down=_by_tma(plan, plan.down)):
+    if out_of_reach(a, problem, decoded=plan.decode):
         return reference(a), None
     with noting_launches() as noted:
         for step in moe_steps(a, problem, plan, target, out).values():
             step.run(a.x.device)
     return out, call_again(noted, args, kwargs, out)
-
-
-def _by_tma(plan: MoePlan, config: GemmConfig) -> bool:
-    """Whether a GEMM's weight goes by TMA as it was given."""
-    return not plan.decode and not isinstance(config, CodesConfig)
 
 
 def moe_steps(
@@ -177,7 +173,7 @@ def _own_values(
         "num_rows": num_routes,
         "weight_ptr": a.down_weight,
         "scale_ptr": a.down_scale,
-        "factor_ptr": a.down_expert_scale,
+        "factor_ptr": dense(a.down_expert_scale),
     }
     if plan.decode:
         names = [name.removeprefix("decode_") for name in decode_grids(problem)]
@@ -281,14 +277,14 @@ def _tensors(
         **scratch,
         "up_result_ptr": scratch["hidden_codes_ptr" if fused else "hidden_ptr"],
         "x_ptr": a.x,
-        "ids_ptr": a.expert_ids.contiguous(),
+        "ids_ptr": dense(a.expert_ids),
         "weights_ptr": a.expert_weights,
         "weight_ptr": lower_weight(a),
         "distance": abs(up_distance(a)),
         "gate_scale_ptr": a.gate_scale,
         "up_scale_ptr": a.up_scale,
-        "gate_factor_ptr": a.gate_expert_scale,
-        "up_factor_ptr": a.up_expert_scale,
+        "gate_factor_ptr": dense(a.gate_expert_scale),
+        "up_factor_ptr": dense(a.up_expert_scale),
         "gate_bias_ptr": a.gate_bias,
         "up_bias_ptr": a.up_bias,
         "bias_ptr": a.down_bias,

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from tilewright.codegen.grouped_kernels import TMA_BYTES
-from tilewright.codegen.moe_kernels import STORED, ExpertLayout, MoeProblem, gemm_obstacle
+from tilewright.codegen.grouped_plan import block_k_obstacle
+from tilewright.codegen.moe_kernels import (
+    STORED,
+    ExpertLayout,
+    MoeProblem,
+    down_problem,
+    gemm_obstacle,
+)
 from tilewright.ops.qkv_problems import TRITON_TYPES, unaligned
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -19,19 +26,52 @@ def unsupported(a: Any) -> str | None:
         return f"no kernel for {a.x.dtype}"
     if a.weight_on_input:
         return "no kernel that scales the input"
-    return gemm_obstacle(moe_problem(a))
+    obstacle = _uneven(a)
+    if obstacle is not None:
+        return obstacle
+    problem = moe_problem(a)
+    for name in ("gate_weight", "down_weight"):
+        woven = problem.interleaved and name == "gate_weight"
+        obstacle = obstacle or scattered(name, getattr(a, name), 2 if woven else 1)
+    return obstacle or gemm_obstacle(problem) or block_k_obstacle(down_problem(problem))
 
 
-def out_of_reach(a: Any, problem: MoeProblem, *, up: bool, down: bool) -> bool:
-    """Whether addresses, of which no metadata tells, keep TMA from a weight. up, down: whether that
-    GEMM's weight goes by it."""
+def _uneven(a: Any) -> str | None:
+    """Where the weights differ in what a problem has once; None where they do not."""
+    gate, up = a.gate_weight, a.up_weight
+    if up is not None and not _same_strides(gate, up):
+        return f"up_weight: strides {up.stride()} where gate_weight has {gate.stride()}"
+    for what in ("bias", "scale"):
+        given = [getattr(a, f"{name}_{what}") for name in ("gate", "up", "down")]
+        types = sorted({str(tensor.dtype) for tensor in given if tensor is not None})
+        if len(types) > 1:
+            return f"gate_{what}, up_{what}, down_{what}: of {' and '.join(types)}"
+    return None
+
+
+def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors of one shape; whatever strides dimensions of one element have."""
+    sizes = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size <= 1 or step == also for size, step, also in sizes)
+
+
+def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
+    """Why a layout cannot say how [E, N, K] lies; None where it can. row_step: elements from one
+    row to the next where rows are contiguous."""
+    _, row, column = weight.stride()
+    if column == 1 or row == row_step or weight.shape[1] <= 1:
+        return None
+    return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
+
+
+def out_of_reach(a: Any, problem: MoeProblem, *, decoded: bool) -> bool:
+    """Whether addresses, of which no metadata tells, keep a GEMM from a weight, which it reads by
+    TMA or by words; decoded: neither, as the weights are decoded before."""
     if gemm_obstacle(problem) is not None:  # two weights of one storage, at an odd distance
         return True
-    weights = [a.down_weight] if down else []
-    if up:
-        apart = problem.gated and problem.distance is None
-        weights += [a.gate_weight, a.up_weight] if apart else [lower_weight(a)]
-    return any(weight.data_ptr() % TMA_BYTES for weight in weights)
+    apart = problem.gated and problem.distance is None
+    gate_up = [a.gate_weight, a.up_weight] if apart else [lower_weight(a)]
+    return not decoded and any(w.data_ptr() % TMA_BYTES for w in (*gate_up, a.down_weight))
 
 
 def moe_problem(a: Any) -> MoeProblem:
@@ -59,6 +99,8 @@ def moe_problem(a: Any) -> MoeProblem:
         "bias_ptr": a.down_bias, "gate_bias_ptr": a.gate_bias, "up_bias_ptr": a.up_bias,
         "ids_ptr": a.expert_ids, "weights_ptr": a.expert_weights,
         "gate_scale_ptr": a.gate_scale, "up_scale_ptr": a.up_scale, "down_scale_ptr": a.down_scale,
+        "gate_factor_ptr": a.gate_expert_scale, "up_factor_ptr": a.up_expert_scale,
+        "down_factor_ptr": a.down_expert_scale,
     }  # fmt: skip
     return MoeProblem(
         dtype=TRITON_TYPES[a.x.dtype],

@@ -15,6 +15,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.grouped_matmul_nvfp4 import Nvfp4MatmulArguments, fake
+from tilewright.ops.grouping import dense
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.triton_types import TRITON_TYPES
@@ -58,10 +59,10 @@ def launch_grouped_nvfp4(*args: Any, **kwargs: Any) -> torch.Tensor:
         "b_ptr": a.b,
         "a_scales_ptr": a.a_scales,
         "b_scales_ptr": a.b_scales,
-        "offsets_ptr": a.group_offsets,
-        "deltas_ptr": a.group_scale_offsets,
-        "expert_ids_ptr": a.expert_ids,
-        "expert_scales_ptr": a.expert_scales,
+        "offsets_ptr": dense(a.group_offsets),
+        "deltas_ptr": dense(a.group_scale_offsets),
+        "expert_ids_ptr": dense(a.expert_ids),
+        "expert_scales_ptr": dense(a.expert_scales),
         "out_ptr": out,
         "num_rows": a.a.shape[0],
         "num_scale_blocks": a.a_scales.shape[0],

@@ -38,7 +38,7 @@ from tilewright.ops.contract import (
 )
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
-from tilewright.ops.grouping import INDEX_DTYPES, check_group_values
+from tilewright.ops.grouping import INDEX_DTYPES, check_group_values, dense
 from tilewright.ops.kernel_launch import launch
 from tilewright.ops.lowerings import device_target
 from tilewright.ops.qkv_problems import TRITON_TYPES, unaligned
@@ -166,8 +166,8 @@ def kernel_values(
     """The run-time arguments of the kernel by name."""
     return {
         "x_ptr": a.x,
-        "offsets_ptr": a.group_offsets,
-        "tensor_scales_ptr": a.tensor_scales,
+        "offsets_ptr": dense(a.group_offsets),
+        "tensor_scales_ptr": dense(a.tensor_scales),
         "packed_ptr": packed,
         "scales_ptr": scales,
         "num_rows": a.x.shape[0],

@@ -16,7 +16,7 @@ from tilewright.ops import ArgumentError, grouped_lowerings
 from tilewright.ops.contract import Tolerance, get_op
 from tilewright.ops.grouped_lowerings import kernel_values
 from tilewright.ops.grouped_matmul import OP, GroupedMatmulArguments, reference, sample_inputs
-from tilewright.ops.grouped_problems import grouped_problem
+from tilewright.ops.grouped_problems import grouped_problem, unsupported
 from tilewright.ops.grouped_samples import GROUPED_CASES, GroupedCase
 
 CONFIGS = {
@@ -73,6 +73,24 @@ def test_offsets_out_of_order_reach_no_memory_outside():
         assert (guarded[-64:] == 7).all()
 
 
+def every_other(tensor):
+    """The same numbers, with others between them."""
+    return torch.stack((tensor, tensor + 1), -1)[..., 0]
+
+
+def test_numbers_of_groups_and_experts_may_lie_apart():
+    a = sample_inputs(GroupedCase("apart", (5, 20, 3), (1, -1, 0), inner=96, weight_format="nvfp4"))
+    names = ("group_offsets", "expert_ids", "weight_expert_scale")
+    apart = replace(a, **{name: every_other(getattr(a, name)) for name in names})
+    assert torch.equal(run(apart, CONFIGS["swapped"]), run(a, CONFIGS["swapped"]))
+
+
+def test_weights_of_no_contiguous_dimension_are_left_to_the_reference():
+    a = sample_inputs(GROUPED_CASES[0])
+    spread = torch.stack([a.weight] * 8, -1)[..., 0]
+    assert "neither rows nor columns" in unsupported(replace(a, weight=spread))
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Launches run the emitted source on the CPU; the names of their kernels, in order."""
@@ -124,6 +142,19 @@ def test_a_tensor_that_tma_cannot_start_at_is_moved(interpreted):
         grouped_lowerings.launch_grouped_matmul(*args, **options),
         run(a, plan_grouped(grouped_problem(a), 128, TARGETS["sm90"]).gemm),
     )
+
+
+def test_a_moved_tensor_that_tma_cannot_step_through_goes_to_the_reference(interpreted):
+    """Rows of 20 columns with a gap are whole 16 bytes apart, those of a copy are not."""
+    a = sample_inputs(replace(GROUPED_CASES[0], inner=20))
+    x = torch.zeros(a.x.shape[0], 32, dtype=a.x.dtype)[:, 4:24].copy_(a.x)
+    weight = torch.zeros(5, 48, 24, dtype=a.x.dtype)[..., :20].copy_(a.weight)
+    a = replace(a, x=x, weight=weight)
+    assert unsupported(a) is None
+    args, options = OP.split(a)
+    out = grouped_lowerings.launch_grouped_matmul(*args, **options)
+    assert not interpreted
+    assert torch.equal(out, reference(a))
 
 
 def test_a_call_is_planned_for_both_chips():

@@ -110,6 +110,12 @@ def test_rows_that_are_no_whole_steps_stay_as_they_are():
     assert order_of(down_problem(ragged), down) == (0, 0)
 
 
+def test_scales_of_both_weights_lie_as_the_columns_do():
+    gate, _, down = NVFP4.scale_strides
+    turned = replace(NVFP4, scale_strides=(gate, (gate[0], 1, N), down))
+    assert not isinstance(plan_moe(turned, 16, SM90).up, CodesConfig)
+
+
 @pytest.mark.parametrize("inner", [N // 2, N + 128])
 def test_a_row_is_put_in_order_by_whole_parts(inner):
     """A part that a row ends in would be written into the next row."""

@@ -10,7 +10,9 @@ import torch
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.moe_kernels import GemmConfig
 from tilewright.codegen.nvfp4_kernels import Nvfp4Problem, nvfp4_spec
+from tilewright.codegen.targets import TARGETS
 from tilewright.ops import grouped_matmul_nvfp4 as op
+from tilewright.ops import nvfp4_lowerings
 
 CONFIGS = {
     "tiled": GemmConfig(128, 128, 128, False, 4, 2),
@@ -44,6 +46,25 @@ def test_kernel_computes_the_op(case, config, block_scaled):
     # Products are exact in fp32: only the order of the sum can turn the one rounding.
     torch.testing.assert_close(got[:end].float(), want[:end].float(), rtol=2**-7, atol=1e-4)
     assert got[end:].isnan().all()
+
+
+def test_numbers_of_groups_and_experts_may_lie_apart(monkeypatch):
+    def interpret(spec, grid, values, device):
+        load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+
+    few = type("Properties", (), {"multi_processor_count": 2})
+    monkeypatch.setattr(nvfp4_lowerings, "launch", interpret)
+    monkeypatch.setattr(nvfp4_lowerings, "device_target", lambda device: TARGETS["sm90"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    a = op.sample_inputs(op.CASES[2])
+    names = ("group_offsets", "group_scale_offsets", "expert_ids", "expert_scales")
+    given = {name: getattr(a, name) for name in names}
+    apart = {name: torch.stack((t, t + 1), 1)[:, 0] for name, t in given.items()}
+    results = []
+    for arguments in (a, replace(a, **apart)):
+        args, options = op.OP.split(arguments)
+        results.append(nvfp4_lowerings.launch_grouped_nvfp4(*args, **options))
+    assert torch.equal(*results)
 
 
 def test_a_call_is_planned_for_both_chips():

@@ -52,6 +52,13 @@ def test_every_byte_is_that_of_the_formulas(case, block_r, block_c):
     check(sample_inputs(case), block_r, block_c)
 
 
+def test_numbers_of_groups_may_lie_anywhere():
+    """One scale for all groups; offsets with others between them."""
+    a = sample_inputs(QuantizeCase("apart", (60, 7, 3), 64))
+    offsets = torch.stack((a.group_offsets, a.group_offsets + 1), 1)[:, 0]
+    check(replace(a, group_offsets=offsets, tensor_scales=torch.tensor([0.43]).expand(3)))
+
+
 @pytest.mark.parametrize(
     ("inner", "sizes", "scale"),
     [(704, (13, 200), 0.43), (352, (256, 0, 3), 1.0), (2944, (3,), 0.5)],

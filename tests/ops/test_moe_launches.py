@@ -11,6 +11,7 @@ import torch
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops import contract, moe, moe_lowerings
+from tilewright.ops.moe_problems import unsupported
 from tilewright.ops.moe_samples import MoeCase
 from tilewright.ops.repeats import note_launch
 
@@ -83,6 +84,58 @@ def test_a_call_that_copies_an_argument_is_not_remembered():
     assert moe_lowerings.repeatable_fused_moe(*args, **kwargs)[1] is None
 
 
+@pytest.mark.usefixtures("on_the_cpu")
+def test_factors_of_experts_may_be_columns_of_one_tensor():
+    a = moe.sample_inputs(replace(CASE, weight_format="nvfp4", inner=64))
+    names = ("gate_expert_scale", "up_expert_scale", "down_expert_scale")
+    factors = torch.stack([getattr(a, name) for name in names], 1) * torch.tensor([1.0, 0.5, 2.0])
+    a = replace(a, **dict(zip(names, factors.unbind(1), strict=True)))
+    args, kwargs = moe.OP.split(a)
+    result = moe_lowerings.launch_fused_moe(*args, **kwargs)
+    problem = moe.OP.tolerances[CASE.dtype].problem(result, moe.reference(a))
+    assert problem is None, problem
+
+
+def turned(weight):
+    """The weight, stored the other way round."""
+    return weight.mT.contiguous().mT
+
+
+def spread(weight):
+    """The weight with seven elements between any two."""
+    return torch.stack([weight] * 8, -1)[..., 0]
+
+
+DENSE = moe.sample_inputs(replace(CASE, layout="separate", bias=True))
+FP8 = moe.sample_inputs(replace(CASE, weight_format="fp8"))
+INT4 = moe.sample_inputs(replace(CASE, weight_format="int4", hidden=192, inner=96))
+UNEVEN = {
+    "up_weight: strides": (DENSE, {"up_weight": turned(DENSE.up_weight)}),
+    "down_weight: strides": (DENSE, {"down_weight": spread(DENSE.down_weight)}),
+    "gate_weight: strides": (
+        DENSE, {name: spread(getattr(DENSE, name)) for name in ("gate_weight", "up_weight")},
+    ),
+    "bias: of": (DENSE, {"down_bias": DENSE.down_bias.float()}),
+    "scale: of": (FP8, {"down_scale": FP8.down_scale.bfloat16()}),
+    "48 columns": (
+        INT4,
+        {
+            "scale_block": [1, 48], "gate_scale": torch.ones(3, 96, 4),
+            "up_scale": torch.ones(3, 96, 4), "down_scale": torch.ones(3, 192, 2),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", UNEVEN)
+def test_weights_that_one_problem_cannot_describe_are_left_to_the_reference(words):
+    a, others = UNEVEN[words]
+    assert unsupported(a) is None
+    other = replace(a, **others)
+    moe.validate(other)
+    assert words in unsupported(other)
+
+
 def moved(weight, elements):
     """The weight, so many elements past the start of an allocation."""
     memory = torch.empty(weight.numel() + elements, dtype=weight.dtype)
@@ -98,10 +151,12 @@ def in_one(gate, up, gap):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("weight_format", ["dense", "nvfp4"])
 @pytest.mark.parametrize("which", ["gate_weight", "up_weight", "down_weight", "distance"])
-def test_weights_that_tma_cannot_start_at_are_left_to_the_reference(which, monkeypatch):
-    """The choice of a lowering is remembered by metadata, which is that of other calls."""
-    a = moe.sample_inputs(CASE)
+def test_weights_that_start_anywhere_are_left_to_the_reference(which, weight_format, monkeypatch):
+    """Neither TMA nor words reach them. The choice of a lowering is remembered by metadata, which
+    is that of other calls."""
+    a = moe.sample_inputs(replace(CASE, weight_format=weight_format, inner=64))
     gate, up = a.gate_weight.clone(), a.up_weight.clone()
     a = replace(a, gate_weight=gate, up_weight=up)
     if which == "distance":
