@@ -28,7 +28,7 @@ BY_POINTERS = (
 SHORT_KEYS = 1024
 # Specialised warps take less time from so many keys of a sequence on; of ragged ones on average,
 # as their time is that of the longest.
-SPECIALISED_KEYS = 2048
+SPECIALISED_KEYS = 3072
 SPECIALISED_AVERAGE = 768
 # Share of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
@@ -114,12 +114,10 @@ def rotates_queries(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """Whether the kernel rotates the queries that it loads; each has one program to load it.
 
     Not where a descriptor brings them to shared memory, nor where both members of a pair leave
-    columns of the tile between them; and not in long tiles: with one program on a multiprocessor
-    nothing runs meanwhile, and a launch before it takes less.
+    columns of the tile between them.
     """
     filled = problem.rope == problem.blocks[1]
-    short = config.block_m < 128
-    return filled and short and not (config.tma or config.warp_specialize or problem.is_fp8)
+    return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
 
 
 def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
