@@ -14,24 +14,75 @@ from tilewright.codegen.qkv_heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 LIBRARY_DTYPES = ("bf16", "fp16")
-#: Bytes, and 16-bit elements, that rows start at whole multiples of.
+# Elements that rows start at whole multiples of.
 ALIGNED = 8
-#: Rows from which on the library is faster: by K from which on, then by columns up to which.
-STACKED_ROWS: dict[int, dict[int, int]] = {
-    0: {64: 4097, 128: 257, 256: 129, 1024: 65},
-    6144: {64: 129, 128: 65, 1024: 33},
-}
-#: The same where the weights are joined first.
-APART_ROWS: dict[int, dict[int, int]] = {
-    0: {64: 1 << 30, 256: 2049, 1024: 1025},
-    6144: {64: 8193, 256: 129, 1024: 513},
-}
-#: Rows, and K, between which a product for each plane in one batch beats one and a copy.
-BATCHED_ROWS = range(257, 1025)
-BATCHED_HIDDEN = 4096
-BATCHED_RANK = 64
 # Elements that a program of `lora_planes` copies.
 PLANE_ELEMENTS = 2048
+
+# Rows from which on a way is the fastest; before the first, and from "kernels" on, the kernels are.
+Steps = tuple[tuple[int, str], ...]
+# Steps by K from which on, and columns of all planes up to which.
+Bounds = dict[int, dict[int, Steps]]
+
+MOST_COLUMNS = 1 << 30
+#: Weights that lie on a stack.
+STACKED: Bounds = {
+    0: {
+        32: (),
+        64: ((1025, "batch"), (3585, "kernels")),
+        128: ((513, "batch"), (2561, "rows")),
+        256: ((129, "batch"), (3585, "rows")),
+        MOST_COLUMNS: ((65, "batch"), (3585, "rows")),
+    },
+    3072: {
+        32: ((5121, "rows"),),
+        64: ((1025, "batch"), (2049, "kernels"), (4097, "rows")),
+        128: ((257, "rows"), (513, "batch"), (1793, "rows")),
+        256: ((129, "rows"), (449, "batch"), (1793, "rows")),
+        MOST_COLUMNS: ((65, "rows"), (225, "batch"), (1793, "rows")),
+    },
+    5120: {
+        32: ((129, "rows"),),
+        64: ((65, "rows"),),
+        128: ((33, "rows"),),
+        256: ((17, "rows"),),
+        MOST_COLUMNS: ((9, "rows"), (897, "batch"), (1793, "rows")),
+    },
+    12288: {32: ((65, "rows"),), MOST_COLUMNS: ((9, "rows"),)},
+}
+#: Weights that lie apart, and are joined first.
+APART: Bounds = {
+    0: {
+        96: (),
+        256: ((2049, "rows"), (6145, "kernels")),
+        MOST_COLUMNS: ((4097, "rows"),),
+    },
+    3072: {
+        64: (),
+        96: ((1025, "rows"), (2049, "kernels")),
+        256: ((2049, "rows"),),
+        MOST_COLUMNS: ((1025, "rows"),),
+    },
+    5120: {
+        32: ((65, "rows"), (769, "kernels")),
+        64: ((65, "rows"), (3073, "kernels"), (6145, "rows")),
+        96: ((33, "rows"),),
+        128: ((33, "rows"), (385, "kernels"), (2049, "rows")),
+        192: ((129, "rows"),),
+        256: ((129, "rows"), (257, "kernels"), (1025, "rows")),
+        MOST_COLUMNS: ((65, "rows"),),
+    },
+}
+#: One weight alone.
+ALONE: Bounds = {
+    0: {64: ((4097, "plane"),), MOST_COLUMNS: ((1025, "plane"),)},
+    3072: {
+        32: ((4097, "plane"),),
+        64: ((769, "plane"),),
+        MOST_COLUMNS: ((385, "plane"),),
+    },
+    5120: {32: ((129, "plane"),), 64: ((65, "plane"),), MOST_COLUMNS: ((33, "plane"),)},
+}
 
 
 @dataclass(frozen=True)
@@ -67,17 +118,15 @@ def library_shrink(
     """
     if not _takes(problem, stacked, one_group):
         return None
-    columns = problem.planes * problem.rank
-    least = _least_rows(STACKED_ROWS if stacked else APART_ROWS, problem.hidden, columns)
-    if num_rows < least:
+    bounds = STACKED if stacked else APART
+    if stacked and problem.planes == 1:
+        bounds = ALONE
+    least, way = _step(bounds, problem.hidden, problem.planes * problem.rank, num_rows)
+    if way == "kernels":
         return None
-    if problem.form.addressing == "single" and stacked:
-        if problem.planes == 1:
-            return LibraryShrink("plane", False, least)
-        batched = problem.hidden <= BATCHED_HIDDEN and problem.rank >= BATCHED_RANK
-        if batched and num_rows in BATCHED_ROWS:
-            return LibraryShrink("batch", False, least)
-    return LibraryShrink("rows", not stacked, least)
+    if problem.form.addressing != "single":
+        way = "rows"  # whose copy leaves rows of no group out
+    return LibraryShrink(way, not stacked, least)
 
 
 def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
@@ -100,9 +149,11 @@ def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
     return aligned and not any(step % ALIGNED for step in steps)
 
 
-def _least_rows(bounds: dict[int, dict[int, int]], hidden: int, columns: int) -> int:
+def _step(bounds: Bounds, hidden: int, columns: int, num_rows: int) -> tuple[int, str]:
+    """The last of the steps up to num_rows: (rows it begins at, way)."""
     by_columns = bounds[max(least for least in bounds if least <= hidden)]
-    return next((rows for most, rows in by_columns.items() if columns <= most), 1 << 30)
+    steps = next(steps for most, steps in by_columns.items() if columns <= most)
+    return max(((0, "kernels"), *(step for step in steps if step[0] <= num_rows)))
 
 
 def planes_spec(problem: ShrinkProblem, target: str) -> KernelSpec:

@@ -24,8 +24,9 @@ UNSORTED_ROWS = 512
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
-# Rows of few columns, or of more, up to which a program has all of K.
-FEW_ROWS = (2048, 256)
+# Rows up to which a program has all of K, by columns up to which.
+FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
+FEW_ROWS_WIDE = 256
 # Rows up to which tiles have the columns of one plane of rank 64, and K is split.
 COLUMN_BLOCK_ROWS = 2048
 # Programs for each multiprocessor up to which K is split further.
@@ -61,13 +62,17 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         return RowShrink(1, 1, min(next_power_of_2(hidden), 8192), 8)
     if problem.dtype == "fp32":
         return TiledShrink(16, 32, _split(problem, num_rows, 16, 1, target), 4, 2)
-    if num_rows <= FEW_ROWS[wide]:
+    if num_rows <= _few_rows(columns):
         if num_rows * columns <= 64 * 48:
             return FewShrink(16, 8, 256, 4, 4, 3)
         return FewShrink(16, 16, 128, 4, 4, 3)
     if not wide:
         # K in two where tiles are for half of the multiprocessors.
-        return TiledShrink(64, 128, 2 if num_rows <= 32 * target.num_sms else 1, 4, 3)
+        split = 2 if num_rows <= 32 * target.num_sms else 1
+        if columns > 64 and split == 2 and (num_rows <= 2048 or problem.form.num_adapters > 1):
+            # Two of them to a multiprocessor.
+            return TiledShrink(64, 64, split, 4, 4, (128,))
+        return TiledShrink(64, 128, split, 4, 3)
     if num_rows <= COLUMN_BLOCK_ROWS:
         rows = 32 if num_rows <= 512 and columns <= 192 else 64
         split = _split(problem, num_rows, rows, cdiv(columns, 64), target)
@@ -75,24 +80,33 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
     return _plan_many_rows(problem, num_rows, target)
 
 
+def _few_rows(columns: int) -> int:
+    return next((rows for most, rows in FEW_ROWS.items() if columns <= most), FEW_ROWS_WIDE)
+
+
 def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> TiledShrink:
-    """Of wide problems: all columns in a tile, and of such the first tiles that all run at once."""
+    """Of wide problems: the tiles that are through first, each kind with the time it takes where
+    all run at once."""
     columns = problem.planes * problem.rank
     if columns <= 128:
         return TiledShrink(64, 64, 1, 4, 4, (128,))
     if columns <= 192:
-        choices = [
-            TiledShrink(64, 64, 1, 4, 4, (128, 64)),
-            TiledShrink(128, 64, 1, 8, 4, (128, 64)),
-        ]
+        choices = {
+            TiledShrink(64, 64, 1, 4, 4, (128, 64)): 1.0,
+            TiledShrink(128, 64, 1, 8, 4, (128, 64)): 1.55,
+        }
     elif columns <= 256:
         return TiledShrink(64, 64, 1, 8, 4, (256,))
     else:
-        choices = [TiledShrink(128, 64, 1, 8, 4, (128,))]
+        choices = {TiledShrink(128, 64, 1, 8, 4, (128,)): 1.0}
         if columns <= 384:
-            choices.append(TiledShrink(64, 64, 1, 8, 3, (256, 128)))
-    at_once = [c for c in choices if _programs(problem, num_rows, c) <= target.num_sms]
-    return (at_once or choices)[0]
+            choices[TiledShrink(128, 64, 1, 8, 4, (128, 64))] = 1.35
+            choices[TiledShrink(64, 64, 1, 8, 3, (256, 128))] = 1.6
+
+    def time(config: TiledShrink) -> float:
+        return cdiv(_programs(problem, num_rows, config), target.num_sms) * choices[config]
+
+    return min(choices, key=time)
 
 
 def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int:

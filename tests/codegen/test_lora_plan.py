@@ -28,12 +28,12 @@ def tile(rank, adapters, rows):
         (64, 32, 6000, (64, 192)),
         (64, 32, 16384, (64, 192)),
         (128, 8, 4096, (128, 128)),
-        (128, 32, 4096, (64, 384)),
+        (128, 32, 4096, (128, 192)),
         (128, 8, 8192, (64, 384)),
         (128, 32, 8192, (128, 128)),
     ],
 )
-def test_tiles_that_all_run_at_once_come_first(rank, adapters, rows, expected):
+def test_tiles_are_those_that_are_through_first(rank, adapters, rows, expected):
     assert tile(rank, adapters, rows) == expected
 
 
