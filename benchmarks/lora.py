@@ -155,7 +155,7 @@ def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[st
     times = timed(variants, len(sets))
     peers = {name: us for name, us in times.items() if name not in ("tilewright", "unsorted")}
     cpu = {}
-    if is_first(shape):
+    if is_first(shape) or shape.adapters == 1:
         cpu["cpu"] = round(cpu_us(lambda: lora_shrink.OP.call(arguments(sets[0]))), 1)
     columns = 3 * shape.rank
     least = shape.hidden * (shape.tokens + columns * sets[0].active) + shape.tokens * columns
