@@ -12,6 +12,7 @@ from tilewright.codegen.lora_kernels import RowCounts, RowForm
 from tilewright.codegen.lora_plan import UNSORTED_ROWS
 from tilewright.codegen.lora_shrink_kernels import ShrinkProblem
 from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.ops.grouping import dense
 from tilewright.ops.lora_expand import ExpandArguments
 from tilewright.ops.lora_rows import num_groups
 from tilewright.ops.lora_shrink import ShrinkArguments
@@ -62,8 +63,8 @@ def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
 def row_values(a: Any, counts: RowCounts) -> Values:
     """Tensors and counts of the rows, by the kernels' parameter names."""
     return {
-        "ids_ptr": None if a.expert_ids is None else a.expert_ids.contiguous(),
-        "offsets_ptr": None if a.a_offsets is None else a.a_offsets.contiguous(),
+        "ids_ptr": dense(a.expert_ids),
+        "offsets_ptr": dense(a.a_offsets),
         "num_rows": counts.num_rows,
         "total_rows": counts.total_rows,
         "num_groups": counts.groups,
@@ -98,7 +99,7 @@ def expand_problem(
     a: ExpandArguments, counts: RowCounts, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[ExpandProblem, Values]:
     """The problem of a call that fills `outputs`, and its tensors by parameter name."""
-    values: Values = {"s_ptr": a.s, "scales_ptr": a.scales, **row_values(a, counts)}
+    values: Values = {"s_ptr": a.s, "scales_ptr": dense(a.scales), **row_values(a, counts)}
     values["s_plane_stride"] = a.s.stride(0)
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     parts: list[Projection | None] = []

@@ -9,6 +9,7 @@ import torch
 
 from tilewright.ops.contract import Lowering, Tolerance
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.quantized_problems import differences
 
 KERNEL_MODULE = "tilewright.ops.launches"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
@@ -31,7 +32,13 @@ TOLERANCES = {
 def kernel_obstacle(arguments: Any) -> str | None:
     """None, or why no emitted kernel takes these arguments of an attention op."""
     dtype = arguments.k_cache.dtype
-    return None if dtype in KERNEL_DTYPES else f"no kernel for {dtype}"
+    if dtype not in KERNEL_DTYPES:
+        return f"no kernel for {dtype}"
+    if arguments.cos is not None and arguments.cos.dtype != arguments.sin.dtype:
+        return f"cos of {arguments.cos.dtype}, sin of {arguments.sin.dtype}"
+    if getattr(arguments, "weight_format", "dense") != "dense":
+        return differences(arguments) or None
+    return None
 
 
 def emitted_kernel(function: str) -> Lowering:

@@ -45,15 +45,6 @@ def quantization(a: Any) -> Quantization:
     words, order = stored_words(a)
     scales = [getattr(a, f"{letter}_scale") for letter in LETTERS]
     zeros = [getattr(a, f"{letter}_zero") for letter in LETTERS]
-    there = [index for index, word in enumerate(words) if word is not None]
-    packed = [_packed_zeros(a, index) for index in there if zeros[index] is not None]
-    differs = ""
-    if len({scales[index].dtype for index in there}) != 1:
-        differs = "scales of several dtypes"
-    if len({None if zeros[i] is None else zeros[i].dtype for i in there} | set(packed)) > (
-        2 if packed else 1
-    ):
-        differs = "zeros of several kinds"
     first = words[0]
     assert first is not None
     return Quantization(
@@ -64,13 +55,27 @@ def quantization(a: Any) -> Quantization:
         scale_strides=_strides(scales),
         zero_dtype=None if zeros[0] is None else TRITON_TYPES[zeros[0].dtype],
         zero_strides=_strides(zeros),
-        packed_zeros=bool(packed) and packed[0],
+        packed_zeros=zeros[0] is not None and _packed_zeros(a, 0),
         zero_point=a.zero_point,
         order=order,
         x_dtype=TRITON_TYPES[a.x.dtype],
         x_scale=_x_scale(a),
-        differs=differs,
+        differs=differences(a),
     )
+
+
+def differences(a: Any) -> str:
+    """What the scales and zeros of q, k and v do not share; empty where they are of one kind."""
+    there = [i for i, x in enumerate(LETTERS) if getattr(a, f"{x}_weight") is not None]
+    scales = {getattr(a, f"{LETTERS[index]}_scale").dtype for index in there}
+    zeros = [getattr(a, f"{LETTERS[index]}_zero") for index in there]
+    kinds = {
+        None if zero is None else (zero.dtype, _packed_zeros(a, index))
+        for index, zero in zip(there, zeros, strict=True)
+    }
+    if len(kinds) > 1:
+        return "zeros of several kinds"
+    return "scales of several dtypes" if len(scales) > 1 else ""
 
 
 def _packed_zeros(a: Any, index: int) -> bool:

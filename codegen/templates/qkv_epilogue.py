@@ -32,7 +32,11 @@ def load_heads(
     STRIDES: (token, group, head, dim).
     """
     rows = pointer + tokens.to(tl.int64)[:, None, None] * STRIDES[0]
-    rows += grouped(heads[None, :, None], GROUP, STRIDES[1], STRIDES[2])
+    if max(STRIDES[1], STRIDES[2]) > 2**23:
+        # Heads outside of tokens: a few of them would pass 2 ** 31.
+        rows += grouped(heads.to(tl.int64)[None, :, None], GROUP, STRIDES[1], STRIDES[2])
+    else:
+        rows += grouped(heads[None, :, None], GROUP, STRIDES[1], STRIDES[2])
     low_dims, high_dims = pair_dims(tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
     mask = token_mask[:, None, None]
     if head_limit is not None:

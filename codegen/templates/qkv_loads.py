@@ -72,6 +72,16 @@ def grouped(
 
 
 @triton.jit
+def token_rows(tokens, STRIDE: tl.constexpr):
+    """Offsets of the rows of tokens [tokens, 1]: 64-bit where rows are so far apart that few of
+    them would pass 2 ** 31."""
+    if STRIDE > 2**15:
+        return tokens[:, None].to(tl.int64) * STRIDE
+    else:
+        return tokens[:, None] * STRIDE
+
+
+@triton.jit
 def load_vectors(
     pointer, kind_mask, heads, head_limit, first_pair, low_dims, high_dims,
     GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,

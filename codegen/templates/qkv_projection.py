@@ -27,6 +27,7 @@ from tilewright.codegen.templates.qkv_loads import (
     load_norm,
     load_rope,
     pair_dims,
+    token_rows,
 )
 from tilewright.codegen.templates.qkv_places import KEY, QUERY, VALUE, head_of_tile, store_target
 
@@ -338,7 +339,7 @@ def qkv_projection_swapped(
     PART: tl.constexpr = (HIDDEN + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     columns = part * PART + tl.arange(0, BLOCK_K)
     weight_ptrs = weight_rows[:, None] + columns[None, :] * column_stride
-    x_ptrs = x_ptr + tokens[:, None] * X_STRIDE + columns[None, :]
+    x_ptrs = x_ptr + token_rows(tokens, X_STRIDE) + columns[None, :]
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     # Before the loop: after it nothing would hide the time these loads take.

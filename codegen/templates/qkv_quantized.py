@@ -31,6 +31,7 @@ from tilewright.codegen.templates.qkv_loads import (
     load_norm,
     load_rope,
     pair_dims,
+    token_rows,
 )
 from tilewright.codegen.templates.qkv_places import KEY, QUERY, head_of_tile, store_target
 from tilewright.codegen.templates.qkv_projection import part_of, reduce_partials, stride_of
@@ -166,7 +167,7 @@ def qkv_quantized(
         word_offsets = dims * row_stride
     word_columns = first_column // STEP + tl.arange(0, BLOCK_K // STEP)
     word_ptrs = weight_ptr + word_offsets[:, None] + word_columns[None, :] * column_stride
-    x_ptrs = x_ptr + tokens[:, None] * X_STRIDE + columns[None, :]
+    x_ptrs = x_ptr + token_rows(tokens, X_STRIDE) + columns[None, :]
     # Before the loop: after it nothing would hide the time these loads take.
     heads = head + tl.arange(0, 1)
     low_bias, high_bias = load_bias(

@@ -140,6 +140,16 @@ def test_expand_computes_the_op(case, config):
     check_expanded(case, a, expanded(a, config))
 
 
+def test_factors_of_adapters_may_lie_anywhere():
+    """One number for all of them, and a column of a table."""
+    case = next(case for case in EXPAND if case.name == "rows_many")
+    a = lora_expand.sample_inputs(case)
+    column = torch.arange(3.0 * case.num_adapters).view(case.num_adapters, 3)[:, 1]
+    for scales in (torch.tensor(0.5).expand(case.num_adapters), column):
+        given = replace(a, scales=scales)
+        check_expanded(case, given, expanded(given, EXPAND_CONFIGS["tile"]))
+
+
 SHRINK_ROWS = [c for c in SHRINK if c.rows in ("rows", "sequences")]
 
 

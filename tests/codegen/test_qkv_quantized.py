@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.codegen.test_qkv_templates import check, prepare, run
+from tilewright.codegen.emit import emit
 from tilewright.codegen.qkv_kernels import SwappedConfig, swapped_grid
 from tilewright.codegen.qkv_quantized_kernels import (
     dequantize_grid,
@@ -140,3 +141,23 @@ def test_bytes_are_read_as_words_only_where_they_are() -> None:
 def test_an_order_without_a_kernel_says_so() -> None:
     _, _, problem = prepare(in_wide_cache(ODD_ORDER))
     assert quantized_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
+
+
+@pytest.mark.parametrize("what", ["scale", "zero"])
+def test_weights_of_several_kinds_are_left_to_the_reference(what: str) -> None:
+    """Neither a fused kernel nor the one that makes numbers tells them apart."""
+    a = in_wide_cache(replace(NIBBLES, zeros="float"))
+    assert qkv_cache.OP.choose("cuda", a).lowering.name == "emitted_kernel"
+    other = {f"k_{what}": getattr(a, f"k_{what}").double()}
+    choice = qkv_cache.OP.choose("cuda", replace(a, **other))
+    assert choice.lowering.name == "reference"
+    assert f"{what}s of several" in choice.rejected[0][1]
+
+
+@pytest.mark.parametrize("stride", [2**15, 2**24])
+def test_rows_far_apart_are_counted_in_64_bits(stride: int) -> None:
+    _, _, problem = prepare(in_wide_cache(NIBBLES))
+    far = replace(problem, x_stride=stride)
+    source = emit(quantized_spec(far, CONFIGS["whole heads"], "sm90"))
+    (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
+    assert ("int64" in line) == (stride > 2**15)

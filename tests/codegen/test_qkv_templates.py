@@ -6,6 +6,7 @@ or a missing store shows.
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.emit import emit
 from tilewright.codegen.qkv_kernels import (
     EpilogueConfig,
     SwappedConfig,
@@ -349,6 +351,29 @@ def test_store_takes_any_strides() -> None:
     turned = arguments.k.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     assert turned.stride(-1) != 1
     check(cache_store.OP, replace(arguments, k=turned), run_store)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_rows_and_heads_far_apart_are_counted_in_64_bits(far: bool) -> None:
+    problem = prepare(qkv_cache.OP.sample_inputs(LLAMA))[2]
+    problem = replace(problem, x_stride=2**24 if far else 2**15)
+    source = emit(swapped_spec(problem, SWAPPED["whole heads"], "sm90"))
+    (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
+    assert ("int64" in line) == far
+    store, _ = lowerings.prepare_store(cache_store.OP.sample_inputs(LLAMA))
+    heads = replace(store.k, head=2**24 if far else 2**23)
+    spec = epilogue_spec(replace(store, k=heads), EpilogueConfig(4, 2, 4), "sm90")
+    before = emit(spec).partition("tl.load(")[0]
+    assert bool(re.search(r"\bheads\w*\.to\(tl\.int64\)", before)) == far
+
+
+def test_tables_of_two_dtypes_are_left_to_the_reference() -> None:
+    arguments = qkv_cache.OP.sample_inputs(LLAMA)
+    for one in (arguments, cache_store.OP.sample_inputs(LLAMA)):
+        op = qkv_cache.OP if one is arguments else cache_store.OP
+        choice = op.choose("cuda", replace(one, sin=one.sin.float(), cos=one.cos.bfloat16()))
+        assert choice.lowering.name == "reference"
+        assert "cos of torch.bfloat16, sin of torch.float32" in choice.rejected[0][1]
 
 
 @pytest.mark.parametrize("static_tokens", [False, True])
