@@ -86,12 +86,15 @@ class LatentProblem:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Rows of one program, and the warps that share them; tokens that a program of a fused launch
-    checks for being keys."""
+    """Rows of one program, and the warps that share them.
+
+    checked: tokens that a program of a fused launch looks at for those that are no keys. It takes
+    these one block_t after the other, so that more are slower where there are such tokens.
+    """
 
     block_t: int
     num_warps: int = 4
-    checked: int = 64
+    checked: int = 16
 
 
 def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> KernelSpec:
@@ -156,7 +159,7 @@ def _one_source(problem: LatentProblem) -> bool:
 
 
 def latent_grid(problem: LatentProblem, config: LatentConfig, tokens: int, rows: int) -> int:
-    """Programs of a launch: those of keys, then those of tokens."""
+    """Programs of a launch: those of tokens, then those of keys."""
     block = max(config.checked, config.block_t) if problem.fused else config.block_t
     own = cdiv(tokens, block) if problem.store or problem.keep else 0
     return row_programs(problem, config, rows) + own

@@ -6,16 +6,23 @@ from tilewright.codegen.mla_kernels import LatentConfig, LatentProblem, UpConfig
 from tilewright.codegen.qkv_heads import next_power_of_2
 from tilewright.codegen.targets import Target
 
-# Rows up to which one row is one program: there are fewer rows than warps that hide latency.
+# Rows up to which a program has one: there are fewer than warps that hide latency.
 FEW_ROWS = 1024
+# Rows up to which a fused launch has a program for every fourth of its tokens.
+SOME_ROWS = 16384
 
 
 def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
-    """Tiles for `rows` rows of keys and tokens together."""
-    if rows <= FEW_ROWS:
-        return LatentConfig(1, 4)
-    # Least or nearly so on an H200 for 4096 and 16384 rows, values and codes, stored or not.
-    return LatentConfig(1, 1)
+    """Tiles for `rows` rows of keys and tokens together.
+
+    One warp each: the norm's sums are then added in one order whatever the number of rows. Least
+    or nearly so on an H200 for 16 to 32768 rows, values and codes; fused rows in pairs take 117
+    registers, not 63, which leaves half the programs on a multiprocessor.
+    """
+    few = rows <= FEW_ROWS
+    if problem.fused:
+        return LatentConfig(1, 1, checked=1 if few else 4 if rows <= SOME_ROWS else 16)
+    return LatentConfig(1 if few else 2, 1)
 
 
 def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:

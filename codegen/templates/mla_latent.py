@@ -1,6 +1,6 @@
 """Everything about latents in one launch: norm, rotation, cache write, gather, quantisation.
 
-Programs below `row_programs` take rows of keys: they find each key's place in the cache and copy
+The last `row_programs` programs take rows of keys: they find each key's place in the cache and copy
 its entry to the key's row of a buffer, quantised where that is wanted. The others take new tokens:
 they norm and rotate them and write them to the cache, to a buffer, or both. With FUSED a row that
 is a new token is computed from the token itself and not read back, so that neither part waits for
@@ -151,8 +151,8 @@ def mla_latents(
 
     table_*: the lookup table that new tokens are written by; lookup_*: the one of keys.
 
-    Grid (row_programs + cdiv(T, BLOCK_T)), row_programs = cdiv(num_rows, BLOCK_T) or 0; FUSED:
-    (row_programs + cdiv(T, CHECKED)). Cache strides are (page, slot, column); addresses of tokens
+    Grid (cdiv(T, BLOCK_T) + row_programs), row_programs = cdiv(num_rows, BLOCK_T) or 0; FUSED:
+    (cdiv(T, CHECKED) + row_programs). Cache strides are (page, slot, column); addresses of tokens
     as in `qkv_places.cache_places`, keys as in `key_places`. BATCH_STRIDES: of row_offsets, lengths
     and token_positions. NEIGHBOURS: how the members of a pair lie in the cache and the buffers.
     UNITS divide the cache's strides of pages and slots, of latents and of rope columns. ONE_SOURCE:
@@ -161,8 +161,9 @@ def mla_latents(
     as well, and the programs of tokens are left with those that are no keys. BLOCK_L, a power of
     two, covers RANK, and PAIRS half of ROPE_DIM.
     """
-    program = tl.program_id(0)
-    if GATHER and program < row_programs:
+    # Tokens come first: those that are no keys, if there are any, take a program longest.
+    program = tl.program_id(0) - (tl.num_programs(0) - row_programs)
+    if GATHER and program >= 0:
         rows = program * BLOCK_T + tl.arange(0, BLOCK_T)
         mask = rows < num_rows
         page, slot, sequence, position, valid = key_places(
@@ -262,11 +263,11 @@ def mla_latents(
                 CAP, GROUP, ROPE_SCALE,
             )  # fmt: skip
     elif STORE or KEEP:
-        start = (program - row_programs) * BLOCK_T
+        start = tl.program_id(0) * BLOCK_T
         last = start + BLOCK_T
         if FUSED:
             # Mostly there is none, and fewer programs find out.
-            start = (program - row_programs) * CHECKED
+            start = tl.program_id(0) * CHECKED
             checked = start + tl.arange(0, CHECKED)
             inside = checked < num_tokens
             left = inside & ~are_keys(
