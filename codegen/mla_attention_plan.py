@@ -32,9 +32,9 @@ SPECIALISED_KEYS = 3072
 SPECIALISED_AVERAGE = 768
 # Share of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
-# A library's attention gains over ours what joining the keys costs at so many tiles of 128 queries.
+# A library's attention takes less time than ours from so many tiles of 128 queries on.
 LIBRARY_TILES = 1024
-# And at so many keys: below, joining them is too much of the work.
+# And from so many keys on: below, what goes before it is too much of the work.
 LIBRARY_KEYS = 1024
 
 

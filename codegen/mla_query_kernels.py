@@ -88,8 +88,11 @@ class QueryProblem:
         return self.nope + self.rope_dim if self.whole else self.rope_dim
 
 
-# Rows of one program: 8 KiB and more of loads, with few enough registers for eight programs an SM.
-BLOCK_R = 64
+def block_rows(problem: QueryProblem) -> int:
+    """Rows of one program: 8 KiB and more of loads, with few enough registers for eight programs on
+    a multiprocessor. Of whole queries, not cast, 16 take 2 to 5 % less time than 64 on an H200."""
+    types = dict(problem.types)
+    return 16 if problem.whole and types["q_ptr"] == types["out_ptr"] else 64
 
 
 def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
@@ -104,7 +107,7 @@ def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
         "SEARCH_STEPS": problem.search_steps,
         "WHOLE": problem.whole,
         "KEY_STRIDES": problem.key_strides,
-        "BLOCK_R": BLOCK_R,
+        "BLOCK_R": block_rows(problem),
     }
     types = {name: found and f"*{found}" for name, found in problem.types}
     types |= problem.rotation.pointers
@@ -123,5 +126,5 @@ def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
     )
 
 
-def query_grid(num_rows: int) -> tuple[int]:
-    return (cdiv(num_rows, BLOCK_R),)
+def query_grid(problem: QueryProblem, num_rows: int) -> tuple[int]:
+    return (cdiv(num_rows, block_rows(problem)),)

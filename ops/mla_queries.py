@@ -41,8 +41,8 @@ def finished_queries(
     out = noted_scratch(a.q.new_empty((*a.q.shape[:-1], problem.out_width), dtype=_out_dtype(a)))
     if rows and a.q.device.type != "meta":
         target = device_target(a.q.device) or SM90
-        launch(_spec(problem, target.name), kernels.query_grid(rows), values | {"out_ptr": out},
-               a.q.device)  # fmt: skip
+        spec, grid = _spec(problem, target.name), kernels.query_grid(problem, rows)
+        launch(spec, grid, values | {"out_ptr": out}, a.q.device)
     if joined is not None:
         return out[..., a.rope :], out[..., : a.rope]
     if problem.whole:
