@@ -11,6 +11,7 @@ import torch
 from tests.codegen.test_mla_templates import case_of, launches  # noqa: F401
 from tests.ops.test_contract import clone
 from tilewright.codegen.mla_kernels import LatentConfig
+from tilewright.codegen.mla_plan import latent_config
 from tilewright.codegen.targets import SM100
 from tilewright.ops import mla_key_kernels
 from tilewright.ops.mla_cases import PrefillCase
@@ -104,3 +105,14 @@ def test_a_table_of_complex_numbers_gives_what_two_tables_give(by_position, writ
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
     for config in (ONE_ROW, *TILES):
         assert_same(written(together, chunk, config), written(apart, chunk, config))
+
+
+@pytest.mark.parametrize("name", ["paged", "static_cache", "quantized"])
+def test_planned_tiles_are_of_one_warp_for_any_number_of_rows(name):
+    """So a norm's sum is added in one order, in chunks as in the whole."""
+    a = PREFILL.sample_inputs(case_of(PREFILL, name))
+    chunk = Chunk(buffer_rows(a), row_key_offsets(a))
+    for call in mla_key_kernels.latent_launches(a, chunk, key_buffers(a, chunk)):
+        tiles = [latent_config(call.problem, 2**step) for step in range(18)]
+        assert {config.num_warps for config in tiles} == {1}
+        assert all(config.checked >= config.block_t for config in tiles)
