@@ -24,7 +24,12 @@ from tilewright.codegen.mla_attention_plan import library_gains
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.kernel_launch import launch
-from tilewright.ops.mla_attention_problems import AttentionCall, QueryRope, attention_problem
+from tilewright.ops.mla_attention_problems import (
+    AttentionCall,
+    QueryRope,
+    attention_problem,
+    check_call,
+)
 from tilewright.ops.mla_queries import finished_queries, query_specs
 from tilewright.ops.repeats import made_by_library, noted_scratch
 
@@ -94,6 +99,7 @@ def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
 def joined_attention(plain: AttentionCall, rope: QueryRope, joined: torch.Tensor) -> torch.Tensor:
     """out [B, S, H, V] of q [B, S, H, N + R], rotated on the way, and joined keys
     [B, S, H, R + N + V] whose views the call's k and v are; its rope columns are written first."""
+    check_call(plain)
     width = plain.rope + plain.nope
     _, turned = finished_queries(plain, rope, whole=True, joined=joined)
     q = turned.as_strided((*turned.shape[:-1], width), turned.stride())
@@ -104,6 +110,7 @@ def joined_specs(
     plain: AttentionCall, rope: QueryRope, joined: torch.Tensor, target: Target
 ) -> tuple[KernelSpec, ...]:
     """What `joined_attention` launches of ours."""
+    check_call(plain)
     return query_specs(plain, rope, target, whole=True, joined=joined)
 
 
