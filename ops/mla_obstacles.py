@@ -23,6 +23,8 @@ def prefill_obstacle(a: Any) -> str | None:
     """Why no kernels take a `mla_prefill` call; None where they do. Metadata only."""
     if a.q.dtype not in VALUE_DTYPES:
         return f"no kernel for {a.q.dtype}"
+    if not a.scale > 0:  # the largest logit is that of the largest product
+        return f"no kernel for a scale of {a.scale}"
     rank = a.kv_b_weight.shape[1]
     obstacle = _width_obstacle(rank, widths(a)[1])
     if obstacle is None and _coded(a):
@@ -54,6 +56,8 @@ def branch_obstacle(a: Any) -> str | None:
     """Why no kernels take a `mla_prefill_branch_fp8` call; None where they do. Metadata only."""
     if a.q.dtype not in VALUE_DTYPES:
         return f"no kernel for {a.q.dtype}"
+    if not a.scale > 0:
+        return f"no kernel for a scale of {a.scale}"
     rank = a.kv_b_proj.shape[1]
     obstacle = _width_obstacle(rank, a.latents.shape[1] - rank)
     if obstacle is None and a.kv_b_proj.shape[0] * a.q.element_size() % 16:

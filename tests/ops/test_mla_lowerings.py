@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -142,3 +144,17 @@ def test_memory_that_tma_cannot_reach_is_copied(launches):
     out = mla_lowerings.launch_mla_prefill(*args, **kwargs)
     problem = op.tolerances[out.dtype].problem(out, expected.double())
     assert problem is None, problem
+
+
+@pytest.mark.parametrize("name", ["mla_prefill", "mla_prefill_branch_fp8"])
+def test_scales_that_are_not_positive_are_the_references(name):
+    """The op takes any finite one."""
+    op = get_op(name)
+    a = replace(sample(op, "paged" if name == "mla_prefill" else "plain"), scale=-0.5)
+    choice = op.choose("cuda", a)
+    assert choice.lowering.name == "reference"
+    assert "a scale of -0.5" in str(choice.rejected)
+
+
+def sample(op, name):
+    return op.sample_inputs(next(case for case in op.cases if case.name == name))
