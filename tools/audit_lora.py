@@ -68,7 +68,7 @@ def lora_cases(target: Target) -> list[AuditCase]:
         cases += _token_cases(layer, "groups", target, (1, 64, 8192))
     # Tiles that only other counts get.
     cases += _token_cases(replace(LAYERS[1], adapters=64), "groups", target, (8192,))
-    cases += _token_cases(replace(first, rank=128, adapters=32), "groups", target, (4096,))
+    cases += _token_cases(replace(first, rank=128, adapters=32), "groups", target, (6144,))
     cases += _token_cases(replace(first, rank=32), "groups", target, (2048,))
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
