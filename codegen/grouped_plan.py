@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.grouped_kernels import GemmConfig, GroupedProblem
+from tilewright.codegen.grouped_kernels import TMA_BYTES, GemmConfig, GroupedProblem
 from tilewright.codegen.grouped_scaled_kernels import ScaledConfig, scaled_config
 from tilewright.codegen.moe_codes_kernels import CodesConfig, codes_config, codes_obstacle
 from tilewright.codegen.moe_codes_plan import STREAMED_K, token_tile
-from tilewright.codegen.qkv_heads import cdiv
+from tilewright.codegen.qkv_heads import ELEMENT_BYTES, cdiv
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
@@ -49,6 +49,8 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     streams = not target.tmem_columns and streams_codes(problem)
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
     decode = rows >= bounds.get(problem.format, rows + 1)
+    # Rows of numbers follow each other without a gap.
+    decode = decode and problem.inner * ELEMENT_BYTES[problem.dtype] % TMA_BYTES == 0
     if streams and not decode:
         codes = _codes_config(problem.format, rows)
         return GroupedPlan(codes, False, f"{rows} rows per group, {codes}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.codegen.grouped_kernels import (
+    TMA_BYTES,
     DequantizeConfig,
     ExpertLayout,
     GroupedProblem,
@@ -26,9 +27,11 @@ DECODED_BYTES = 4 * 2**30
 
 
 def decodable(problem: MoeProblem) -> bool:
-    """Whether there is something to decode, in the memory that is given to it."""
+    """Whether there is something to decode, in the memory that is given to it, to rows that TMA
+    can step through."""
     elements = len(_storages(problem)) * decoded_elements(problem)
-    fits = ELEMENT_BYTES[problem.dtype] * elements <= DECODED_BYTES
+    size = ELEMENT_BYTES[problem.dtype]
+    fits = size * elements <= DECODED_BYTES and problem.hidden * size % TMA_BYTES == 0
     return problem.format != "dense" and not problem.coded_rows and fits
 
 

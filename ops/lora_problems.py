@@ -41,6 +41,9 @@ def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
     ids, offsets = a.expert_ids, a.a_offsets
     id_dtype = None if ids is None else TRITON_TYPES[ids.dtype]
     form = RowForm("single", num_adapters, id_dtype, one_each=counts.rows_per_id == 1)
+    if counts.num_rows == 0:
+        # No ids are read, of which there may be none: elsewhere there is a row at least.
+        return replace(form, id_dtype=None)
     if offsets is not None:
         return replace(
             form,

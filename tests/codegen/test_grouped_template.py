@@ -134,6 +134,13 @@ def test_many_rows_have_their_weights_decoded_first(form, interpreted):
     assert problem is None, problem
 
 
+def test_rows_that_tma_could_not_step_through_are_not_decoded_first():
+    a = sample_inputs(GroupedCase("case", (300,), None, 80, 128, 1, weight_format="fp8"))
+    problem, target = grouped_problem(a), TARGETS["sm90"]
+    assert plan_grouped(problem, 512, target).decode
+    assert not plan_grouped(replace(problem, inner=36), 512, target).decode
+
+
 def test_a_tensor_that_tma_cannot_start_at_is_moved(interpreted):
     a = sample_inputs(GROUPED_CASES[0])
     shifted = torch.zeros(a.x.numel() + 1, dtype=a.x.dtype)[1:].view(a.x.shape).copy_(a.x)

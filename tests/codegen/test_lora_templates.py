@@ -150,6 +150,22 @@ def test_factors_of_adapters_may_lie_anywhere():
         check_expanded(case, given, expanded(given, EXPAND_CONFIGS["tile"]))
 
 
+@pytest.mark.parametrize("name", ["rows", "groups"])
+@pytest.mark.parametrize("config", EXPAND_CONFIGS)
+def test_a_token_without_rows_is_copied_and_no_id_is_read(name, config):
+    case = next(case for case in EXPAND if case.name == name)
+    a = lora_expand.sample_inputs(case)
+    bases = {letter: None if (t := getattr(a, letter)) is None else t[:1] for letter in "qkv"}
+    ids = None if a.expert_ids is None else a.expert_ids[:0]
+    offsets = None if a.a_offsets is None else a.a_offsets[:1] * 0
+    a = replace(a, **bases, s=a.s[:, :0], expert_ids=ids, a_offsets=offsets)
+    lora_expand.validate(a)
+    problem, _ = expand_problem(a, row_counts(a, 0, 1), lora_expand.fake(a))
+    spec = lora_expand_kernels.expand_spec(problem, EXPAND_CONFIGS[config], "sm90")
+    assert not {"ids_ptr", "offsets_ptr"} & dict(spec.signature).keys()
+    check_expanded(case, a, expanded(a, EXPAND_CONFIGS[config]))
+
+
 SHRINK_ROWS = [c for c in SHRINK if c.rows in ("rows", "sequences")]
 
 

@@ -66,3 +66,10 @@ def test_layers_that_take_too_much_memory_stay_codes():
 
 def test_dense_weights_need_no_decoding():
     assert not decodable(moe_problem(moe.sample_inputs(BASE)))
+
+
+def test_rows_that_tma_cannot_step_through_stay_codes():
+    """Rows of codes may have a gap; those of numbers follow each other."""
+    problem = moe_problem(moe.sample_inputs(replace(BASE, weight_format="fp8", inner=96)))
+    assert decodable(problem)
+    assert not decodable(replace(problem, hidden=36))

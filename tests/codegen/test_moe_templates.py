@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen import moe_kernels as kernels
-from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.build import compile_for, load_interpreted
 from tilewright.codegen.emit import emit
 from tilewright.codegen.interpreter import interpret
 from tilewright.codegen.moe_codes_kernels import codes_config, codes_obstacle, order_of
@@ -124,6 +124,16 @@ def test_kernels_compute_the_op(case, config):
     exact = moe.reference(as_double(a))
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
+
+
+@pytest.mark.parametrize("activation", ["relu", "clamped_swiglu"])
+def test_nan_passes_the_activation(activation):
+    """Which the interpreter would not show: there every maximum of NaN is NaN."""
+    a = moe.sample_inputs(MoeCase("case", activation=activation, limit=1.0, hidden=32, inner=32))
+    ptx = compile_for(kernels.up_spec(moe_problem(a), SWAPPED, "sm90")).ptx
+    assert "max.NaN." in ptx or "min.NaN." in ptx
+    assert "min.f32" not in ptx
+    assert "max.f32" not in ptx
 
 
 CODES = [
