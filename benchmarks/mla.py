@@ -155,7 +155,7 @@ def run_case(heads: int, batch: str) -> None:
         graphs[name] = capture(once, warmup=1)
     if not has_turn():
         return
-    row |= interleaved_us(graphs, count, rounds=3, replays=2)
+    row |= interleaved_us(graphs, count, rounds=7, replays=2)
     for name in ("bf16", "fp8", "fp8_core"):
         row[f"{name}_speedup"] = row["stock"] / row[name]
     for name in calls:
