@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tilewright.codegen.templates.mla_loads import (
     load_queries,
+    load_rotation,
     load_rows,
     rope_rows,
     rotated_queries,
@@ -211,6 +212,17 @@ def mla_attention(
         positions_ptr, query_starts_ptr, sequence, query_base, first_row, own_queries,
         positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
     )  # fmt: skip
+    if ROPE > 0:
+        q_rope_base = base_of(
+            q_rope_ptr, query_base, sequence, head, q_rope_token_stride, q_rope_sequence_stride,
+            q_rope_head_stride, RAGGED,
+        )  # fmt: skip
+    if ROPE_STYLE != "none":
+        low, high, low_cos, high_cos, low_sin, high_sin = load_rotation(
+            q_rope_base, cos_ptr, sin_ptr, first_row, own_queries, q_rope_token_stride,
+            positions, query_base, table_rows, ROPE, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
+            SIN_STRIDES, BY_POSITION, BLOCK_M,
+        )  # fmt: skip
     q_base = base_of(
         q_ptr, query_base, sequence, head, q_token_stride, q_sequence_stride, q_head_stride, RAGGED
     )
@@ -218,15 +230,14 @@ def mla_attention(
     q_rope = q
     rope_source = rope_ptr
     if ROPE > 0:
-        q_rope_base = base_of(
-            q_rope_ptr, query_base, sequence, head, q_rope_token_stride, q_rope_sequence_stride,
-            q_rope_head_stride, RAGGED,
-        )  # fmt: skip
         if ROPE_STYLE != "none":
+            if ROPE_STYLE == "half":
+                # Else ptxas waits for these columns, of which there are most, before it asks for
+                # the others.
+                tl.debug_barrier()
             q_rope = rotated_queries(
-                q_rope_base, cos_ptr, sin_ptr, first_row, own_queries, q_rope_token_stride,
-                positions, query_base, table_rows, ROPE, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
-                SIN_STRIDES, BY_POSITION, BLOCK_M,
+                low, high, low_cos, high_cos, low_sin, high_sin, q_rope_base, first_row,
+                q_rope_token_stride, ROPE, ROPE_STYLE, BLOCK_M,
             )  # fmt: skip
         else:
             q_rope = load_queries(

@@ -150,12 +150,13 @@ def table_columns(
 
 
 @triton.jit
-def turned_pairs(
-    low, high, cos_ptr, sin_ptr, rows, known,
+def pair_angles(
+    cos_ptr, sin_ptr, rows, known,
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known.
+    """Cosines of first and second members of pairs, then sines, fp32 [rows, PAIRS] each; zeros
+    unless known.
 
     No sin_ptr: a pair's sine follows its cosine in one table, which is read once.
     """
@@ -175,9 +176,29 @@ def turned_pairs(
         low_sin, high_sin = table_columns(
             sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
         )
+    return low_cos, high_cos, low_sin, high_sin
+
+
+@triton.jit
+def turned_by(low, high, low_cos, high_cos, low_sin, high_sin):
+    """Members of pairs rotated, all fp32."""
     # Which product is not rounded is said here: the compiler chooses another in each place.
     turned_low = tl.fma(low, low_cos, -(high * low_sin))
     return turned_low, tl.fma(high, high_cos, low * high_sin)
+
+
+@triton.jit
+def turned_pairs(
+    low, high, cos_ptr, sin_ptr, rows, known,
+    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known."""
+    low_cos, high_cos, low_sin, high_sin = pair_angles(
+        cos_ptr, sin_ptr, rows, known, ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
+        SIN_STRIDES,
+    )  # fmt: skip
+    return turned_by(low, high, low_cos, high_cos, low_sin, high_sin)
 
 
 @triton.jit

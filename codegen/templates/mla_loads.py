@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.mla_entries import load_pairs, turned_pairs
+from tilewright.codegen.templates.mla_entries import load_pairs, pair_angles, turned_by
 from tilewright.codegen.templates.qkv_finish import rounded
 
 
@@ -39,42 +39,86 @@ def load_queries(
 
 
 @triton.jit
-def rotated_queries(
+def column_angles(
+    pointer, rows, known, ROPE: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr
+):
+    """What columns take from a table where pairs lie half of them apart, fp32 [rows, ROPE]; zeros
+    unless known."""
+    columns = tl.arange(0, ROPE)
+    taken = columns if FULL_WIDTH else columns % (ROPE // 2)
+    places = pointer + (rows * STRIDES[0])[:, None] + (taken * STRIDES[1])[None, :]
+    return tl.load(places, mask=known[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_rotation(
     base, cos_ptr, sin_ptr, first_row, own_queries, token_stride, positions, first_token, rope_rows,
     ROPE: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
     COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Rope columns [BLOCK_M, ROPE] of a tile's queries, rotated in fp32 and rounded once.
+    """What `rotated_queries` makes a tile's rope columns of: (first and second members of pairs,
+    their cosines, their sines).
 
     A row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows;
-    first_token: the number of the sequence's first. ROPE fills its tile.
+    first_token: the number of the sequence's first. ROPE fills its tile. Where pairs lie half the
+    columns apart: (all columns, the other member of each one's pair, ..).
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     real = rows < own_queries
-    low, high = load_pairs(
-        base, rows.to(tl.int64) * token_stride, real, ROPE, ROPE // 2,
-        ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
-    )  # fmt: skip
+    places = rows.to(tl.int64) * token_stride
     if BY_POSITION:
         turns = positions.to(tl.int64)
         known = real & (turns >= 0) & (turns < rope_rows)
     else:
-        turns = (first_token + rows) % rope_rows
+        turns = ((first_token.to(tl.int32) + rows) % rope_rows).to(tl.int64)
         known = real
-    low, high = turned_pairs(
-        low.to(tl.float32), high.to(tl.float32), cos_ptr, sin_ptr, turns, known,
-        ROPE, ROPE // 2, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
-    )  # fmt: skip
+    if ROPE_STYLE == "half" and sin_ptr is not None:
+        columns = tl.arange(0, ROPE)
+        first = tl.load(base + places[:, None] + columns[None, :], mask=real[:, None], other=0.0)
+        others = (columns + ROPE // 2) % ROPE
+        second = tl.load(base + places[:, None] + others[None, :], mask=real[:, None], other=0.0)
+        first_cos = column_angles(cos_ptr, turns, known, ROPE, FULL_WIDTH, COS_STRIDES)
+        first_sin = column_angles(sin_ptr, turns, known, ROPE, FULL_WIDTH, SIN_STRIDES)
+        second_cos = first_cos
+        second_sin = first_sin
+    else:
+        first, second = load_pairs(
+            base, places, real, ROPE, ROPE // 2,
+            ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
+        )  # fmt: skip
+        first_cos, second_cos, first_sin, second_sin = pair_angles(
+            cos_ptr, sin_ptr, turns, known, ROPE, ROPE // 2, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
+            SIN_STRIDES,
+        )  # fmt: skip
+    return first, second, first_cos, second_cos, first_sin, second_sin
+
+
+@triton.jit
+def rotated_queries(
+    first, second, first_cos, second_cos, first_sin, second_sin, base, first_row, token_stride,
+    ROPE: tl.constexpr, ROPE_STYLE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Rope columns [BLOCK_M, ROPE] of a tile's queries, rotated in fp32 and rounded once."""
     DTYPE: tl.constexpr = base.dtype.element_ty
-    pairs = tl.join(rounded(low, DTYPE), rounded(high, DTYPE))
-    if ROPE_STYLE != "interleaved":
-        pairs = tl.permute(pairs, (0, 2, 1))
+    columns = tl.arange(0, ROPE)
+    wide = first.to(tl.float32)
+    other = second.to(tl.float32)
+    if first.shape[1] == ROPE:
+        other = tl.where(columns < ROPE // 2, -other, other)
+        turned = rounded(tl.fma(wide, first_cos, other * first_sin), DTYPE)
+    else:
+        low, high = turned_by(wide, other, first_cos, second_cos, first_sin, second_sin)
+        pairs = tl.join(rounded(low, DTYPE), rounded(high, DTYPE))
+        if ROPE_STYLE != "interleaved":
+            pairs = tl.permute(pairs, (0, 2, 1))
+        turned = tl.reshape(pairs, (BLOCK_M, ROPE))
     # On Hopper Triton keeps an operand in shared memory for a whole loop if a load made it; any
     # other goes to registers again in each step, which costs a tenth. So this one is loaded, from
     # nowhere.
-    places = base + rows.to(tl.int64)[:, None] * token_stride + tl.arange(0, ROPE)[None, :]
-    return tl.load(places, mask=(rows < 0)[:, None], other=tl.reshape(pairs, (BLOCK_M, ROPE)))
+    rows = first_row + tl.arange(0, BLOCK_M)
+    places = base + rows.to(tl.int64)[:, None] * token_stride + columns[None, :]
+    return tl.load(places, mask=(rows < 0)[:, None], other=turned)
 
 
 @triton.jit
