@@ -176,6 +176,10 @@ ROTATED = {
     ),
     "dense": DENSE,
     "dense, positions": with_options(DENSE, query_positions=torch.randint(0, 257, (2, 257))),
+    "long tiles": with_options(
+        replace(DENSE, queries=(1100,) * 2, keys=(1100,) * 2),
+        query_starts=torch.tensor([0, 7], dtype=torch.int32),
+    ),
     "dense, no mask, fp16": with_options(replace(DENSE, dtype=torch.float16), mask="none"),
 }  # fmt: skip
 
@@ -184,6 +188,7 @@ ROTATED = {
 ROTATIONS = [
     *(("ragged, starts", style, True) for style in ("half", "interleaved, paired", "half, full")),
     *(("dense", style, False) for style in ("half", "interleaved, paired", "half, full")),
+    *(("long tiles", style, True) for style in ("half", "interleaved, paired")),
     ("ragged, starts", "interleaved", False),
     ("ragged, positions", "interleaved_to_half", True),
     ("dense, positions", "interleaved", True),
