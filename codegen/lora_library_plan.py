@@ -39,7 +39,7 @@ STACKED: Bounds = {
         64: ((1025, "batch"), (2049, "kernels"), (4097, "rows")),
         128: ((257, "rows"), (513, "batch"), (1793, "rows")),
         256: ((129, "rows"), (449, "batch"), (1793, "rows")),
-        MOST_COLUMNS: ((65, "rows"), (225, "batch"), (1793, "rows")),
+        MOST_COLUMNS: ((89, "rows"), (225, "batch"), (1793, "rows")),
     },
     5120: {
         32: ((129, "rows"),),
@@ -75,13 +75,9 @@ APART: Bounds = {
 }
 #: One weight alone.
 ALONE: Bounds = {
-    0: {64: ((4097, "plane"),), MOST_COLUMNS: ((1025, "plane"),)},
-    3072: {
-        32: ((4097, "plane"),),
-        64: ((769, "plane"),),
-        MOST_COLUMNS: ((385, "plane"),),
-    },
-    5120: {32: ((129, "plane"),), 64: ((65, "plane"),), MOST_COLUMNS: ((33, "plane"),)},
+    0: {32: ((3073, "plane"),), 64: ((1025, "plane"),), MOST_COLUMNS: ((449, "plane"),)},
+    3072: {32: ((4097, "plane"),), 64: ((769, "plane"),), MOST_COLUMNS: ((385, "plane"),)},
+    5120: {32: ((65, "plane"),), 64: ((33, "plane"),), MOST_COLUMNS: ((17, "plane"),)},
 }
 
 

@@ -27,6 +27,10 @@ WIDE_COLUMNS = 96
 # Rows up to which a program has all of K, by columns up to which.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 FEW_ROWS_WIDE = 256
+# Weights whose columns lie side by side: rows by columns up to which the row kernel takes them, and
+# rows of few columns up to which tiles are short.
+ACROSS_PRODUCTS = 1024
+ACROSS_ROWS = 512
 # Rows up to which tiles have the columns of one plane of rank 64, and K is split.
 COLUMN_BLOCK_ROWS = 2048
 # Programs for each multiprocessor up to which K is split further.
@@ -56,6 +60,10 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
     """The kernel for up to `num_rows` rows on a target."""
     columns, hidden = problem.planes * problem.rank, problem.hidden
     wide = columns > WIDE_COLUMNS
+    if any(stride != 1 for *_, stride in problem.weight_strides):
+        across = _plan_across(problem, num_rows, target)
+        if across is not None:
+            return across
     if takes_row_kernel(num_rows, columns, hidden):
         if num_rows * columns * hidden > ROW_PRODUCTS:
             return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
@@ -78,6 +86,26 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         split = _split(problem, num_rows, rows, cdiv(columns, 64), target)
         return TiledShrink(rows, 128, split, 4, 3, (64,))
     return _plan_many_rows(problem, num_rows, target)
+
+
+def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
+    """For weights whose columns lie side by side, not their K: the fewer programs share what is
+    read of a row of them, the better. None where that makes no difference."""
+    columns, hidden = problem.planes * problem.rank, problem.hidden
+    single = problem.dtype == "fp32"
+    if (single and takes_row_kernel(num_rows, columns, hidden)) or (
+        num_rows <= SINGLE_ROWS and num_rows * columns <= ACROSS_PRODUCTS
+    ):
+        return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
+    if single or num_rows > COLUMN_BLOCK_ROWS:
+        return None
+    if columns <= WIDE_COLUMNS:
+        if num_rows <= ACROSS_ROWS:
+            split = _split(problem, num_rows, 16, cdiv(columns, 32), target)
+            return TiledShrink(16, 256, split, 4, 3, (32,))
+        return TiledShrink(64, 128, _split(problem, num_rows, 64, 1, target), 4, 3)
+    split = _split(problem, num_rows, 64, cdiv(columns, 64), target)
+    return TiledShrink(64, 128, split, 4, 3, (64,))
 
 
 def _few_rows(columns: int) -> int:

@@ -70,8 +70,22 @@ def lora_cases(target: Target) -> list[AuditCase]:
     cases += _token_cases(replace(LAYERS[1], adapters=64), "groups", target, (8192,))
     cases += _token_cases(replace(first, rank=128, adapters=32), "groups", target, (6144,))
     cases += _token_cases(replace(first, rank=32), "groups", target, (2048,))
+    cases += _across_cases(first, target)
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
+
+
+def _across_cases(layer: LoraLayer, target: Target) -> Iterator[AuditCase]:
+    """Weights [K, R], whose columns lie side by side."""
+    for rank, tokens in ((16, 1), (16, 64), (64, 64)):
+        form = row_form(layer, "groups", tokens)
+        assert form is not None
+        problem = replace(layer, rank=rank).shrink(form)
+        problem = replace(problem, weight_strides=((rank * layer.hidden, 1, rank),) * 3)
+        config = plan_shrink(problem, tokens, target)
+        spec = lora_shrink_kernels.shrink_spec(problem, config, target.name)
+        name = f"lora {layer.name} across rank {rank} T={tokens}: {config}"
+        yield AuditCase(name, spec, _shrink_claims(config))
 
 
 def row_form(layer: LoraLayer, addressing: str, tokens: int) -> RowForm | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tilewright.codegen.lora_kernels import RowForm
 from tilewright.codegen.lora_plan import plan_shrink, planned_rows
-from tilewright.codegen.lora_shrink_kernels import ShrinkProblem
+from tilewright.codegen.lora_shrink_kernels import RowShrink, ShrinkProblem, TiledShrink
 from tilewright.codegen.targets import SM90
 
 
@@ -42,3 +44,23 @@ def test_few_counts_are_planned_for():
     assert len(planned) == 13 + 8
     assert all(planned_rows(rows) >= rows for rows in range(8193))
     assert all(planned_rows(rows) == rows for rows in planned)
+
+
+@pytest.mark.parametrize(
+    ("rank", "rows", "expected"),
+    [
+        (16, 1, RowShrink(1, 4, 4096, 8)),
+        (16, 16, RowShrink(1, 4, 4096, 8)),
+        (64, 1, RowShrink(1, 4, 4096, 8)),
+        (16, 64, TiledShrink(16, 256, 4, 4, 3, (32,))),
+        (64, 16, TiledShrink(64, 128, 4, 4, 3, (64,))),
+        (128, 256, TiledShrink(64, 128, 4, 4, 3, (64,))),
+    ],
+)
+def test_weights_across_share_what_is_read_of_them(rank, rows, expected):
+    """Weights [K, R] seen as [R, K]."""
+    strides = (rank * 4096, 1, rank)
+    form = RowForm("single", 1)
+    problem = ShrinkProblem("bf16", 4096, rank, (rank,) * 3, 4096, (strides,) * 3, form)
+    assert plan_shrink(problem, rows, SM90) == expected
+    assert isinstance(plan_shrink(replace(problem, dtype="fp32"), 1, SM90), RowShrink)
