@@ -306,6 +306,7 @@ def combine_spec(problem: MoeProblem, config: CombineConfig, target: str) -> Ker
     }
     constants: dict[str, Constant] = {
         "NUM_SLOTS": problem.num_slots,
+        "NUM_EXPERTS": problem.num_experts,
         "HIDDEN": problem.hidden,
         "WEIGHT_STRIDES": problem.weight_strides,
         "BLOCK_T": config.block_t,

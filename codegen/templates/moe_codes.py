@@ -150,11 +150,12 @@ def multiply_tile(
 
 
 @triton.jit
-def route_place(tile, ids_ptr, TILES_N: tl.constexpr):
+def route_place(tile, ids_ptr, NUM_EXPERTS: tl.constexpr, TILES_N: tl.constexpr):
     """What `tile_place` gives, where every route is a block of rows and they are not sorted."""
     route = tile // TILES_N
     expert = tl.load(ids_ptr + route).to(tl.int32)
-    return tl.maximum(expert, 0), route, route + (expert >= 0).to(tl.int32), tile % TILES_N
+    placed = (expert >= 0) & (expert < NUM_EXPERTS)
+    return tl.where(placed, expert, 0), route, route + placed.to(tl.int32), tile % TILES_N
 
 
 @triton.jit
@@ -203,7 +204,7 @@ def moe_up_codes(
                 tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
             )
         else:
-            expert, first_row, last_row, tile_n = route_place(tile, ids_ptr, TILES_N)
+            expert, first_row, last_row, tile_n = route_place(tile, ids_ptr, NUM_EXPERTS, TILES_N)
         x_places = first_row + tl.arange(0, SPLIT * BLOCK_M) % BLOCK_M
         routes = x_places
         if order_ptr is not None:
@@ -310,7 +311,7 @@ def moe_down_codes(
                 tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
             )
         else:
-            expert, first_row, last_row, tile_n = route_place(tile, ids_ptr, TILES_N)
+            expert, first_row, last_row, tile_n = route_place(tile, ids_ptr, NUM_EXPERTS, TILES_N)
         x_places = first_row + tl.arange(0, SPLIT * BLOCK_M) % BLOCK_M
         x_rows = x_ptr + x_places.to(tl.int64) * X_STRIDE
         weight_rows = tile_n * BLOCK_N + tl.arange(0, SPLIT * BLOCK_N) % BLOCK_N

@@ -7,13 +7,14 @@ import triton.language as tl
 @triton.jit
 def moe_combine(
     y_ptr, ids_ptr, weights_ptr, out_ptr, num_tokens,
-    NUM_SLOTS: tl.constexpr, HIDDEN: tl.constexpr, WEIGHT_STRIDES: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
+    WEIGHT_STRIDES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, HIDDEN] = sum over slots of weights [T, S] * y [T * S, HIDDEN], in fp32.
 
-    Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot of expert -1 adds nothing: its row of y
-    was never written.
+    Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot without an expert adds nothing: its row
+    of y was never written.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -24,7 +25,8 @@ def moe_combine(
     total = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
     for slot in tl.static_range(NUM_SLOTS):
         routes = tokens * NUM_SLOTS + slot
-        there = token_mask & (tl.load(ids_ptr + routes, mask=token_mask, other=-1) >= 0)
+        ids = tl.load(ids_ptr + routes, mask=token_mask, other=-1)
+        there = token_mask & (ids >= 0) & (ids < NUM_EXPERTS)
         rows = y_ptr + routes.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
         y = tl.load(rows, mask=there[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
         places = tokens * WEIGHT_STRIDES[0] + slot * WEIGHT_STRIDES[1]

@@ -182,6 +182,23 @@ def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
     assert problem is None, problem
 
 
+@pytest.mark.parametrize("by_route", [False, True])
+def test_experts_that_are_not_there_add_nothing(by_route):
+    """On a GPU nobody looks at the ids: no memory behind the experts' is read, nor memory that
+    nobody wrote."""
+    case = MoeCase("case", weight_format="nvfp4", hidden=64, inner=64, num_tokens=3, num_experts=4)
+    config = codes_config(8, 64, 128, 2, 2, part_k=64, split=2, by_route=by_route)
+    a = moe.sample_inputs(case)
+    parts = [f"{x}_{what}" for x in ("gate", "up", "down") for what in ("weight", "scale")]
+    parts += [f"{x}_expert_scale" for x in ("gate", "up", "down")]
+    a = replace(a, expert_ids=a.expert_ids % 3, **{name: getattr(a, name)[:3] for name in parts})
+    a.expert_ids[0, 0], a.expert_ids[2, 1] = -1, -1
+    want = fused(a, config)
+    a.expert_ids[0, 0], a.expert_ids[2, 1] = 3, -7
+    assert torch.equal(fused(a, config), want)
+    assert want.isfinite().all()
+
+
 @pytest.mark.parametrize("routing", ["random", "one", "none"])
 def test_specialised_warps_find_the_expert_in_memory(routing):
     case = MoeCase("case", num_tokens=37, num_experts=5, routing=routing)
