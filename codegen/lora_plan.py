@@ -27,10 +27,8 @@ WIDE_COLUMNS = 96
 # Rows up to which a program has all of K, by columns up to which.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 FEW_ROWS_WIDE = 256
-# Weights whose columns lie side by side: rows by columns up to which the row kernel takes them, and
-# rows of few columns up to which tiles are short.
+# Rows by columns up to which the row kernel takes weights whose columns lie side by side.
 ACROSS_PRODUCTS = 1024
-ACROSS_ROWS = 512
 # Rows up to which tiles have the columns of one plane of rank 64, and K is split.
 COLUMN_BLOCK_ROWS = 2048
 # Programs for each multiprocessor up to which K is split further.
@@ -99,11 +97,6 @@ def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrin
         return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
     if single or num_rows > COLUMN_BLOCK_ROWS:
         return None
-    if columns <= WIDE_COLUMNS:
-        if num_rows <= ACROSS_ROWS:
-            split = _split(problem, num_rows, 16, cdiv(columns, 32), target)
-            return TiledShrink(16, 256, split, 4, 3, (32,))
-        return TiledShrink(64, 128, _split(problem, num_rows, 64, 1, target), 4, 3)
     split = _split(problem, num_rows, 64, cdiv(columns, 64), target)
     return TiledShrink(64, 128, split, 4, 3, (64,))
 

@@ -52,7 +52,7 @@ def test_few_counts_are_planned_for():
         (16, 1, RowShrink(1, 4, 4096, 8)),
         (16, 16, RowShrink(1, 4, 4096, 8)),
         (64, 1, RowShrink(1, 4, 4096, 8)),
-        (16, 64, TiledShrink(16, 256, 4, 4, 3, (32,))),
+        (16, 64, TiledShrink(64, 128, 4, 4, 3, (64,))),
         (64, 16, TiledShrink(64, 128, 4, 4, 3, (64,))),
         (128, 256, TiledShrink(64, 128, 4, 4, 3, (64,))),
     ],
