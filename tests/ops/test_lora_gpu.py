@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.ops.test_contract import as_double, clone
 from tilewright.ops import lora_expand, lora_lowerings, lora_shrink
+from tilewright.ops.contract import get_op
 from tilewright.ops.lora_samples import LoraCase
 
 pytestmark = [
@@ -98,6 +100,36 @@ def test_one_adapter_goes_to_the_library_and_does_so_again(case, monkeypatch):
     assert torch.equal(op.call(a), before)
     a.a.neg_()
     assert torch.equal(op.call(a), -before)
+
+
+def test_the_cache_write_takes_a_delta_that_the_library_began(monkeypatch):
+    """Shrink by the library, expand and fused_qkv_paged, against the same with a float64 delta."""
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    op = get_op("fused_qkv_paged")
+    case = replace(
+        next(c for c in op.cases if c.name == "delta"), num_tokens=300, hidden=256, num_pages=50
+    )
+    a = op.sample_inputs(case, "cuda")
+    widths = [math.prod(weight.shape[:-1]) for weight in (a.q_weight, a.k_weight, a.v_weight)]
+    shrinks = [torch.randn(1, 64, 256, device="cuda").bfloat16() / 16 for _ in widths]
+    expands = [torch.randn(1, width, 64, device="cuda").bfloat16() / 64 for width in widths]
+    shrink = lora_shrink.ShrinkArguments(a.x, torch.cat(shrinks, 1))
+    assert lora_shrink.OP.plan_for(shrink, "sm90").name == "library GEMM"
+    s = lora_shrink.OP.call(shrink)
+    delta = lora_expand.ExpandArguments(s, None, None, None, *expands, packed=True)
+    fused = replace(a, delta=lora_expand.OP.call(delta)[0])
+    exact = as_double(clone(a))
+    products = zip(shrinks, expands, strict=True)
+    parts = [a.x.double() @ one[0].double().T @ other[0].double().T for one, other in products]
+    exact = replace(exact, delta=torch.cat(parts, 1))
+    assert_close_to(fused, op.call(fused), exact, op.reference(exact))
+
+
+def assert_close_to(fused, q, exact, exact_q):
+    pairs = ((q, exact_q), (fused.k_cache, exact.k_cache), (fused.v_cache, exact.v_cache))
+    for got, want in pairs:
+        error = (got.double() - want).norm() / want.norm()
+        assert error < 6e-3, error  # three roundings to bfloat16
 
 
 def as_tuple(result):
