@@ -19,10 +19,6 @@ from tilewright.ops.triton_types import TRITON_TYPES
 LETTERS = "qkv"
 
 
-def is_quantized(a: Any) -> bool:
-    return bool(a.weight_format != "dense")
-
-
 def stored_words(a: Any) -> tuple[list[torch.Tensor | None], tuple[int, ...]]:
     """The weights of q, k and v as the kernels read them, and the order of their nibbles."""
     weights = [getattr(a, f"{letter}_weight") for letter in LETTERS]

@@ -29,7 +29,7 @@ def dequantize_experts(
         mask=row_mask[:, None] & (stored_columns < INNER // PER_BYTE)[None, :],
     )  # fmt: skip
     scales = block_scales(
-        scale_ptr + expert * SCALE_STRIDES[0], rows, row_mask, column, INNER, BLOCK_N, BLOCK_K,
+        scale_ptr + expert * SCALE_STRIDES[0], rows, row_mask, column, INNER, BLOCK_K,
         SCALE_STRIDES, SCALE_BLOCK, FORMAT,
     )  # fmt: skip
     values = dequantize_tile(codes, scales, BLOCK_N, BLOCK_K, FORMAT, out_ptr.dtype.element_ty)

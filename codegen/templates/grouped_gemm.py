@@ -195,7 +195,7 @@ def grouped_gemm(
                 weight_rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
                 scales = block_scales(
                     scale_ptr + expert * SCALE_STRIDES[0], weight_rows, weight_rows < HIDDEN,
-                    column, INNER, BLOCK_N, BLOCK_K, SCALE_STRIDES, SCALE_BLOCK, FORMAT,
+                    column, INNER, BLOCK_K, SCALE_STRIDES, SCALE_BLOCK, FORMAT,
                 )  # fmt: skip
                 weight = dequantize_tile(
                     weight, scales, BLOCK_N, BLOCK_K, FORMAT, x_ptr.dtype.element_ty

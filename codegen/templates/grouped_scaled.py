@@ -68,7 +68,7 @@ def part_scales(
         rows = first_row + tl.arange(0, PART)
         scales = tl.reshape(
             block_scales(
-                start, rows, rows < ROWS, column, COLUMNS, PART, SCALE_BLOCK[1], STRIDES,
+                start, rows, rows < ROWS, column, COLUMNS, SCALE_BLOCK[1], STRIDES,
                 SCALE_BLOCK, "fp8",
             ), (PART,),
         )  # fmt: skip

@@ -73,12 +73,12 @@ def gate_up_scales(
     rows = first_row + tl.arange(0, BLOCK_N)
     scales = block_scales(
         gate_scale_ptr + expert * GATE_STRIDES[0], rows, rows < INNER, column,
-        HIDDEN, BLOCK_N, BLOCK_K, GATE_STRIDES, SCALE_BLOCK, FORMAT,
+        HIDDEN, BLOCK_K, GATE_STRIDES, SCALE_BLOCK, FORMAT,
     )  # fmt: skip
     if GATED:
         up = block_scales(
             up_scale_ptr + expert * UP_STRIDES[0], rows, rows < INNER, column,
-            HIDDEN, BLOCK_N, BLOCK_K, UP_STRIDES, SCALE_BLOCK, FORMAT,
+            HIDDEN, BLOCK_K, UP_STRIDES, SCALE_BLOCK, FORMAT,
         )  # fmt: skip
         GROUPS: tl.constexpr = scales.shape[1]
         both = tl.join(up, scales) if UP_FIRST else tl.join(scales, up)

@@ -9,10 +9,10 @@ from tilewright.codegen.templates.qkv_codes import nibble_pair
 
 @triton.jit
 def block_scales(
-    scale_ptr, rows, row_mask, first_k, K: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    scale_ptr, rows, row_mask, first_k, K: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDES: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """fp32 scales [ROWS, COLUMNS / BLOCK[1]] of weight rows from k = first_k on.
+    """fp32 scales [rows, COLUMNS / BLOCK[1]] of weight rows from k = first_k on.
 
     BLOCK: (rows, columns) that share a scale; COLUMNS is a multiple of BLOCK[1] or divides it.
     e8m0 becomes the power of two that it stands for.
