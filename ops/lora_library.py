@@ -27,7 +27,8 @@ def library_choice(
     a: ShrinkArguments, problem: ShrinkProblem, counts: RowCounts
 ) -> LibraryShrink | None:
     """How a library makes a call; None where the kernels are to. Metadata and addresses only."""
-    if problem.form.num_adapters != 1:
+    repeated = any(0 in strides[1:] for strides in problem.weight_strides)
+    if problem.form.num_adapters != 1 or repeated:
         return None
     rows = weight_rows(*_matrices(a))
     stacked = rows is not None and rows.firsts == tuple(

@@ -240,3 +240,13 @@ def test_weights_on_a_stack_are_seen_as_one():
     assert not joined(q_weight=q, k_weight=k, v_weight=v)
     assert joined(q_weight=k, k_weight=q, v_weight=v)
     assert joined(q_weight=q, k_weight=k.clone(), v_weight=v)
+
+
+def test_a_row_seen_many_times_is_no_stack():
+    row = torch.zeros(1, 1, 128, dtype=torch.bfloat16)
+    a = lora_shrink.ShrinkArguments(
+        torch.zeros(4096, 128, dtype=row.dtype), row.expand(1, 192, 128)
+    )
+    counts = row_counts(a, a.rows, a.rows)
+    given, _ = lora_lowerings.shrink_problem(a, counts)
+    assert lora_library.library_choice(a, given, counts) is None
