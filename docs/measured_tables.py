@@ -161,10 +161,8 @@ def adapters(data: dict[str, Any]) -> str:
     ]
     head = "**Adapters of q, k and v**, hidden 4096, 8 adapters, µs; the shrink makes all three "
     head += "planes, `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` and a "
-    head += (
-        "permute. K 8192, other ranks, and 1 to 64 adapters, where 32 of rank 128 at 2048 tokens "
-    )
-    head += "and K 8192 are slower than that (0.96): "
+    head += "permute. K 8192, where 32 adapters of rank 128 are slower than that at 2048 tokens, "
+    head += "other ranks, and 1 to 64 adapters: "
     head += "[docs/lora-performance.md](docs/lora-performance.md)."
     header = ("op, rank, tokens", "gather", "grouped_mm", "tilewright", "best / tilewright")
     return f"{head}\n\n{table(header, rows)}"
