@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.interpreted_launches import interpret_launches
 from tests.mla_library import attention
-from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
 from tilewright.ops import mla_key_kernels, mla_queries
 from tilewright.ops.mla_attention_problems import AttentionCall, QueryRope
@@ -15,15 +15,8 @@ from tilewright.ops.rope import apply_rope
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    names = []
-
-    def launch(spec, grid, values, device):
-        names.append(spec.kernel)
-        load_interpreted(spec)[grid](**{name: values[name] for name, _ in spec.signature})
-
-    monkeypatch.setattr(mla_queries, "launch", launch)
     monkeypatch.setattr(mla_queries, "device_target", lambda device: SM90)
-    return names
+    return interpret_launches(monkeypatch, mla_queries)
 
 
 @pytest.mark.parametrize("rope", [16, 24])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.attention_cases import exact, offsets
-from tilewright.codegen.build import load_interpreted
+from tests.interpreted_launches import interpret_launches
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops import mla_attention, mla_queries
 from tilewright.ops.mla_attention import AttentionCall, QueryRope, attend, attention_plan
@@ -47,15 +47,7 @@ PLACES = [
 @pytest.fixture
 def launches(monkeypatch):
     """Launches go to the interpreter; the kernels' names are noted."""
-    noted = []
-
-    def launch(spec, grid, values, device):
-        noted.append(spec.kernel)
-        load_interpreted(spec)[grid](**{name: values[name] for name, _ in spec.signature})
-
-    for module in (mla_attention, mla_queries):
-        monkeypatch.setattr(module, "launch", launch)
-    return noted
+    return interpret_launches(monkeypatch, mla_attention, mla_queries)
 
 
 def operands(where: Where, rope: int, dtype: torch.dtype):

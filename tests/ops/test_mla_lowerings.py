@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.interpreted_launches import interpret_launches
 from tests.mla_library import take_every_call
 from tests.ops.test_contract import as_double, clone
-from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90
 from tilewright.ops import (
     mla_attention,
@@ -33,18 +33,12 @@ CASES = {
 @pytest.fixture
 def launches(monkeypatch):
     """Launches go to the interpreter; the kernels' names are noted."""
-    noted = []
-
-    def launch(spec, grid, values, device):
-        noted.append(spec.kernel)
-        load_interpreted(spec)[grid](**{name: values[name] for name, _ in spec.signature})
-
-    library = mla_attention_library
-    for module in (library, mla_attention, mla_key_kernels, mla_lowerings, mla_queries):
-        monkeypatch.setattr(module, "launch", launch)
     for module in (mla_attention, mla_lowerings, mla_queries):
         monkeypatch.setattr(module, "device_target", lambda device: SM90)
-    return noted
+    library = mla_attention_library
+    return interpret_launches(
+        monkeypatch, library, mla_attention, mla_key_kernels, mla_lowerings, mla_queries
+    )
 
 
 @pytest.mark.parametrize(("where", "count"), CASES.items(), ids=["-".join(w) for w in CASES])
