@@ -9,6 +9,7 @@ import torch
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.models import mla_attention
 from tests.models.mla_idioms import IDIOMS, build
+from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, reports, rewrite
 from tilewright.patterns import attention_varlen
 from tilewright.patterns.attention_varlen import VarlenForm, register_varlen
@@ -31,6 +32,9 @@ MASKS = {
     "attention_unmasked": "none",
     "attention_masked_float": "tensor",
 }
+
+#: idiom -> what its PyTorch must have
+NEEDS = {"kv_b_fp8_product": ROW_SCALES}
 
 OWN_VARLEN = VarlenForm("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale")
 
@@ -73,7 +77,10 @@ def check_fused(name, patterns, **changes):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in IDIOMS if name not in MISSED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NEEDS.get(name, ())) for name in IDIOMS if name not in MISSED],
+)
 def test_every_idiom_is_fused_and_no_worse_than_eager(name):
     found = check_fused(name, [STORE, PREFILL])
     assert found.misses == ()
