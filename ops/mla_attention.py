@@ -28,8 +28,10 @@ from tilewright.ops.mla_attention_problems import (
     QueryRope,
     attention_problem,
     check_call,
+    query_views,
     strides_of,
     tensors_of,
+    with_query_parts,
 )
 from tilewright.ops.mla_queries import finished_queries, query_specs
 from tilewright.ops.triton_types import TRITON_TYPES
@@ -123,16 +125,6 @@ def _given(
     return AttentionCall(q, None, k, v, k_rope, **given), rope
 
 
-def _views(plain: AttentionCall, rope: QueryRope | torch.Tensor | None) -> AttentionCall:
-    """The call with both parts of its queries as they are given."""
-    turned = rope if isinstance(rope, torch.Tensor) else plain.q[..., plain.nope :]
-    return _parted(plain, plain.q[..., : plain.nope], turned)
-
-
-def _parted(plain: AttentionCall, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
-    return replace(plain, q=own, q_rope=None if plain.k_rope is None else turned)
-
-
 def _query_way(plain: AttentionCall, rope: QueryRope | torch.Tensor | None, target: Target) -> str:
     """How queries come to attention: "given" as they are; rotated, or cast, "before" it, "whole"
     where the library takes them side by side; or rotated "inside" our kernel."""
@@ -142,7 +134,7 @@ def _query_way(plain: AttentionCall, rope: QueryRope | torch.Tensor | None, targ
         return "given"
     if library_wanted_rotated(plain, rope, target):
         return "whole"
-    problem = attention_problem(replace(_views(plain, rope), turn=rope))
+    problem = attention_problem(replace(query_views(plain, rope), turn=rope))
     inside = rotates_queries(problem, attention_config(problem, plain.sizes, target))
     return "inside" if inside else "before"
 
@@ -152,9 +144,9 @@ def _with_queries(
 ) -> AttentionCall:
     """The call of the core, checked, and what goes before it launched."""
     if way in ("before", "whole"):
-        a = _parted(plain, *finished_queries(plain, rope, whole=way == "whole"))
+        a = with_query_parts(plain, *finished_queries(plain, rope, whole=way == "whole"))
     else:
-        a = _views(plain, rope)
+        a = query_views(plain, rope)
         a = replace(a, turn=rope if isinstance(rope, QueryRope) else None)
     check_call(a)
     return a

@@ -12,7 +12,6 @@ H200).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from tilewright.ops.mla_attention_problems import (
     QueryRope,
     attention_problem,
     check_call,
+    query_views,
 )
 from tilewright.ops.mla_queries import finished_queries, query_specs
 from tilewright.ops.repeats import made_by_library, noted_scratch
@@ -58,8 +58,7 @@ def library_wanted_rotated(plain: AttentionCall, rope: Any, target: Target) -> b
     """The same where q [.., N + R] is rotated first, and so is written whole."""
     if not isinstance(rope, QueryRope) or plain.q.dtype != plain.k.dtype:
         return False
-    own, turned = plain.q[..., : plain.nope], plain.q[..., plain.nope :]
-    views = replace(plain, q=own, q_rope=turned)
+    views = query_views(plain, rope)
     return library_wanted(views, attention_problem(views), target)
 
 

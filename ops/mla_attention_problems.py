@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,19 @@ class AttentionCall:
         queries, keys = self.q.shape[-3], self.k.shape[-3]
         longest = queries if self.max_query_tokens is None else self.max_query_tokens
         return AttentionSizes(self.num_sequences, queries, keys, min(longest, queries))
+
+
+def with_query_parts(
+    plain: AttentionCall, own: torch.Tensor, turned: torch.Tensor
+) -> AttentionCall:
+    """The call whose q is `own`, with `turned` beside it where keys have two parts."""
+    return replace(plain, q=own, q_rope=None if plain.k_rope is None else turned)
+
+
+def query_views(plain: AttentionCall, rope: QueryRope | torch.Tensor | None) -> AttentionCall:
+    """The call, whose q has all columns, with both parts of its queries as they are given."""
+    turned = rope if isinstance(rope, torch.Tensor) else plain.q[..., plain.nope :]
+    return with_query_parts(plain, plain.q[..., : plain.nope], turned)
 
 
 def check_call(a: AttentionCall) -> None:

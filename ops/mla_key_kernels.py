@@ -121,9 +121,7 @@ def make_keys(
     buffers = key_buffers(a, chunk)
     for call in latent_launches(a, chunk, buffers):
         launch(*latent_kernel(call, target), device)
-    if joins(buffers):
-        return up_project(a, chunk, buffers, target, joined=True)
-    return up_project(a, chunk, buffers, target)
+    return up_project(a, chunk, buffers, target, joined=joins(buffers))
 
 
 def up_project(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.codegen.build import load_interpreted
+from tests.interpreted_launches import interpret_launches
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops import lowerings
 
@@ -27,14 +27,10 @@ def chosen(monkeypatch):
 def interpreted(monkeypatch):
     """Launches run the emitted source on the CPU; memory not written holds NaN."""
 
-    def interpret(spec, grid, values, device):
-        full_grid = (*grid, *(1,) * (3 - len(grid)))
-        load_interpreted(spec)[full_grid](*(values[name] for name, _ in spec.signature))
-
     def scratch(tiles, elements, device):
         return torch.full((tiles * elements,), torch.nan), torch.zeros(tiles, dtype=torch.int32)
 
-    monkeypatch.setattr(lowerings, "launch", interpret)
+    interpret_launches(monkeypatch, lowerings)
     monkeypatch.setattr(lowerings, "split_k_scratch", scratch)
     monkeypatch.setattr(lowerings, "device_target", lambda device: TARGETS["sm90"])
     few = type("Properties", (), {"multi_processor_count": 3})
