@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import difflib
 import inspect
 import os
@@ -17,13 +19,22 @@ from torch._dynamo.exc import TorchDynamoException as DynamoError
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright.patterns.dataflow import innermost_outside_torch
 
 __all__ = [
     "GROUPED_MM",
+    "CannotStandInError",
     "DynamoError",
     "GraphTransformObserver",
     "adopt_origin",
@@ -35,12 +46,17 @@ __all__ = [
     "empty_like_fake",
     "fake_mode_of",
     "inductor_option_problem",
+    "is_functorch_wrapper",
     "mode_patches",
+    "parts_of",
     "run_fake",
+    "run_recorded",
     "size_comparison",
     "size_symbols",
-    "storage_key",
+    "storage_keys",
+    "tensors_in",
     "trace_artifact",
+    "triton_kernel_writes",
     "unlimited_compiles",
 ]
 
@@ -70,12 +86,179 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     )
 
 
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """Equal for fake tensors that share storage; None for one without (sparse, wrappers)."""
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that vmap, grad or jvp put around another."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's elements: itself, or those inside of a subclass such
+    as DTensor or of a wrapper of functorch."""
+    if is_functorch_wrapper(tensor):
+        return parts_of(torch._C._functorch.get_unwrapped(tensor))
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
+    return [tensor]
+
+
+def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
+    """One number for each storage that holds a tensor's elements; equal for tensors that share it.
+
+    Empty where torch does not tell, as for sparse tensors.
+    """
     try:
-        return tensor.untyped_storage()._cdata
+        keys = [part.untyped_storage()._cdata for part in parts_of(tensor)]
     except (NotImplementedError, RuntimeError):
+        return ()
+    return tuple(dict.fromkeys(keys))
+
+
+class CannotStandInError(RuntimeError):
+    """Nothing can be put in the place of a value to try out a call on it."""
+
+
+class _StandIns:
+    """Fake tensors of a mode of their own, laid out and sharing storage as others do."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+        self.bases: dict[int, torch.Tensor] = {}
+        self.originals: dict[int, list[torch.Tensor]] = {}
+        self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, slice):
+            return slice(*map(self.of, (value.start, value.stop, value.step)))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            copied = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(copied, field.name, self.of_nested(getattr(value, field.name)))
+            return copied
+        return _hint(value)
+
+    def of_nested(self, value: Any) -> Any:
+        return tree_map(self.of, value)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_functorch_wrapper(tensor):
+            raise CannotStandInError("a tensor under vmap, grad or jvp")
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self._tensor(getattr(tensor, name)) for name in names}
+            sizes = [tuple(_hints(given)) for given in (tensor.shape, tensor.stride())]
+            return type(tensor).__tensor_unflatten__(inner, context, *sizes)
+        keys = storage_keys(tensor)
+        if not keys:
+            raise CannotStandInError(f"a tensor of layout {tensor.layout}")
+        (key,) = keys
+        if key not in self.bases:
+            count = int(_hint(tensor.untyped_storage().nbytes()))
+            self.bases[key] = torch.empty(count, dtype=torch.uint8, device=tensor.device)
+            self.originals[self.bases[key].untyped_storage()._cdata] = []
+        base = self.bases[key]
+        sizes, strides = _hints(tensor.shape), _hints(tensor.stride())
+        whole = base[: base.numel() // tensor.element_size() * tensor.element_size()]
+        made = whole.view(tensor.dtype).as_strided(
+            sizes, strides, int(_hint(tensor.storage_offset()))
+        )
+        self.originals[base.untyped_storage()._cdata].append(tensor)
+        self.plain.append((made, tensor))
+        return made
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the storages that operators write by their schemas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for spec, given in _given_to(func._schema, args, kwargs or {}):
+            if spec.alias_info is not None and spec.alias_info.is_write:
+                for tensor in tensors_in(given):
+                    self.storages.update(storage_keys(tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _given_to(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """(declared argument, what was given for it)"""
+    for at, spec in enumerate(schema.arguments):
+        if at < len(args) and not spec.kwarg_only:
+            yield spec, args[at]
+        elif spec.name in kwargs:
+            yield spec, kwargs[spec.name]
+
+
+def run_recorded(
+    function: Callable[..., Any] | str, args: Any, kwargs: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(tensors that a call writes, tensors whose shape, strides or storage it changes in place).
+
+    The call is tried on fake tensors that stand in for those given, with the sizes of the traced
+    run, and share memory as those do; nothing of theirs changes. function: a method's name, or what
+    is called. A write is known by the schemas of the operators that run, and by torch's version
+    counters. Raises whatever the call raises there, and CannotStandInError.
+    """
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        made = _StandIns()
+        with made.mode:
+            given, named = made.of_nested(args), made.of_nested(kwargs)
+            before = [(t, o, t._version, _layout_of(t)) for t, o in made.plain]
+            writes = _Writes()
+            with writes:
+                if isinstance(function, str):
+                    getattr(given[0], function)(*given[1:], **named)
+                else:
+                    function(*given, **named)
+            counted = [o for t, o, version, _ in before if t._version != version]
+            anew = [o for t, o, _, layout in before if _layout_of(t) != layout]
+            written = [o for key in writes.storages for o in made.originals.get(key, ())]
+    return [*counted, *written], anew
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage()._cdata,
+    )
+
+
+def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    """Which tensors a user's Triton kernel writes, by torch's own analysis of the kernel.
+
+    kwargs: of a `triton_kernel_wrapper_mutation` node, with tensors for nodes. None where torch
+    cannot tell.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    given = kwargs["kwargs"]
+    try:
+        names = triton_kernel_wrap.get_mutated_tensors(
+            kwargs["kernel_idx"],
+            kwargs["constant_args_idx"],
+            given,
+            kwargs.get("tma_descriptor_metadata", {}),
+        )
+    except Exception:  # torch analyses what Triton compiles: without a GPU's compiler it may not
         return None
+    return [tensor for name in names for tensor in tensors_in(given[name])]
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
@@ -233,8 +416,7 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 def empty_like_fake(value: Any) -> Any:
     """A real, uninitialised tensor of a fake one's metadata; numbers for symbolic numbers."""
     if isinstance(value, torch.Tensor):
-        sizes = [int(_hint(n)) for n in value.shape]
-        strides = [int(_hint(n)) for n in value.stride()]
+        sizes, strides = _hints(value.shape), _hints(value.stride())
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
     return _hint(value)
 
@@ -246,9 +428,13 @@ def _hint(value: Any) -> Any:
     return value.node.hint if value.node.has_hint() else 1
 
 
+def _hints(values: Iterable[Any]) -> list[int]:
+    return [int(_hint(value)) for value in values]
+
+
 def as_meta(values: Any) -> Any:
     """Fake tensors as plain meta tensors, symbolic sizes at their hints; views keep sharing."""
-    bases: dict[int | None, torch.Tensor] = {}
+    bases: dict[int, torch.Tensor] = {}
 
     def convert(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -260,10 +446,10 @@ def as_meta(values: Any) -> Any:
     return convert(values)
 
 
-def _meta_tensor(fake: torch.Tensor, bases: dict[int | None, torch.Tensor]) -> torch.Tensor:
+def _meta_tensor(fake: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
     sizes, strides = ([int(_hint(n)) for n in ns] for ns in (fake.shape, fake.stride()))
     offset = int(_hint(fake.storage_offset()))
-    key = storage_key(fake)
+    key = fake.untyped_storage()._cdata
     if key not in bases:
         count = int(_hint(fake.untyped_storage().nbytes())) // fake.element_size()
         bases[key] = torch.empty(count, dtype=fake.dtype, device="meta")

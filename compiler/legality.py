@@ -313,7 +313,18 @@ def _no_hidden_write(match: Match, flow: Dataflow) -> None:
             )
 
 
+def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
+    """A graph holds one shape for a tensor: where `set_` changes it, that is not the one seen."""
+    views = [view.value for argument in match.arguments.values() for view in views_in(argument)]
+    for value in (*views, *match.absorbed, *match.stores):
+        memory = flow.memory_of.get(flow.home(value))
+        if memory is not None and memory.storage in flow.reshaped:
+            message = f"{value} changes its shape, strides or storage in place"
+            reject("INPUT_MUTATED", Stage.HAZARDS, message, value)
+
+
 _RULES = (
+    _keeps_its_layout,
     _no_read,
     _no_other_write,
     _no_alias,

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from tilewright.compiler import _compat
@@ -29,10 +30,48 @@ class Place:
     why: str = ""
 
 
+class Storages:
+    """Which tensors of a graph share memory: a number for each, equal for those that may.
+
+    A tensor subclass has the memory of the tensors inside of it. A tensor of which torch does not
+    tell may lie in the memory of any that its node was given.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._joined: UnionFind = UnionFind()
+        self._unknown: dict[int, int] = {}
+        #: Nodes whose tensors hide dimensions or tangents, inside of vmap, grad and jvp.
+        self.wrapped: set[fx.Node] = set()
+        for node in graph.nodes:
+            for tensor in _compat.tensors_in(node.meta.get("example_value")):
+                if _compat.is_functorch_wrapper(tensor):
+                    self.wrapped.add(node)
+                keys = _compat.storage_keys(tensor)
+                if not keys:
+                    keys = (self._unknown.setdefault(id(tensor), -id(tensor)), *self._given(node))
+                if len(keys) > 1:
+                    self._joined.union(*keys)
+
+    def _given(self, node: fx.Node) -> list[int]:
+        return [
+            self._unknown.get(id(tensor), key)
+            for source in node.all_input_nodes
+            for tensor in _compat.tensors_in(source.meta.get("example_value"))
+            for key in _compat.storage_keys(tensor) or (-id(tensor),)
+        ]
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's memory."""
+        keys = _compat.storage_keys(tensor)
+        key = keys[0] if keys else -id(tensor)
+        return self._joined[key] if key in self._joined.parents else key
+
+
 @dataclass
 class MemoryMap:
     """All memories of a graph, in program order. Built once, then read only."""
 
+    storages: Storages
     places: dict[fx.Node, Place] = field(default_factory=dict)
     by_storage: dict[int, list[Memory]] = field(default_factory=lambda: defaultdict(list))
     version: dict[Memory, int] = field(default_factory=lambda: defaultdict(int))
@@ -44,26 +83,26 @@ class MemoryMap:
 
     def allocate(self, node: fx.Node, tensor: torch.Tensor, view: View, is_input: bool) -> None:
         """A node whose storage is seen for the first time, or that copies."""
-        key = _compat.storage_key(tensor)
+        strided = bool(_compat.storage_keys(tensor))
         memory = Memory(
             root=node,
             is_input=is_input,
             is_constant=is_input and isinstance(tensor, torch.nn.Parameter),
             shape=shape_of(tensor),
-            strides=tuple(size_of(s) for s in tensor.stride()) if key is not None else (),
-            offset=size_of(tensor.storage_offset()) if key is not None else 0,
+            strides=tuple(size_of(s) for s in tensor.stride()) if strided else (),
+            offset=size_of(tensor.storage_offset()) if strided else 0,
             dtype=tensor.dtype,
-            storage=key if key is not None else -id(node),
+            storage=self.storages.of(tensor),
         )
-        if key is not None:
-            self.by_storage[key].append(memory)
+        self.by_storage[memory.storage].append(memory)
         self.places[node] = Place(memory, effects.identity(memory.shape), memory.dtype, 0, view)
 
     def shared_with(self, tensor: torch.Tensor, node: fx.Node | None) -> Place | None:
         """The place of `node` if `tensor` lies on the same storage, else None."""
-        key = _compat.storage_key(tensor)
         place = self.places.get(node) if node is not None else None
-        return place if place is not None and place.memory.storage == key else None
+        if place is None or place.memory.storage != self.storages.of(tensor):
+            return None
+        return place
 
     def alias(
         self,

@@ -113,6 +113,12 @@ CASTS = frozenset(
     | {"bool", "cuda", "cpu"}
 )
 
+# Puts wrappers of vmap, grad and jvp around tensors, and takes them off.
+TRANSFORMS = frozenset(
+    {"_add_batch_dim", "_remove_batch_dim", "_wrap_for_grad", "_unwrap_for_grad", "_make_dual"}
+    | {"_unpack_dual"}
+)
+
 DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"})
 
 
@@ -168,10 +174,11 @@ def name_of(node: fx.Node) -> str:
         whole = f"{namespace}::{name}"
         return _RENAMED.get(name, name) if namespace == "aten" else _ELSEWHERE.get(whole, whole)
     name = getattr(target, "__name__", str(target))
-    return _RENAMED.get(name, name) if _is_torch_function(target) else f"python::{name}"
+    return _RENAMED.get(name, name) if is_torch_function(target) else f"python::{name}"
 
 
-def _is_torch_function(target: Any) -> bool:
+def is_torch_function(target: Any) -> bool:
+    """Whether a callable comes with torch or Python, and so is what its name says."""
     module = (
         getattr(target, "__module__", None) or type(getattr(target, "__self__", None)).__module__
     )

@@ -4,7 +4,6 @@ graph made and that nothing read before. Patterns then see one spelling of a sum
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -51,18 +50,12 @@ def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) 
         other = other.meta.get("example_value")
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
         return False
-    storages = [*_storages(held)]
+    storages = _storages(held)
     return bool(storages) and all(owners.get(storage, []) == [base] for storage in storages)
 
 
-def _storages(held: Any) -> Iterator[int]:
-    if isinstance(held, torch.Tensor):
-        key = _compat.storage_key(held)
-        if key is not None:
-            yield key
-    elif isinstance(held, (tuple, list)):
-        for item in held:
-            yield from _storages(item)
+def _storages(held: Any) -> list[int]:
+    return [key for tensor in _compat.tensors_in(held) for key in _compat.storage_keys(tensor)]
 
 
 def _like(node: fx.Node) -> torch.Tensor:

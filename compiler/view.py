@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat, spelling
+from tilewright.compiler.access import Access, access_of
 from tilewright.compiler.aten_names import Hole, aten_names
-from tilewright.compiler.memory import MemoryMap, slices_of_fresh_memory
+from tilewright.compiler.memory import MemoryMap, Storages, slices_of_fresh_memory
 from tilewright.compiler.spelling import (
     argument,
     index_effect,
@@ -21,9 +22,9 @@ from tilewright.compiler.spelling import (
     size_of,
     with_rows,
 )
-from tilewright.compiler.writes import WRITES, mutated_arguments
+from tilewright.compiler.writes import WRITES
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Store, Value, View
+from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.gemm import is_weight
 
@@ -52,7 +53,7 @@ def build_view(graph: fx.Graph) -> Dataflow:
 class _Builder:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.memory = MemoryMap()
+        self.memory = MemoryMap(Storages(graph))
         self.values: list[Value] = []
         self.users: dict[Value, list[Value]] = defaultdict(list)
         self.others: dict[fx.Node, Any] = {}
@@ -60,6 +61,7 @@ class _Builder:
         self.outputs: tuple[View, ...] = ()
         self.unknown: list[fx.Node] = []
         self.homes: dict[Value, fx.Node] = {}
+        self.reshaped: set[int] = set()
 
     # --- one node ---
 
@@ -73,12 +75,14 @@ class _Builder:
                 op = "constant" if isinstance(result, torch.nn.Parameter) else "input"
                 value = self._value(op, (), result, node)
                 self.memory.allocate(node, result, value.whole, is_input=True)
-        elif node.op in ("call_function", "call_method"):
-            self._call(node, name_of(node), result)
         else:
-            self._opaque(node, str(node.target), result)
+            self._call(node, name_of(node), result)
 
     def _call(self, node: fx.Node, name: str, result: Any) -> None:
+        access = access_of(node)
+        if node.op == "call_module" or self._is_transformed(node):
+            self._unknown_call(node, name, result, access)
+            return
         if name in spelling.NOISE:
             return
         if name == "getitem" and isinstance(node.args[0], fx.Node):
@@ -92,16 +96,21 @@ class _Builder:
                 return
         if name in spelling.INDEXED_WRITES and self._first_tensor(node) is not None:
             self._write(node, name, result)
-        elif name in spelling.IN_PLACE_ARITHMETIC:
+        elif name in spelling.IN_PLACE_ARITHMETIC and self._first_tensor(node) is not None:
             self._in_place(node, name[:-1], result)
-        elif spelling.is_in_place(name) or mutated_arguments(node):
-            self._opaque_write(node, name, result)
+        elif access or (name == "getitem" and self._first_tensor(node) is None):
+            self._unknown_call(node, name, result, access)
         elif name in spelling.SPLITS and isinstance(result, (tuple, list)):
             self._split(node, name, result)
         elif not isinstance(result, torch.Tensor):
             self._opaque(node, name, result)
         elif not self._layout(node, name, result) and not self._bitcast(node, name, result):
             self._compute(node, name, result)
+
+    def _is_transformed(self, node: fx.Node) -> bool:
+        """Whether vmap, grad or jvp hide dimensions or tangents of what a node gets or gives."""
+        wrapped = self.memory.storages.wrapped
+        return node in wrapped or not wrapped.isdisjoint(node.all_input_nodes)
 
     # --- layout ---
 
@@ -287,6 +296,8 @@ class _Builder:
         return f"opaque:{name}"
 
     def _define(self, node: fx.Node, op: str, args: tuple[Any, ...], result: torch.Tensor) -> Value:
+        if not op.startswith("aten."):
+            self._note_reads(node)
         kwargs = {} if op in ("aten.cat", "aten.linear") else self._keywords(node)
         value = self._value(op, args, result, node, kwargs)
         place = next(
@@ -300,6 +311,7 @@ class _Builder:
 
     def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
         """A node with no tensor, or several, as its result."""
+        self._note_reads(node)
         if not any(spelling.is_tensor_node(a) for a in node.all_input_nodes):
             return
         op = f"aten.{name}" if name in spelling.PLAIN else f"opaque:{name}"
@@ -374,20 +386,31 @@ class _Builder:
         record = Store(place.memory, effect, {}, known, f"{name}_", place.dtype)
         self._store(node, target, record, result)
 
-    def _opaque_write(self, node: fx.Node, name: str, result: Any) -> None:
-        """An in-place or custom operation whose effect is not known: what it mutates is unknown."""
-        mutated = mutated_arguments(node)
+    def _unknown_call(self, node: fx.Node, name: str, result: Any, access: Access) -> None:
+        """An operation that may read all it is given; what it writes is unknown then."""
+        self._note_reads(node)
+        self.reshaped.update(map(self.memory.storages.of, access.reshaped))
         others = (self._arguments(node), tuple(self._keywords(node).values()))
-        for target in mutated:
-            place = self.memory.places.get(target)
-            if place is not None:
-                whole = effects.identity(place.memory.shape)
-                record = Store(place.memory, whole, {}, None, name, place.dtype)
-                self._store(node, target, record, None, others)
-        if isinstance(result, torch.Tensor) and node not in self.memory.places:
-            self._define(node, f"opaque:{name}", self._arguments(node), result)
-        elif not mutated or result is not None:
+        for memory, was_given in self._written_memories(node, access):
+            whole = effects.identity(memory.shape)
+            record = Store(memory, whole, {}, None, name, memory.dtype)
+            self._store(node, memory.root, record, None, others if was_given else ())
+        if isinstance(result, torch.Tensor):
+            if node not in self.memory.places:
+                self._define(node, f"opaque:{name}", self._arguments(node), result)
+        elif not access or result is not None:
             self._opaque(node, name, result)
+
+    def _written_memories(self, node: fx.Node, access: Access) -> list[tuple[Memory, bool]]:
+        """One memory of each storage that is written, and whether the node was given it."""
+        places = self.memory.places
+        given = {p.memory.storage: p.memory for n in node.all_input_nodes if (p := places.get(n))}
+        written = [*access.written, *access.reshaped]
+        keys = dict.fromkeys(map(self.memory.storages.of, written))
+        if access.everything:
+            keys |= dict.fromkeys(self.memory.by_storage)
+        known = [key for key in keys if key in self.memory.by_storage]
+        return [(given.get(k) or self.memory.by_storage[k][-1], k in given) for k in known]
 
     # --- pieces ---
 
@@ -453,6 +476,13 @@ class _Builder:
         memory = self.memory.places[node].memory
         self.memory.reads[memory].append((self.positions[reader], reader))
 
+    def _note_reads(self, node: fx.Node) -> None:
+        """A node reads all tensors that it is given, those in containers too."""
+        for source in node.all_input_nodes:
+            for tensor in _compat.tensors_in(source.meta.get("example_value")):
+                for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
+                    self.memory.reads[memory].append((self.positions[node], node))
+
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
         named = [node.kwargs[name] for name in _leading(node)]
         return tuple(self._operand(a) for a in (*node.args, *named))
@@ -489,6 +519,7 @@ class _Builder:
                 n.meta.get("example_value") for n in self.graph.nodes if n.op == "placeholder"
             ),
             unknown=tuple(self.unknown),
+            reshaped=frozenset(self.reshaped),
         )
 
 

@@ -1,16 +1,13 @@
-"""In-place writes: which arguments a node mutates, and what the understood ones write where."""
+"""The in-place writes that are understood: what each writes, and where."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from tilewright.compiler import spelling
 from tilewright.compiler.spelling import argument, index_effect, name_of
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
@@ -21,43 +18,6 @@ Operand = Callable[[Any], Any]
 
 # (target effect, index tensors by dimension, source, accumulates, why the source is not known)
 Write = tuple[Effect, dict[int, View], View | None, bool, str]
-
-
-def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The tensors a node writes: by its schema, else by the in-place naming convention."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
-        out = []
-        for i, spec in enumerate(target._schema.arguments):
-            given = argument(node, i, spec.name)
-            if spec.alias_info is not None and spec.alias_info.is_write:
-                listed = given if isinstance(given, (tuple, list)) else [given]
-                out += [g for g in listed if isinstance(g, fx.Node)]
-        return out
-    if "out" in node.kwargs and isinstance(node.kwargs["out"], fx.Node):
-        return [node.kwargs["out"]]
-    written = argument(node, 0, "input")
-    by_name = spelling.is_in_place(name_of(node)) or _asked_in_place(node)
-    return [written] if by_name and isinstance(written, fx.Node) else []
-
-
-def _asked_in_place(node: fx.Node) -> bool:
-    """`F.relu(x, inplace=True)` and its like; dropout that drops nothing writes nothing either."""
-    idle = name_of(node) in spelling.DROPOUT and not argument(node, 2, "training", True)
-    position = None if isinstance(node.target, str) or idle else _inplace_position(node.target)
-    return position is not None and bool(argument(node, position, "inplace", False))
-
-
-@cache
-def _inplace_position(function: Callable[..., Any]) -> int | None:
-    """Where a function takes `inplace`, or None."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # many built-in functions have no signature
-        return None
-    return names.index("inplace") if "inplace" in names else None
 
 
 def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:

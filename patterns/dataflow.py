@@ -217,6 +217,7 @@ class Dataflow:
 
     values: in program order. users: who reads a value. views: what each node's tensor is, as it
     was when the node ran. outputs: what the graph returns. homes: see :meth:`home`.
+    reshaped: storages of tensors whose shape, strides or storage change in place (`set_`).
     same_size: whether two sizes are equal; for symbols this guards the compiled code on it.
     """
 
@@ -232,6 +233,7 @@ class Dataflow:
     homes: Mapping[Value, fx.Node]
     same_size: Callable[[Size, Size], bool]
     unknown: Sequence[fx.Node]
+    reshaped: frozenset[int]
 
     def home(self, value: Value) -> fx.Node:
         """The node whose tensor holds the value: a write's lives in the memory it wrote."""

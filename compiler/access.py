@@ -1,0 +1,255 @@
+"""Which tensors a node of a graph reads and writes, found out rather than known by its name.
+
+An operator says in its schema what it writes; a user's Triton kernel is analysed by torch; the
+bodies of a higher-order operator are gone through; any other callable is tried out on fake tensors
+that stand in for its arguments. What cannot be tried out may write whatever it is given, and if it
+is not torch's own, whatever else it can reach.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat, spelling
+from tilewright.compiler.spelling import argument, is_torch_function, name_of
+
+#: Answers remembered for torch's own functions; a model calls few of them at few shapes.
+_MAX_REMEMBERED = 1024
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a node may do to memory.
+
+    written: the tensors whose elements it may change, as the graph holds them. everything: it may
+    also change tensors that it is not given. reshaped: tensors that get another shape, other
+    strides or another storage in place, as by `set_`.
+    """
+
+    written: tuple[torch.Tensor, ...] = ()
+    everything: bool = False
+    reshaped: tuple[torch.Tensor, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.written or self.everything or self.reshaped)
+
+
+_NONE = Access()
+_remembered: OrderedDict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = OrderedDict()
+
+
+def access_of(node: fx.Node) -> Access:
+    """What a node writes. It may read every tensor of :func:`given`."""
+    if node.op == "call_module":
+        return Access(tuple(given(node)), everything=True)
+    if node.op not in ("call_function", "call_method"):
+        return _NONE
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return Access(tuple(_written_by_schema(node, target)))
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _higher_order(node)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        called = _overload(node, target)
+        if called is not None:
+            return Access(tuple(_written_by_schema(node, called)))
+    name = name_of(node)
+    if name in _WRITES_ITS_FIRST and spelling.is_tensor_node(argument(node, 0, "input")):
+        return Access((argument(node, 0, "input").meta["example_value"],))
+    if name in _PURE and "out" not in node.kwargs and not _asked_in_place(node):
+        return _NONE
+    tensors = given(node)
+    if not tensors and _is_torchs(node):
+        return _NONE
+    return _tried(node, tensors)
+
+
+def given(node: fx.Node) -> list[torch.Tensor]:
+    """Every tensor that a node gets, in whatever containers."""
+    held = [source.meta.get("example_value") for source in node.all_input_nodes]
+    return [tensor for value in held for tensor in _compat.tensors_in(value)]
+
+
+def _written_by_schema(node: fx.Node, target: Any) -> Iterator[torch.Tensor]:
+    for i, spec in enumerate(target._schema.arguments):
+        if spec.alias_info is not None and spec.alias_info.is_write:
+            yield from _compat.tensors_in(_held(argument(node, i, spec.name)))
+
+
+def _overload(node: fx.Node, packet: Any) -> Any:
+    """The one overload that a call of a packet can be, or None."""
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    if "out" not in node.kwargs:
+        overloads = [o for o in overloads if not any(a.is_out for a in o._schema.arguments)]
+    return overloads[0] if len(overloads) == 1 else None
+
+
+def _held(item: Any) -> Any:
+    """An argument with example values for nodes, and the graph's attributes for `get_attr`."""
+
+    def value(node: fx.Node) -> Any:
+        held = node.meta.get("example_value")
+        return _attribute(node) if held is None and node.op == "get_attr" else held
+
+    return fx.node.map_arg(item, value)
+
+
+def _attribute(node: fx.Node) -> Any:
+    owner: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+# --- known without trying -------------------------------------------------------------------------
+
+# A test holds both tables to the schemas of the operators of those names.
+_WRITES_ITS_FIRST = spelling.INDEXED_WRITES | spelling.IN_PLACE_ARITHMETIC
+# Unless asked to write by `out=` or `inplace=`. `embedding` may renormalise its weight.
+_PURE = (
+    spelling.NOISE
+    | spelling.IDENTITY
+    | spelling.CASTS
+    | spelling.DROPOUT
+    | spelling.PLAIN
+    | spelling.SPLITS
+    | spelling.TRANSFORMS
+    | frozenset(spelling.LAYOUT)
+    | {"linear", "addmm", "mm", "matmul", "cat", "stack", "getitem", "getattr"}
+) - {"embedding"}
+
+
+def _asked_in_place(node: fx.Node) -> bool:
+    """`F.relu(x, inplace=True)` and its like."""
+    position = None if isinstance(node.target, str) else _inplace_position(node.target)
+    return position is not None and bool(argument(node, position, "inplace", False))
+
+
+@cache
+def _inplace_position(function: Callable[..., Any]) -> int | None:
+    """Where a function takes `inplace`, or None."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # many built-in functions have no signature
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+# --- higher-order operators -----------------------------------------------------------------------
+
+
+def _higher_order(node: fx.Node) -> Access:
+    tensors = given(node)
+    if str(node.target) == "triton_kernel_wrapper_mutation":
+        written = _compat.triton_kernel_writes(_held(dict(node.kwargs)))
+        return Access(tuple(tensors if written is None else written))
+    bodies = [_attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies = [body for body in bodies if not isinstance(body, torch.Tensor)]
+    known = bodies and all(isinstance(body, fx.GraphModule) for body in bodies)
+    if known and not any(_writes_outside(body) for body in bodies):
+        return _NONE
+    return Access(tuple(tensors))
+
+
+def _writes_outside(body: fx.GraphModule) -> bool:
+    """Whether a body may write what it did not make itself."""
+    own: set[int] = set()
+    outside: set[int] = set()
+    for node in body.graph.nodes:
+        access = access_of(node)
+        if access.everything or access.reshaped:
+            return True
+        for tensor in access.written:
+            keys = _compat.storage_keys(tensor)
+            if not keys or not own.issuperset(keys) or outside.intersection(keys):
+                return True
+        made = _compat.tensors_in(node.meta.get("example_value"))
+        into = outside if node.op in ("placeholder", "get_attr") else own
+        into.update(key for tensor in made for key in _compat.storage_keys(tensor))
+    return False
+
+
+# --- tried out ------------------------------------------------------------------------------------
+
+
+def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
+    """By running the call on stand-ins; all it is given where that cannot be done."""
+    torchs = _is_torchs(node)
+    key = _metadata(node, tensors) if torchs else None
+    if key is not None and key in _remembered:
+        places = _remembered[key]
+    else:
+        places = _places(node, tensors, torchs)
+        if key is not None:
+            _remembered[key] = places
+            if len(_remembered) > _MAX_REMEMBERED:
+                _remembered.popitem(last=False)
+    if places is None:
+        return Access(tuple(tensors), everything=not torchs)
+    written, reshaped = ([tensors[i] for i in at] for at in places)
+    return Access(tuple(written), reshaped=tuple(reshaped))
+
+
+def _places(
+    node: fx.Node, tensors: list[torch.Tensor], torchs: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Which of `tensors` a call writes, and which it lays out anew; None where that is unknown."""
+    if not torchs and _has_symbols(node):
+        return None  # another size may take another branch of the user's code
+    try:
+        args, kwargs = _held(node.args), _held(dict(node.kwargs))
+        written, reshaped = _compat.run_recorded(node.target, args, kwargs)
+    except Exception:  # whatever it raises, it is not known what the call writes
+        return None
+    found = []
+    for group in (written, reshaped):
+        ids = {id(part) for part in group}
+        found.append(
+            tuple(
+                i
+                for i, tensor in enumerate(tensors)
+                if not ids.isdisjoint(map(id, _compat.parts_of(tensor)))
+            )
+        )
+    return found[0], found[1]
+
+
+def _has_symbols(node: fx.Node) -> bool:
+    values = [source.meta.get("example_value") for source in node.all_input_nodes]
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    sizes = [n for value in values for tensor in _compat.tensors_in(value) for n in tensor.shape]
+    return any(isinstance(item, symbolic) for item in (*values, *sizes))
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Whether a call is of a method, or of a function that comes with torch."""
+    return node.op == "call_method" or (
+        node.op == "call_function" and is_torch_function(node.target)
+    )
+
+
+def _metadata(node: fx.Node, tensors: list[torch.Tensor]) -> Any:
+    """A key of all that decides what a function of torch writes: the target, how tensors are laid
+    out and share memory, and the other arguments."""
+    keys = [_compat.storage_keys(tensor) for tensor in tensors]
+    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    described = tuple(
+        (type(t), t.dtype, tuple(t.shape), str(t.device), t.layout, order[key])
+        for t, key in zip(tensors, keys, strict=True)
+    )
+    index = {id(tensor): i for i, tensor in enumerate(tensors)}
+
+    def leaf(source: fx.Node) -> Any:
+        held = source.meta.get("example_value")
+        return f"<{index[id(held)]}>" if id(held) in index else repr(held)
+
+    arguments = repr(fx.node.map_arg((node.args, node.kwargs), leaf))
+    return (node.target, arguments, repr(described))
