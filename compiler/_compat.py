@@ -10,6 +10,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, get_origin
 
 import sympy
@@ -39,7 +40,7 @@ __all__ = [
     "GraphTransformObserver",
     "adopt_origin",
     "as_meta",
-    "aten_calls",
+    "aten_graph",
     "compile_apart",
     "compile_fx",
     "counting_graph_breaks",
@@ -58,6 +59,7 @@ __all__ = [
     "trace_artifact",
     "triton_kernel_writes",
     "unlimited_compiles",
+    "written_arguments",
 ]
 
 
@@ -109,7 +111,8 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         return parts_of(torch._C._functorch.get_unwrapped(tensor))
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in parts_of(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        return [p for t in inner if isinstance(t, torch.Tensor) for p in parts_of(t)]
     return [tensor]
 
 
@@ -158,7 +161,7 @@ class _StandIns:
             raise CannotStandInError("a tensor under vmap, grad or jvp")
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = {name: self._tensor(getattr(tensor, name)) for name in names}
+            inner = {name: self.of(getattr(tensor, name)) for name in names}
             sizes = [tuple(_hints(given)) for given in (tensor.shape, tensor.stride())]
             return type(tensor).__tensor_unflatten__(inner, context, *sizes)
         keys = storage_keys(tensor)
@@ -188,20 +191,29 @@ class _Writes(TorchDispatchMode):
         self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for spec, given in _given_to(func._schema, args, kwargs or {}):
-            if spec.alias_info is not None and spec.alias_info.is_write:
-                for tensor in tensors_in(given):
-                    self.storages.update(storage_keys(tensor))
+        for given in written_arguments(func, args, kwargs or {}):
+            for tensor in tensors_in(given):
+                self.storages.update(storage_keys(tensor))
         return func(*args, **(kwargs or {}))
 
 
-def _given_to(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """(declared argument, what was given for it)"""
-    for at, spec in enumerate(schema.arguments):
-        if at < len(args) and not spec.kwarg_only:
-            yield spec, args[at]
-        elif spec.name in kwargs:
-            yield spec, kwargs[spec.name]
+# Running statistics are updated by operators whose schemas do not say so.
+_STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an overload of an operator is given for the arguments that it writes."""
+    given = [(at, name) for at, name in _written_places(func) if at < len(args) or name in kwargs]
+    return [args[at] if at < len(args) else kwargs[name] for at, name in given]
+
+
+@cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    return [
+        (at, spec.name)
+        for at, spec in enumerate(func._schema.arguments)
+        if (spec.alias_info is not None and spec.alias_info.is_write) or spec.name in _STATISTICS
+    ]
 
 
 def run_recorded(
@@ -299,7 +311,7 @@ def fake_mode_of(tensors: Sequence[Any]) -> Any:
     return None
 
 
-def aten_calls(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[fx.Node]:
+def aten_graph(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.Graph:
     """The pre-dispatch ATen calls `function(*tensors)` makes, under the tensors' fake mode.
 
     Raises whatever tracing raises: the caller decides what an untraceable node is.
@@ -307,13 +319,9 @@ def aten_calls(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) ->
     mode = fake_mode_of(tensors)
     traced = make_fx(function, pre_dispatch=True, tracing_mode="real")
     if mode is None:
-        graph = traced(*tensors).graph
-    else:
-        with mode:
-            graph = traced(*tensors).graph
-    return [
-        n for n in graph.nodes if n.op == "call_function" and n.target.__module__ != "_operator"
-    ]
+        return traced(*tensors).graph
+    with mode:
+        return traced(*tensors).graph
 
 
 def run_fake(node: fx.Node) -> Any:

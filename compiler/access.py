@@ -9,8 +9,7 @@ is not torch's own, whatever else it can reach.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +21,7 @@ from tilewright.compiler import _compat, spelling
 from tilewright.compiler.spelling import argument, is_torch_function, name_of
 
 #: Answers remembered for torch's own functions; a model calls few of them at few shapes.
-_MAX_REMEMBERED = 1024
+MAX_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,14 @@ class Access:
 
 
 _NONE = Access()
-_remembered: OrderedDict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = OrderedDict()
+_remembered: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+
+
+def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps an answer, and no more than MAX_REMEMBERED of them."""
+    if len(known) >= MAX_REMEMBERED:
+        known.clear()
+    known[key] = value
 
 
 def access_of(node: fx.Node) -> Access:
@@ -54,13 +60,13 @@ def access_of(node: fx.Node) -> Access:
         return _NONE
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return Access(tuple(_written_by_schema(node, target)))
+        return _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _higher_order(node)
     if isinstance(target, torch._ops.OpOverloadPacket):
         called = _overload(node, target)
         if called is not None:
-            return Access(tuple(_written_by_schema(node, called)))
+            return _written_by_schema(node, called)
     name = name_of(node)
     if name in _WRITES_ITS_FIRST and spelling.is_tensor_node(argument(node, 0, "input")):
         return Access((argument(node, 0, "input").meta["example_value"],))
@@ -78,10 +84,12 @@ def given(node: fx.Node) -> list[torch.Tensor]:
     return [tensor for value in held for tensor in _compat.tensors_in(value)]
 
 
-def _written_by_schema(node: fx.Node, target: Any) -> Iterator[torch.Tensor]:
-    for i, spec in enumerate(target._schema.arguments):
-        if spec.alias_info is not None and spec.alias_info.is_write:
-            yield from _compat.tensors_in(_held(argument(node, i, spec.name)))
+def _written_by_schema(node: fx.Node, target: Any) -> Access:
+    args, kwargs = _held(node.args), _held(dict(node.kwargs))
+    written = _compat.tensors_in(_compat.written_arguments(target, args, kwargs))
+    if torch.Tag.inplace_view in target.tags:
+        return Access(reshaped=tuple(_compat.tensors_in([*args, *kwargs.values()])))
+    return Access(tuple(written))
 
 
 def _overload(node: fx.Node, packet: Any) -> Any:
@@ -189,9 +197,7 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
     else:
         places = _places(node, tensors, torchs)
         if key is not None:
-            _remembered[key] = places
-            if len(_remembered) > _MAX_REMEMBERED:
-                _remembered.popitem(last=False)
+            remember(_remembered, key, places)
     if places is None:
         return Access(tuple(tensors), everything=not torchs)
     written, reshaped = ([tensors[i] for i in at] for at in places)

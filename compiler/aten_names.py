@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,27 +13,38 @@ from tilewright.compiler import _compat
 from tilewright.compiler.spelling import name_of
 
 
+@dataclass(frozen=True)
 class Hole:
     """Stands for a tensor argument while a node is asked for its ATen name."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"<{self.index}>"
+    index: int
 
 
-def aten_names(
+@dataclass(frozen=True)
+class AtenCall:
+    """One call of an ATen operator; holes stand for the tensors it is asked about."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def fill(item: Any, given: Sequence[Any]) -> Any:
+    """An argument with what is given in the place of holes."""
+    if isinstance(item, Hole):
+        return given[item.index]
+    if isinstance(item, (tuple, list)):
+        return type(item)(fill(i, given) for i in item)
+    if isinstance(item, dict):
+        return {k: fill(v, given) for k, v in item.items()}
+    return item
+
+
+def aten_call(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
-) -> tuple[str, ...]:
-    def fill(item: Any, given: Sequence[torch.Tensor]) -> Any:
-        if isinstance(item, Hole):
-            return given[item.index]
-        if isinstance(item, (tuple, list)):
-            return type(item)(fill(i, given) for i in item)
-        if isinstance(item, dict):
-            return {k: fill(v, given) for k, v in item.items()}
-        return item
+) -> AtenCall | None:
+    """The one ATen call that a node is, with arguments in ATen's order; None where it is several,
+    or computes anything else."""
 
     def call(*given: torch.Tensor) -> Any:
         positional, named = fill(tuple(args), given), fill(dict(kwargs), given)
@@ -40,5 +52,18 @@ def aten_names(
             return getattr(positional[0], node.target)(*positional[1:], **named)
         return node.target(*positional, **named)
 
-    calls = _compat.aten_calls(call, tensors)
-    return tuple(name if ":" in (name := name_of(c)) else f"aten.{name}" for c in calls)
+    graph = _compat.aten_graph(call, tensors)
+    calls = [n for n in graph.nodes if n.op == "call_function" and not _picks(n)]
+    if len(calls) != 1:
+        return None
+    (only,) = calls
+    holes = {n: Hole(i) for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    if not set(only.all_input_nodes) <= set(holes):
+        return None
+    name = name_of(only)
+    given = fx.node.map_arg((only.args, dict(only.kwargs)), holes.__getitem__)
+    return AtenCall(name if ":" in name else f"aten.{name}", tuple(given[0]), dict(given[1]))
+
+
+def _picks(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") == "_operator"

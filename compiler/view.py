@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -11,8 +12,8 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat, spelling
-from tilewright.compiler.access import Access, access_of
-from tilewright.compiler.aten_names import Hole, aten_names
+from tilewright.compiler.access import Access, access_of, remember
+from tilewright.compiler.aten_names import AtenCall, Hole, aten_call, fill
 from tilewright.compiler.memory import MemoryMap, Storages, slices_of_fresh_memory
 from tilewright.compiler.spelling import (
     argument,
@@ -34,7 +35,7 @@ _PRODUCTS = frozenset(
     for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
 )
 
-_ASKED: dict[Any, tuple[str, ...]] = {}
+_ASKED: dict[Any, AtenCall | None] = {}
 
 
 def build_view(graph: fx.Graph) -> Dataflow:
@@ -202,30 +203,32 @@ class _Builder:
     # --- compute ---
 
     def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
-        op, args = self._canonical(node, name, result)
-        self._define(node, op, args, result)
+        op, args, kwargs = self._canonical(node, name, result)
+        self._define(node, op, args, result, kwargs)
 
     def _canonical(
         self, node: fx.Node, name: str, result: torch.Tensor
-    ) -> tuple[str, tuple[Any, ...]]:
+    ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """The operation a node is, in ATen's terms: name, arguments, keywords."""
         if name in spelling.CASTS or (name == "view" and argument(node, 1, "dtype") is not None):
             op = "bitcast" if name == "view" else "cast"
-            return op, (self._operand(node.args[0]),)
+            return op, (self._operand(node.args[0]),), self._keywords(node)
         if name == "getitem":
-            return self._gather(node)
+            return *self._gather(node), self._keywords(node)
         if name in ("linear", "addmm", "mm", "matmul"):
             found = self._linear(node, name)
             if found is not None:
-                return "aten.linear", found
+                return "aten.linear", found, {}
         if name == "stack":
-            return "aten.cat", self._stack(node)
+            return "aten.cat", self._stack(node), {}
         if name == "cat":
             tensors = argument(node, 0, "tensors")
             dim = argument(node, 1, "dim", 0)
-            return "aten.cat", (tuple(self._operand(t) for t in tensors), dim % len(result.shape))
+            pieces = tuple(self._operand(t) for t in tensors)
+            return "aten.cat", (pieces, dim % len(result.shape)), {}
         if name in spelling.PLAIN:
-            return f"aten.{name}", self._arguments(node)
-        return self._ask(node, name), self._arguments(node)
+            return f"aten.{name}", self._arguments(node), self._keywords(node)
+        return self._ask(node, name)
 
     def _linear(self, node: fx.Node, name: str) -> tuple[Any, ...] | None:
         """(x, weight [N, K], bias or None) of any product with a two-dimensional weight."""
@@ -269,36 +272,43 @@ class _Builder:
         indices = tuple((dim, self._operand(t)) for dim, t in tensors.items())
         return "aten.index", (View(base.value, effect), indices)
 
-    def _ask(self, node: fx.Node, name: str) -> str:
-        """The ATen name of a node found in no table: asked alone, under its own fake tensors."""
-        tensors: list[Any] = []
+    def _ask(self, node: fx.Node, name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """The ATen call that a node found in no table is: asked alone, under its own fakes."""
+        sources: list[fx.Node] = []
 
         def leaf(item: fx.Node) -> Any:
             held = item.meta.get("example_value")
             if isinstance(held, torch.Tensor):
-                tensors.append(held)
-                return Hole(len(tensors) - 1)
+                sources.append(item)
+                return Hole(len(sources) - 1)
             return held
 
         args = fx.node.map_arg(node.args, leaf)
         kwargs = fx.node.map_arg(node.kwargs, leaf)
+        tensors = [source.meta["example_value"] for source in sources]
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
-        key = (str(node.target), repr(args), repr(kwargs), repr(described))
+        key = (node.target, repr(args), repr(kwargs), repr(described))
+        call = _ASKED.get(key)
         if key not in _ASKED:
-            try:
-                _ASKED[key] = aten_names(node, args, kwargs, tensors)
-            except Exception:  # an untraceable node is a fact about it, not a failure
-                _ASKED[key] = ()
-        names = _ASKED[key]
-        if len(names) == 1:
-            return names[0]
+            with contextlib.suppress(Exception):  # an untraceable node is a fact, no failure
+                call = aten_call(node, args, kwargs, tensors)
+            if isinstance(node.target, str) or spelling.is_torch_function(node.target):
+                remember(_ASKED, key, call)
+        if call is not None:
+            operands = fill((call.args, call.kwargs), sources)
+            return call.name, self._operand(operands[0]), self._operand(operands[1])
         self.unknown.append(node)
-        return f"opaque:{name}"
+        return f"opaque:{name}", self._arguments(node), self._keywords(node)
 
-    def _define(self, node: fx.Node, op: str, args: tuple[Any, ...], result: torch.Tensor) -> Value:
-        if not op.startswith("aten."):
-            self._note_reads(node)
-        kwargs = {} if op in ("aten.cat", "aten.linear") else self._keywords(node)
+    def _define(
+        self,
+        node: fx.Node,
+        op: str,
+        args: tuple[Any, ...],
+        result: torch.Tensor,
+        kwargs: dict[str, Any],
+    ) -> Value:
+        self._note_reads(node)
         value = self._value(op, args, result, node, kwargs)
         place = next(
             (p for a in node.all_input_nodes if (p := self.memory.shared_with(result, a))), None
@@ -397,7 +407,8 @@ class _Builder:
             self._store(node, memory.root, record, None, others if was_given else ())
         if isinstance(result, torch.Tensor):
             if node not in self.memory.places:
-                self._define(node, f"opaque:{name}", self._arguments(node), result)
+                args, kwargs = self._arguments(node), self._keywords(node)
+                self._define(node, f"opaque:{name}", args, result, kwargs)
         elif not access or result is not None:
             self._opaque(node, name, result)
 
@@ -468,7 +479,9 @@ class _Builder:
             return item if isinstance(held, (torch.SymFloat, float)) else None
         if isinstance(item, (tuple, list)):
             return tuple(self._operand(i) for i in item)
-        return item
+        if isinstance(item, dict):
+            return {key: self._operand(i) for key, i in item.items()}
+        return size_of(item) if isinstance(item, torch.SymInt) else item
 
     def _note_read(self, node: fx.Node) -> None:
         """The node being visited reads what another node's tensor holds."""

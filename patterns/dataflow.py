@@ -192,6 +192,8 @@ def iter_views(args: Any) -> Iterator[View]:
     elif isinstance(args, (tuple, list)):
         for item in args:
             yield from iter_views(item)
+    elif isinstance(args, Mapping):
+        yield from iter_views(tuple(args.values()))
 
 
 def upstream(

@@ -1,0 +1,292 @@
+"""What a statement between a projection and its cache writes reads and writes is found out.
+
+Each model is right under eager: with a statement that changes an operand, or reads or writes a
+cache between the K and the V write, nothing may be moved past it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from tests.agreement import flat
+from tests.compiler.steps import Layer, cos_sin, make_args, rotate, store
+from tilewright.compiler import _compat, access, reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+MESH: list[Any] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory):
+    """A process group of one, for DTensors."""
+    where = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)
+    MESH[:] = [init_device_mesh("cpu", (1,))]
+    yield
+    dist.destroy_process_group()
+
+
+@torch._dynamo.allow_in_graph
+def doubled(t):
+    t.mul_(2)
+    return t.sum()
+
+
+@torch._dynamo.allow_in_graph
+def doubled_in_a_dict(held):
+    held["a"].mul_(2)
+    return held["a"].sum()
+
+
+@torch._dynamo.allow_in_graph
+def read_in_a_dict(held):
+    return held["a"].sum()
+
+
+@torch._dynamo.nonstrict_trace
+def doubled_nonstrict(held):
+    held["a"].mul_(2)
+    return held["a"].sum()
+
+
+def in_a_branch(t):
+    def double(t):
+        t.mul_(2)
+        return t.sum()
+
+    return torch.cond(t.sum() > -1e9, double, lambda t: t.sum(), (t,))
+
+
+def as_dtensor(t):
+    return DTensor.from_local(t, MESH[0], [Replicate()], run_check=False)
+
+
+def data_replaced(t):
+    t.data = t.data * 2
+
+
+# What changes a tensor in place, by how it is written.
+CHANGES = {
+    "foreach": lambda t: torch._foreach_mul_([t], 0.5),
+    "foreach_second": lambda t: torch._foreach_add_([torch.zeros(1), t], 1.0),
+    "foreach_copy": lambda t: torch._foreach_copy_([t], [t + 1]),
+    "embedding_max_norm": lambda t: F.embedding(
+        torch.zeros(1, dtype=torch.long), t.view(-1, t.shape[-1]), max_norm=0.1
+    ),
+    "out_tuple": lambda t: torch.sort(t, 0, out=(t, torch.empty_like(t, dtype=torch.long))),
+    "out_packet": lambda t: torch.ops.aten.mul(t, t, out=t),
+    "out_keyword": lambda t: torch.mul(t, t, out=t),
+    "vmap": lambda t: torch.vmap(lambda row: row.mul_(2))(t),
+    "jvp": lambda t: torch.func.jvp(lambda a: a.mul_(2), (t,), (torch.ones_like(t),)),
+    "checkpoint": lambda t: checkpoint(lambda a: a.mul_(2), t, use_reentrant=False),
+    "cond": in_a_branch,
+    "allow_in_graph": doubled,
+    "allow_in_graph_dict": lambda t: doubled_in_a_dict({"a": t}),
+    "nonstrict_trace": lambda t: doubled_nonstrict({"a": t}),
+    "dtensor": lambda t: as_dtensor(t).mul_(2),
+    "dtensor_local": lambda t: as_dtensor(t).to_local().mul_(2),
+    "data": data_replaced,
+    "data_view": lambda t: t.data.mul_(2),
+    "batch_norm_statistics": lambda t: F.batch_norm(
+        torch.arange(8.0).view(4, 2), t.view(-1)[:2], torch.ones(2), training=True
+    ),
+}
+
+OPERANDS = {
+    "x": lambda m, x, k_cache, cos: x,
+    "q_weight": lambda m, x, k_cache, cos: m.q_proj.weight,
+    "cos": lambda m, x, k_cache, cos: cos,
+    "k_cache": lambda m, x, k_cache, cos: k_cache.view(-1, k_cache.shape[-1]),
+}
+
+
+def step_with(statement, operand, between):
+    """Projects, rotates and stores, with a statement on an operand before or between the stores."""
+
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        cos, sin = cos_sin()
+        cos = cos + 0
+        k = rotate(k, cos, sin)
+        if not between:
+            statement(OPERANDS[operand](m, x, k_cache, cos))
+        store(k_cache, slots, k)
+        if between:
+            statement(OPERANDS[operand](m, x, k_cache, cos))
+        store(v_cache, slots, v)
+        return rotate(q, cos, sin) * 2
+
+    return step
+
+
+def assert_as_eager(step, make=make_args):
+    """Outputs, arguments and weights after a call, under eager and under the backend."""
+    eager, ours = Layer(step), Layer(step)
+    theirs, mine = make(), make()
+    expected = eager(*theirs)
+    actual = torch.compile(ours, backend="tilewright", options={"inner": "eager"})(*mine)
+    mine, theirs = ([*args, *layer.parameters()] for args, layer in ((mine, ours), (theirs, eager)))
+    for a, b in zip(flat([actual, *mine]), flat([expected, *theirs]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["before", "between"])
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_an_operand_is_seen(name, operand, between):
+    assert_as_eager(step_with(CHANGES[name], operand, between))
+
+
+# What only reads: it may stand before the stores, and not between them where it reads a cache.
+READS = {
+    "dict": lambda t: read_in_a_dict({"a": t}),
+    "foreach": lambda t: torch._foreach_mul([t], 0.5)[0].sum(),
+    "embedding": lambda t: F.embedding(torch.zeros(1, dtype=torch.long), t.view(-1, t.shape[-1])),
+    "vmap": lambda t: torch.vmap(lambda row: row * 2)(t),
+    "jvp": lambda t: torch.func.jvp(lambda a: a * 2, (t,), (torch.ones_like(t),))[0],
+    "checkpoint": lambda t: checkpoint(lambda a: a * 2, t, use_reentrant=False),
+    "cond": lambda t: torch.cond(t.sum() > 0, lambda t: t.sum(), lambda t: t.sum() * 2, (t,)),
+    "dtensor": lambda t: (as_dtensor(t) * 2).to_local(),
+    "packet": lambda t: torch.ops.aten.mul(t, t),
+    "batch_norm": lambda t: F.batch_norm(
+        t.view(-1, t.shape[-1]), torch.zeros(t.shape[-1]), torch.ones(t.shape[-1])
+    ),
+}
+
+
+def step_that_reads(statement, operand, between):
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        cos, sin = cos_sin()
+        cos = cos + 0
+        k = rotate(k, cos, sin)
+        if not between:
+            read = statement(OPERANDS[operand](m, x, k_cache, cos))
+        store(k_cache, slots, k)
+        if between:
+            read = statement(OPERANDS[operand](m, x, k_cache, cos))
+        store(v_cache, slots, v)
+        return rotate(q, cos, sin) * 2, read
+
+    return step
+
+
+def codes():
+    return {miss.code for report in reports() for miss in report.misses}
+
+
+def fused():
+    return [site.pattern for report in reports() for site in report.matches]
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("name", READS)
+def test_what_only_reads_hinders_nothing(name, operand):
+    assert_as_eager(step_that_reads(READS[name], operand, between=False))
+    assert fused() == ["qkv_cache"], codes()
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_reads_the_cache_between_its_writes_is_seen(name):
+    assert_as_eager(step_that_reads(READS[name], "k_cache", between=True))
+    assert "qkv_cache" not in fused()
+    assert "CACHE_READ" in codes()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_the_cache_between_its_writes_is_named(name):
+    assert_as_eager(step_with(CHANGES[name], "k_cache", between=True))
+    assert "qkv_cache" not in fused()
+    assert "LONE_WRITE" in codes()
+
+
+def test_a_store_through_a_dtensor_is_a_store_into_its_local_tensor():
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        sharded = as_dtensor(k_cache)
+        store(k_cache, slots, k)
+        sharded.mul_(0.5)
+        store(v_cache, slots, v)
+        return q
+
+    assert_as_eager(step)
+    assert "qkv_cache" not in fused()
+
+
+def test_an_activation_that_is_a_dtensor_is_its_local_tensor():
+    def step(m, x, k_cache, v_cache, slots):
+        sharded = as_dtensor(x)
+        q, k, v = m.qkv(sharded.to_local())
+        sharded.mul_(2)
+        store(k_cache, slots, k)
+        store(v_cache, slots, v)
+        return q
+
+    assert_as_eager(step)
+    assert "INPUT_MUTATED" in codes()
+
+
+def test_a_function_that_cannot_be_tried_out_may_write_anything():
+    """It reads its data, and writes a cache that it is not even given."""
+    held = {}
+
+    @torch._dynamo.allow_in_graph
+    def hidden(t):
+        if t.sum().item() > -1e9:
+            held["cache"].mul_(0.5)
+        return t.sum()
+
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        store(k_cache, slots, k)
+        total = hidden(q)
+        store(v_cache, slots, v)
+        return q, total
+
+    def make():
+        args = make_args()
+        held["cache"] = args[1]
+        return args
+
+    eager, ours = Layer(step), Layer(step)
+    theirs = make()
+    expected = eager(*theirs)
+    mine = make()
+    compiled = torch.compile(ours, backend="tilewright", options={"inner": "eager"})
+    try:
+        actual = compiled(*mine)
+    except torch._dynamo.exc.TorchDynamoException:
+        pytest.skip("this torch tries the function out itself")
+    for a, b in zip(flat([actual, *mine]), flat([expected, *theirs]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def overloads(name):
+    packet = getattr(torch.ops.aten, name, None)
+    return [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+
+
+@pytest.mark.parametrize("name", sorted(access._PURE))
+def test_what_is_taken_to_write_nothing_has_no_schema_that_writes(name):
+    for overload in overloads(name):
+        arguments = overload._schema.arguments
+        if not any(argument.is_out for argument in arguments):
+            assert _compat._written_places(overload) == [], overload
+
+
+@pytest.mark.parametrize("name", sorted(access._WRITES_ITS_FIRST - {"setitem"}))
+def test_what_is_taken_to_write_its_first_argument_writes_no_other(name):
+    for overload in overloads(name):
+        assert [at for at, _ in _compat._written_places(overload)] == [0], overload
