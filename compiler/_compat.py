@@ -20,7 +20,7 @@ from torch._dynamo.exc import TorchDynamoException as DynamoError
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
@@ -46,6 +46,7 @@ __all__ = [
     "counting_graph_breaks",
     "empty_like_fake",
     "fake_mode_of",
+    "has_address",
     "inductor_option_problem",
     "is_functorch_wrapper",
     "mode_patches",
@@ -126,6 +127,15 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
     except (NotImplementedError, RuntimeError):
         return ()
     return tuple(dict.fromkeys(keys))
+
+
+def has_address(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has memory of its own: no fake, sparse or meta tensor has."""
+    return (
+        not isinstance(tensor, FakeTensor)
+        and tensor.device.type != "meta"
+        and bool(storage_keys(tensor))
+    )
 
 
 class CannotStandInError(RuntimeError):

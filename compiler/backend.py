@@ -16,6 +16,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import StrictError, fuse, target_name
 from tilewright.compiler.options import Options
+from tilewright.compiler.overlap import unfused_where_inputs_meet
 from tilewright.compiler.report import GraphReport, Lowered
 from tilewright.compiler.verify import verified
 
@@ -94,7 +95,11 @@ def _compile(
     if not report.matches:
         return report, _inner(report.before, inputs, options, mode)
     try:
-        return report, _inner(report.after, inputs, options, mode)
+        compiled = _inner(report.after, inputs, options, mode)
+        if report.inputs is not None and report.inputs.written:
+            unfused = report.before.forward
+            compiled = unfused_where_inputs_meet(report.inputs, compiled, unfused)
+        return report, compiled
     except _compat.DynamoError:
         raise
     except Exception as error:

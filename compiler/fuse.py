@@ -23,6 +23,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.legality import check_legality
 from tilewright.compiler.lint import check_graph
 from tilewright.compiler.options import Options
+from tilewright.compiler.overlap import InputMemory, input_memory
 from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.rewrite import Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.sums import make_sums_new
@@ -73,6 +74,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
         after = _copy(gm)
     rewritten: list[Rewritten] = []
     misses: list[Miss] = []
+    inputs: list[InputMemory] = []
 
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
@@ -85,6 +87,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
         while True:
             with clock.phase("view"):
                 flow = build_view(graph)
+                inputs.append(input_memory(flow))
             with clock.phase("match"):
                 found = find(flow, registered(options.patterns), check)
                 wanted, left = plan(found, options, len(rewritten))
@@ -107,7 +110,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
         raise StrictError("\n".join(str(m) for m in misses))
     target = target_name(options)
     sites = tuple(_site(r, target) for r in rewritten)
-    return GraphReport(gm, after, sites, tuple(misses), notes, clock.seconds)
+    return GraphReport(gm, after, sites, tuple(misses), notes, clock.seconds, inputs[0])
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:

@@ -126,8 +126,13 @@ def _apart(match: Match, flow: Dataflow) -> None:
 def _disjoint(one: Store, other: Store) -> bool:
     if one.memory is other.memory:
         return _effects_disjoint(one.target, other.target)
-    # Two inputs on one storage. Their places are not guarded: the op looks again at each call.
-    a, b = _bytes(one.memory), _bytes(other.memory)
+    return lie_apart(one.memory, other.memory)
+
+
+def lie_apart(one: Memory, other: Memory) -> bool:
+    """Whether two inputs on one storage share no element for certain. No guard of Dynamo's holds
+    them to it: `compiler.overlap` looks again at each call."""
+    a, b = _bytes(one), _bytes(other)
     if not all(isinstance(n, int) for n in (*a[0], *a[1], a[2], *b[0], *b[1], b[2])):
         return False
     return strided_disjoint(a[0], a[1], b[0], b[1], b[2] - a[2])

@@ -17,6 +17,7 @@ from tilewright.patterns.language import Miss, Stage
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
     from tilewright.codegen.build import Artifact
+    from tilewright.compiler.overlap import InputMemory
 
 
 #: What stands in a miss for the pattern where Dynamo did not capture the model.
@@ -80,7 +81,7 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One Dynamo graph, before and after."""
+    """One Dynamo graph, before and after. inputs: which of its inputs lay apart when traced."""
 
     before: fx.GraphModule
     after: fx.GraphModule
@@ -88,6 +89,7 @@ class GraphReport:
     misses: tuple[Miss, ...]
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    inputs: InputMemory | None = None
 
 
 @dataclass(frozen=True)

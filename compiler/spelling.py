@@ -218,6 +218,8 @@ def _to_shape(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
 
 def _transpose(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     rank = len(effect.dims)
+    if rank == 0:
+        return effect  # PyTorch takes dimension 0 and -1 of a number
     order = list(range(rank))
     a = _dim(argument(node, 1, "dim0"), rank)
     b = _dim(argument(node, 2, "dim1"), rank)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat, spelling
-from tilewright.compiler.access import Access, access_of, remember
+from tilewright.compiler.access import Access, access_of, given, remember
 from tilewright.compiler.aten_names import AtenCall, Hole, aten_call, fill
 from tilewright.compiler.memory import MemoryMap, Storages, slices_of_fresh_memory
 from tilewright.compiler.spelling import (
@@ -63,6 +63,7 @@ class _Builder:
         self.unknown: list[fx.Node] = []
         self.homes: dict[Value, fx.Node] = {}
         self.reshaped: set[int] = set()
+        self.failed: list[tuple[fx.Node, Exception]] = []
 
     # --- one node ---
 
@@ -77,7 +78,12 @@ class _Builder:
                 value = self._value(op, (), result, node)
                 self.memory.allocate(node, result, value.whole, is_input=True)
         else:
-            self._call(node, name_of(node), result)
+            try:
+                self._call(node, name_of(node), result)
+            except Exception as error:  # one node that cannot be read does not cost the graph
+                self.failed.append((node, error))
+                everything = Access(tuple(given(node)), everything=True)
+                self._unknown_call(node, name_of(node), result, everything)
 
     def _call(self, node: fx.Node, name: str, result: Any) -> None:
         access = access_of(node)
@@ -533,6 +539,7 @@ class _Builder:
             ),
             unknown=tuple(self.unknown),
             reshaped=frozenset(self.reshaped),
+            failed=tuple(self.failed),
         )
 
 

@@ -219,6 +219,7 @@ class Dataflow:
 
     values: in program order. users: who reads a value. views: what each node's tensor is, as it
     was when the node ran. outputs: what the graph returns. homes: see :meth:`home`.
+    failed: nodes that could not be read, each with why; they count as reading and writing anything.
     reshaped: storages of tensors whose shape, strides or storage change in place (`set_`).
     same_size: whether two sizes are equal; for symbols this guards the compiled code on it.
     """
@@ -236,6 +237,7 @@ class Dataflow:
     same_size: Callable[[Size, Size], bool]
     unknown: Sequence[fx.Node]
     reshaped: frozenset[int]
+    failed: Sequence[tuple[fx.Node, Exception]]
 
     def home(self, value: Value) -> fx.Node:
         """The node whose tensor holds the value: a write's lives in the memory it wrote."""

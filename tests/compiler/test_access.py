@@ -274,11 +274,14 @@ def test_a_function_that_cannot_be_tried_out_may_write_anything():
 
 
 def overloads(name):
+    """ATen's overloads that take tensors first; others sort lists and add numbers."""
     packet = getattr(torch.ops.aten, name, None)
-    return [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+    found = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+    return [o for o in found if o._schema.arguments and "Tensor" in str(o._schema.arguments[0])]
 
 
-@pytest.mark.parametrize("name", sorted(access._PURE))
+# `requires_grad_` changes a flag, and no element.
+@pytest.mark.parametrize("name", sorted(access._PURE - {"requires_grad_"}))
 def test_what_is_taken_to_write_nothing_has_no_schema_that_writes(name):
     for overload in overloads(name):
         arguments = overload._schema.arguments
@@ -290,3 +293,76 @@ def test_what_is_taken_to_write_nothing_has_no_schema_that_writes(name):
 def test_what_is_taken_to_write_its_first_argument_writes_no_other(name):
     for overload in overloads(name):
         assert [at for at, _ in _compat._written_places(overload)] == [0], overload
+
+
+# --- inputs that share memory at a later call only ------------------------------------------------
+
+
+def stored(m, x, k_cache, v_cache, slots):
+    q, k, v = m.qkv(x)
+    store(k_cache, slots, k)
+    store(v_cache, slots, v)
+    return q * 2
+
+
+def stored_with_a_scale(m, x, k_cache, v_cache, slots, scale):
+    q, k, v = m.qkv(x)
+    store(k_cache, slots, k)
+    q = q * scale
+    store(v_cache, slots, v)
+    return q
+
+
+def x_in_the_cache():
+    x, k_cache, v_cache, slots = make_args()
+    k_cache.view(-1)[: x.numel()].copy_(x.flatten())
+    return k_cache.view(-1)[: x.numel()].view(x.shape), k_cache, v_cache, slots
+
+
+def caches_on_top_of_each_other():
+    x, k_cache, _, slots = make_args()
+    pool = torch.cat((k_cache, k_cache))
+    return x, pool[: len(k_cache)], pool[1 : 1 + len(k_cache)], slots
+
+
+def caches_of_one_pool():
+    x, k_cache, v_cache, slots = make_args()
+    pool = torch.cat((k_cache, v_cache))
+    return x, pool[: len(k_cache)], pool[len(k_cache) :], slots
+
+
+def scale_in_the_cache():
+    x, k_cache, v_cache, slots = make_args()
+    return x, k_cache, v_cache, slots, k_cache.view(-1)[768 + 8 : 768 + 24]
+
+
+def scale_apart():
+    return *make_args(), torch.arange(16.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "traced", "later"),
+    [
+        (stored, make_args, x_in_the_cache),
+        (stored, make_args, caches_on_top_of_each_other),
+        (stored, caches_of_one_pool, caches_on_top_of_each_other),
+        (stored_with_a_scale, scale_apart, scale_in_the_cache),
+    ],
+)
+def test_inputs_that_meet_at_a_later_call_run_unfused(step, traced, later, caplog):
+    eager, ours = Layer(step), Layer(step)
+    compiled = torch.compile(ours, backend="tilewright", options={"inner": "eager"})
+    for make in (traced, later, traced, later):
+        theirs, mine = make(), make()
+        expected, actual = eager(*theirs), compiled(*mine)
+        for a, b in zip(flat([actual, *mine]), flat([expected, *theirs]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert caplog.text.count("share memory in this call") == 1
+
+
+def test_caches_of_one_pool_stay_fused_wherever_they_lie(caplog):
+    compiled = torch.compile(Layer(stored), backend="tilewright", options={"inner": "eager"})
+    for make in (make_args, caches_of_one_pool, make_args):
+        compiled(*make())
+    assert set(fused()) == {"qkv_cache"}
+    assert "share memory" not in caplog.text
