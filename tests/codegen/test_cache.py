@@ -363,7 +363,7 @@ def test_a_cache_that_cannot_be_written_costs_the_sharing_alone(public, how):
 
 
 def entry_of_a_warm_cache(root):
-    entry = KernelCache(root).get_or_make("binary", "aa", lambda: {})
+    entry = KernelCache(root).get_or_make("binary", "aa", dict)
     return entry.files, entry.folder
 
 
