@@ -143,7 +143,7 @@ def remake(root: Path, order: random.Random) -> None:
 def kills(work: Path, rng: random.Random, scale: float) -> str:
     """kill -9 at random moments of storing and emitting."""
     killed = answers = leftovers = 0
-    for number in range(int(300 * scale)):
+    for number in range(int(120 * scale)):
         root = work / f"root{number // 10}"
         pids = [child(partial(remake, root, random.Random(rng.random()))) for _ in "ab"]
         time.sleep(rng.uniform(0, 0.3))
@@ -168,7 +168,7 @@ def compiler_kills(work: Path, rng: random.Random, scale: float) -> str:
     want = compile_for(spec, "sm90", store=KernelCache(work / "timed")).audit.to_json()
     longest = time.perf_counter() - start
     killed = 0
-    for _ in range(max(1, int(8 * scale))):
+    for _ in range(max(1, int(5 * scale))):
         pid = child(partial(compile_for, spec, "sm90", store=KernelCache(work / "root")))
         time.sleep(rng.uniform(0, longest))
         os.kill(pid, signal.SIGKILL)
@@ -196,7 +196,7 @@ def compiler_kills(work: Path, rng: random.Random, scale: float) -> str:
 def crowd(work: Path, rng: random.Random, scale: float) -> str:
     """32 processes on a cold cache."""
     most, made, asked = 0, 0, 0
-    for number in range(max(1, int(5 * scale))):
+    for number in range(max(1, int(3 * scale))):
         log = work / f"log{number}"
         root = work / f"root{number}"
         orders = [random.Random(rng.random()) for _ in range(32)]
@@ -300,7 +300,7 @@ def versions(work: Path, rng: random.Random, scale: float) -> str:
     def format_of(number: int) -> None:
         cache_module._FORMAT = number
         order = random.Random(number)
-        for _ in range(int(60 * scale)):
+        for _ in range(int(40 * scale)):
             ask(work / "root", order.randrange(4), work / "log")
 
     pids = [child(other_emitter if n % 2 else own_emitter) for n in range(16)]
@@ -311,7 +311,7 @@ def versions(work: Path, rng: random.Random, scale: float) -> str:
     if both != 2 * len(kernels()):
         raise WrongAnswerError(f"{both} entries for two versions of {len(kernels())} kernels")
     again = len((work / "log").read_text().splitlines())
-    asked = 8 * int(60 * scale)
+    asked = 8 * int(40 * scale)
     return (
         f"{both} entries of {len(kernels())} kernels; "
         f"{asked} answers of two formats, {again} made anew"

@@ -276,9 +276,10 @@ def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
 
 def keep_ttgir(text: str) -> Path:
     """A file of this process alone that holds a module's text, for Triton to compile."""
-    path = private_folder() / f"{key_of(text)}.ttgir"
-    path.write_text(text, "utf-8")
-    return path
+    handle, path = tempfile.mkstemp(".ttgir", dir=private_folder())
+    with open(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    return Path(path)
 
 
 @cache
@@ -288,9 +289,9 @@ def find_triton_a_cache() -> None:
     Triton compiles nothing then, and fails. A folder that the user chose (TRITON_CACHE_DIR) is left
     as it is.
     """
-    import triton
+    from triton import knobs
 
-    folder = triton.knobs.cache.dir
+    folder = knobs.cache.dir
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as probe:
@@ -298,11 +299,12 @@ def find_triton_a_cache() -> None:
     except OSError as error:
         said = f"Triton's cache {folder} cannot be written: {error.strerror}"
         if "TRITON_CACHE_DIR" in os.environ:
-            warn_once(f"{said}. TRITON_CACHE_DIR names it")
+            warn_once("Triton", f"{said}. TRITON_CACHE_DIR names it")
             return
         private = private_folder() / "triton"
         os.environ["TRITON_CACHE_DIR"] = str(private)
-        warn_once(f"{said}. What it compiles in this process is kept in {private} until it ends")
+        kept = f"What it compiles in this process is kept in {private} until it ends"
+        warn_once("Triton", f"{said}. {kept}")
 
 
 def needs_scratch(source: str) -> bool:

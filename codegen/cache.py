@@ -128,8 +128,9 @@ class KernelCache:
 
     def _warn(self, reason: str) -> None:
         warn_once(
+            str(self.root),
             f"the kernel cache {self.root} is not used, kernels of this process are kept in a "
-            f"private folder until it ends: {reason}"
+            f"private folder until it ends: {reason}",
         )
 
     @contextlib.contextmanager

@@ -161,13 +161,15 @@ def set_aside(path: Path) -> None:
         remove(aside)
 
 
-def remove(path: Path) -> None:
-    """Deletes a folder with all in it, a file or a link; what cannot be deleted stays."""
+def remove(path: Path) -> bool:
+    """Deletes a folder with all in it, a file or a link. Whether it is gone: what cannot be deleted
+    stays."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
+    return not os.path.lexists(path)
 
 
 def _hold(descriptor: int) -> bool:
@@ -225,17 +227,22 @@ def _remove_private(pid: int, folder: Path) -> None:
 
 def sweep_private(age: float = STALE_AFTER_S) -> int:
     """Removes the private folders of processes that were killed; how many there were."""
-    stale = [
-        path
-        for path in Path(tempfile.gettempdir()).glob(f"{_private_prefix()}*")
-        if os.lstat(path).st_uid == os.geteuid() and is_stale(path, age)
-    ]
-    for path in stale:
-        remove(path)
-    return len(stale)
+    found = Path(tempfile.gettempdir()).glob(f"{_private_prefix()}*")
+    stale = [path for path in found if _is_own(path) and is_stale(path, age)]
+    return sum(remove(path) for path in stale)
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """A warning, once per process."""
-    log.warning("%s", message)
+def _is_own(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.lstat(path).st_uid == os.geteuid()
+    return False
+
+
+_said: set[str] = set()
+
+
+def warn_once(about: str, message: str) -> None:
+    """A warning, one per process about each thing."""
+    if about not in _said:
+        _said.add(about)
+        log.warning("%s", message)

@@ -120,12 +120,11 @@ def prune(
     """Removes leftovers, entries unused for `older_than` seconds, and then those used longest ago
     until the rest takes no more than `max_size` bytes."""
     found = survey(root, stale_after)
-    for path in found.stale:
-        remove(path)
+    stale = sum(remove(path) for path in found.stale)
     gone = list(_surplus(found, max_size, older_than))
     removed = [entry for entry in gone if _taken_out(entry.path)]
     size = sum(entry.size for entry in removed)
-    return Pruned(len(removed), size, len(found.stale))
+    return Pruned(len(removed), size, stale)
 
 
 def now_and_then(root: Path) -> None:
@@ -139,7 +138,9 @@ def now_and_then(root: Path) -> None:
         try:
             bound = size_bound()
         except ValueError as error:
-            warn_once(f"{error}; the default of {DEFAULT_BOUND} bytes is used")
+            warn_once(
+                "TILEWRIGHT_CACHE_SIZE", f"{error}; the default of {DEFAULT_BOUND} bytes is used"
+            )
             bound = DEFAULT_BOUND
         sweep_private()
         found = survey(root)

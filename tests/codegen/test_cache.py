@@ -18,7 +18,6 @@ import pytest
 from tests.another_user import NOBODY, give_away, in_a_child, public_folder
 from tilewright.codegen import build, cache_folder, template_source
 from tilewright.codegen.cache import KernelCache, cache_dir, key_of
-from tilewright.codegen.cache_folder import warn_once
 from tilewright.codegen.emit import source_fingerprint
 from tilewright.codegen.spec import KernelSpec
 
@@ -42,9 +41,9 @@ def writer(root, log, go, seen):
 
 
 @pytest.fixture
-def warnings(caplog):
+def warnings(caplog, monkeypatch):
     """The warnings of this test, as if the process had given none before."""
-    warn_once.cache_clear()
+    monkeypatch.setattr(cache_folder, "_said", set())
     caplog.set_level(logging.WARNING, logger="tilewright")
     return lambda: [record.getMessage() for record in caplog.records]
 
@@ -339,8 +338,7 @@ def entry_of_an_unwritable_cache(root):
     again = store.get_or_make("binary", "aa", make)
     private = first.folder is not None and root not in first.folder.parents
     mode = stat.S_IMODE(cache_folder.private_folder().stat().st_mode)
-    warned = warn_once.cache_info().misses
-    return first.files == again.files == FILES, private, len(made), mode, warned
+    return first.files == again.files == FILES, private, len(made), mode, len(cache_folder._said)
 
 
 @pytest.mark.parametrize("how", ["root", "parent", "file in the way"])
@@ -356,7 +354,7 @@ def test_a_cache_that_cannot_be_written_costs_the_sharing_alone(public, how):
         public.chmod(0o555)
     else:
         root.write_text("in the way")
-    warn_once.cache_clear()
+    cache_folder._said.clear()
     answer = in_a_child(entry_of_an_unwritable_cache, root, user=NOBODY)
     assert answer == (True, True, 1, 0o700, 1)
     assert not root.is_dir() or list(root.iterdir()) == []

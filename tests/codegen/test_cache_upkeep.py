@@ -10,7 +10,7 @@ import pytest
 
 from tilewright.codegen import cache_folder
 from tilewright.codegen.cache import KernelCache, key_of
-from tilewright.codegen.cache_folder import new_folder, private_folder, sweep_private, warn_once
+from tilewright.codegen.cache_folder import new_folder, private_folder, sweep_private
 from tilewright.codegen.cache_upkeep import parse_size, prune, survey
 
 HOUR = 3600
@@ -75,7 +75,7 @@ def test_it_looks_once_an_hour(tmp_path, monkeypatch):
 
 
 def test_a_bad_bound_is_said_and_the_default_holds(tmp_path, monkeypatch, caplog):
-    warn_once.cache_clear()
+    monkeypatch.setattr(cache_folder, "_said", set())
     caplog.set_level(logging.WARNING, logger="tilewright")
     monkeypatch.setenv("TILEWRIGHT_CACHE_SIZE", "plenty")
     assert KernelCache(tmp_path).get_or_make("binary", key_of("aa"), lambda: BIG).files == BIG

@@ -19,10 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests.another_user import give_away, in_a_child
-from tilewright.codegen import build, worker
+from tilewright.codegen import build, cache_folder, worker
+from tilewright.codegen import cache as cache_module
 from tilewright.codegen.build import BuildError, compile_for, emitted_path, load_interpreted
 from tilewright.codegen.cache import KernelCache
-from tilewright.codegen.cache_folder import private_folder, warn_once
+from tilewright.codegen.cache_folder import private_folder
 from tilewright.codegen.emit import emit
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops import kernel_launch
@@ -134,6 +135,20 @@ def test_kernels_are_emitted_and_compiled_without_a_cache(no_folder, monkeypatch
     assert loaded_and_compiled() == (2.0, ADD.name, True, True)
 
 
+def test_kernels_run_from_memory_where_no_disk_takes_them(no_folder, monkeypatch):
+    def nowhere():
+        raise FileNotFoundError(2, "No usable temporary directory")
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(no_folder))
+    monkeypatch.setattr(cache_module, "private_folder", nowhere)
+    cache_module._private_roots.clear()
+    assert build.emitted(ADD).folder is None
+    function = build.load_jit(ADD).function
+    assert function.src.startswith(f"def {ADD.name}(")
+    assert inspect.getsource(function.fn) in emit(ADD)
+    assert kernel_adds() == 2.0
+
+
 def launch_path(home):
     """As on a GPU, up to the compiled kernel."""
     os.environ.pop("TRITON_CACHE_DIR", None)
@@ -158,7 +173,7 @@ def test_a_triton_cache_that_can_be_written_is_triton_s(tmp_path):
 
 
 def test_a_triton_cache_that_the_user_chose_is_left_and_named(tmp_path, monkeypatch, caplog):
-    warn_once.cache_clear()
+    monkeypatch.setattr(cache_folder, "_said", set())
     build.find_triton_a_cache.cache_clear()
     caplog.set_level(logging.WARNING, logger="tilewright")
     (tmp_path / "file").touch()
