@@ -129,15 +129,18 @@ def everything(root: Path, order: random.Random, log: Path | None = None) -> Non
         one()
 
 
-def remake(root: Path, order: random.Random) -> None:
-    """Takes entries out and asks for them again, until somebody ends it."""
+def remake(root: Path, order: random.Random, emits: bool) -> None:
+    """Takes entries out and asks for them again, until somebody ends it: kernels, or entries that
+    only have to be stored."""
     while True:
         number = order.randrange(ENTRIES)
         spec, text = order.choice(list(kernels().items()))
-        for one in (key(number), build.emitter.source_fingerprint(spec)):
-            remove(KernelCache(root).entry(KIND, one))
-        ask(root, number)
-        ask_kernel(root, spec, text)
+        wanted = build.emitter.source_fingerprint(spec) if emits else key(number)
+        remove(KernelCache(root).entry(KIND, wanted))
+        if emits:
+            ask_kernel(root, spec, text)
+        else:
+            ask(root, number)
 
 
 def kills(work: Path, rng: random.Random, scale: float) -> str:
@@ -145,7 +148,8 @@ def kills(work: Path, rng: random.Random, scale: float) -> str:
     killed = answers = leftovers = 0
     for number in range(int(120 * scale)):
         root = work / f"root{number // 10}"
-        pids = [child(partial(remake, root, random.Random(rng.random()))) for _ in "ab"]
+        orders = [random.Random(rng.random()) for _ in range(3)]
+        pids = [child(partial(remake, root, order, order is orders[0])) for order in orders]
         time.sleep(rng.uniform(0, 0.3))
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,6 @@ there are trusted, as a group that shares a cache needs. docs/soundness.md has t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -22,6 +21,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 log = logging.getLogger("tilewright")
@@ -211,18 +211,14 @@ def private_folder() -> Path:
     sweep_private()
     folder = Path(tempfile.mkdtemp(prefix=_private_prefix()))
     _hold(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))  # open until the process ends
-    atexit.register(_remove_private, os.getpid(), folder)
+    # Not atexit, which a child forked by multiprocessing does not come to before Python 3.13.
+    Finalize(None, remove, args=(folder,), exitpriority=0)
     _private[os.getpid()] = folder
     return folder
 
 
 def _private_prefix() -> str:
     return f"tilewright-{os.geteuid()}-"
-
-
-def _remove_private(pid: int, folder: Path) -> None:
-    if os.getpid() == pid:
-        remove(folder)
 
 
 def sweep_private(age: float = STALE_AFTER_S) -> int:

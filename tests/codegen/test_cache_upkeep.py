@@ -4,10 +4,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.another_user import in_a_child
 from tilewright.codegen import cache_folder
 from tilewright.codegen.cache import KernelCache, key_of
 from tilewright.codegen.cache_folder import new_folder, private_folder, sweep_private
@@ -149,6 +152,24 @@ def test_leftovers_of_killed_makers_are_swept_and_those_of_live_ones_not(tmp_pat
     finally:
         live.terminate()
         live.join()
+
+
+def private_twice():
+    return private_folder(), private_folder()
+
+
+def test_a_private_folder_ends_with_its_process(tmp_path, monkeypatch):
+    """A forked child has one of its own, and takes nobody else's with it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(cache_folder, "_private", {})
+    own = private_folder()
+    first, second = in_a_child(private_twice)
+    assert first == second != own
+    assert list(tmp_path.iterdir()) == [own]
+    code = "from tilewright.codegen.cache_folder import *; print(private_folder())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not os.path.exists(done.stdout.strip())
+    assert cache_folder._private_prefix() in done.stdout
 
 
 def make_private(ready):
