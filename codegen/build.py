@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import importlib.util
 import json
+import linecache
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
+from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tilewright.codegen import emit as emitter
 from tilewright.codegen.audit import Audit, audit_folder
-from tilewright.codegen.cache import KernelCache, key_of
+from tilewright.codegen.cache import Entry, KernelCache, key_of
+from tilewright.codegen.cache_folder import private_folder, warn_once
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
+from tilewright.codegen.worker import DISK_ERROR_EXIT
 
 if TYPE_CHECKING:
     from tilewright.codegen.interpreter import InterpretedKernel
@@ -37,50 +44,64 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Artifact:
-    """One compiled kernel, as it lies in the cache.
+    """One compiled kernel.
 
-    folder holds source.py, kernel.ttir, kernel.ttgir, kernel.ptx, kernel.cubin, metadata.json and
-    audit.json.
+    files: source.py, kernel.ttir, kernel.ttgir, kernel.ptx, kernel.cubin, metadata.json and
+    audit.json, by name. folder: where they lie; None where no disk took them.
     """
 
-    folder: Path
+    folder: Path | None
+    files: Mapping[str, bytes] = field(repr=False)
 
     @property
     def source(self) -> str:
-        return (self.folder / "source.py").read_text("utf-8")
+        return self.files["source.py"].decode()
 
     @property
     def ptx(self) -> str:
-        return (self.folder / "kernel.ptx").read_text("utf-8")
+        return self.files["kernel.ptx"].decode()
 
     @property
     def ttgir(self) -> str:
-        return (self.folder / "kernel.ttgir").read_text("utf-8")
+        return self.files["kernel.ttgir"].decode()
 
     @property
     def cubin(self) -> bytes:
-        return (self.folder / "kernel.cubin").read_bytes()
+        return self.files["kernel.cubin"]
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        metadata: dict[str, Any] = json.loads((self.folder / "metadata.json").read_text("utf-8"))
+        metadata: dict[str, Any] = json.loads(self.files["metadata.json"])
         return metadata
 
     @cached_property
     def audit(self) -> Audit:
-        return Audit.from_json((self.folder / "audit.json").read_text("utf-8"))
+        return Audit.from_json(self.files["audit.json"].decode())
+
+
+def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
+    """The entry of a spec's emitted file, `<name>.py`; emitted now where it is missing."""
+
+    def make() -> dict[str, bytes]:
+        return {
+            f"{spec.name}.py": emitter.emit(spec).encode(),
+            "spec.json": spec.to_json().encode(),
+        }
+
+    return (store or KernelCache()).get_or_make("source", emitter.source_fingerprint(spec), make)
 
 
 def emitted_path(spec: KernelSpec, store: KernelCache | None = None) -> Path:
-    """The emitted file of a spec in the cache, `<name>.py`; emitted now where it is missing."""
-    store = store or KernelCache()
-    name = f"{spec.name}.py"
+    """The emitted file of a spec, for people and their tools; emitted now where it is missing.
 
-    def build(folder: Path) -> None:
-        (folder / name).write_text(emitter.emit(spec), "utf-8")
-        (folder / "spec.json").write_text(spec.to_json(), "utf-8")
-
-    return store.get_or_build("source", emitter.source_fingerprint(spec), build) / name
+    Raises OSError where no disk takes it.
+    """
+    entry, name = emitted(spec, store), f"{spec.name}.py"
+    if entry.folder is not None:
+        return entry.folder / name
+    path = private_folder() / name
+    path.write_bytes(entry.files[name])
+    return path
 
 
 def compile_for(
@@ -98,7 +119,7 @@ def compile_for(
     Raises BuildError where Triton fails, also where it takes its process down.
     """
     if isinstance(source, KernelSpec):
-        text = emitted_path(source, store).read_text("utf-8")
+        text = emitted(source, store).text(f"{source.name}.py")
         target = target or source.target
     else:
         text = source
@@ -116,13 +137,18 @@ def compile_for(
         json.dumps(request),
     )
 
-    def build(folder: Path) -> None:
-        (folder / "source.py").write_text(text, "utf-8")
-        _run_worker(python, folder, request)
-        audited = audit_folder(folder)
-        (folder / "audit.json").write_text(audited.to_json(), "utf-8")
+    def make() -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory(dir=private_folder()) as name:
+            folder = Path(name)
+            (folder / "source.py").write_text(text, "utf-8")
+            _run_worker(python, folder, request)
+            shutil.rmtree(folder / ".triton", ignore_errors=True)  # Triton's own, the same again
+            audited = audit_folder(folder).to_json().encode()
+            made = {path.name: path.read_bytes() for path in folder.iterdir()}
+            return made | {"audit.json": audited}
 
-    return Artifact((store or KernelCache()).get_or_build("binary", key, build))
+    entry = (store or KernelCache()).get_or_make("binary", key, make)
+    return Artifact(entry.folder, entry.files)
 
 
 def _helper_files() -> list[Path]:
@@ -165,6 +191,8 @@ def _run_worker(python: str, folder: Path, request: Mapping[str, Any]) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"Triton was still compiling after {COMPILE_TIMEOUT_S} s") from error
+    if done.returncode == DISK_ERROR_EXIT:
+        raise OSError(errno.EIO, f"cannot write to {folder}: {_last_lines(done.stderr, 1)}")
     if done.returncode:
         raise BuildError(f"{_exit_reason(done.returncode)}:\n{_last_lines(done.stderr)}")
     request_file.unlink()
@@ -180,13 +208,21 @@ def _last_lines(text: str, count: int = 25) -> str:
     return "\n".join(text.strip().split("\n")[-count:])
 
 
-def _import_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"tilewright_emitted.{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _load(spec: KernelSpec) -> tuple[Any, str]:
+    """The emitted kernel of a spec as its file defines it, and the file's text.
+
+    What runs is the text that was read and compared with its hash: the file is not opened again,
+    and no byte code is looked for beside it.
+    """
+    entry, name = emitted(spec), f"{spec.name}.py"
+    text = entry.text(name)
+    place = str(entry.folder / name) if entry.folder is not None else f"<emitted {name}>"
+    module = ModuleType(f"tilewright_emitted.{spec.name}")
+    module.__file__ = place
+    # Triton asks `inspect` for a kernel's source, which looks here first; a time of None: for good.
+    linecache.cache[place] = (len(text), None, StringIO(text).readlines(), place)
+    exec(compile(text, place, "exec"), module.__dict__)
+    return getattr(module, module.KERNEL), text
 
 
 @dataclass(frozen=True)
@@ -216,12 +252,10 @@ def load_jit(spec: KernelSpec) -> Launchable:
     Arguments are the run-time parameters in the order of spec.signature. Where the kernel makes
     descriptors on the device, an allocator for their memory is installed.
     """
-    path = emitted_path(spec)
-    module = _import_file(path)
-    function = getattr(module, module.KERNEL)
+    function, text = _load(spec)
     if not hasattr(function, "warmup"):
         raise BuildError("TRITON_INTERPRET is set: nothing is compiled; use load_interpreted")
-    if needs_scratch(path.read_text("utf-8")):
+    if needs_scratch(text):
         install_allocator()
     options: dict[str, Any] = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
     options["enable_fp_fusion"] = True  # as worker.py has it: the defaults of releases differ
@@ -236,18 +270,41 @@ def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
     """The spec's kernel for CPU tensors, run by Triton's interpreter with corrected bf16."""
     from tilewright.codegen.interpreter import interpret
 
-    module = _import_file(emitted_path(spec))
-    return interpret(getattr(module, module.KERNEL))
+    function, _ = _load(spec)
+    return interpret(function)
 
 
 def keep_ttgir(text: str) -> Path:
-    """A file in the cache that holds a module's text, for Triton to compile."""
-    name = "kernel.ttgir"
+    """A file of this process alone that holds a module's text, for Triton to compile."""
+    handle, path = tempfile.mkstemp(".ttgir", dir=private_folder())
+    with open(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    return Path(path)
 
-    def build(folder: Path) -> None:
-        (folder / name).write_text(text, "utf-8")
 
-    return KernelCache().get_or_build("ttgir", key_of(text), build) / name
+@cache
+def find_triton_a_cache() -> None:
+    """Gives Triton a private folder for this process where its own cache cannot be written.
+
+    Triton compiles nothing then, and fails. A folder that the user chose (TRITON_CACHE_DIR) is left
+    as it is.
+    """
+    from triton import knobs
+
+    folder = knobs.cache.dir
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
+            probe.write(bytes(1 << 16))
+    except OSError as error:
+        said = f"Triton's cache {folder} cannot be written: {error.strerror}"
+        if "TRITON_CACHE_DIR" in os.environ:
+            warn_once("Triton", f"{said}. TRITON_CACHE_DIR names it")
+            return
+        private = private_folder() / "triton"
+        os.environ["TRITON_CACHE_DIR"] = str(private)
+        kept = f"What it compiles in this process is kept in {private} until it ends"
+        warn_once("Triton", f"{said}. {kept}")
 
 
 def needs_scratch(source: str) -> bool:

@@ -13,10 +13,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
 
-from tilewright.codegen.cache import KernelCache, key_of
+from tilewright.codegen.cache import Entry, KernelCache, key_of
 from tilewright.codegen.emit import source_fingerprint
 from tilewright.codegen.qkv_kernels import QkvProblem
 from tilewright.codegen.qkv_plan import (
@@ -109,7 +108,7 @@ def tuned(
     if len(tried) == 1:
         return _only(tried)
 
-    def measure(folder: Path) -> None:
+    def measure() -> dict[str, bytes]:
         times = [float(seconds) for seconds in timer(tuple(tried.values()))]
         good = {
             name: seconds
@@ -119,10 +118,10 @@ def tuned(
         if not good:
             raise NothingMeasuredError(f"none of {len(tried)} lowerings could be timed")
         text = json.dumps({"machine": machine.gpu, "seconds": good}, indent=1)
-        (folder / _FILE).write_text(text, "utf-8")
+        return {_FILE: text.encode()}
 
-    entry = (store or KernelCache()).get_or_build(
-        "tuned", _key(case, machine, tried), measure, lambda folder: _times(folder, tried) != {}
+    entry = (store or KernelCache()).get_or_make(
+        "tuned", _key(case, machine, tried), measure, lambda found: _times(found, tried) != {}
     )
     return _fastest(tried, _times(entry, tried))
 
@@ -134,7 +133,7 @@ def remembered(
     tried = trials(case)
     if len(tried) == 1:
         return _only(tried)
-    entry = (store or KernelCache()).intact("tuned", _key(case, machine, tried))
+    entry = (store or KernelCache()).find("tuned", _key(case, machine, tried))
     times = {} if entry is None else _times(entry, tried)
     return _fastest(tried, times) if times else None
 
@@ -150,11 +149,11 @@ def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> s
     return key_of(_FORMAT, repr(machine), *facts, *tried, *sources)
 
 
-def _times(folder: Path, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:
+def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:
     """The times an entry holds; empty where they are not times of these trials."""
     try:
-        seconds = json.loads((folder / _FILE).read_text("utf-8"))["seconds"]
-    except (OSError, ValueError, KeyError, TypeError):
+        seconds = json.loads(entry.files[_FILE])["seconds"]
+    except (ValueError, KeyError, TypeError):
         return {}
     if not isinstance(seconds, dict) or not set(seconds) <= set(tried):
         return {}

@@ -4,16 +4,19 @@ Needs the standard library and triton alone, so that any environment that holds 
 Triton may abort the process on a form it does not support; whoever started it is not harmed.
 
 The request: {"source": path, "out": folder, "arch": 90 | 100, "options": {...}}. Written to `out`:
-kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json.
+kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json. Exit code 74: the disk was
+full or could not be written; any other than 0: Triton did not compile the kernel.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import errno
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 WARP_SIZE = 32
@@ -33,13 +36,15 @@ METADATA = (
 )
 
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+DISK_ERROR_EXIT = 74
+
+
 def load_source(path: str) -> Any:
-    """A file as a module."""
-    spec = importlib.util.spec_from_file_location("emitted_kernel", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """A file as a module; from its text, whatever byte code lies beside it."""
+    module = ModuleType("emitted_kernel")
+    module.__file__ = path
+    exec(compile(Path(path).read_text("utf-8"), path, "exec"), module.__dict__)
     return module
 
 
@@ -104,7 +109,11 @@ def main() -> None:
     # Triton's own cache would hide what this compiler does now.
     os.environ.setdefault("TRITON_ALWAYS_COMPILE", "1")
     os.environ["TRITON_CACHE_DIR"] = str(Path(request["out"]) / ".triton")
-    compile_kernel(request)
+    try:
+        compile_kernel(request)
+    except OSError as error:
+        traceback.print_exc()
+        sys.exit(DISK_ERROR_EXIT if error.errno in DISK_ERRORS else 1)
 
 
 if __name__ == "__main__":

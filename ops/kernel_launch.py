@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.build import install_allocator, keep_ttgir, load_jit
+from tilewright.codegen.build import (
+    find_triton_a_cache,
+    install_allocator,
+    keep_ttgir,
+    load_jit,
+)
 from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.isolation import apart
@@ -77,6 +82,7 @@ def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
     from triton.compiler import ASTSource
 
     launchable = load_jit(spec)
+    find_triton_a_cache()
     names = [name for name, _ in spec.signature]
     source = ASTSource(
         fn=launchable.function,

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from tilewright.tools.commands.bench import bench
+from tilewright.tools.commands.cache import cache
 from tilewright.tools.commands.diff import diff
 from tilewright.tools.commands.doctor import doctor
 from tilewright.tools.commands.explain import explain
@@ -28,7 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (inspect, kernels, verify, diff, explain, zoo, doctor, bench):
+for command in (inspect, kernels, verify, diff, explain, zoo, doctor, cache, bench):
     app.command()(command)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import sys
 import textwrap
 from importlib.resources import files
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.tools.test_cli import CACHE_MODEL
 from tilewright.codegen.build import BuildError
+from tilewright.codegen.cache import KernelCache, key_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.cli import app
 from tilewright.tools.miss_guide import miss_guide
@@ -294,12 +296,99 @@ def test_bad_input_is_one_line_and_exit_code_two(command, arguments, message):
     assert done.stdout == ""
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(command, tmp_path, monkeypatch):
+def test_kernels_are_audited_without_a_cache_that_can_be_written(command, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    done = command("inspect", "mine.py:make", "--json")
+    assert done.exit_code == 0
+    kernels = schema_checked("inspect", done.stdout)["kernels"]
+    assert kernels
+    assert all(kernel["audit"]["registers"] for kernel in kernels)
+
+
+def test_no_folder_to_compile_in_is_one_line(command, monkeypatch):
+    def nowhere(*arguments, **options):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tilewright.codegen.build.private_folder", nowhere)
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", "/proc/no/such/cache")
     done = command("inspect", "mine.py:make")
     assert done.exit_code == 2
-    assert "cannot write to the kernel cache" in done.stderr.splitlines()[-1]
+    assert "No usable temporary directory" in done.stderr.splitlines()[-1]
+    assert "TMPDIR names another" in done.stderr.splitlines()[-1]
+    assert done.stdout == ""
+
+
+def test_doctor_says_what_the_cache_holds_and_why_it_is_not_used(command, tmp_path, monkeypatch):
+    root = tmp_path / "cache"
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(root))
+    monkeypatch.setenv("TILEWRIGHT_CACHE_SIZE", "3GiB")
+    KernelCache().get_or_make("source", key_of("one"), lambda: {"a.py": bytes(2 << 20)})
+    assert doctors_cache(command) == ("ok", f"{root}, 1 entries, 2 MiB of 3072")
+    root.chmod(0o777)
+    state, detail = doctors_cache(command)
+    assert state == "failed"
+    assert "is not used: other users can write to it" in detail
+
+
+def doctors_cache(command):
+    done = command("doctor", "--json")
+    findings = {f["what"]: f for f in schema_checked("doctor", done.stdout)["findings"]}
+    return findings["cache folder"]["state"], findings["cache folder"]["detail"]
+
+
+def test_cache_shows_and_prunes(command, tmp_path, monkeypatch):
+    root = tmp_path / "cache"
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(root))
+    assert schema_checked("cache", command("cache", "--json").stdout)["kinds"] == []
+    for name in ("one", "two", "three"):
+        entry = KernelCache().get_or_make("source", key_of(name), lambda: {"a.py": bytes(100_000)})
+        if name == "one":
+            os.utime(entry.folder, (0, 0))
+    shown = schema_checked("cache", command("cache", "--json").stdout)
+    assert shown["folder"] == str(root)
+    assert (shown["problem"], shown["others_trusted"], shown["pruned"]) == (None, False, None)
+    assert shown["bound_bytes"] == 2 << 30
+    (kind,) = shown["kinds"]
+    assert (kind["kind"], kind["entries"]) == ("source", 3)
+    assert kind["bytes"] == shown["bytes"] >= 300_000
+    each = shown["bytes"] // 3
+    old = schema_checked(
+        "cache", command("cache", "--prune", "--older-than", "30d", "--json").stdout
+    )
+    assert old["pruned"] == {"entries": 1, "bytes": each, "stale": 0}
+    text = command("cache", "--prune", "--max-size", "150kB").stdout
+    assert "pruned   1 entries" in text
+    assert f"folder   {root}" in text
+    assert "source   1 entries" in text
+
+
+def test_cache_that_is_not_used_is_not_pruned(command, tmp_path, monkeypatch):
+    root = tmp_path / "cache"
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(root))
+    entry = KernelCache().get_or_make("source", key_of("one"), lambda: {"a.py": b"text"})
+    root.chmod(0o777)
+    done = command("cache", "--json")
+    assert done.exit_code == 1
+    assert "other users can write" in schema_checked("cache", done.stdout)["problem"]
+    done = command("cache", "--prune", "--max-size", "0")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"tilewright: --prune: {root} is not used: other users")
+    assert entry.folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prune", "--max-size", "plenty"), "--max-size: expected a size such as 500MB"),
+        (("--prune", "--older-than", "soon"), "--older-than: expected an age such as 30d"),
+        (("--max-size", "1MB"), "expected together with --prune"),
+    ],
+)
+def test_cache_refuses_what_it_cannot_read(command, arguments, message):
+    done = command("cache", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
     assert done.stdout == ""
 
 
@@ -314,7 +403,8 @@ def test_a_benchmark_without_its_gpu_is_one_line(command):
 
 def test_help_of_every_command_and_completion(command):
     text = command("--help").stdout
-    for name in ("inspect", "kernels", "verify", "diff", "explain", "zoo", "doctor", "bench"):
+    names = ("inspect", "kernels", "verify", "diff", "explain", "zoo", "doctor", "cache", "bench")
+    for name in names:
         assert name in text
         shown = command(name, "--help")
         assert shown.exit_code == 0

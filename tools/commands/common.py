@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tilewright.codegen.cache import cache_dir
 from tilewright.codegen.targets import TARGETS
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
@@ -136,8 +135,8 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
         with progress("compiling kernels", len(kernels)) as advance:
             return audit_kernels(kernels, target, done=advance, **options)
     except OSError as error:
-        message = f"cannot write to the kernel cache {cache_dir()}: {error.strerror}"
-        raise CommandError(f"{message}; TILEWRIGHT_CACHE_DIR names another") from error
+        message = f"cannot compile, for want of a folder to write to: {error}"
+        raise CommandError(f"{message}; TMPDIR names another") from error
 
 
 @contextlib.contextmanager

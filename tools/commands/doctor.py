@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import typer
 
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.cache import cache_dir
+from tilewright.codegen.cache_folder import make_folders, refusal
+from tilewright.codegen.cache_upkeep import size_bound, survey
 from tilewright.codegen.targets import TARGETS, Target
 from tilewright.compiler import lower
 from tilewright.ops.contract import get_op
@@ -93,18 +93,16 @@ def _checked(what: str, check: Callable[[], str]) -> Finding:
 
 def _cache() -> str:
     folder = cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
+    reason = refusal(folder)
+    if reason is not None:
+        raise PermissionError(f"{folder} is not used: {reason}")
+    make_folders(folder, folder)
     with tempfile.NamedTemporaryFile(dir=folder):
         pass
-    sizes = list(_sizes(folder))
-    return f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.0f} MiB"
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process may be building
-            if path.is_file():
-                yield path.stat().st_size
+    found = survey(folder)
+    size = f"{found.size / 2**20:.0f} MiB of {size_bound() / 2**20:.0f}"
+    stale = f", {len(found.stale)} leftovers" if found.stale else ""
+    return f"{folder}, {len(found.entries)} entries, {size}{stale}"
 
 
 def _backend() -> str:

@@ -1,0 +1,244 @@
+"""Where the kernel cache lies, whose word is taken there, and the folder that serves without it.
+
+What is read from the cache is run. So its folder, and every entry, must belong to this user or to
+root and be closed to other users' writes; TILEWRIGHT_CACHE_TRUST=1 says that those who can write
+there are trusted, as a group that shares a cache needs. docs/soundness.md has the threat model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import grp
+import logging
+import os
+import pwd
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+log = logging.getLogger("tilewright")
+
+_GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+#: Seconds after which a temporary folder that no process holds is somebody's who was killed.
+STALE_AFTER_S = 3600.0
+
+
+def cache_dir() -> Path:
+    """TILEWRIGHT_CACHE_DIR, else `tilewright` in the user's XDG cache folder; `~` is expanded.
+
+    As the XDG specification asks, a relative XDG_CACHE_HOME is ignored. A user without a home gets
+    a folder of the temporary folder's.
+    """
+    chosen = os.environ.get("TILEWRIGHT_CACHE_DIR")
+    if chosen:
+        return Path(os.path.expanduser(chosen))
+    base = os.path.expanduser(os.environ.get("XDG_CACHE_HOME", ""))
+    if os.path.isabs(base):
+        return Path(base) / "tilewright"
+    home = os.path.expanduser("~")
+    if os.path.isabs(home):
+        return Path(home) / ".cache" / "tilewright"
+    return Path(tempfile.gettempdir()) / f"tilewright-cache-{os.geteuid()}"
+
+
+def others_are_trusted() -> bool:
+    """Whether TILEWRIGHT_CACHE_TRUST=1 lets other users write to the cache."""
+    return os.environ.get("TILEWRIGHT_CACHE_TRUST") == "1"
+
+
+def distrust(status: os.stat_result) -> str | None:
+    """Why a file or folder may hold what another user wrote; None where it cannot, or may.
+
+    It must belong to this user or to root. Others must not be able to write to it, nor must its
+    group, unless that is the group of this user alone that many systems give to each user.
+    """
+    if others_are_trusted():
+        return None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())}"
+    mode = stat.filemode(status.st_mode)
+    if status.st_mode & stat.S_IWOTH:
+        return f"other users can write to it ({mode})"
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid, os.geteuid()):
+        return f"its group {_group(status.st_gid)} can write to it ({mode})"
+    return None
+
+
+def refusal(root: Path) -> str | None:
+    """Why a cache folder is not used; None where it can be, also where it is not there yet."""
+    try:
+        own, target = os.lstat(root), os.stat(root)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return str(error.strerror)
+    if not stat.S_ISDIR(target.st_mode):
+        return "it is not a folder"
+    foreign = own.st_uid not in (os.geteuid(), 0) and not others_are_trusted()
+    if foreign and stat.S_ISLNK(own.st_mode):
+        return f"it is a link of {_user(own.st_uid)}"
+    return distrust(target)
+
+
+def _user(uid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    return f"user {uid}"
+
+
+def _group(gid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
+
+
+@functools.cache
+def _is_own_group(gid: int, uid: int) -> bool:
+    """Whether a group is the one that has its user's name and nobody else in it."""
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    alone = set(group.gr_mem) <= {user.pw_name}
+    return user.pw_gid == gid and group.gr_name == user.pw_name and alone
+
+
+def open_to_others(mode: int) -> int:
+    """A mode for something new: the umask takes from it, and so does distrust of others."""
+    return mode if others_are_trusted() else mode & ~_GROUP_AND_OTHERS_WRITE
+
+
+def make_folders(root: Path, folder: Path) -> None:
+    """Makes `folder`, which is `root` or below it. Raises OSError."""
+    if folder.is_dir():
+        return
+    root.parent.mkdir(parents=True, exist_ok=True)
+    for one in [*reversed(folder.parents), folder]:
+        if one == root or root in one.parents:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(one, open_to_others(0o777))
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Iterator[int]:
+    """A folder's descriptor; a link in its place raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def new_folder(parent: Path, name: str) -> Iterator[tuple[Path, int]]:
+    """A temporary folder with its descriptor, held against sweeping and removed at the end if it is
+    still in its place."""
+    path = parent / f"{name}.{secrets.token_hex(6)}.tmp"
+    os.mkdir(path, open_to_others(0o777))
+    try:
+        with opened_folder(path) as descriptor:
+            _hold(descriptor)
+            yield path, descriptor
+    finally:
+        remove(path)
+
+
+def set_aside(path: Path) -> None:
+    """Takes whatever lies at a path out of the way at once, then deletes it. Raises OSError where
+    it cannot be moved."""
+    aside = path.with_name(f"{path.name[:16]}.{secrets.token_hex(6)}.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, aside)
+        remove(aside)
+
+
+def remove(path: Path) -> bool:
+    """Deletes a folder with all in it, a file or a link. Whether it is gone: what cannot be deleted
+    stays."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+    return not os.path.lexists(path)
+
+
+def _hold(descriptor: int) -> bool:
+    """Marks a folder as in use by this process, as long as the descriptor is open. Whether it could
+    be: not where another process holds it; a file system without locks has no holders."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def is_stale(path: Path, age: float = STALE_AFTER_S) -> bool:
+    """Whether a temporary folder or lock file of ours is old and no process holds it."""
+    try:
+        if time.time() - os.lstat(path).st_mtime < age:
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:  # not even to be read: nobody builds in it
+        return True
+    try:
+        return _hold(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The private folder of each process; a forked child makes one of its own.
+_private: dict[int, Path] = {}
+
+
+def private_folder() -> Path:
+    """A folder of this process alone, mode 0700, removed when the process ends: for what needs a
+    file for a moment, and for kernels where the cache cannot be used. Raises OSError."""
+    known = _private.get(os.getpid())
+    if known is not None and known.is_dir():
+        return known
+    sweep_private()
+    folder = Path(tempfile.mkdtemp(prefix=_private_prefix()))
+    _hold(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))  # open until the process ends
+    # Not atexit, which a child forked by multiprocessing does not come to before Python 3.13.
+    Finalize(None, remove, args=(folder,), exitpriority=0)
+    _private[os.getpid()] = folder
+    return folder
+
+
+def _private_prefix() -> str:
+    return f"tilewright-{os.geteuid()}-"
+
+
+def sweep_private(age: float = STALE_AFTER_S) -> int:
+    """Removes the private folders of processes that were killed; how many there were."""
+    found = Path(tempfile.gettempdir()).glob(f"{_private_prefix()}*")
+    stale = [path for path in found if _is_own(path) and is_stale(path, age)]
+    return sum(remove(path) for path in stale)
+
+
+def _is_own(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.lstat(path).st_uid == os.geteuid()
+    return False
+
+
+_said: set[str] = set()
+
+
+def warn_once(about: str, message: str) -> None:
+    """A warning, one per process about each thing."""
+    if about not in _said:
+        _said.add(about)
+        log.warning("%s", message)

@@ -1,0 +1,142 @@
+"""`tilewright cache`: what the kernel cache holds, and making it smaller."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilewright.codegen.cache import cache_dir
+from tilewright.codegen.cache_folder import others_are_trusted, refusal
+from tilewright.codegen.cache_upkeep import (
+    KINDS,
+    Pruned,
+    Survey,
+    parse_size,
+    prune,
+    size_bound,
+    survey,
+)
+from tilewright.tools.commands.common import (
+    FAILED,
+    CommandError,
+    JsonOption,
+    errors_for_people,
+    print_json,
+)
+from tilewright.tools.text_report import make_console
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\Z")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def cache(
+    prune_now: Annotated[
+        bool,
+        typer.Option("--prune", help="Remove leftovers, and what was used longest ago."),
+    ] = False,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --prune: down to this, as 500MB; default: TILEWRIGHT_CACHE_SIZE, or 2GiB.",
+        ),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="With --prune: what was not used for this, as 30d, 12h."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the kernel cache: folder, entries, size; --prune makes it smaller.
+
+    Exit code 1 where the folder is not used, with the reason.
+    """
+    with errors_for_people(debug=False):
+        folder = cache_dir()
+        problem = refusal(folder)
+        bound, age = _bound(max_size), _age(older_than)
+        if not prune_now and (max_size is not None or older_than is not None):
+            raise CommandError("--max-size and --older-than: expected together with --prune")
+        if prune_now and problem is not None:
+            raise CommandError(f"--prune: {folder} is not used: {problem}")
+        pruned = prune(folder, bound, age) if prune_now else None
+    found = survey(folder)
+    if as_json:
+        print_json(_as_dict(folder, problem, bound, found, pruned))
+    else:
+        _print(folder, problem, bound, found, pruned)
+    if problem is not None:
+        raise typer.Exit(FAILED)
+
+
+def _bound(max_size: str | None) -> int:
+    try:
+        return size_bound() if max_size is None else parse_size(max_size)
+    except ValueError as error:
+        raise CommandError(str(error) if max_size is None else f"--max-size: {error}") from error
+
+
+def _age(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = _AGE.match(text.strip())
+    if found is None:
+        raise CommandError(f"--older-than: expected an age such as 30d or 12h, got {text!r}")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _kinds(found: Survey) -> list[dict[str, Any]]:
+    counts, sizes = Counter[str](), Counter[str]()
+    for entry in found.entries:
+        counts[entry.kind] += 1
+        sizes[entry.kind] += entry.size
+    return [
+        {"kind": kind, "entries": counts[kind], "bytes": sizes[kind]}
+        for kind in KINDS
+        if counts[kind]
+    ]
+
+
+def _as_dict(
+    folder: Path, problem: str | None, bound: int, found: Survey, pruned: Pruned | None
+) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "problem": problem,
+        "others_trusted": others_are_trusted(),
+        "bound_bytes": bound,
+        "bytes": found.size,
+        "kinds": _kinds(found),
+        "stale": len(found.stale),
+        "pruned": None
+        if pruned is None
+        else {"entries": pruned.entries, "bytes": pruned.size, "stale": pruned.stale},
+    }
+
+
+def _print(
+    folder: Path, problem: str | None, bound: int, found: Survey, pruned: Pruned | None
+) -> None:
+    console = make_console()
+    console.print(f"folder   {folder}")
+    if problem is not None:
+        console.print(f"problem  not used: {problem}", style="red")
+    if others_are_trusted():
+        console.print("trust    all who can write there (TILEWRIGHT_CACHE_TRUST=1)")
+    for row in _kinds(found):
+        console.print(f"{row['kind']:<8} {row['entries']} entries, {_mib(row['bytes'])}")
+    console.print(f"size     {_mib(found.size)} of {_mib(bound)}")
+    if found.stale:
+        console.print(f"stale    {len(found.stale)} leftovers of processes that were killed")
+    if pruned is not None:
+        console.print(
+            f"pruned   {pruned.entries} entries, {_mib(pruned.size)}; {pruned.stale} leftovers"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
