@@ -15,7 +15,7 @@ import torch
 from tilewright.ops.address_values import check_address_values
 from tilewright.ops.addressing import ADDRESS_TENSORS, check_addressing
 from tilewright.ops.cache_writes import WriteArguments
-from tilewright.ops.checks import ArgumentError, check_device, check_dtype, holds
+from tilewright.ops.checks import ArgumentError, check_device, check_dtype, check_tensor, holds
 from tilewright.ops.contract import debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.formats.paged_cache import CacheWindow, axes_nest, strided_disjoint
@@ -95,13 +95,21 @@ def _check_one_base(op: str, a: WriteArguments, k: CacheWindow, v: CacheWindow) 
         raise ArgumentError(op, "v_window", expected, list(a.v_window))
 
 
-def whole_cache(op: str, argument: str, cache: torch.Tensor | None) -> CacheWindow:
-    """The window that is all of a cache [num_pages, page_size, num_kv_heads, head_dim]."""
-    if cache is None or cache.dim() != 4:
-        actual = None if cache is None else f"shape {list(cache.shape)}"
-        expected = "a CacheWindow, or a cache [num_pages, page_size, num_kv_heads, head_dim]"
-        raise ArgumentError(op, argument, expected, actual)
-    return CacheWindow.page_major(cache)
+def window_integers(
+    op: str, argument: str, window: CacheWindow | None, cache: torch.Tensor | None
+) -> list[Any]:
+    """The nine integers of a window; of None, those of the window that is all of a cache
+    [num_pages, page_size, num_kv_heads, head_dim]. Raises ArgumentError."""
+    expected = "a CacheWindow, or a cache [num_pages, page_size, num_kv_heads, head_dim]"
+    if isinstance(window, CacheWindow):
+        return window.to_ints()
+    if window is not None:
+        raise ArgumentError(op, argument, expected, repr(window))
+    check_tensor(op, argument, cache, expected)
+    assert cache is not None
+    if cache.dim() != 4:
+        raise ArgumentError(op, argument, expected, f"shape {list(cache.shape)}")
+    return CacheWindow.page_major(cache).to_ints()
 
 
 def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:

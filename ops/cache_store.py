@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache_checks import HeadValues, check_caches, check_values, whole_cache
+from tilewright.ops.cache_checks import HeadValues, check_caches, check_values, window_integers
 from tilewright.ops.cache_writes import write_kv
 from tilewright.ops.checks import check_device, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, register
@@ -147,8 +147,6 @@ def paged_kv_store(
     A window left out means a cache [num_pages, page_size, num_kv_heads, head_dim]. The other
     options are the op's own: see KvStoreArguments. Raises ArgumentError before anything is written.
     """
-    k_ints = (k_window or whole_cache(NAME, "k_window", k_cache)).to_ints()
-    v_ints: list[Any] = []
-    if v is not None:
-        v_ints = (v_window or whole_cache(NAME, "v_window", v_cache)).to_ints()
+    k_ints = window_integers(NAME, "k_window", k_window, k_cache)
+    v_ints = [] if v is None else window_integers(NAME, "v_window", v_window, v_cache)
     OP.torch_op(k, v, k_cache, v_cache, slot_mapping, k_ints, v_ints, **options)

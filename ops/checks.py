@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+#: Kernels count in 32 bits what arguments count.
+INT32_MAX = 2**31 - 1
+FLOAT32 = torch.finfo(torch.float32)
 
 
 class ArgumentError(ValueError):
@@ -18,6 +24,19 @@ class ArgumentError(ValueError):
         self.argument = argument
         self.expected = expected
         self.actual = actual
+
+
+@contextmanager
+def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
+    """ArgumentErrors of another op's checks, raised as those of `op`, whose own words for their
+    arguments `names` has."""
+    try:
+        yield
+    except ArgumentError as error:
+        argument = names.get(error.argument, error.argument)
+        if (error.op, error.argument) == (op, argument):
+            raise
+        raise ArgumentError(op, argument, error.expected, error.actual) from None
 
 
 def holds(condition: Any) -> bool:
@@ -42,6 +61,33 @@ def shape_text(sizes: Sequence[Any]) -> str:
     return "[" + ", ".join(str(size) for size in sizes) + "]"
 
 
+def check_tensor(op: str, argument: str, value: object, expected: str = "a tensor") -> None:
+    """Raises ArgumentError unless `value` is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(op, argument, expected, "None" if value is None else repr(value))
+
+
+def check_number(
+    op: str, argument: str, value: float, least: float = -FLOAT32.max, *, above: bool = False
+) -> None:
+    """Raises ArgumentError unless the number is finite in fp32, which kernels take it in, and at
+    least `least`; with `above`, greater than 0 in fp32, too."""
+    if above:
+        least = FLOAT32.tiny
+    if not least <= value <= FLOAT32.max:
+        lowest = " above 0" if above else "" if least == -FLOAT32.max else f" from {least}"
+        finite = isfinite(value) and (above or abs(value) > FLOAT32.max)
+        expected = f"a finite number{lowest}" + (" as fp32 has it" if finite else "")
+        raise ArgumentError(op, argument, expected, value)
+
+
+def check_scale_block(op: str, block: Sequence[int]) -> None:
+    """Raises ArgumentError unless scale_block is [rows, columns], each from 1 to INT32_MAX."""
+    if len(block) != 2 or not all(1 <= size <= INT32_MAX for size in block):
+        expected = f"[rows, columns] that share a scale, from 1 to {INT32_MAX}"
+        raise ArgumentError(op, "scale_block", expected, list(block))
+
+
 def check_choice(op: str, argument: str, value: str, choices: Sequence[str]) -> None:
     """Raises ArgumentError unless `value` is one of `choices`."""
     if value not in choices:
@@ -54,8 +100,9 @@ def check_shape(
     """Raises ArgumentError unless the tensor is there (torch lets None pass for one) and has the
     rank of `sizes` and every size that is not None. `letters` names the axes for the message:
     `[Hkv, D, K]`."""
-    if tensor is None:
-        raise ArgumentError(op, argument, f"a tensor of shape {letters}", None)
+    if not isinstance(tensor, torch.Tensor):
+        actual = None if tensor is None else repr(tensor)
+        raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)
     shape = tensor.shape
     right = len(shape) == len(sizes) and all(
         want is None or holds(have == want) for have, want in zip(shape, sizes, strict=True)

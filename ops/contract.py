@@ -13,12 +13,13 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.checks import ArgumentError
@@ -253,6 +254,7 @@ def register(op: FusedOp) -> FusedOp:
     library.define(op.name + op.schema, tags=tags)
     library.impl(op.name, _implementation(op, "cpu"), "CPU")
     library.impl(op.name, _implementation(op, "cuda"), "CUDA")
+    library.impl(op.name, _transformed(op), "FuncTorchDynamicLayerFrontMode")
     torch.library.register_fake(name, _fake_implementation(op), lib=library)
     _registry[name] = op
     return op
@@ -281,6 +283,7 @@ def debug_values() -> bool:
 
 def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     values_of = attrgetter(*(field.name for field in fields(op.arguments)))
+    lists = _list_names(op)
     entries: dict[Any, OpCallable] = {}
     repeats: dict[Any, OpCallable] = {}
     # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
@@ -312,10 +315,13 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
         key = _metadata(values_of(arguments))
         entry = entries.get(key)
         if entry is None:
+            if _lacks_list(lists, arguments):  # never remembered: no other call looks for it
+                return whole(*op.split(_with_lists(lists, arguments)))
+            _check_tensors_given(op, arguments)
             op.validate(arguments)
             entry = _guarded(op, op.choose(device_type, arguments).lowering)
             _remember(entries, key, entry)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _check_needs_no_grad(op, arguments)
         op.validate_values(arguments)
         return entry(*args, **kwargs)
@@ -324,8 +330,34 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
 
 
 def _takes_tensor_lists(op: FusedOp) -> bool:
+    return any("List" in kind and "Tensor" in kind for kind in _kinds(op).values())
+
+
+def _kinds(op: FusedOp) -> dict[str, str]:
+    """PyTorch's name for the type of each argument: "Tensor", "Optional[Tensor]", "List[int]"."""
     schema = torch._C.parse_schema(op.name + op.schema)
-    return any("List" in (kind := str(a.type)) and "Tensor" in kind for a in schema.arguments)
+    return {argument.name: str(argument.type) for argument in schema.arguments}
+
+
+def _list_names(op: FusedOp) -> tuple[str, ...]:
+    return tuple(name for name, kind in _kinds(op).items() if kind.startswith("List["))
+
+
+def _lacks_list(names: tuple[str, ...], arguments: Any) -> bool:
+    """Whether a list is None: what AOTInductor's runtime hands over for an empty one."""
+    return None in [getattr(arguments, name) for name in names]
+
+
+def _with_lists(names: tuple[str, ...], arguments: Any) -> Any:
+    empty = {name: () for name in names if getattr(arguments, name) is None}
+    return replace(arguments, **empty)
+
+
+def _check_tensors_given(op: FusedOp, arguments: Any) -> None:
+    """Torch lets None pass for a Tensor, as an undefined one."""
+    for name, kind in _kinds(op).items():
+        if kind == "Tensor" and getattr(arguments, name) is None:
+            raise ArgumentError(op.name, name, "a tensor", None)
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
@@ -335,10 +367,19 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _needs_grad(args: Any, kwargs: Any) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return False
+    return any(
+        isinstance(value, torch.Tensor) and _differentiated(value)
         for value in (*args, *kwargs.values())
     )
+
+
+def _differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a derivative with respect to the tensor, backward or forward, is asked for."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
@@ -370,10 +411,58 @@ def _check_needs_no_grad(op: FusedOp, arguments: Any) -> None:
     """A fused op records nothing for a backward pass: say so rather than lose a gradient."""
     for field in fields(op.arguments):
         value = getattr(arguments, field.name)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            expected = "no tensor that requires grad while grad mode is on, as the op is for "
-            expected += "inference only (call it under torch.no_grad())"
-            raise ArgumentError(op.name, field.name, expected, "one that does")
+        if isinstance(value, torch.Tensor) and _differentiated(value):
+            raise _inference_only(op, field.name, value.requires_grad)
+
+
+def _inference_only(op: FusedOp, name: str, backward: bool) -> ArgumentError:
+    if backward:
+        expected = "no tensor that requires grad while grad mode is on, as the op is for "
+        expected += "inference only (call it under torch.no_grad())"
+        return ArgumentError(op.name, name, expected, "one that does")
+    expected = "no dual tensor of forward-mode differentiation, as the op is for inference only"
+    return ArgumentError(op.name, name, expected, "one with a tangent")
+
+
+def _transformed(op: FusedOp) -> OpCallable:
+    """The op under a transform of torch.func, which PyTorch's dispatcher asks before all else.
+
+    Without it grad, vjp and jvp would give zeros, as nothing is recorded for them. A tensor that
+    a transform wraps but does not differentiate is passed on bare. Costs nothing elsewhere.
+    """
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
+    keys = keys.add(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)
+    names = tuple(_kinds(op))
+
+    def bare(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [bare(name, item) for item in value]
+        return _unwrapped(op, name, value) if isinstance(value, torch.Tensor) else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple([bare(name, value) for name, value in zip(names, args, strict=False)])
+        kwargs = {name: bare(name, value) for name, value in kwargs.items()}
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op.torch_op(*args, **kwargs)
+
+    return run
+
+
+def _unwrapped(op: FusedOp, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What the wrappers of torch.func hold. Raises ArgumentError for one that is differentiated
+    or batched."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            expected = "no tensor of torch.vmap, for which the op has no rule (give it the batch "
+            expected += "whole, or call it in a loop)"
+            raise ArgumentError(op.name, name, expected, "a batched one")
+        if not functorch.is_gradtrackingtensor(tensor):
+            break  # torch.func.functionalize, which goes on by itself
+        if _differentiated(tensor):
+            raise _inference_only(op, name, tensor.requires_grad)
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _metadata(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -391,9 +480,16 @@ def _metadata(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _fake_implementation(op: FusedOp) -> OpCallable:
+    lists = _list_names(op)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        arguments = op.arguments(*args, **kwargs)
+        arguments = _with_lists(lists, op.arguments(*args, **kwargs))
+        _check_tensors_given(op, arguments)
         op.validate(arguments)
+        # Dynamo asks here, before AOTAutograd would take the results for constants. What is
+        # exported is for inference, whatever its parameters say.
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            _check_needs_no_grad(op, arguments)
         return op.fake(arguments)
 
     return run

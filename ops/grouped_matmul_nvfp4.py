@@ -125,6 +125,12 @@ def _check_scales(a: Nvfp4MatmulArguments, inner: int) -> None:
 
 
 def _check_groups(a: Nvfp4MatmulArguments) -> None:
+    check_shape(NAME, "group_offsets", a.group_offsets, "[G + 1]", (None,))
+    if not holds(a.group_offsets.shape[0] >= 1):
+        raise ArgumentError(NAME, "group_offsets", "at least the first offset, 0", "no elements")
+    if not holds(a.num_groups >= 0):
+        expected = "a number of groups, not negative"
+        raise ArgumentError(NAME, "num_active_experts", expected, a.num_active_experts)
     for name, least in (("group_offsets", 1), ("group_scale_offsets", 0), ("expert_ids", 0)):
         tensor = getattr(a, name)
         check_shape(NAME, name, tensor, "[G]", (None,))

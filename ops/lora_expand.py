@@ -20,7 +20,9 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_number,
     check_shape,
+    check_tensor,
     holds,
 )
 from tilewright.ops.contract import FusedOp, Lowering, register
@@ -118,8 +120,10 @@ def validate(a: ExpandArguments) -> None:
     if not holds(a.num_tokens >= a.s.shape[1]):
         expected = f"at least the {a.s.shape[1]} rows of s"
         raise ArgumentError(NAME, "q", expected, f"{a.num_tokens} rows")
-    if len(a.scale) not in (0, 1, 3) or not all(abs(c) < float("inf") for c in a.scale):
+    if len(a.scale) not in (0, 1, 3):
         raise ArgumentError(NAME, "scale", "no, one or three finite numbers", list(a.scale))
+    for factor in a.scale:
+        check_number(NAME, "scale", factor)
     if a.scales is not None:
         check_shape(NAME, "scales", a.scales, "[G]", (num_adapters,))
         check_dtype(NAME, "scales", a.scales, DTYPES)
@@ -258,4 +262,11 @@ def lora_expand_add(
     The arguments and options are those of ExpandArguments. Raises ArgumentError. Not
     differentiable.
     """
+    for name, three in (("bases", bases), ("weights", weights)):
+        if not isinstance(three, (list, tuple)) or len(three) != 3:
+            actual = f"{len(three)}" if isinstance(three, (list, tuple)) else repr(three)
+            raise ArgumentError(NAME, name, "three, of q, k and v (tensors or None)", actual)
+        for one in three:
+            if one is not None:
+                check_tensor(NAME, name, one, "tensors or None")
     return OP.torch_op(s, *bases, *weights, a_offsets, expert_ids, **options)

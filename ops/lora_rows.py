@@ -69,6 +69,9 @@ def check_rows(op: str, a: Any, num_rows: Any, num_adapters: Any, device: torch.
 
 def _check_groups(op: str, a: Any, num_adapters: Any) -> None:
     groups = num_groups(a)
+    if a.num_active_experts is not None and not holds(groups >= 0):
+        expected = "a number of groups, not negative"
+        raise ArgumentError(op, "num_active_experts", expected, groups)
     least = groups if a.inclusive_offsets else groups + 1
     if not (holds(groups >= 0) and holds(a.a_offsets.shape[0] >= least)):
         expected = f"at least {least} offsets for {groups} groups"

@@ -16,6 +16,7 @@ from tilewright.ops.checks import (
     check_last_dim_dense,
     check_shape,
     holds,
+    in_words_of,
     shape_text,
 )
 from tilewright.ops.mla_checks import FP8, check_prefill
@@ -26,6 +27,24 @@ from tilewright.ops.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"
 GRANULARITIES = (128, 64)
+#: What the arguments of `mla_prefill` are called here.
+PREFILL_WORDS = {
+    "latent": "latents",
+    "k_rope": "latents",
+    "kv_b_weight": "kv_b_proj",
+    "kv_b_scale": "kv_b_proj_scale",
+    "scale_block": "granularity",
+    "latent_cache": "blocks",
+    "latent_window": "blocks",
+    "rope_window": "blocks",
+    "row_offsets": "input_row_offsets",
+    "key_offsets": "buffer_length",
+    "num_keys": "buffer_length",
+    "norm_weight": "kv_norm_gamma",
+    "norm_eps": "epsilon",
+    "cos": "freqs_cis",
+    "sin": "freqs_cis",
+}
 
 
 def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
@@ -49,7 +68,8 @@ def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
     # Weights of unknown size cannot be split; the same check decides at run time.
     sizes = (*a.kv_b_proj.shape, *a.blocks.shape, *a.q.shape[1:], a.v_dim)
     if all(isinstance(size, int) for size in sizes):
-        check_prefill(NAME, as_mla_prefill(a))
+        with in_words_of(NAME, PREFILL_WORDS):
+            check_prefill(NAME, as_mla_prefill(a))
 
 
 def _check_weight(a: Any) -> tuple[Any, Any]:

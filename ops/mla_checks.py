@@ -10,11 +10,14 @@ from tilewright.ops.address_values import check_address_values
 from tilewright.ops.addressing import ADDRESS_TENSORS
 from tilewright.ops.cache_checks import check_aliases, readable
 from tilewright.ops.checks import (
+    INT32_MAX,
     ArgumentError,
     check_choice,
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_number,
+    check_scale_block,
     check_shape,
     holds,
     shape_text,
@@ -64,10 +67,9 @@ def check_prefill(op: str, a: Any) -> None:
         expected = f"None, {a.q.dtype} or {FP8}"
         raise ArgumentError(op, "attention_dtype", expected, a.attention_dtype)
     for name in ("q_scale", "k_scale", "v_scale"):
-        if not 0 < getattr(a, name) < float("inf"):
-            raise ArgumentError(op, name, "a finite number above 0", getattr(a, name))
-    if not abs(a.scale) < float("inf"):
-        raise ArgumentError(op, "scale", "a finite number", a.scale)
+        check_number(op, name, getattr(a, name), above=True)
+    check_number(op, "scale", a.scale)
+    check_number(op, "latent_scale_cap", a.latent_scale_cap, 0)
 
 
 def widths(a: Any) -> tuple[Any, Any, Any]:
@@ -108,8 +110,7 @@ def _check_weight(op: str, a: Any) -> Any:
 
 def _check_weight_scale(op: str, a: Any) -> None:
     block = tuple(a.scale_block)
-    if len(block) != 2 or min(block) < 1:
-        raise ArgumentError(op, "scale_block", "[rows, columns] of a scale", list(block))
+    check_scale_block(op, block)
     if a.kv_b_scale is None:
         raise ArgumentError(op, "kv_b_scale", "a tensor, since kv_b_weight has codes", None)
     rows, rank = a.kv_b_weight.shape
@@ -117,9 +118,6 @@ def _check_weight_scale(op: str, a: Any) -> None:
     check_shape(op, "kv_b_scale", a.kv_b_scale, f"per {block[0]} x {block[1]} block", grid)
     check_dtype(op, "kv_b_scale", a.kv_b_scale, DTYPES)
     check_device(op, "kv_b_scale", a.kv_b_scale, a.q.device)
-    if not 0 <= a.latent_scale_cap < float("inf"):
-        expected = "a finite number, not negative"
-        raise ArgumentError(op, "latent_scale_cap", expected, a.latent_scale_cap)
 
 
 def _check_codes(op: str, a: Any, rows: Any, rank: Any) -> None:
@@ -143,8 +141,14 @@ def _check_batch(op: str, a: Any) -> None:
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
         check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))
-        if not holds(a.row_offsets.shape[0] >= 1):
+        count = a.row_offsets.shape[0] - 1
+        if not holds(count >= 0):
             raise ArgumentError(op, "row_offsets", "B + 1 offsets", "none")
+        if not (holds(a.num_sequences == 1) or holds(a.num_sequences == count)):
+            expected = f"1 or B = {count}, since row_offsets says how many"
+            raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
+    elif not holds(a.num_sequences <= INT32_MAX):
+        raise ArgumentError(op, "num_sequences", f"at most {INT32_MAX}", a.num_sequences)
     elif not (holds(a.num_sequences >= 1) and holds(num_tokens % a.num_sequences == 0)):
         expected = f"a divisor of T = {num_tokens}, since row_offsets is None"
         raise ArgumentError(op, "num_sequences", expected, a.num_sequences)

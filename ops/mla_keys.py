@@ -17,6 +17,7 @@ import torch
 
 from tilewright.ops.address_values import first
 from tilewright.ops.checks import (
+    INT32_MAX,
     ArgumentError,
     check_choice,
     check_device,
@@ -130,8 +131,9 @@ def check_mask(op: str, a: Any) -> None:
     """Checks mask, window and attn_mask. Metadata only; raises ArgumentError."""
     check_choice(op, "mask", a.mask, MASKS)
     windowed = a.mask in ("sliding_window", "chunked")
-    if windowed and a.window < 1:
-        raise ArgumentError(op, "window", f"at least 1, since mask is {a.mask!r}", a.window)
+    if windowed and not 1 <= a.window <= INT32_MAX:
+        expected = f"at least 1 and at most {INT32_MAX}, since mask is {a.mask!r}"
+        raise ArgumentError(op, "window", expected, a.window)
     if not windowed and a.window != 0:
         raise ArgumentError(op, "window", f"0, since mask is {a.mask!r}", a.window)
     mask = a.attn_mask

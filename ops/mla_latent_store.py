@@ -19,7 +19,12 @@ import torch
 from tilewright.ops.address_values import check_address_values
 from tilewright.ops.addressing import ADDRESS_TENSORS
 from tilewright.ops.cache_checks import check_aliases, readable
-from tilewright.ops.checks import ArgumentError, check_dtype, check_shape
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_shape,
+)
 from tilewright.ops.contract import FusedOp, Lowering, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.lowering_rules import ONE_ROUNDING, TOLERANCES
@@ -38,6 +43,7 @@ from tilewright.ops.mla_latents import (
 from tilewright.ops.mla_obstacles import store_obstacle
 from tilewright.ops.mla_positions import check_positions, token_positions
 from tilewright.ops.mla_samples import sample_store
+from tilewright.ops.ragged_batch import INDEX_DTYPES
 
 NAME = "mla_latent_store"
 SCHEMA = (
@@ -105,10 +111,13 @@ def validate(a: LatentStoreArguments) -> None:
     check_finish(NAME, a, num_tokens, rank, rope_dim, a.latent)
     window = check_latent_cache(NAME, a, rank, rope_dim, a.latent)
     check_write(NAME, a, num_tokens, window)
-    if a.rope_by_position and a.slots != "ragged":
-        if a.positions is None:
+    if a.rope_by_position:
+        if a.positions is None and a.slots != "ragged":
             raise ArgumentError(NAME, "positions", "a tensor, since rope_by_position", None)
-        check_shape(NAME, "positions", a.positions, "[T]", (num_tokens,))
+        if a.positions is not None:
+            check_shape(NAME, "positions", a.positions, "[T]", (num_tokens,))
+            check_dtype(NAME, "positions", a.positions, INDEX_DTYPES)
+            check_device(NAME, "positions", a.positions, a.latent.device)
     elif a.positions is not None and a.slots != "block_table" and not a.rope_by_position:
         expected = "None, since neither the slots nor a rope table are found by them"
         raise ArgumentError(NAME, "positions", expected, "a tensor")
@@ -194,6 +203,6 @@ def mla_latent_store(
     see LatentStoreArguments. Raises ArgumentError before anything is written.
     """
     windows = options.pop("latent_window", None), options.pop("rope_window", None)
-    if None in windows:
-        windows = pool_windows(NAME, latent_cache, rope_cache, latent.shape[-1])
+    if any(window is None for window in windows):
+        windows = pool_windows(NAME, latent_cache, rope_cache, ("latent", latent))
     OP.torch_op(latent, k_rope, latent_cache, rope_cache, slot_mapping, *windows, **options)

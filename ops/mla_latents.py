@@ -26,7 +26,9 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_number,
     check_shape,
+    check_tensor,
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -87,8 +89,8 @@ class WritePlaces:
 def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
     """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
     assert a.latent is not None
-    rows = a.latent.shape[0]
     check_shape(op, "latent", a.latent, "[Tk, L]", (None, rank))
+    rows = a.latent.shape[0]
     if a.k_rope is None:
         raise ArgumentError(op, "k_rope", "a tensor, since latent is one", None)
     check_shape(op, "k_rope", a.k_rope, "[Tk, R]", (rows, rope_dim))
@@ -105,12 +107,15 @@ def check_finish(
     op: str, a: LatentArguments, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> None:
     """Checks norm and rope."""
-    if not 0 <= a.norm_eps < float("inf"):
-        raise ArgumentError(op, "norm_eps", "a finite number, not negative", a.norm_eps)
+    check_number(op, "norm_eps", a.norm_eps, 0)
     weight = a.norm_weight
     check_norm_weight(op, "norm_weight", weight, "head", 1, rank, like.dtype, like.device)
     if weight is not None and weight.dim() != 1:
         check_shape(op, "norm_weight", weight, "[L]", (rank,))
+    check_choice(op, "rope_style", a.rope_style, ROPE_STYLES)
+    if a.rope_style != "none" and not (holds(rope_dim >= 2) and holds(rope_dim % 2 == 0)):
+        expected = f"'none', as {rope_dim} columns are no pairs"
+        raise ArgumentError(op, "rope_style", expected, repr(a.rope_style))
     width = 0 if a.rope_style == "none" else rope_dim
     if not a.rope_by_position or a.rope_style == "none":
         if a.rope_by_position:
@@ -118,7 +123,6 @@ def check_finish(
         rope = (a.cos, a.sin, width, a.rope_style)
         check_rope(op, num_tokens, rope_dim, *rope, like.dtype, like.device)
         return
-    check_choice(op, "rope_style", a.rope_style, ROPE_STYLES)
     _check_position_tables(op, a, rope_dim, like)
 
 
@@ -229,13 +233,23 @@ def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor
 
 
 def pool_windows(
-    op: str, latent_cache: torch.Tensor, rope_cache: torch.Tensor | None, rank: int
+    op: str,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor | None,
+    ranked: tuple[str, torch.Tensor],
 ) -> tuple[list[Any], list[Any]]:
-    """The windows of a pool [num_pages, page_size, L + R], or of two pools."""
+    """The windows of a pool [num_pages, page_size, L + R], or of two pools. `ranked`: name and
+    tensor of the argument [.., L]. Raises ArgumentError."""
+    expected = "windows, or a cache [num_pages, page_size, width]"
     for name, base in (("latent_cache", latent_cache), ("rope_cache", rope_cache)):
+        if name == "latent_cache" or base is not None:
+            check_tensor(op, name, base, expected)
         if base is not None and base.dim() != 3:
-            expected = "windows, or a cache [num_pages, page_size, width]"
             raise ArgumentError(op, name, expected, f"shape {list(base.shape)}")
+    check_tensor(op, *ranked)
+    if ranked[1].dim() != 2:
+        raise ArgumentError(op, ranked[0], "[.., L]", f"shape {list(ranked[1].shape)}")
+    rank = ranked[1].shape[1]
     base = latent_cache if rope_cache is None else rope_cache
     first = rank if rope_cache is None else 0
     latent = CacheWindow.of(latent_cache[..., :rank].unsqueeze(2), latent_cache)

@@ -20,9 +20,15 @@ from typing import Any
 import torch
 
 from tilewright.ops.cache_checks import readable
+from tilewright.ops.checks import ArgumentError, in_words_of
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla_branch_checks import NAME, check_branch, check_branch_values
+from tilewright.ops.mla_branch_checks import (
+    NAME,
+    PREFILL_WORDS,
+    check_branch,
+    check_branch_values,
+)
 from tilewright.ops.mla_cases import BRANCH_CASES, BranchCase
 from tilewright.ops.mla_checks import check_prefill_values
 from tilewright.ops.mla_obstacles import branch_obstacle
@@ -121,7 +127,8 @@ def validate_values(a: MlaBranchArguments) -> None:
     if not readable((*index, a.buffer_row_offsets, a.cache_offsets)):
         return
     if check_branch_values(a):
-        check_prefill_values(NAME, with_all_keys(a))
+        with in_words_of(NAME, PREFILL_WORDS):
+            check_prefill_values(NAME, with_all_keys(a))
 
 
 def fake(a: MlaBranchArguments) -> torch.Tensor:
@@ -242,8 +249,10 @@ def mla_prefill_branch_fp8(
     MlaBranchArguments. Raises ArgumentError before anything is written. Not differentiable.
     """
     if isinstance(buffer_length, torch.Tensor):
+        if buffer_length.is_floating_point() or buffer_length.is_complex():
+            raise ArgumentError(NAME, "buffer_length", "integers", buffer_length.dtype)
         buffer_length = buffer_length.flatten().tolist()
-    lengths = [buffer_length] if isinstance(buffer_length, int) else list(buffer_length)
+    lengths = [buffer_length] if isinstance(buffer_length, int) else buffer_length
     return OP.torch_op(
         q, latents, input_row_offsets, freqs_cis, kv_norm_gamma, blocks, cache_lengths,
         lookup_table, layer_idx, scale, epsilon, buffer_row_offsets, cache_offsets, lengths,

@@ -10,18 +10,27 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.ops.address_values import first
 from tilewright.ops.cache_checks import readable
-from tilewright.ops.checks import ArgumentError, check_device, check_dtype, check_shape
+from tilewright.ops.checks import (
+    INT32_MAX,
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_shape,
+)
 from tilewright.ops.contract import FusedOp, Tolerance, register
 from tilewright.ops.mla_cases import PLAN_CASES, PlanCase
 from tilewright.ops.mla_chunks import Plan, cut, row_ends
-from tilewright.ops.ragged_batch import INDEX_DTYPES
+from tilewright.ops.ragged_batch import INDEX_DTYPES, check_row_offsets
 
 NAME = "mla_prefill_plan"
 SCHEMA = (
     "(Tensor input_row_offsets, Tensor cache_lengths, int buffer_size, int max_chunks=16, "
     "int page_size=1) -> (Tensor, Tensor, Tensor)"
 )
+#: The result has a row for every chunk, used or not.
+MAX_CHUNKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,8 @@ class PlanArguments:
     """The arguments of `mla_prefill_plan`: B sequences, C = max_chunks.
 
     input_row_offsets [B + 1] and cache_lengths [B], as for `mla_prefill_branch_fp8`. buffer_size:
-    rows of a chunk, a multiple of page_size.
+    rows of a chunk, a multiple of page_size, below 2^31. max_chunks: at most MAX_CHUNKS, as the
+    result has a row for each.
 
     The result, int32: buffer_row_offsets [C, B + 1], the rows that each sequence's keys take;
     cache_offsets [C, B + 1], the position of the first of them (the last column is 0); and
@@ -54,22 +64,33 @@ def validate(a: PlanArguments) -> None:
     for name in ("input_row_offsets", "cache_lengths"):
         check_dtype(NAME, name, getattr(a, name), INDEX_DTYPES)
         check_device(NAME, name, getattr(a, name), a.cache_lengths.device)
-    for name in ("max_chunks", "page_size"):
-        if getattr(a, name) < 1:
-            raise ArgumentError(NAME, name, "at least 1", getattr(a, name))
-    if a.buffer_size < 1 or a.buffer_size % a.page_size:
-        expected = f"a multiple of page_size = {a.page_size}, at least that"
+    for name, most in (("max_chunks", MAX_CHUNKS), ("page_size", INT32_MAX)):
+        if not 1 <= getattr(a, name) <= most:
+            raise ArgumentError(NAME, name, f"at least 1, at most {most}", getattr(a, name))
+    if not 1 <= a.buffer_size <= INT32_MAX or a.buffer_size % a.page_size:
+        expected = f"a multiple of page_size = {a.page_size}, at least that, at most {INT32_MAX}"
         raise ArgumentError(NAME, "buffer_size", expected, a.buffer_size)
 
 
 def validate_values(a: PlanArguments) -> None:
     if not readable((a.input_row_offsets, a.cache_lengths)):
         return
+    _check_lengths(a)
     ends = row_ends(a.input_row_offsets, a.cache_lengths, a.page_size)
     total, room = int(ends[-1]), a.buffer_size * a.max_chunks
     if total > room:
         expected = f"room for {total} rows of keys (buffer_size * max_chunks)"
         raise ArgumentError(NAME, "buffer_size", expected, f"{a.buffer_size} * {a.max_chunks}")
+
+
+def _check_lengths(a: PlanArguments) -> None:
+    """Offsets that do not decrease, and of each sequence a number of keys from 0 to INT32_MAX."""
+    offsets, cached = (t.to(torch.int64) for t in (a.input_row_offsets, a.cache_lengths))
+    check_row_offsets(NAME, "input_row_offsets", offsets, int(offsets[-1]), "the number of tokens")
+    wrong = first((cached < 0) | (cached > INT32_MAX - offsets.diff()))
+    if wrong is not None:
+        expected = f"numbers of tokens from 0, with the new ones at most {INT32_MAX}"
+        raise ArgumentError(NAME, "cache_lengths", expected, f"{int(cached[wrong])} at {wrong}")
 
 
 def fake(a: PlanArguments) -> Plan:

@@ -29,12 +29,14 @@ def prefill_reference(a: Any) -> torch.Tensor:
             write_latents(a, latent, k_rope)
     if a.keys != "given":
         latent, k_rope = gathered_keys(a)
+    out = a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
+    if out.numel() == 0:
+        return out
     q = _queries(a, positions)
     key_sequence, key_position = key_places(a)
     sequence, _ = token_sequences(a.q.shape[0], a.row_offsets, a.num_sequences, a.q.device)
     lengths = None if a.key_lengths is None else a.key_lengths.to(torch.int64)
     weight, latent = up_weight(a, q.dtype), _key_latents(a, latent, q.dtype)
-    out = a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
     for b in range(sequences(a)):
         queries, keys = sequence == b, key_sequence == b
         limit = None if lengths is None else lengths[b]

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
+    FLOAT32,
     ArgumentError,
     check_choice,
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_number,
     check_shape,
 )
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
@@ -146,6 +148,8 @@ def validate(a: FusedMoeArguments) -> None:
     check_shape(NAME, "x", a.x, "[T, H]", (None, None))
     check_last_dim_dense(NAME, "x", a.x)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
+    for name in ("alpha", "limit"):
+        check_number(NAME, name, getattr(a, name), 0 if name == "limit" else -FLOAT32.max)
     _check_routes(a)
     _check_weights(a)
     check_choice(NAME, "activation_format", a.activation_format, ACTIVATION_FORMATS)
@@ -167,9 +171,12 @@ def _check_routes(a: FusedMoeArguments) -> None:
 
 
 def _check_weights(a: FusedMoeArguments) -> None:
-    gate, down = a.experts("gate"), a.experts("down")
+    for name in ("gate", "up", "down"):
+        weight = a.experts(name)
+        if weight is not None:
+            check_expert_weight(NAME, f"{name}_weight", weight, a.x.dtype, scales=name)
+    gate = a.experts("gate")
     assert gate is not None
-    assert down is not None
     num_experts, inner, _ = gate.shape
     hidden = a.x.shape[1]
     wanted = {"gate": (num_experts, inner, hidden), "up": (num_experts, inner, hidden)}
@@ -182,7 +189,6 @@ def _check_weights(a: FusedMoeArguments) -> None:
             if bias is not None:
                 raise ArgumentError(NAME, f"{name}_bias", "none without the weight", "a tensor")
             continue
-        check_expert_weight(NAME, f"{name}_weight", weight, a.x.dtype)
         check_device(NAME, f"{name}_weight", weight.data, a.x.device)
         if weight.shape != shape:
             expected = f"experts, rows and columns {list(shape)}"

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
-    ArgumentError,
     check_choice,
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_number,
     check_shape,
 )
 
@@ -25,9 +25,8 @@ def check_norm(
     """Checks what q and k share. Raises ArgumentError."""
     check_choice(op, "norm_kind", norm_kind, NORM_KINDS)
     check_choice(op, "norm_width", norm_width, NORM_WIDTHS)
-    for name, value in (("norm_eps", norm_eps), ("norm_offset", norm_offset)):
-        if not abs(value) < float("inf") or (name == "norm_eps" and value < 0):
-            raise ArgumentError(op, name, "a finite number, not negative for norm_eps", value)
+    check_number(op, "norm_eps", norm_eps, 0)
+    check_number(op, "norm_offset", norm_offset)
 
 
 def check_norm_weight(

@@ -16,6 +16,7 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_scale_block,
     check_shape,
     holds,
     proven,
@@ -113,8 +114,7 @@ def _check_format_options(op: str, a: ProjectionArguments) -> None:
             if value:
                 raise ArgumentError(op, name, "nothing, since weights are dense", value)
         return
-    if len(block) != 2 or not all(size >= 1 for size in block):
-        raise ArgumentError(op, "scale_block", "[rows, columns] that share a scale", block)
+    check_scale_block(op, block)
     if a.weight_format == "fp8" and a.zero_point:
         raise ArgumentError(op, "zero_point", "0 for fp8 weights", a.zero_point)
     if not order:
@@ -134,10 +134,10 @@ def _check_shapes(op: str, a: ProjectionArguments) -> None:
             dtypes = (a.x.dtype,) if stored is None else stored.dtypes
             check_dtype(op, f"{letter}_weight", weight, dtypes)
             check_dtype(op, f"{letter}_weight", weight, (a.q_weight.dtype,))
-    q_shape = logical_shape(a.q_weight, a.weight_format)
-    if len(q_shape) not in (3, 4):
+    if a.q_weight.dim() not in (3, 4):
         expected = "[Hq, D, K] or [Hkv, G, D, K]"
         raise ArgumentError(op, "q_weight", expected, f"shape {shape_text(a.q_weight.shape)}")
+    q_shape = logical_shape(a.q_weight, a.weight_format)
     hidden, head_dim = a.x.shape[1], q_shape[-2]
     letters = "[Hq, D, K]" if len(q_shape) == 3 else "[Hkv, G, D, K]"
     _check_codes(op, a, "q_weight", letters, (*(None for _ in q_shape[:-2]), None, hidden))
@@ -261,6 +261,8 @@ def _check_scale(
     if a.weight_format == "fp8":
         raise ArgumentError(op, name, "None for fp8 weights", "a tensor")
     _check_scale_like(op, a, name, zero, (torch.uint8, torch.int8, torch.int32, torch.int64))
+    if zero.dim() != 2:
+        check_shape(op, name, zero, letters, grid)
     if stored.packed_axis is not None and zeros_are_packed(zero, rows, block):
         if len(a.nibble_order) not in (0, 8):
             expected = "an order of 8 nibbles, as the zeros are packed in words of 8"

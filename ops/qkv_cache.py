@@ -26,10 +26,10 @@ from tilewright.ops.cache_checks import (
     check_caches,
     check_values,
     readable,
-    whole_cache,
+    window_integers,
 )
 from tilewright.ops.cache_writes import write_kv
-from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import ArgumentError, check_number, check_tensor
 from tilewright.ops.contract import FusedOp, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
@@ -175,9 +175,8 @@ def validate(a: FusedQkvArguments) -> None:
     dtype, device = value_dtype(a), a.x.device
     num_tokens, head_dim, num_kv_heads = a.x.shape[0], _head_dim(a), a.k_weight.shape[0]
     check_delta(NAME, a.delta, num_tokens, _num_rows(a), dtype, device)
-    for name, least in (("kv_repeat", 1), ("clip", 0.0)):
-        if not least <= getattr(a, name) < float("inf"):
-            raise ArgumentError(NAME, name, f"a finite number from {least}", getattr(a, name))
+    check_number(NAME, "kv_repeat", a.kv_repeat, 1)
+    check_number(NAME, "clip", a.clip, 0.0)
     check_norm(NAME, a.norm_kind, a.norm_width, a.norm_eps, a.norm_offset)
     for letter, heads in (("q", _num_heads(a)), ("k", num_kv_heads)):
         name = f"{letter}_norm_weight"
@@ -331,22 +330,26 @@ def fused_qkv_paged(
     other options are the op's own: see FusedQkvArguments. Raises ArgumentError before anything is
     written. Not differentiable.
     """
-    weights = [
-        None if weight is None else _by_head(weight, head_dim)
-        for weight in (q_weight, k_weight, v_weight)
-    ]
+    given = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
+    weights = [_by_head(name, weight, 2, head_dim) for name, weight in given.items()]
     for name in ("q_bias", "k_bias", "v_bias"):
-        bias = options.get(name)
-        if bias is not None and bias.dim() == 1 and head_dim is not None:
-            options[name] = bias.unflatten(0, (-1, head_dim))
-    k_ints = (k_window or whole_cache(NAME, "k_window", k_cache)).to_ints()
-    v_ints: list[Any] = []
-    if v_weight is not None:
-        v_ints = (v_window or whole_cache(NAME, "v_window", v_cache)).to_ints()
+        if name in options:
+            options[name] = _by_head(name, options[name], 1, head_dim)
+    k_ints = window_integers(NAME, "k_window", k_window, k_cache)
+    v_ints = [] if v_weight is None else window_integers(NAME, "v_window", v_window, v_cache)
     return OP.torch_op(x, *weights, k_cache, v_cache, slot_mapping, k_ints, v_ints, **options)
 
 
-def _by_head(weight: torch.Tensor, head_dim: int | None) -> torch.Tensor:
-    if weight.dim() == 2 and head_dim is not None:
-        return weight.unflatten(0, (-1, head_dim))
-    return weight
+def _by_head(
+    name: str, tensor: torch.Tensor | None, joint_rank: int, head_dim: int | None
+) -> torch.Tensor | None:
+    """A weight or bias whose first axis has heads and their columns in one, [H, D, ...]."""
+    if tensor is None or head_dim is None:
+        return tensor
+    check_tensor(NAME, name, tensor)
+    if tensor.dim() != joint_rank:
+        return tensor
+    if not (isinstance(head_dim, int) and head_dim >= 1 and tensor.shape[0] % head_dim == 0):
+        expected = f"a head_dim that divides the {tensor.shape[0]} rows of {name}"
+        raise ArgumentError(NAME, "head_dim", expected, repr(head_dim))
+    return tensor.unflatten(0, (-1, head_dim))

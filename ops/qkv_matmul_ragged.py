@@ -21,7 +21,7 @@ import torch
 from tilewright.ops import qkv_cache
 from tilewright.ops.address_values import check_address_values
 from tilewright.ops.cache_checks import check_aliases, readable
-from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import ArgumentError, in_words_of
 from tilewright.ops.contract import FusedOp, Lowering, register
 from tilewright.ops.formats.gptq_buffer import SYMMETRIC_ZERO, sections
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -40,6 +40,20 @@ SCHEMA = (
     "bool tune=False) -> Tensor"
 )
 KERNELS = "tilewright.ops.ragged_lowering"
+#: What the arguments of `fused_qkv_paged` are called here.
+FUSED_WORDS = {
+    "x": "hidden_state",
+    "x_scale": "input_scale",
+    "scale_block": "group_size",
+    "k_cache": "blocks",
+    "k_window": "blocks",
+    "v_window": "blocks",
+    "row_offsets": "input_row_offsets",
+    **{f"{letter}_weight": "weight" for letter in "qkv"},
+    **{f"{letter}_scale": "weight_scale" for letter in "qkv"},
+    **{f"{letter}_zero": "weight" for letter in "qkv"},
+    **{f"{letter}_bias": "bias" for letter in "qkv"},
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,8 @@ def validate(a: RaggedQkvArguments) -> None:
     sizes = (*a.weight.shape, *a.blocks.shape, a.hidden_state.shape[1])
     # Weights of unknown size cannot be split; the same check decides at run time.
     if all(isinstance(size, int) for size in sizes):
-        qkv_cache.validate(as_fused_qkv(a))
+        with in_words_of(NAME, FUSED_WORDS):
+            qkv_cache.validate(as_fused_qkv(a))
 
 
 def validate_values(a: RaggedQkvArguments) -> None:
@@ -328,6 +343,8 @@ def fused_qkv_matmul_kv_cache_paged_ragged(
         if layer_idx.device.type != "cpu" or layer_idx.numel() != 1:
             actual = f"shape {list(layer_idx.shape)} on {layer_idx.device}"
             raise ArgumentError(NAME, "layer_idx", "one number on the CPU", actual)
+        if layer_idx.is_floating_point() or layer_idx.is_complex():
+            raise ArgumentError(NAME, "layer_idx", "an integer", layer_idx.dtype)
         layer_idx = int(layer_idx)
     tensors = (hidden_state, input_row_offsets, weight, blocks, cache_lengths, lookup_table)
     return OP.torch_op(*tensors, layer_idx, **options)

@@ -26,6 +26,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_last_dim_dense,
     check_shape,
+    check_tensor,
     holds,
 )
 from tilewright.ops.contract import (
@@ -119,6 +120,9 @@ def fake(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """The meaning of the op, in plain PyTorch."""
+    if a.x.numel() == 0:
+        packed, scales = fake(a)
+        return packed, scales.view(torch.uint8).zero_().view(scales.dtype)
     if a.group_offsets is not None:
         return nvfp4.quantize_grouped(a.x, a.group_offsets, a.tensor_scales)
     packed, scales = nvfp4.quantize(a.x, 1.0 if a.tensor_scales is None else a.tensor_scales)
@@ -260,6 +264,10 @@ def quantize_nvfp4(
     A number for tensor_scales is that of every group. Raises ArgumentError. Not differentiable.
     """
     if isinstance(tensor_scales, (int, float)):
-        groups = 1 if group_offsets is None else group_offsets.shape[0] - 1
+        check_tensor(NAME, "x", x)
+        groups = 1
+        if group_offsets is not None:
+            check_shape(NAME, "group_offsets", group_offsets, "[G + 1]", (None,))
+            groups = max(group_offsets.shape[0] - 1, 0)
         tensor_scales = torch.full((groups,), float(tensor_scales), device=x.device)
     return OP.torch_op(x, group_offsets, tensor_scales)

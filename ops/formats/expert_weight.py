@@ -23,6 +23,7 @@ from tilewright.ops.checks import (
     check_choice,
     check_device,
     check_dtype,
+    check_scale_block,
     check_shape,
 )
 from tilewright.ops.formats import fp4
@@ -95,6 +96,8 @@ class ExpertWeight:
             scale = scale.abs()
         if self.expert_scale is not None:
             scale = scale * self.expert_scale[experts].to(dtype)[:, None, None]
+        # A block may be larger than the weight.
+        rows, columns = (min(b, n) for b, n in zip((rows, columns), self.shape[1:], strict=True))
         return scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
 
 
@@ -112,11 +115,16 @@ def _decode(name: str, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.to(dtype) - INT4_ZERO if name == "int4" else fp4.decode(codes, dtype)
 
 
-def check_expert_weight(op: str, name: str, w: ExpertWeight, dtype: torch.dtype) -> None:
-    """Raises ArgumentError unless storage, scales and blocks fit each other; `name` in messages.
+def check_expert_weight(
+    op: str, name: str, w: ExpertWeight, dtype: torch.dtype, scales: str | None = None
+) -> None:
+    """Raises ArgumentError unless storage, scales and blocks fit each other.
 
-    dtype: the activations', which a dense weight must share.
+    `name`: the weight's argument; `scales`: what the arguments `<scales>_scale` and
+    `<scales>_expert_scale` start with, where that is not the weight's name. dtype: the
+    activations', which a dense weight must share.
     """
+    scales = name if scales is None else scales
     check_choice(op, "weight_format", w.format, tuple(FORMATS))
     kind = FORMATS[w.format]
     check_shape(op, name, w.data, "[E, N, K]", (None, None, None))
@@ -124,18 +132,18 @@ def check_expert_weight(op: str, name: str, w: ExpertWeight, dtype: torch.dtype)
     if kind.scales is None:
         for what, given in (("scale", w.scale), ("expert_scale", w.expert_scale)):
             if given is not None:
-                raise ArgumentError(op, f"{name}_{what}", "none for dense weights", "a tensor")
+                raise ArgumentError(op, f"{scales}_{what}", "none for dense weights", "a tensor")
         return
     if w.scale is None:
-        raise ArgumentError(op, f"{name}_scale", f"the scales of {w.format} weights", None)
-    if kind.block is None and not (len(w.scale_block) == 2 and min(w.scale_block) > 0):
-        raise ArgumentError(op, "scale_block", "two positive sizes", list(w.scale_block))
+        raise ArgumentError(op, f"{scales}_scale", f"the scales of {w.format} weights", None)
+    if kind.block is None:
+        check_scale_block(op, w.scale_block)
     experts, rows, columns = w.shape
     blocks = (-(-rows // w.block[0]), -(-columns // w.block[1]))
-    check_shape(op, f"{name}_scale", w.scale, "[E, N/bn, K/bk]", (experts, *blocks))
-    check_dtype(op, f"{name}_scale", w.scale, kind.scales)
-    check_device(op, f"{name}_scale", w.scale, w.data.device)
+    check_shape(op, f"{scales}_scale", w.scale, "[E, N/bn, K/bk]", (experts, *blocks))
+    check_dtype(op, f"{scales}_scale", w.scale, kind.scales)
+    check_device(op, f"{scales}_scale", w.scale, w.data.device)
     if w.expert_scale is not None:
-        check_shape(op, f"{name}_expert_scale", w.expert_scale, "[E]", (experts,))
-        check_dtype(op, f"{name}_expert_scale", w.expert_scale, (torch.float32,))
-        check_device(op, f"{name}_expert_scale", w.expert_scale, w.data.device)
+        check_shape(op, f"{scales}_expert_scale", w.expert_scale, "[E]", (experts,))
+        check_dtype(op, f"{scales}_expert_scale", w.expert_scale, (torch.float32,))
+        check_device(op, f"{scales}_expert_scale", w.expert_scale, w.data.device)

@@ -47,7 +47,9 @@ def dequantize(
     """codes [..., N, K] times the scale of each block; block (1, 128) for activations."""
     wide = torch.promote_types(dtype, torch.float32)
     rows, columns = codes.shape[-2:]
-    factor = scales.to(wide).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    # A block may be larger than what it scales.
+    repeats = (min(block[0], rows), min(block[1], columns))
+    factor = scales.to(wide).repeat_interleave(repeats[0], -2).repeat_interleave(repeats[1], -1)
     return (codes.to(wide) * factor[..., :rows, :columns]).to(dtype)
 
 

@@ -123,7 +123,7 @@ def test_bad_input_is_named_and_nothing_is_written(what):
 def test_a_quantised_tensor_needs_its_scales():
     a = op.sample_inputs(CASE)
     for name in ("a_scales", "b_scales", "expert_scales"):
-        with pytest.raises(ArgumentError, match=f": {name}: expected a tensor of shape .* None"):
+        with pytest.raises(ArgumentError, match=f": {name}: expected a tensor, got None"):
             op.OP.call(replace(a, **{name: None}))
     for name in ("gate", "up", "down"):
         weights = moe.sample_inputs(MoeCase("nvfp4", weight_format="nvfp4", inner=96))

@@ -129,7 +129,7 @@ QKV_METADATA = [
     (NORMED, just(norm_kind="batch"), "norm_kind", "one of 'rms', 'layer', got 'batch'"),
     (NORMED, just(norm_width="token"), "norm_width", "one of 'head', 'row'"),
     (NORMED, just(norm_width="row"), "q_norm_weight", r"\[H, D\] = \[4, 32\], got shape \[32\]"),
-    (NORMED, just(norm_eps=-1e-6), "norm_eps", "not negative"),
+    (NORMED, just(norm_eps=-1e-6), "norm_eps", "a finite number from 0"),
     (NORMED, just(norm_offset=float("inf")), "norm_offset", "a finite number"),
     (NORMED, just(q_norm_weight=heads((2, 32))), "q_norm_weight", r"\[4, 32\], got shape \[2, 32"),
     (NORMED, just(k_norm_weight=heads(32).half()), "k_norm_weight", "dtype"),
