@@ -60,7 +60,7 @@ class QkvCache:
             reject(
                 "ACTIVATION",
                 Stage.ACTIVATION,
-                f"K projects {k.linear.args[0].value}, V projects {v.linear.args[0].value}",
+                f"K projects {k.x.value}, V projects {v.x.value}",
                 k.linear,
                 v.linear,
             )
