@@ -35,6 +35,9 @@ class Stage(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
+#: What stands in a miss for the pattern where Dynamo did not capture the model.
+CAPTURE = "capture"
+
 #: `lost`: what the model is written for was not fused. `advice`: nothing was lost by it.
 Weight = Literal["lost", "advice"]
 
