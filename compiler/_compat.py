@@ -24,6 +24,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tilewright.patterns.dataflow import innermost_outside_torch
 
@@ -40,6 +41,7 @@ __all__ = [
     "fake_mode_of",
     "hint_of",
     "inductor_option_problem",
+    "is_subclass",
     "is_symbolic",
     "listen_for_breaks",
     "mode_patches",
@@ -86,6 +88,12 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def is_subclass(value: Any) -> bool:
+    """Whether a value is a tensor that wraps others (DTensor, quantised weights): no memory of its
+    own is seen, and what is done to it is another class's business."""
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:

@@ -236,7 +236,7 @@ def lower(
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, StrictError):
                 raise inner from inner.__cause__
-            if not found:
+            if not found or (options.strict and isinstance(error, _compat.BackendCompilerFailed)):
                 raise
             # Python between two graphs, on results of the first that nothing computed.
             log.debug("the model stopped after a graph", exc_info=True)

@@ -21,7 +21,7 @@ import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import detect_target
 from tilewright.compiler import _compat
 from tilewright.compiler.failures import Failures, StrictError
-from tilewright.compiler.legality import check_legality
+from tilewright.compiler.legality import check_legality, views_in
 from tilewright.compiler.lint import check_graph
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
@@ -111,7 +111,8 @@ def _attempt(
 
         def check(match: Match, flow: Dataflow) -> Miss | None:
             known = refused.get((match.pattern, match.anchor.node))
-            return known or failures.earlier(match) or check_legality(match, flow)
+            known = known or failures.earlier(match) or _subclass_miss(match, flow)
+            return known or check_legality(match, flow)
 
         while True:
             with clock.phase("view"):
@@ -140,6 +141,24 @@ def _attempt(
             check_graph(after.graph)
             after.recompile()
     return _Attempt(after, rewritten, misses, notes)
+
+
+def _subclass_miss(match: Match, flow: Dataflow) -> Miss | None:
+    """The miss of a match that reads or writes a tensor of another class than torch's own."""
+    read = {n: flow.home(v.value) for n, a in match.arguments.items() for v in views_in(a)}
+    read |= {n: a for n, a in match.arguments.items() if isinstance(a, fx.Node)}
+    for name, node in read.items():
+        held = node.meta.get("example_value")
+        if _compat.is_subclass(held):
+            return Miss(
+                match.pattern,
+                "SUBCLASS",
+                Stage.HAZARDS,
+                f"{name} is a {type(held).__name__}: which memory it stands for is not seen",
+                (match.anchor.node,),
+                "give the plain tensor inside (DTensor: to_local()), or fuse before it is wrapped",
+            )
+    return None
 
 
 def _sites(

@@ -150,7 +150,7 @@ NO_GRAPH = Miss(
     CAPTURE,
     "NO_GRAPH",
     Stage.ANCHORED,
-    "Dynamo captured no graph: nothing that it could trace computes on tensors",
+    "Nothing was captured: Dynamo met no tensor operation that it could trace",
     hint="see that neither the model nor what it calls is under torch.compiler.disable, is compiled "
     "by itself already, or is a generator; TORCH_LOGS=graph_breaks,dynamo says what Dynamo skips",
 )
@@ -222,5 +222,6 @@ def text_lines(lowered: Lowered) -> list[str]:
         lines.append(f"{scope}{times}  {site.pattern}  {facts}  [{site.lowering}]")
     for miss, _, count in collapse_misses(lowered.misses):
         times = f" (x{count})" if count > 1 else ""
-        lines.append(f"missed {miss.pattern}: {miss}{times}")
+        word = "missed" if miss.is_lost else "advice by"
+        lines.append(f"{word} {miss.pattern}: {miss}{times}")
     return [*lines, *lowered.notes] or ["nothing to fuse was found"]

@@ -320,22 +320,36 @@ def find(
     taken: set[Value] = set()
     absorbed: set[Value] = set()
     said: set[tuple[str, tuple[fx.Node, ...]]] = set()
+    furthest: dict[Value, Stage] = {}
+    sites: dict[int, list[Value]] = {}
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
-            if taken.intersection(anchored_stores(anchor)):
+            stores = list(anchored_stores(anchor))
+            if taken.intersection(stores):
                 continue
             leftovers = getattr(pattern, "takes_leftovers", False)
-            if leftovers and absorbed.intersection(anchored_stores(anchor)):
+            if leftovers and absorbed.intersection(stores):
                 continue
             answer = _answer(pattern, anchor, flow, check, failed)
             if isinstance(answer, Match):
                 found.matches.append(answer)
                 taken.update(answer.stores)
                 absorbed.update(answer.absorbed)
-            elif (answer.code, answer.nodes) not in said:
+                continue
+            for store in stores:
+                furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
+            if (answer.code, answer.nodes) not in said:
                 said.add((answer.code, answer.nodes))
+                sites[id(answer)] = stores
                 found.misses.append(answer)
+    found.misses = [m for m in found.misses if not _outdone(m, sites.get(id(m), []), furthest)]
     return found
+
+
+def _outdone(miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage]) -> bool:
+    """Whether a miss that saw no more than the write stands beside one that got further there."""
+    only_anchored = miss.stage == Stage.ANCHORED and miss.code in ("LONE_WRITE", "EARLIER_GRAPH")
+    return only_anchored and any(furthest[s] > Stage.ANCHORED for s in stores if s in furthest)
 
 
 def _anchors(pattern: Pattern, flow: Dataflow, found: Findings, failed: Failed) -> list[Any]:
@@ -409,14 +423,17 @@ CODES: dict[str, str] = {
     "GRAPH_BREAK": "Dynamo could not trace part of the model, so no pattern saw it",
     "CLAIMED": "another match already absorbs part of this one",
     "UNSUPPORTED": "the op does not support this combination",
-    "SUBCLASS": "the cache is a tensor of another class, whose memory is not seen",
+    "SUBCLASS": "the cache or another operand is a tensor subclass, whose memory is not seen",
     "EARLIER_GRAPH": "what is written was computed in an earlier graph",
     "NO_GRAPH": "Dynamo captured no graph of the model, so no pattern saw it",
     "INTERNAL": "a pattern, or tilewright itself, failed at this site",
 }
 
 #: Codes whose misses are `advice` unless the miss says otherwise; all others are `lost`.
-WEIGHTS: dict[str, Weight] = {"CLAIMED": "advice"}
+WEIGHTS: dict[str, Weight] = {
+    "CLAIMED": "advice",  # the site is fused, by the other match
+    "EARLIER_GRAPH": "advice",  # the break is what is lost, and is told; else it is the design
+}
 
 
 def register_code(code: str, meaning: str, weight: Weight | None = None) -> None:
