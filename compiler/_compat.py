@@ -228,9 +228,9 @@ def unlimited_compiles() -> Any:
 
 # --- graph breaks ---
 #
-# Dynamo's counter leaves out branches on data, and frames that it gives up as a whole. What it knows
-# of a break is the reason that a graph ended by (on the graph, and in `graph_break_reasons`), and
-# the exception by which a frame was given up, which is in flight when its compilation ends.
+# Dynamo's counter leaves out branches on data, and frames that it gives up as a whole. What it
+# knows of a break is the reason that a graph ended by (on the graph, and in `graph_break_reasons`),
+# and the exception by which a frame was given up, in flight when its compilation ends.
 
 #: Is told of the breaks in one frame: their texts, and the options given with the backend. Returns
 #: whether they are to be an error; that they can be where Dynamo gave up the frame.
@@ -326,7 +326,7 @@ def _frame_ended(_: Any) -> None:
         first, newline, rest = _break_text(getattr(error, "msg", str(error)), stack).partition("\n")
         texts.append(f"{first}{_GIVEN_UP}{name}() and runs it as plain Python{newline}{rest}")
     tracer = getattr(error, "_torch_dynamo_tracer_output", None)
-    if listener(texts, options) and hasattr(tracer, "error_on_graph_break"):
+    if listener(texts, options) and tracer is not None:
         tracer.error_on_graph_break = True  # as under torch._dynamo.error_on_graph_break
 
 

@@ -133,9 +133,9 @@ def _import_of(name: str, item: Any) -> str:
     module, path = getattr(item, "__module__", None), getattr(item, "__qualname__", "")
     if isinstance(item, type(torch)):
         return f"import {item.__name__} as {name}"
-    if module and path.isidentifier() and _importable(module):
-        if getattr(importlib.import_module(module), path, None) is item:
-            return f"from {module} import {path} as {name}"
+    known = module and path.isidentifier() and _importable(module)
+    if known and getattr(importlib.import_module(module), path, None) is item:
+        return f"from {module} import {path} as {name}"
     return f"# {name} = {item!r}  # cannot be imported: put its definition here"
 
 

@@ -68,9 +68,9 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
         memory = store.memory
         if not memory.is_input or memory.is_constant or len(memory.shape) < 3:
             continue
-        if store.source is not None and not store.source.value.projected:
-            if not _is_given(store, flow):
-                continue
+        source = store.source
+        if source is not None and not source.value.projected and not _is_given(store, flow):
+            continue
         if store.source is None and store.kind in fused:
             continue  # called by hand, or the work of an earlier round
         if store.source is None and not any(v.value.projected for v in _inputs_of(flow, value)):
@@ -90,7 +90,12 @@ def _is_given(store: Store, flow: Dataflow) -> bool:
     source = store.source
     assert source is not None
     part = bool(store.index) or not effects.is_identity(store.target, store.memory.shape)
-    if not part or store.accumulate or len(source.shape) < 3 or not source.value.dtype.is_floating_point:
+    if (
+        not part
+        or store.accumulate
+        or len(source.shape) < 3
+        or not source.value.dtype.is_floating_point
+    ):
         return False
     values = list(upstream(source.value, _REACH, lambda value: value.op in _PLAIN))
     given = [v for v in values if v.op == "input" and len(v.shape) >= 2]

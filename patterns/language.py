@@ -357,7 +357,7 @@ def _anchors(pattern: Pattern, flow: Dataflow, found: Findings, failed: Failed) 
     anchors: list[Any] = []
     try:
         for anchor in pattern.anchors(flow):
-            anchors.append(anchor)  # noqa: PERF402  those before a failure are kept
+            anchors.append(anchor)
     except Exception as error:
         found.misses.append(failed(pattern.name, "at its anchors", error, ()))
     return anchors

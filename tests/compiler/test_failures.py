@@ -29,14 +29,14 @@ class Broken(ArithmeticError):
     """Nothing that any code of ours raises."""
 
 
-def at_first_call(function, error=Broken("injected")):
+def at_first_call(function):
     """`function`, which raises at its first call."""
     calls = []
 
     def run(*args, **kwargs):
         calls.append(1)
         if len(calls) == 1:
-            raise error
+            raise Broken("injected")
         return function(*args, **kwargs)
 
     return run
@@ -124,8 +124,8 @@ def test_under_strict_a_failure_raises_with_its_cause(where, monkeypatch):
     assert isinstance(raised.value.inner_exception, StrictError)
     assert isinstance(raised.value.inner_exception.__cause__, Broken)
     assert same_bits(args, before)
+    FAILURES[where][0](monkeypatch)
     with pytest.raises(StrictError, match="INTERNAL"):
-        FAILURES[where][0](monkeypatch)
         lower(model, args, strict=True)
 
 
