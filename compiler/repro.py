@@ -130,7 +130,7 @@ def _imports(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _import_of(name: str, item: Any) -> str:
-    module, path = getattr(item, "__module__", None), getattr(item, "__qualname__", "")
+    module, path = getattr(item, "__module__", None) or "", getattr(item, "__qualname__", "")
     if isinstance(item, type(torch)):
         return f"import {item.__name__} as {name}"
     known = module and path.isidentifier() and _importable(module)
