@@ -6,18 +6,24 @@ import copy
 import dataclasses
 import difflib
 import inspect
+import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any, get_origin
 
 import sympy
 import torch
 from torch import fx
+from torch._dynamo import convert_frame
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch._dynamo.exc import TorchDynamoException as DynamoError
-from torch._dynamo.utils import counters, graph_break_reasons
+from torch._dynamo.utils import graph_break_reasons
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -33,8 +39,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright.patterns.dataflow import innermost_outside_torch
 
+log = logging.getLogger("tilewright")
+
 __all__ = [
     "GROUPED_MM",
+    "BackendCompilerFailed",
     "CannotStandInError",
     "DynamoError",
     "GraphTransformObserver",
@@ -43,13 +52,16 @@ __all__ = [
     "aten_graph",
     "compile_apart",
     "compile_fx",
-    "counting_graph_breaks",
-    "empty_like_fake",
     "fake_mode_of",
     "has_address",
+    "hint_of",
     "inductor_option_problem",
     "is_functorch_wrapper",
+    "is_subclass",
+    "is_symbolic",
+    "listen_for_breaks",
     "mode_patches",
+    "noting_breaks",
     "parts_of",
     "run_fake",
     "run_recorded",
@@ -60,7 +72,9 @@ __all__ = [
     "trace_artifact",
     "triton_kernel_writes",
     "unlimited_compiles",
+    "why_graph_ended",
     "written_arguments",
+    "zeros_like_fake",
 ]
 
 
@@ -161,7 +175,7 @@ class _StandIns:
             for field in dataclasses.fields(value):
                 object.__setattr__(copied, field.name, self.of_nested(getattr(value, field.name)))
             return copied
-        return _hint(value)
+        return hint_of(value)
 
     def of_nested(self, value: Any) -> Any:
         return tree_map(self.of, value)
@@ -179,14 +193,14 @@ class _StandIns:
             raise CannotStandInError(f"a tensor of layout {tensor.layout}")
         (key,) = keys
         if key not in self.bases:
-            count = int(_hint(tensor.untyped_storage().nbytes()))
+            count = int(hint_of(tensor.untyped_storage().nbytes()))
             self.bases[key] = torch.empty(count, dtype=torch.uint8, device=tensor.device)
             self.originals[self.bases[key].untyped_storage()._cdata] = []
         base = self.bases[key]
         sizes, strides = _hints(tensor.shape), _hints(tensor.stride())
         whole = base[: base.numel() // tensor.element_size() * tensor.element_size()]
         made = whole.view(tensor.dtype).as_strided(
-            sizes, strides, int(_hint(tensor.storage_offset()))
+            sizes, strides, int(hint_of(tensor.storage_offset()))
         )
         self.originals[base.untyped_storage()._cdata].append(tensor)
         self.plain.append((made, tensor))
@@ -281,6 +295,12 @@ def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None
     except Exception:  # torch analyses what Triton compiles: without a GPU's compiler it may not
         return None
     return [tensor for name in names for tensor in tensors_in(given[name])]
+
+
+def is_subclass(value: Any) -> bool:
+    """Whether a value is a tensor that wraps others (DTensor, quantised weights): no memory of its
+    own is seen, and what is done to it is another class's business."""
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
@@ -409,21 +429,150 @@ def unlimited_compiles() -> Any:
     return torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many)
 
 
-@contextmanager
-def counting_graph_breaks() -> Iterator[list[str]]:
-    """A list that holds, afterwards, the reasons of the graph breaks met inside.
+# --- graph breaks ---
+#
+# Dynamo's counter leaves out branches on data, and frames that it gives up as a whole. What it
+# knows of a break is the reason that a graph ended by (on the graph, and in `graph_break_reasons`),
+# and the exception by which a frame was given up, in flight when its compilation ends.
 
-    Each is Dynamo's text, with `(file:line)` of the user's code after its first line where known.
+#: Is told of the breaks in one frame: their texts, and the options given with the backend. Returns
+#: whether they are to be an error; that they can be where Dynamo gave up the frame.
+Listener = Callable[[list[str], Mapping[str, Any]], bool]
+
+# Names that Dynamo gives as reasons, in words; the first line, and a hint.
+_REASONS = {
+    "generic_jump": (
+        "a branch depends on the data of a tensor",
+        "compute both sides and choose with torch.where, or use torch.cond",
+    ),
+    "step_unsupported": ("Dynamo does not know this statement", ""),
+}
+
+_GIVEN_UP = "; Dynamo gives up "
+
+_listeners: dict[Any, Listener] = {}
+# Reasons that the backend has told of already, as the reason of its own graph.
+_told: set[int] = set()
+# The latest reason there was when a frame ended; torch._dynamo.reset() empties their list.
+_latest: Any = None
+
+
+def why_graph_ended(gm: fx.GraphModule) -> list[str]:
+    """The text of the break that ends a Dynamo graph, where one does; as graph breaks are told."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return []
+    _told.add(id(reason))
+    return [_break_text(reason.reason, reason.user_stack)]
+
+
+def listen_for_breaks(backend: Any, listener: Listener) -> None:
+    """From now on `listener` is told of breaks in frames compiled with the function `backend`."""
+    _listeners[backend] = listener
+    if not isinstance(callback_handler.end_callbacks, _Callbacks):
+        callback_handler.end_callbacks = _Callbacks(callback_handler.end_callbacks)
+    if _frame_ended not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_frame_ended)
+
+
+@contextmanager
+def noting_breaks(backend: Any) -> Iterator[list[str]]:
+    """A list that fills with the texts of the breaks met inside, in frames of `backend`.
+
+    Each is Dynamo's text, with `(file:line)` of the user's code after its first line where known,
+    and is there once for each place.
     """
-    before, known = dict(counters["graph_break"]), len(graph_break_reasons)
-    reasons: list[str] = []
-    yield reasons
-    stacks = graph_break_reasons[known:]
-    for text, count in counters["graph_break"].items():
-        if count > before.get(text, 0):
-            places = dict.fromkeys(_place(s.user_stack) for s in stacks if s.reason == text)
-            first, newline, rest = text.partition("\n")
-            reasons += [f"{first}{place}{newline}{rest}" for place in places or [""]]
+    places: set[str] = set()
+    texts: list[str] = []
+
+    def note(found: list[str], options: Mapping[str, Any]) -> bool:
+        for text in found:
+            # A frame is often tried again by itself, and given up for the same reason.
+            place = text.partition("\n")[0].partition(_GIVEN_UP)[0]
+            if place not in places:
+                places.add(place)
+                texts.append(text)
+        return False
+
+    listen_for_breaks(backend, note)
+    try:
+        yield texts
+    finally:
+        del _listeners[backend]
+
+
+class _Callbacks(list[Any]):
+    """Callbacks of Dynamo's among which ours outlives `torch._dynamo.reset()`, as backends do."""
+
+    def clear(self) -> None:
+        self[:] = [callback for callback in self if callback is _frame_ended]
+
+
+def _frame_ended(_: Any) -> None:
+    """Dynamo's callback: nothing of ours that fails in it may stop the user's model."""
+    try:
+        _tell_of_breaks()
+    except Exception:
+        log.exception("graph breaks of a frame could not be told")
+
+
+def _tell_of_breaks() -> None:
+    """Tells the frame's listener of breaks in it that the backend has not told."""
+    global _latest
+    error = sys.exc_info()[1]
+    known = next((i for i, r in enumerate(graph_break_reasons, 1) if r is _latest), 0)
+    ended = [r for r in graph_break_reasons[known:] if id(r) not in _told]
+    _latest = graph_break_reasons[-1] if graph_break_reasons else None
+    _told.clear()
+    gave_up = isinstance(error, (Unsupported, UserError))
+    if not _listeners or not (ended or gave_up):
+        return
+    listener, options, frame = _listener_of_frame()
+    if listener is None or (gave_up and frame.get("one_graph")):
+        return
+    texts = [_break_text(r.reason, r.user_stack) for r in ended]
+    if gave_up:
+        name = getattr(frame.get("code"), "co_name", "a function")
+        stack = getattr(error, "real_stack", ())
+        first, newline, rest = _break_text(getattr(error, "msg", str(error)), stack).partition("\n")
+        texts.append(f"{first}{_GIVEN_UP}{name}() and runs it as plain Python{newline}{rest}")
+    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+    if listener(texts, options) and tracer is not None:
+        tracer.error_on_graph_break = True  # as under torch._dynamo.error_on_graph_break
+
+
+def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[str, Any]]:
+    """(listener, the backend's options, Dynamo's variables) of the compilation that is ending."""
+    place: FrameType | None = sys._getframe()
+    while place is not None:
+        if place.f_code.co_filename == convert_frame.__file__ and "compiler_fn" in place.f_locals:
+            backend, options = _unwrapped(place.f_locals["compiler_fn"])
+            try:
+                return _listeners.get(backend), options, place.f_locals
+            except TypeError:  # a backend that cannot be a key is none of ours
+                return None, {}, {}
+        place = place.f_back
+    return None, {}, {}
+
+
+def _unwrapped(compiler: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function given as `backend`, and the options given beside it, of Dynamo's wrappers."""
+    options: Mapping[str, Any] = {}
+    for _ in range(4):
+        options = getattr(compiler, "kwargs", {}).get("options") or options
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        inner = inner or getattr(compiler, "compiler_fn", None)
+        if inner is None:
+            break
+        compiler = inner
+    return compiler, options
+
+
+def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
+    first, newline, rest = reason.partition("\n")
+    words, hint = _REASONS.get(first.partition(" ")[0], (first, ""))
+    rest += f"\nHint: {hint}" if hint else ""
+    return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
@@ -431,15 +580,25 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
     return f" ({os.path.basename(found[0])}:{found[1]})" if found else ""
 
 
-def empty_like_fake(value: Any) -> Any:
-    """A real, uninitialised tensor of a fake one's metadata; numbers for symbolic numbers."""
+def zeros_like_fake(value: Any) -> Any:
+    """A real tensor of zeros with a fake one's metadata; numbers for symbolic numbers."""
     if isinstance(value, torch.Tensor):
-        sizes, strides = _hints(value.shape), _hints(value.stride())
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-    return _hint(value)
+        sizes = _hints(value.shape)
+        if any(n == 0 for n in sizes) or not storage_keys(value):
+            return torch.zeros(sizes, dtype=value.dtype, device=value.device)
+        strides = _hints(value.stride())
+        empty = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return empty.zero_()
+    return hint_of(value)
 
 
-def _hint(value: Any) -> Any:
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is, or a tensor's shape holds, a number that is not fixed."""
+    numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers)
+
+
+def hint_of(value: Any) -> Any:
     """A symbolic number's value in the traced run; 1 where only the data decides it."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
@@ -447,7 +606,7 @@ def _hint(value: Any) -> Any:
 
 
 def _hints(values: Iterable[Any]) -> list[int]:
-    return [int(_hint(value)) for value in values]
+    return [int(hint_of(value)) for value in values]
 
 
 def as_meta(values: Any) -> Any:
@@ -459,16 +618,16 @@ def as_meta(values: Any) -> Any:
             return _meta_tensor(item, bases)
         if isinstance(item, (tuple, list)):
             return type(item)(convert(i) for i in item)
-        return _hint(item)
+        return hint_of(item)
 
     return convert(values)
 
 
 def _meta_tensor(fake: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
-    sizes, strides = ([int(_hint(n)) for n in ns] for ns in (fake.shape, fake.stride()))
-    offset = int(_hint(fake.storage_offset()))
+    sizes, strides = ([int(hint_of(n)) for n in ns] for ns in (fake.shape, fake.stride()))
+    offset = int(hint_of(fake.storage_offset()))
     key = fake.untyped_storage()._cdata
     if key not in bases:
-        count = int(_hint(fake.untyped_storage().nbytes())) // fake.element_size()
+        count = int(hint_of(fake.untyped_storage().nbytes())) // fake.element_size()
         bases[key] = torch.empty(count, dtype=fake.dtype, device="meta")
     return bases[key].view(fake.dtype).as_strided(sizes, strides, offset)

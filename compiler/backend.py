@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from tilewright.compiler import _compat
 from tilewright.compiler.fuse import StrictError, fuse, target_name
 from tilewright.compiler.options import Options
 from tilewright.compiler.overlap import unfused_where_inputs_meet
-from tilewright.compiler.report import GraphReport, Lowered
+from tilewright.compiler.report import GraphReport, Lowered, break_miss
 from tilewright.compiler.verify import verified
+from tilewright.patterns.language import CAPTURE, REPORT_IT, Miss, Stage
 
 log = logging.getLogger("tilewright")
 if level := os.environ.get("TILEWRIGHT_LOG"):
@@ -44,13 +45,42 @@ def tilewright(
     anything of ours fails, compiles exactly as under the inner compiler; the report says so.
     """
     chosen = Options.of(options)
-    report, compiled = _compile(
-        _fuse_or_not(gm, example_inputs, chosen), example_inputs, chosen, mode
-    )
-    _publish(report, chosen)
+    found = _fuse_or_not(gm, example_inputs, chosen)
+    breaks = _compat.why_graph_ended(gm)
+    if torch.is_grad_enabled() and _needing_grad(example_inputs):
+        breaks = []  # nothing would be fused without them either
+    told = [break_miss(text) for text in breaks]
+    _raise_strictly(told, chosen)
+    report, compiled = _compile(found, example_inputs, chosen, mode)
+    report = replace(report, misses=(*report.misses, *told))
+    _publish(report, chosen, breaks)
     if not (chosen.verify and report.matches):
         return compiled
     return verified(report, compiled, chosen, lambda why: _publish(_unfused(gm, why), chosen))
+
+
+def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
+    """Reports breaks in a frame of which there is no graph; whether `strict` makes them errors."""
+    try:
+        chosen = Options.of(options)
+    except ValueError:  # told where a graph is compiled
+        chosen = Options()
+    misses = tuple(break_miss(text) for text in breaks)
+    empty = fx.GraphModule({}, fx.Graph())
+    _publish(GraphReport(empty, empty, (), misses), chosen, breaks)
+    return any(chosen.raises_for(miss) for miss in misses)
+
+
+def _raise_strictly(misses: Iterable[Miss], options: Options) -> None:
+    raised = [str(miss) for miss in misses if options.raises_for(miss)]
+    if raised:
+        raise StrictError("\n".join(raised))
+
+
+# Graph breaks that were warned about, until torch._dynamo.reset(): once for each place.
+_WARNED: set[Miss] = set()
+tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
+_compat.listen_for_breaks(tilewright, _frame_broke)
 
 
 def reports() -> tuple[GraphReport, ...]:
@@ -67,8 +97,8 @@ def _needing_grad(inputs: Sequence[Any]) -> str:
     return f"{' and '.join(said)} {'need' if len(tensors) > 1 else 'needs'} grad" if said else ""
 
 
-def _unfused(gm: fx.GraphModule, note: str) -> GraphReport:
-    return GraphReport(gm, gm, (), (), (note,))
+def _unfused(gm: fx.GraphModule, note: str, misses: tuple[Miss, ...] = ()) -> GraphReport:
+    return GraphReport(gm, gm, (), misses, (note,))
 
 
 def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> GraphReport:
@@ -85,7 +115,13 @@ def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) ->
             raise
         log.exception("tilewright failed; compiling unfused")
         note = f"{type(error).__name__} inside tilewright, compiled unfused: {error}"
-        return _unfused(gm, note)
+        return _unfused(gm, note, (_failure_of_the_graph(error),))
+
+
+def _failure_of_the_graph(error: Exception) -> Miss:
+    """The miss of a whole graph, where no single site can be given up."""
+    what = f"tilewright failed on the graph as a whole: {type(error).__name__}: {error}"
+    return Miss("tilewright", "INTERNAL", Stage.ANCHORED, what, hint=REPORT_IT)
 
 
 def _compile(
@@ -120,16 +156,21 @@ def _inner(
     return compiled
 
 
-def _publish(report: GraphReport, options: Options) -> None:
+def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) -> None:
     _REPORTS.append(report)
-    lowered = Lowered((report,), target_name(options))
+    lowered = Lowered((report,), target_name(options), tuple(breaks))
     _trace(report, lowered)
-    if report.misses and not report.matches:
+    lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
+    if lost and not report.matches:
         tally: Counter[str] = Counter()
-        for miss in report.misses:
+        for miss in lost:
             tally[miss.code] += miss.count
         counts = ", ".join(f"{code} x{n}" for code, n in sorted(tally.items()))
-        log.warning("nothing was fused (%s); the first: %s", counts, report.misses[0])
+        log.warning("nothing was fused (%s); the first: %s", counts, lost[0])
+    for miss in report.misses:
+        if miss.pattern == CAPTURE and miss not in _WARNED:
+            _WARNED.add(miss)
+            log.warning("%s", miss)
     for line in str(lowered).splitlines() if report.matches or report.misses else ():
         log.info("%s", line)
     if options.report is not None:
@@ -156,7 +197,7 @@ def lower(
     patterns: Sequence[str] | None = None,
     dynamic: bool | None = None,
     target: str = "sm100",
-    strict: bool = False,
+    strict: bool | Sequence[str] = False,
     tune: bool = False,
 ) -> Lowered:
     """What tilewright does to a model, without compiling or running it on data.
@@ -165,8 +206,10 @@ def lower(
     dynamic: as in torch.compile. target: the chip kernels are planned for. tune: as in Options;
     measures where the GPU at hand is the target.
     Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written;
-    after a graph break the Python between two graphs does run, on real tensors.
-    Raises ValueError for unknown patterns or targets, and what Dynamo raises for the model.
+    after a graph break the Python between two graphs does run, on tensors of zeros in the place
+    of the first graph's results; where it fails on them, that is told as part of the break.
+    Raises ValueError for unknown patterns or targets, StrictError under strict, and what Dynamo or
+    the model raises before there is a graph.
     """
     options = Options.of(
         {
@@ -178,34 +221,43 @@ def lower(
         }
     )
     found: list[GraphReport] = []
+    wants_grad = torch.is_grad_enabled()
 
     def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        report = fuse(gm, options)
-        needing = _needing_grad(example_inputs)
+        report = _fuse_or_not(gm, example_inputs, options)
+        needing = _needing_grad(example_inputs) if wants_grad else ""
         if needing and report.matches and not any(known.notes for known in found):
             note = f"{needing}, and with grad nothing is fused: {WITHOUT_GRAD}"
             report = replace(report, notes=(*report.notes, note))
         found.append(report)
         return _stand_in(gm)
 
-    failures: list[str] = []
-    with _compat.counting_graph_breaks() as breaks, torch.no_grad(), _compat.unlimited_compiles():
+    after: list[str] = []
+    with _compat.noting_breaks(capture) as breaks, torch.no_grad(), _compat.unlimited_compiles():
         compiled = _compat.compile_apart(model, backend=capture, dynamic=dynamic)
         try:
             compiled(*args, **(kwargs or {}))
-        except _compat.DynamoError:
-            raise
         except Exception as error:
-            if len(found) < 2:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, StrictError):
+                raise inner from inner.__cause__
+            if not found or (options.strict and isinstance(error, _compat.BackendCompilerFailed)):
                 raise
-            # Python between two graphs, on the empty results of the first.
-            log.debug("the model stopped after a graph break", exc_info=True)
-            failures = [f"{type(error).__name__} after it, on results that were not computed"]
-    return Lowered(tuple(found), target, (*breaks, *failures))
+            # Python between two graphs, on results of the first that nothing computed.
+            log.debug("the model stopped after a graph", exc_info=True)
+            after = [f"after it, on results that were not computed, {_in_a_line(error)}"]
+    lowered = Lowered(tuple(found), target, (*breaks, *after))
+    _raise_strictly(lowered.misses, options)
+    return lowered
+
+
+def _in_a_line(error: Exception) -> str:
+    what = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {what}" if what else type(error).__name__
 
 
 def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Returns empty outputs of the right shapes, and the inputs a graph returns, unrun."""
+    """Returns zeros of the right shapes, and the inputs a graph returns, unrun."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     output = next(iter(reversed(gm.graph.nodes)))
 
@@ -216,7 +268,7 @@ def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
             return (
                 given[node]
                 if node in given
-                else _compat.empty_like_fake(node.meta["example_value"])
+                else _compat.zeros_like_fake(node.meta["example_value"])
             )
 
         return fx.node.map_arg(output.args[0], made)

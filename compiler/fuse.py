@@ -20,12 +20,13 @@ from torch import fx
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import detect_target
 from tilewright.compiler import _compat
-from tilewright.compiler.legality import check_legality
+from tilewright.compiler.failures import Failures, StrictError
+from tilewright.compiler.legality import check_legality, views_in
 from tilewright.compiler.lint import check_graph
 from tilewright.compiler.options import Options
 from tilewright.compiler.overlap import InputMemory, input_memory
 from tilewright.compiler.report import GraphReport, Kernel, Site
-from tilewright.compiler.rewrite import Rewritten, arguments_of, rewrite_sites
+from tilewright.compiler.rewrite import Rewritten, SiteError, arguments_of, rewrite_sites
 from tilewright.compiler.sums import make_sums_new
 from tilewright.compiler.view import build_view
 from tilewright.ops.contract import get_op
@@ -34,10 +35,6 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
 
 DEFAULT_TARGET = "sm100"
-
-
-class StrictError(RuntimeError):
-    """Under `strict`, a near miss, a refused rewrite or an internal error."""
 
 
 @dataclass
@@ -66,10 +63,50 @@ def _collector_paused() -> Iterator[None]:
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     """Fuses what the patterns find in a copy of `gm`; `gm` itself is not touched.
 
-    gm: a Dynamo graph module whose nodes carry `meta["example_value"]`.
-    Raises StrictError under `options.strict` where a site was missed.
+    gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. What a pattern or an op
+    raises at a site costs that site: it stays as written, and the miss INTERNAL says so.
+    Raises StrictError where `options.strict` asks for that: for such a failure, or a site missed.
     """
+    failures = Failures(gm, options)
     clock = _Clock()
+    target = target_name(options)
+    with failures.of_the_graph(), _collector_paused():
+        while True:
+            attempt = _attempt(gm, options, failures, clock)
+            if attempt is None:
+                continue
+            sites = _sites(attempt.rewritten, target, failures)
+            if sites is not None:
+                break
+    raised = [str(m) for m in attempt.misses if options.raises_for(m)]
+    if raised:
+        raise StrictError("\n".join(raised))
+    return GraphReport(
+        before=gm,
+        after=attempt.after,
+        matches=sites,
+        misses=tuple(attempt.misses),
+        notes=attempt.notes,
+        seconds=clock.seconds,
+        inputs=attempt.inputs,
+    )
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One copy of the graph, rewritten throughout. inputs: as they were before."""
+
+    after: fx.GraphModule
+    rewritten: list[Rewritten]
+    misses: list[Miss]
+    notes: tuple[str, ...]
+    inputs: InputMemory
+
+
+def _attempt(
+    gm: fx.GraphModule, options: Options, failures: Failures, clock: _Clock
+) -> _Attempt | None:
+    """None where a rewrite failed half-way: its site is refused from now on, the copy is spoilt."""
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
@@ -82,35 +119,70 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
         refused: dict[tuple[str, fx.Node], Miss] = {}
 
         def check(match: Match, flow: Dataflow) -> Miss | None:
-            return refused.get((match.pattern, match.anchor.node)) or check_legality(match, flow)
+            known = refused.get((match.pattern, match.anchor.node))
+            known = known or failures.earlier(match) or _subclass_miss(match, flow)
+            return known or check_legality(match, flow)
 
         while True:
             with clock.phase("view"):
                 flow = build_view(graph)
                 inputs.append(input_memory(flow))
             with clock.phase("match"):
-                found = find(flow, registered(options.patterns), check)
+                found = find(flow, registered(options.patterns), check, failures)
                 wanted, left = plan(found, options, len(rewritten))
             with clock.phase("rewrite"):
-                done, no = rewrite_sites(graph, flow, wanted)
+                done, no = rewrite_sites(graph, flow, wanted, failures)
             rewritten.extend(done)
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
             if not no:
-                misses.extend((*found.misses, *left))
+                unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
+                misses.extend((*found.misses, *left, *unread))
                 return
 
-    with _collector_paused():
-        _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright").apply_graph_pass(run)
+    observer = _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright")
+    try:
+        observer.apply_graph_pass(run)
+    except SiteError as error:
+        cause = error.__cause__
+        failures.refuse(error.match, "to rewrite", cause if isinstance(cause, Exception) else error)
+        return None
     notes = _ask_for_tuning(rewritten, options) if options.tune else ()
     if rewritten:
         with clock.phase("lint"):
             check_graph(after.graph)
             after.recompile()
-    if options.strict and misses:
-        raise StrictError("\n".join(str(m) for m in misses))
-    target = target_name(options)
-    sites = tuple(_site(r, target) for r in rewritten)
-    return GraphReport(gm, after, sites, tuple(misses), notes, clock.seconds, inputs[0])
+    return _Attempt(after, rewritten, misses, notes, inputs[0])
+
+
+def _subclass_miss(match: Match, flow: Dataflow) -> Miss | None:
+    """The miss of a match that reads or writes a tensor of another class than torch's own."""
+    read = {n: flow.home(v.value) for n, a in match.arguments.items() for v in views_in(a)}
+    read |= {n: a for n, a in match.arguments.items() if isinstance(a, fx.Node)}
+    for name, node in read.items():
+        held = node.meta.get("example_value")
+        if _compat.is_subclass(held):
+            return Miss(
+                match.pattern,
+                "SUBCLASS",
+                Stage.HAZARDS,
+                f"{name} is a {type(held).__name__}: which memory it stands for is not seen",
+                (match.anchor.node,),
+                "give the plain tensor inside (DTensor: to_local()), or fuse before it is wrapped",
+            )
+    return None
+
+
+def _sites(
+    rewritten: Sequence[Rewritten], target: str, failures: Failures
+) -> tuple[Site, ...] | None:
+    """The sites with the plans of their ops; None where plans failed, whose sites are refused."""
+    sites: list[Site] = []
+    for done in rewritten:
+        try:
+            sites.append(_site(done, target))
+        except Exception as error:
+            failures.refuse(done.match, f"to plan {done.match.op} for {target}", error)
+    return tuple(sites) if len(sites) == len(rewritten) else None
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from tilewright.compiler.spelling import shape_of
 from tilewright.ops.contract import get_op
 from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, source_of
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import Parts
 
@@ -195,8 +195,17 @@ class Materialiser:
         if self._symbols is None:
             self._symbols = self._find_symbols()
         if symbol not in self._symbols:
-            raise effects.InexpressibleError(f"no input of the graph has the size {symbol}")
+            raise effects.InexpressibleError(self._unknown(symbol))
         return self._symbols[symbol]()
+
+    def _unknown(self, symbol: sympy.Expr) -> str:
+        """Why a size cannot be made of the sizes of inputs."""
+        for node in self.graph.nodes:
+            if symbol in _compat.size_symbols(node.meta.get("example_value")):
+                place = source_of(node)
+                where = f" ({place})" if place else ""
+                return f"the size {symbol} is computed from data{where}, so no input has it"
+        return f"the size {symbol} is that of no input: it depends on data"
 
     def _find_symbols(self) -> dict[sympy.Expr, Callable[[], fx.Node]]:
         found: dict[sympy.Expr, Callable[[], fx.Node]] = {}

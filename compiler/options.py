@@ -11,7 +11,7 @@ from typing import Any
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import TARGETS
 from tilewright.compiler import _compat
-from tilewright.patterns.language import registered
+from tilewright.patterns.language import CAPTURE, Miss, registered
 
 INNER = ("inductor", "eager")
 
@@ -26,7 +26,8 @@ class Options:
         is always planned for the GPU it runs on.
     verify: on the first call run the rewritten graph beside the original on copies of the inputs;
         on a mismatch report it and run the original from then on.
-    strict: a near miss, a refused rewrite or an internal error raises instead of being reported.
+    strict: a miss that is lost, a graph break or an internal error raises instead of being
+        reported; True for every pattern, or names of patterns (`capture` for graph breaks).
     fuel: apply only the first n rewrites; bisects a wrong one.
     only: module paths (`*` matches within one) of the sites to rewrite; None for all.
     report: a file to which each compiled graph's report is appended as one line of JSON.
@@ -40,7 +41,7 @@ class Options:
     patterns: tuple[str, ...] | None = None
     target: str | None = None
     verify: bool = False
-    strict: bool = False
+    strict: bool | tuple[str, ...] = False
     fuel: int | None = None
     only: tuple[str, ...] | None = None
     report: str | None = None
@@ -49,7 +50,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("inner", self.inner, INNER)
-        for name in ("verify", "strict", "tune"):
+        for name in ("verify", "tune"):
             _expect(name, isinstance(getattr(self, name), bool), "a bool", getattr(self, name))
         for name in ("patterns", "only"):
             given = getattr(self, name)
@@ -62,6 +63,7 @@ class Options:
             if given is not None:
                 object.__setattr__(self, name, tuple(given))
         registered(self.patterns)  # raises for a name it does not know
+        self._check_strict(self.strict)
         if self.target is not None:
             _one_of("target", self.target, tuple(TARGETS))
         fuel = self.fuel
@@ -74,6 +76,22 @@ class Options:
 
         if self.inner_options is not None:
             self._check_inner_options(self.inner_options)
+
+    def _check_strict(self, given: Any) -> None:
+        if isinstance(given, bool):
+            return
+        listed = isinstance(given, Collection) and not isinstance(given, str)
+        expected = "a bool or a list of names of patterns"
+        _expect("strict", listed, expected, given)
+        known = sorted([CAPTURE, *(pattern.name for pattern in registered())])
+        unknown = [name for name in given if name not in known]
+        _expect("strict", not unknown, f"names among {known}", given)
+        object.__setattr__(self, "strict", tuple(given))
+
+    def raises_for(self, miss: Miss) -> bool:
+        """Whether `strict` raises for a miss: one that is lost, of a pattern that it names."""
+        named = self.strict if isinstance(self.strict, bool) else miss.pattern in self.strict
+        return named and miss.is_lost
 
     def _check_inner_options(self, given: Any) -> None:
         _expect("inner_options", isinstance(given, Mapping), "a dictionary or None", given)

@@ -12,16 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from tilewright.codegen.spec import KernelSpec
-from tilewright.patterns.language import Miss, Stage
+from tilewright.patterns.language import CAPTURE, Miss, Stage
 
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
     from tilewright.codegen.build import Artifact
     from tilewright.compiler.overlap import InputMemory
-
-
-#: What stands in a miss for the pattern where Dynamo did not capture the model.
-CAPTURE = "capture"
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,18 @@ class Lowered:
 
     @property
     def misses(self) -> list[Miss]:
-        return [m for g in self.graphs for m in g.misses] + [_break(r) for r in self.graph_breaks]
+        """Those of every graph, then what Dynamo did not capture, each place once."""
+        told = [m for g in self.graphs for m in g.misses]
+        breaks = [m for m in told if m.pattern == CAPTURE]
+        breaks += [break_miss(text) for text in self.graph_breaks]
+        if not self.graphs and not breaks:
+            breaks = [NO_GRAPH]
+        return [m for m in told if m.pattern != CAPTURE] + list(dict.fromkeys(breaks))
+
+    @property
+    def lost(self) -> list[Miss]:
+        """The misses that are no mere advice."""
+        return [m for m in self.misses if m.is_lost]
 
     @property
     def notes(self) -> list[str]:
@@ -141,7 +148,18 @@ class Lowered:
         return "\n".join(text_lines(self))
 
 
-def _break(reason: str) -> Miss:
+NO_GRAPH = Miss(
+    CAPTURE,
+    "NO_GRAPH",
+    Stage.ANCHORED,
+    "Nothing was captured: Dynamo met no tensor operation that it could trace",
+    hint="see that neither the model nor what it calls is under torch.compiler.disable, is "
+    "compiled by itself already, or is a generator; TORCH_LOGS=graph_breaks,dynamo says more",
+)
+
+
+def break_miss(reason: str) -> Miss:
+    """The miss of a graph break, from its text: Dynamo's reason, and lines with hints."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     return Miss(
@@ -165,7 +183,7 @@ def site_dict(site: Site) -> dict[str, Any]:
 
 def miss_dict(miss: Miss) -> dict[str, Any]:
     """A miss as JSON-ready data."""
-    names = ("pattern", "code", "scope", "source", "message", "hint", "count")
+    names = ("pattern", "code", "scope", "source", "message", "hint", "count", "weight")
     return {n: getattr(miss, n) for n in names} | {"stage": miss.stage.label}
 
 
@@ -206,5 +224,6 @@ def text_lines(lowered: Lowered) -> list[str]:
         lines.append(f"{scope}{times}  {site.pattern}  {facts}  [{site.lowering}]")
     for miss, _, count in collapse_misses(lowered.misses):
         times = f" (x{count})" if count > 1 else ""
-        lines.append(f"missed {miss.pattern}: {miss}{times}")
+        word = "missed" if miss.is_lost else "advice by"
+        lines.append(f"{word} {miss.pattern}: {miss}{times}")
     return [*lines, *lowered.notes] or ["nothing to fuse was found"]

@@ -19,7 +19,16 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, get_op
 from tilewright.patterns.dataflow import Dataflow
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.language import Match, Miss, Parts, PatternError, Result, Stage
+from tilewright.patterns.language import (
+    Failed,
+    Match,
+    Miss,
+    Parts,
+    PatternError,
+    Result,
+    Stage,
+    internal_miss,
+)
 
 
 @dataclass(frozen=True)
@@ -31,19 +40,34 @@ class Rewritten:
     before: tuple[str, ...]
 
 
+class SiteError(Exception):
+    """A rewrite failed when it had changed the graph already: the graph must not be used.
+
+    The cause is what was raised.
+    """
+
+    def __init__(self, match: Match) -> None:
+        super().__init__(f"the rewrite of {match.anchor} by {match.pattern!r} failed half-way")
+        self.match = match
+
+
 def rewrite_sites(
-    graph: fx.Graph, flow: Dataflow, matches: Sequence[Match]
+    graph: fx.Graph,
+    flow: Dataflow,
+    matches: Sequence[Match],
+    failed: Failed = internal_miss,
 ) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
     """Rewrites every match of `flow` in `graph`; the matches must not overlap.
 
-    A match whose op refuses its arguments (they are checked under fake tensors first) leaves the
-    graph as it was, and gives a Miss.
+    A match whose op refuses its arguments (they are checked under fake tensors first), or fails on
+    them, leaves the graph as it was, and gives a Miss; `failed` makes that of a failure. Raises
+    SiteError where a failure comes too late for that.
     """
     materialiser = Materialiser(graph, flow)
     done: list[Rewritten] = []
     refused: list[tuple[Match, Miss]] = []
     for match in matches:
-        answer = _rewrite(graph, flow, match, materialiser)
+        answer = _rewrite(graph, flow, match, materialiser, failed)
         if isinstance(answer, Rewritten):
             done.append(answer)
         else:
@@ -52,13 +76,13 @@ def rewrite_sites(
 
 
 def _rewrite(
-    graph: fx.Graph, flow: Dataflow, match: Match, materialiser: Materialiser
+    graph: fx.Graph, flow: Dataflow, match: Match, materialiser: Materialiser, failed: Failed
 ) -> Rewritten | Miss:
-    op = get_op(match.op if "::" in match.op else f"tilewright::{match.op}")
     last = insertion_node(match, flow)
     materialiser.serving = last
     before = last.prev
     try:
+        op = get_op(match.op if "::" in match.op else f"tilewright::{match.op}")
         with graph.inserting_before(last):
             node = _insert(op, match, materialiser)
             if match.needs_kernel:
@@ -66,9 +90,27 @@ def _rewrite(
             replacements = [
                 pair for r in match.results for pair in _restate(r, node, flow, materialiser)
             ]
-    except (ArgumentError, InexpressibleError) as error:
+    except Exception as error:
         _erase_between(graph, before, last)
+        if not isinstance(error, (ArgumentError, InexpressibleError)):
+            return failed(match.pattern, "to rewrite", error, (match.anchor.node,))
         return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), (last,))
+    try:
+        return _put_in_place(graph, flow, match, materialiser, op, node, replacements)
+    except Exception as error:
+        raise SiteError(match) from error
+
+
+def _put_in_place(
+    graph: fx.Graph,
+    flow: Dataflow,
+    match: Match,
+    materialiser: Materialiser,
+    op: FusedOp,
+    node: fx.Node,
+    replacements: Sequence[tuple[fx.Node, fx.Node]],
+) -> Rewritten:
+    """Hands the users of what is replaced to `node`, and takes out what is absorbed."""
     node.meta["tilewright"] = {
         "pattern": match.pattern,
         "op": op.qualified_name,

@@ -145,8 +145,13 @@ def _kernels(form: RowForm, spec: KernelSpec, target: str) -> tuple[KernelSpec, 
     return (sort_kernel(form, target)[0], spec) if form.addressing == "sorted" else (spec,)
 
 
+NOTHING = LoweringReport("nothing", "there are no rows, so nothing is launched")
+
+
 def plan_shrink(a: Any, target: str) -> LoweringReport:
     """What a call will run on a target; `a` may hold meta tensors."""
+    if fake_shrink(a).numel() == 0:
+        return NOTHING
     counts = row_counts(a, a.rows, a.rows)
     problem, _ = shrink_problem(a, counts)
     library = library_choice(a, problem, counts)
@@ -159,7 +164,10 @@ def plan_shrink(a: Any, target: str) -> LoweringReport:
 
 def plan_expand(a: Any, target: str) -> LoweringReport:
     """What a call will run on a target; `a` may hold meta tensors."""
+    outputs = fake_expand(a)
+    if not any(out.numel() for out in outputs):
+        return NOTHING
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
-    problem, _ = expand_problem(a, counts, fake_expand(a))
-    config, spec = chosen_expand(problem, next_power_of_2(max(a.num_tokens, 1)), TARGETS[target])
+    problem, _ = expand_problem(a, counts, outputs)
+    config, spec = chosen_expand(problem, next_power_of_2(a.num_tokens), TARGETS[target])
     return LoweringReport("expand kernel", str(config), _kernels(problem.form, spec, target))

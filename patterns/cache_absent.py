@@ -80,9 +80,13 @@ _WHY = {
 
 def _grows(value: Value, flow: Dataflow) -> bool:
     """cat([past, new]) of projected data that the graph returns: a cache that grows."""
-    if value.op != "aten.cat" or value not in flow.output_values or len(value.shape) < 3:
+    if value.op != "aten.cat" or value not in flow.output_values or len(value.shape) < 2:
         return False
     past, *new = value.args[0]
+    if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
+        return (
+            False  # rows of features; of a cache [tokens, width] the graph reads what it has made
+        )
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 

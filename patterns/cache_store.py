@@ -7,7 +7,7 @@ copies the whole cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
@@ -15,7 +15,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.cache_address import Addressing, address, check_pair, place_arguments
 from tilewright.patterns.cache_write import CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
-from tilewright.patterns.language import Match, Stage, register, reject
+from tilewright.patterns.language import Match, Reject, Stage, register, reject
 from tilewright.patterns.written_heads import SUPPORTED_DTYPES
 
 
@@ -30,6 +30,15 @@ class CacheStore:
         yield from pairs(flow)
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
+        try:
+            return self._match(anchor, flow)
+        except Reject as rejection:
+            if anchor.first.is_projected:
+                raise
+            # Of what the graph is given nothing shows that it is keys and values.
+            raise Reject(replace(rejection.miss, weight="advice")) from None
+
+    def _match(self, anchor: WritePair, flow: Dataflow) -> Match:
         k_write, v_write = anchor.first, anchor.second
         k = address(k_write, flow)
         v = address(v_write, flow) if v_write is not None else None

@@ -10,7 +10,7 @@ from torch import fx
 from tilewright.ops.contract import all_ops
 from tilewright.patterns import effects
 from tilewright.patterns.cache_quant import Written, before_rounding
-from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View
+from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.equality import equal_values
 
@@ -34,6 +34,12 @@ class CacheWrite:
         assert self.store.store is not None
         return self.store.store
 
+    @property
+    def is_projected(self) -> bool:
+        """Whether the graph projects what is written; else an earlier graph did, or the caller."""
+        source = self.record.source
+        return source is None or source.value.projected
+
 
 @dataclass(frozen=True)
 class WritePair:
@@ -53,7 +59,8 @@ class WritePair:
 
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
-    """In-place writes of projected data into inputs of rank three or more, in program order."""
+    """In-place writes into inputs of rank three or more, in program order: of projected data, and
+    of what the graph is given, where that goes to slots as keys and values do."""
     fused = {op.qualified_name for op in all_ops()}
     for value in flow.stores:
         store = value.store
@@ -61,7 +68,8 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
         memory = store.memory
         if not memory.is_input or memory.is_constant or len(memory.shape) < 3:
             continue
-        if store.source is not None and not store.source.value.projected:
+        source = store.source
+        if source is not None and not source.value.projected and not _is_given(store, flow):
             continue
         if store.source is None and store.kind in fused:
             continue  # called by hand, or the work of an earlier round
@@ -69,6 +77,31 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
             continue
         write = CacheWrite(value, memory, store.target, store.index, _written(store))
         yield from _parts(_with_head(write))
+
+
+# What may be done to keys between their projection and the cache: a rotation, a norm's weight.
+_PLAIN = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "neg", "cat")) | {"cast"}
+_REACH = 32
+
+
+def _is_given(store: Store, flow: Dataflow) -> bool:
+    """Whether part of a cache is written with what is, or plainly comes from, an activation among
+    the graph's inputs: its projection lies before the graph."""
+    source = store.source
+    assert source is not None
+    part = bool(store.index) or not effects.is_identity(store.target, store.memory.shape)
+    if (
+        not part
+        or store.accumulate
+        or len(source.shape) < 3
+        or not source.value.dtype.is_floating_point
+    ):
+        return False
+    values = list(upstream(source.value, _REACH, lambda value: value.op in _PLAIN))
+    given = [v for v in values if v.op == "input" and len(v.shape) >= 2]
+    plain = all(v.op in _PLAIN or v.op in ("input", "constant") for v in values[:1])
+    untouched = all(not flow.written.get(flow.memory_of[v.node]) for v in given)
+    return bool(given) and plain and untouched
 
 
 def _with_head(write: CacheWrite) -> CacheWrite:
@@ -166,11 +199,17 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             yield WritePair(pending, write)
             pending = None
             continue
-        if pending is not None:
+        if pending is not None and _stands_alone(pending):
             yield WritePair(pending, None)
         pending = write
-    if pending is not None:
+    if pending is not None and _stands_alone(pending):
         yield WritePair(pending, None)
+
+
+def _stands_alone(write: CacheWrite) -> bool:
+    """Whether a write without a twin is worth a word: one of what the graph is given might go to
+    any buffer."""
+    return write.is_projected or len(write.memory.shape) >= 4
 
 
 def _belong(a: CacheWrite, b: CacheWrite) -> bool:

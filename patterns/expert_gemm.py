@@ -84,6 +84,12 @@ def rows_of(value: Value) -> View | None:
     return None if found is None else found.x
 
 
+def routes_of(value: Value) -> View | None:
+    """What tells each row's expert: where each one's rows end, or the experts themselves."""
+    found = match_grouped(value) or match_batched(value)
+    return None if found is None else found.ends or found.experts
+
+
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
     """The GEMM that `value` computes, with the bias that follows it if one does."""
     found = match_grouped(value) or match_batched(value)

@@ -35,7 +35,7 @@ ALIGNED_BYTES = 16
 # 768 columns or at fewer rows.
 SHORT_INNER, MANY_ROWS = 512, 160
 
-register_code("NO_GAIN", "PyTorch's own kernel is as fast for these sizes")
+register_code("NO_GAIN", "PyTorch's own kernel is as fast for these sizes", weight="advice")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from torch import fx
 
@@ -35,12 +35,21 @@ class Stage(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
+#: What stands in a miss for the pattern where Dynamo did not capture the model.
+CAPTURE = "capture"
+
+#: `lost`: what the model is written for was not fused. `advice`: nothing was lost by it.
+Weight = Literal["lost", "advice"]
+
+
 @dataclass(frozen=True)
 class Miss:
     """Why an anchor did not become a match.
 
     code: a stable identifier, see :data:`CODES`. message: expected and found, in the user's terms.
     nodes: the culprits in the graph. hint: what the user can do. count: anchors it stands for.
+    weight: `lost` or `advice`; None for the code's own, see :data:`WEIGHTS`. `strict` raises, and
+    warnings count, for `lost` alone.
     """
 
     pattern: str
@@ -50,6 +59,17 @@ class Miss:
     nodes: tuple[fx.Node, ...] = ()
     hint: str = ""
     count: int = 1
+    weight: Weight | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight is None:
+            object.__setattr__(self, "weight", WEIGHTS.get(self.code, "lost"))
+        elif self.weight not in get_args(Weight):
+            raise ValueError(f"weight: expected one of {get_args(Weight)}, got {self.weight!r}")
+
+    @property
+    def is_lost(self) -> bool:
+        return self.weight == "lost"
 
     @property
     def scope(self) -> str:
@@ -134,14 +154,20 @@ class Reject(Exception):
 
 
 def reject(
-    code: str, stage: Stage, message: str, *culprits: Value | View | fx.Node, hint: str = ""
+    code: str,
+    stage: Stage,
+    message: str,
+    *culprits: Value | View | fx.Node,
+    hint: str = "",
+    weight: Weight | None = None,
 ) -> NoReturn:
     """Ends the attempt with a Miss. `code` must be in :data:`CODES`, see :func:`register_code`."""
     if code not in CODES:
         raise ValueError(
             f"miss code {code!r} is not known; give it a meaning: register_code({code!r}, ...)"
         )
-    raise Reject(Miss("", code, stage, message, tuple(_node(c) for c in culprits), hint))
+    nodes = tuple(_node(c) for c in culprits)
+    raise Reject(Miss("", code, stage, message, nodes, hint, weight=weight))
 
 
 def _node(culprit: Value | View | fx.Node) -> fx.Node:
@@ -175,11 +201,13 @@ def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     except Reject as rejection:
         return replace(rejection.miss, pattern=pattern.name)
     except effects.InexpressibleError as error:
-        node = getattr(anchor, "node", None) or getattr(
-            getattr(anchor, "first", None), "node", None
-        )
-        nodes = (node,) if isinstance(node, fx.Node) else ()
-        return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), nodes)
+        return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), _anchor_nodes(anchor))
+
+
+def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
+    """The node that an anchor starts from, where it tells."""
+    node = getattr(anchor, "node", None) or getattr(getattr(anchor, "first", None), "node", None)
+    return (node,) if isinstance(node, fx.Node) else ()
 
 
 class PatternError(RuntimeError):
@@ -255,10 +283,34 @@ class Findings:
 
 
 Check = Callable[[Match, Dataflow], Miss | None]
+#: Makes the miss of what failed: name of the pattern, what it was doing, the error, where.
+Failed = Callable[[str, str, Exception, tuple[fx.Node, ...]], Miss]
+
+REPORT_IT = (
+    "this is a fault of the pattern or of tilewright, not of the model; with "
+    "TILEWRIGHT_REPRO=<folder> set, a file that shows it is written there: report it with that"
+)
 
 
-def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None) -> Findings:
+def internal_miss(
+    pattern: str, doing: str, error: Exception, nodes: tuple[fx.Node, ...] = ()
+) -> Miss:
+    """The miss of a site at which `pattern` or something of ours raised what is no answer."""
+    what = str(error)
+    if not isinstance(error, PatternError):
+        what = f"pattern {pattern!r} failed {doing}: {type(error).__name__}: {error}"
+    return Miss(pattern, "INTERNAL", Stage.ANCHORED, what, nodes, REPORT_IT)
+
+
+def find(
+    flow: Dataflow,
+    patterns: Sequence[Pattern],
+    check: Check | None = None,
+    failed: Failed = internal_miss,
+) -> Findings:
     """All matches of all patterns, and the best miss of every anchor that none of them took.
+
+    What a pattern raises beside its answers costs that anchor alone: `failed` makes a miss of it.
 
     A store goes to the first pattern that matches it and passes `check`. Where a later pattern
     takes what an earlier one missed, the earlier miss is kept: it is the one worth reading. A
@@ -268,44 +320,61 @@ def find(flow: Dataflow, patterns: Sequence[Pattern], check: Check | None = None
     taken: set[Value] = set()
     absorbed: set[Value] = set()
     said: set[tuple[str, tuple[fx.Node, ...]]] = set()
+    furthest: dict[Value, Stage] = {}
+    sites: dict[int, list[Value]] = {}
     for pattern in patterns:
-        for anchor in _anchors(pattern, flow):
-            if taken.intersection(anchored_stores(anchor)):
+        for anchor in _anchors(pattern, flow, found, failed):
+            stores = list(anchored_stores(anchor))
+            if taken.intersection(stores):
                 continue
             leftovers = getattr(pattern, "takes_leftovers", False)
-            if leftovers and absorbed.intersection(anchored_stores(anchor)):
+            if leftovers and absorbed.intersection(stores):
                 continue
-            answer = _answer(pattern, anchor, flow)
-            if isinstance(answer, Match) and check is not None:
-                answer = check(answer, flow) or answer
+            answer = _answer(pattern, anchor, flow, check, failed)
             if isinstance(answer, Match):
                 found.matches.append(answer)
                 taken.update(answer.stores)
                 absorbed.update(answer.absorbed)
-            elif (answer.code, answer.nodes) not in said:
+                continue
+            for store in stores:
+                furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
+            if (answer.code, answer.nodes) not in said:
                 said.add((answer.code, answer.nodes))
+                sites[id(answer)] = stores
                 found.misses.append(answer)
+    found.misses = [m for m in found.misses if not _outdone(m, sites.get(id(m), []), furthest)]
     return found
 
 
-def _anchors(pattern: Pattern, flow: Dataflow) -> list[Any]:
+def _outdone(miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage]) -> bool:
+    """Whether a miss that saw no more than the write stands beside one that got further there."""
+    only_anchored = miss.stage == Stage.ANCHORED and miss.code in ("LONE_WRITE", "EARLIER_GRAPH")
+    return only_anchored and any(furthest[s] > Stage.ANCHORED for s in stores if s in furthest)
+
+
+def _anchors(pattern: Pattern, flow: Dataflow, found: Findings, failed: Failed) -> list[Any]:
+    """The anchors up to the first that fails; that failure goes to the misses."""
+    anchors: list[Any] = []
     try:
-        return list(pattern.anchors(flow))
+        for anchor in pattern.anchors(flow):
+            anchors.append(anchor)
     except Exception as error:
-        raise _failure(pattern, "at its anchors", error) from error
+        found.misses.append(failed(pattern.name, "at its anchors", error, ()))
+    return anchors
 
 
-def _answer(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
+def _answer(
+    pattern: Pattern, anchor: Any, flow: Dataflow, check: Check | None, failed: Failed
+) -> Match | Miss:
+    doing, nodes = "to match", _anchor_nodes(anchor)
     try:
-        return attempt(pattern, anchor, flow)
-    except PatternError:
-        raise
+        answer = attempt(pattern, anchor, flow)
+        if isinstance(answer, Match) and check is not None:
+            doing, nodes = "in the check for hazards", (answer.anchor.node,)
+            return check(answer, flow) or answer
+        return answer
     except Exception as error:
-        raise _failure(pattern, "to match", error) from error
-
-
-def _failure(pattern: Pattern, where: str, error: Exception) -> PatternError:
-    return PatternError(f"pattern {pattern.name!r} failed {where}: {type(error).__name__}: {error}")
+        return failed(pattern.name, doing, error, nodes)
 
 
 def anchored_stores(anchor: Any) -> Iterator[Value]:
@@ -354,10 +423,29 @@ CODES: dict[str, str] = {
     "GRAPH_BREAK": "Dynamo could not trace part of the model, so no pattern saw it",
     "CLAIMED": "another match already absorbs part of this one",
     "UNSUPPORTED": "the op does not support this combination",
+    "SUBCLASS": "the cache or another operand is a tensor subclass, whose memory is not seen",
+    "EARLIER_GRAPH": "what is written was computed in an earlier graph",
+    "NO_GRAPH": "Dynamo captured no graph of the model, so no pattern saw it",
+    "INTERNAL": "a pattern, or tilewright itself, failed at this site",
+}
+
+#: Codes whose misses are `advice` unless the miss says otherwise; all others are `lost`.
+WEIGHTS: dict[str, Weight] = {
+    "CLAIMED": "advice",  # the site is fused, by the other match
+    "EARLIER_GRAPH": "advice",  # the break is what is lost, and is told; else it is the design
 }
 
 
-def register_code(code: str, meaning: str) -> None:
-    """Adds a miss code of a user's pattern; ValueError where it already means something else."""
+def register_code(code: str, meaning: str, weight: Weight | None = None) -> None:
+    """Adds a miss code of a user's pattern; ValueError where it already means something else.
+
+    weight: of its misses, `lost` (also where none is given) or `advice`, see :class:`Miss`.
+    """
     if CODES.setdefault(code, meaning) != meaning:
         raise ValueError(f"code: {code!r} already means {CODES[code]!r}, got {meaning!r}")
+    if weight is None:
+        return
+    if weight not in get_args(Weight):
+        raise ValueError(f"weight: expected one of {get_args(Weight)}, got {weight!r}")
+    if WEIGHTS.setdefault(code, weight) != weight:
+        raise ValueError(f"weight: {code!r} already is {WEIGHTS[code]!r}, got {weight!r}")

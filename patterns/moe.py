@@ -26,6 +26,7 @@ from tilewright.patterns.expert_gemm import (
     check_device,
     is_expert_gemm,
     match_expert_gemm,
+    routes_of,
     rows_of,
 )
 from tilewright.patterns.expert_kernels import ExpertKernels, find_expert_kernels
@@ -55,6 +56,8 @@ register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is n
 
 # How many values back from the rows of a GEMM the one before it may lie.
 _REACH = 48
+# And from the routes of a GEMM, through the router and the norm before it.
+_ROUTING_REACH = 192
 # Mixtures that are told, not fused.
 Refused = ExpertLoop | ExpertKernels | UnrolledExperts
 
@@ -75,7 +78,8 @@ class Moe:
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
                 continue
             before = upstream(rows.value, _REACH, lambda v: not is_expert_gemm(v))
-            if any(is_expert_gemm(v) for v in before):
+            feeds = {v for v in before if is_expert_gemm(v)}
+            if feeds and not _is_of_a_later_layer(value, feeds):
                 yield value
         for refused in (find_expert_loop(flow), find_expert_kernels(flow)):
             if refused is not None:
@@ -129,6 +133,16 @@ class Moe:
         check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
         check_device(x)
         return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, layer)
+
+
+def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
+    """Whether a GEMM's routes are chosen from what `feeds` made: they end a layer before it. In one
+    layer the routes are known before its first GEMM."""
+    routes = routes_of(value)
+    if routes is None:
+        return False
+    before = upstream(routes.value, _ROUTING_REACH, lambda v: not is_expert_gemm(v))
+    return any(v in feeds for v in before)
 
 
 def _whole_again(rows: View) -> View:

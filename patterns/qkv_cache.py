@@ -45,6 +45,14 @@ class QkvCache:
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
         first = address(anchor.first, flow)
+        if not any(write.is_projected for write in (anchor.first, anchor.second) if write):
+            reject(
+                "EARLIER_GRAPH",
+                Stage.ANCHORED,
+                f"{anchor.first.store} writes what this graph is given: no projection is in it",
+                *anchor.stores,
+                hint="where the graph breaks between projection and write, mend that break",
+            )
         if anchor.second is None:
             reject(
                 "LONE_WRITE",
@@ -60,7 +68,7 @@ class QkvCache:
             reject(
                 "ACTIVATION",
                 Stage.ACTIVATION,
-                f"K projects {k.linear.args[0].value}, V projects {v.linear.args[0].value}",
+                f"K projects {k.x.value}, V projects {v.x.value}",
                 k.linear,
                 v.linear,
             )

@@ -175,9 +175,11 @@ def test_a_pattern_that_fails_is_named_and_costs_the_model_nothing(registered, m
 
     monkeypatch.setattr(registered.ScaledStore, "match", fail)
     assert_runs_as_eager(Embeddings())
-    (note,) = reports()[-1].notes
-    assert "scaled_store" in note
-    assert "theirs" in note
+    (miss,) = reports()[-1].misses
+    assert (miss.pattern, miss.code) == ("scaled_store", "INTERNAL")
+    assert "'scaled_store' failed to match: ZeroDivisionError: theirs" in miss.message
+    assert miss.source.startswith("test_extension.py:")
+    assert "TILEWRIGHT_REPRO" in miss.hint
 
 
 def test_an_op_that_refuses_makes_a_miss_and_leaves_the_graph(registered):

@@ -32,9 +32,7 @@ def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: in
     """The report of model `name`, lines folded at `width` columns; `audits` may be empty."""
     parts: list[RenderableType] = [_head(name, lowered)]
     parts += [*_matches(lowered.matches, width), *_misses(lowered.misses, width)]
-    if not lowered.graphs:
-        parts.append(Text("\nNothing was captured: Dynamo met no tensor operation."))
-    elif not lowered.matches and not lowered.misses:
+    if not lowered.matches and not lowered.misses:
         parts.append(Text("\nNothing to fuse was found: no pattern has an anchor in this model."))
     parts += [Text(f"note: {note}", style="yellow") for note in lowered.notes]
     if audits:
@@ -71,10 +69,14 @@ def _matches(sites: Sequence[Site], width: int) -> Iterator[RenderableType]:
 def _misses(misses: Sequence[Miss], width: int) -> Iterator[RenderableType]:
     if not misses:
         return
-    total = sum(miss.count for miss in misses)
-    yield Text(f"\nMissed: {_count(total, 'site')}", style="bold yellow")
+    lost, advice = (sum(m.count for m in misses if m.is_lost is kind) for kind in (True, False))
+    said = [f"Missed: {_count(lost, 'site')}"] if lost else []
+    said += [f"advice on {_count(advice, 'site')}"] if advice else []
+    title = ", ".join(said)
+    yield Text(f"\n{title[:1].upper()}{title[1:]}", style="bold yellow")
     for miss, scope, count in collapse_misses(misses):
-        yield _place(scope or "graph", count, f"{miss.pattern}  {miss.code}", miss.source)
+        what = f"{miss.pattern}  {miss.code}" + ("" if miss.is_lost else "  (advice)")
+        yield _place(scope or "graph", count, what, miss.source)
         values = {miss.stage.label: miss.message}
         yield _fields(values | ({"hint": miss.hint} if miss.hint else {}), width)
 

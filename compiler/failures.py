@@ -1,0 +1,90 @@
+"""What raises inside a pattern, an op or a rewrite, and costs one site."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.options import Options
+from tilewright.compiler.repro import write_repro
+from tilewright.patterns.language import Match, Miss, internal_miss
+
+log = logging.getLogger("tilewright")
+
+# So many sites of one pattern may fail when the graph is changed already, each of which costs
+# another copy of the graph; then the pattern is left out.
+MAX_RESTARTS = 4
+
+
+class StrictError(RuntimeError):
+    """Under `strict`, a lost site, a graph break or an internal error."""
+
+
+@dataclass(eq=False)
+class Failures:
+    """Makes the miss INTERNAL of what was raised at a site of the graph `gm`.
+
+    Raises StrictError from the error instead where `strict` asks for it, and hands on what Dynamo
+    itself raises: Dynamo restarts its analysis by that.
+    """
+
+    gm: fx.GraphModule
+    options: Options
+    _refused: dict[tuple[str, str], Miss] = field(default_factory=dict)
+    _restarts: Counter[str] = field(default_factory=Counter)
+
+    def __call__(
+        self, pattern: str, doing: str, error: Exception, nodes: tuple[fx.Node, ...]
+    ) -> Miss:
+        if isinstance(error, _compat.DynamoError):
+            raise error
+        miss = internal_miss(pattern, doing, error, nodes)
+        if self.repro is not None:
+            miss = replace(miss, hint=f"{self.repro} shows it: report it with that")
+        if self.options.raises_for(miss):
+            raise StrictError(str(miss)) from error
+        log.error("%s", miss, exc_info=error)
+        return miss
+
+    def refuse(self, match: Match, doing: str, error: Exception) -> None:
+        """From now on :meth:`earlier` has a miss for this site."""
+        if _key(match) in self._refused:
+            raise error  # refused before, and here again: no other copy would do better
+        self._refused[_key(match)] = self(match.pattern, doing, error, (match.anchor.node,))
+        self._restarts[match.pattern] += 1
+
+    def earlier(self, match: Match) -> Miss | None:
+        """The miss of a site that failed in an earlier copy of the graph."""
+        miss = self._refused.get(_key(match))
+        if miss is None and self._restarts[match.pattern] > MAX_RESTARTS:
+            miss = next(m for (name, _), m in self._refused.items() if name == match.pattern)
+        return None if miss is None else replace(miss, nodes=(match.anchor.node,))
+
+    @contextmanager
+    def of_the_graph(self) -> Iterator[None]:
+        """What escapes from within, and is no answer, is worth a repro file too."""
+        try:
+            yield
+        except (_compat.DynamoError, StrictError):
+            raise
+        except Exception:
+            _ = self.repro
+            raise
+
+    @cached_property
+    def repro(self) -> Path | None:
+        """The file that shows the failure, written when first asked for; None where none is."""
+        return write_repro(self.gm, self.options)
+
+
+def _key(match: Match) -> tuple[str, str]:
+    """Names are the same in every copy of a graph, nodes are not."""
+    return match.pattern, match.anchor.node.name

@@ -1,0 +1,229 @@
+"""What Dynamo did not capture is told: by `lower` and by `torch.compile`, once for each place."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.compiler.running import build
+from tilewright.compiler import StrictError, lower, reports
+from tilewright.patterns.language import CAPTURE
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def branch(x):
+    y = x * 2
+    if y.sum() > 0:
+        return y + 1
+    return y - 1
+
+
+def loop(x):
+    for _ in range(3):
+        x = x * 2
+        torch._dynamo.graph_break()
+    return x
+
+
+def block(x):
+    try:
+        x = x * 2
+        torch._dynamo.graph_break()
+        x = x + 1
+    finally:
+        x = x * 3
+    return x
+
+
+def helper(x):
+    x = x.sin()
+    torch._dynamo.graph_break()
+    return x.cos()
+
+
+def nested(x):
+    return helper(x + 1) * 2
+
+
+@torch.compiler.disable
+def update(cache, x):
+    cache.add_(x)
+
+
+def disabled(x):
+    y = x + 1
+    update(x, y)
+    return y * 2
+
+
+def only_disabled(x):
+    update(x, x)
+    return x
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+BREAKS = {
+    "branch": (branch, branch, "if y.sum()", "depends on the data"),
+    "loop": (loop, loop, "graph_break()", "Dynamo gives up loop()"),
+    "block": (block, block, "graph_break()", "Dynamo gives up block()"),
+    "nested": (nested, helper, "graph_break()", "graph_break"),
+    "disabled": (disabled, disabled, "update(", "torch.compiler.disable"),
+    "no operation before": (only_disabled, only_disabled, "update(", "torch.compiler.disable"),
+}
+
+
+def breaks_in(misses):
+    return [m for m in misses if m.code == "GRAPH_BREAK"]
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_lower_tells_every_break_once_with_its_place(name):
+    model, where, text, phrase = BREAKS[name]
+    lowered = lower(model, (torch.ones(3),))
+    (miss,) = lowered.misses
+    assert (miss.code, miss.pattern, miss.weight) == ("GRAPH_BREAK", CAPTURE, "lost")
+    assert f"(test_breaks.py:{line_of(where, text)})" in miss.message
+    assert phrase in miss.message
+    assert miss.hint
+    torch._dynamo.reset()
+    with pytest.raises(StrictError, match="GRAPH_BREAK"):
+        lower(model, (torch.ones(3),), strict=True)
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_torch_compile_reports_and_warns_once(name, caplog, tmp_path):
+    model, where, text, _ = BREAKS[name]
+    path = tmp_path / "report.jsonl"
+    options = {"inner": "eager", "report": str(path)}
+    before = len(reports())
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        expected = model(torch.ones(3))
+        assert torch.equal(torch.compile(model, backend="tilewright", options=options)(
+            torch.ones(3)), expected)  # fmt: skip
+    told = [m for report in reports()[before:] for m in breaks_in(report.misses)]
+    place = f"(test_breaks.py:{line_of(where, text)})"
+    assert told
+    assert all(place in miss.message for miss in told)
+    (record,) = (r for r in caplog.records if "GRAPH_BREAK" in r.getMessage())
+    assert place in record.getMessage()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert any(place in text for line in lines for text in line["graph_breaks"])
+    assert {m["weight"] for line in lines for m in line["misses"]} == {"lost"}
+
+
+@pytest.mark.parametrize("name", [n for n in BREAKS if n != "no operation before"])
+def test_strict_raises_for_a_break_under_torch_compile(name):
+    model = BREAKS[name][0]
+    for strict in (True, ["capture"]):
+        torch._dynamo.reset()
+        options = {"inner": "eager", "strict": strict}
+        with pytest.raises(Exception, match=r"GRAPH_BREAK|graph_break") as raised:
+            torch.compile(model, backend="tilewright", options=options)(torch.ones(3))
+        kinds = (torch._dynamo.exc.BackendCompilerFailed, torch._dynamo.exc.Unsupported)
+        assert isinstance(raised.value, kinds)
+    torch._dynamo.reset()
+    options = {"inner": "eager", "strict": ["qkv_cache"]}
+    torch.compile(model, backend="tilewright", options=options)(torch.ones(3))
+
+
+def test_breaks_under_another_backend_are_none_of_ours():
+    before = reports()
+    torch.compile(loop, backend="eager")(torch.ones(3))
+    assert reports() == before
+
+
+def test_breaks_are_told_after_a_reset_too():
+    """torch._dynamo.reset() forgets the callbacks that others registered."""
+    for _ in range(2):
+        before = len(reports())
+        torch.compile(loop, backend="tilewright")(torch.ones(3))
+        assert [m.code for m in reports()[before:][0].misses] == ["GRAPH_BREAK"]
+        torch._dynamo.reset()
+
+
+def produces(x):
+    yield x + 1
+
+
+def test_a_model_of_which_there_is_no_graph_is_told():
+    lowered = lower(produces, (torch.ones(3),))
+    (miss,) = lowered.misses
+    assert (miss.code, miss.weight, lowered.graphs) == ("NO_GRAPH", "lost", ())
+    assert "torch.compiler.disable" in miss.hint
+    assert "nothing to fuse" not in str(lowered)
+    with pytest.raises(StrictError, match="NO_GRAPH"):
+        lower(produces, (torch.ones(3),), strict=True)
+
+
+# --- what runs after a break in lower -------------------------------------------------------------
+
+
+def test_what_comes_out_of_a_graph_is_zeros_after_a_break():
+    seen = []
+
+    def model(x, lengths):
+        ids = lengths + 7
+        torch._dynamo.graph_break()
+        seen.append(ids.tolist())
+        longest = int(ids.max())
+        return x.new_zeros(longest + 1, 2)
+
+    for _ in range(3):  # memory of earlier calls is around by then
+        torch._dynamo.reset()
+        torch.full((64,), 10**15)
+        lowered = lower(model, (torch.ones(3), torch.arange(4)))
+        assert "on results that were not computed" not in str(lowered)
+    assert seen == [[0, 0, 0, 0]] * 3
+
+
+@torch.compiler.disable
+def share(y):
+    return 10 // int(y.sum())
+
+
+def test_an_error_on_zeros_is_part_of_the_break():
+    """After one graph as after several."""
+
+    def model(x):
+        y = x.t()[1:] + 1
+        return x + share(y)
+
+    lowered = lower(model, (torch.ones(3, 4),))
+    assert len(lowered.graphs) == 1
+    first, miss = lowered.misses
+    assert "torch.compiler.disable" in first.message
+    assert miss.code == "GRAPH_BREAK"
+    assert "after it, on results that were not computed, ZeroDivisionError" in miss.message
+
+
+def test_an_error_before_any_graph_is_the_models():
+    def model(x):
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        lower(model, (torch.ones(3),))
+
+
+def test_what_our_pass_cannot_read_is_a_miss_of_lower(monkeypatch):
+    from tilewright.compiler import fuse
+
+    def broken(graph):
+        raise ArithmeticError("injected")
+
+    monkeypatch.setattr(fuse, "build_view", broken)
+    model, args = build("page_offset")
+    lowered = lower(model, args)
+    (miss,) = lowered.misses
+    assert miss.code == "INTERNAL"
+    assert "ArithmeticError: injected" in miss.message
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="injected"):
+        lower(model, args, strict=True)

@@ -1,0 +1,329 @@
+"""What is lost and what is advice; one site has one miss; writes of what a graph is given."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+
+import jsonschema
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.compiler.running import build, compiled, copies
+from tilewright.compiler import StrictError, lower, reports
+from tilewright.compiler.options import Options
+from tilewright.patterns import language
+from tilewright.patterns.language import CODES, WEIGHTS, Miss, Stage, reject
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@dataclass(frozen=True)
+class Doubts:
+    """A pattern that misses every linear, with a weight of its own."""
+
+    weight: str | None
+    name: str = "tests_doubts"
+    op: str = "fused_qkv_paged"
+
+    def anchors(self, flow):
+        return [value for value in flow.values if value.op == "aten.linear"]
+
+    def match(self, anchor, flow):
+        reject("HEADS", Stage.GUARDS, "a doubt", anchor, weight=self.weight)
+
+
+@pytest.fixture
+def doubts():
+    known = []
+
+    def register(weight):
+        known.append(language.register(Doubts(weight)))
+
+    yield register
+    for pattern in known:
+        language.unregister(pattern.name)
+
+
+def test_a_weight_goes_by_code_unless_the_miss_says():
+    assert Miss("p", "HEADS", Stage.GUARDS, "m").weight == "lost"
+    assert Miss("p", "NO_GAIN", Stage.GUARDS, "m").weight == "advice"
+    assert Miss("p", "NO_GAIN", Stage.GUARDS, "m", weight="lost").is_lost
+    with pytest.raises(ValueError, match=r"expected one of .*'lost', 'advice'.*got 'some'"):
+        Miss("p", "HEADS", Stage.GUARDS, "m", weight="some")
+    assert set(WEIGHTS) <= set(CODES)
+
+
+def test_a_code_of_ones_own_has_a_weight(monkeypatch):
+    monkeypatch.setattr(language, "CODES", dict(CODES))
+    monkeypatch.setattr(language, "WEIGHTS", dict(WEIGHTS))
+    language.register_code("TESTS_DOUBT", "a doubt", weight="advice")
+    language.register_code("TESTS_DOUBT", "a doubt", weight="advice")
+    assert Miss("p", "TESTS_DOUBT", Stage.GUARDS, "m").weight == "advice"
+    with pytest.raises(ValueError, match="already is 'advice', got 'lost'"):
+        language.register_code("TESTS_DOUBT", "a doubt", weight="lost")
+    with pytest.raises(ValueError, match="weight: expected"):
+        language.register_code("TESTS_OTHER", "a doubt", weight="heavy")
+
+
+@pytest.mark.parametrize("weight", ["lost", "advice", None])
+def test_strict_and_warnings_go_by_weight(weight, doubts, caplog):
+    doubts(weight)
+    model, x = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4)
+    lost = weight != "advice"
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        compiled(model)(x)
+    assert [r.getMessage()[:28] for r in caplog.records] == ["nothing was fused (HEADS x1)"] * lost
+    (miss,) = reports()[-1].misses
+    assert miss.weight == (weight or "lost")
+    lowered = lower(model, (x,))
+    assert [m.weight for m in lowered.misses] == [miss.weight]
+    assert bool(lowered.lost) == lost
+    data = json.loads(lowered.to_json())
+    assert [m["weight"] for m in data["misses"]] == [miss.weight]
+    assert str(lowered).startswith("missed" if lost else "advice")
+    torch._dynamo.reset()
+    if lost:
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a doubt"):
+            compiled(model, strict=True)(x)
+    else:
+        compiled(model, strict=True)(x)
+
+
+def test_strict_takes_names_of_patterns(doubts):
+    doubts(None)
+    model, x = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4)
+    lower(model, (x,), strict=["qkv_cache", "capture"])
+    lower(model, (x,), strict=())
+    with pytest.raises(StrictError, match="a doubt"):
+        lower(model, (x,), strict=["tests_doubts"])
+    with pytest.raises(ValueError, match=r"strict.*names among .*'moe'.*got \['mo'\]"):
+        Options(strict=["mo"])
+    with pytest.raises(ValueError, match="strict"):
+        Options(strict="moe")
+
+
+# --- one site, one miss ---------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """T tokens, the weights of each one's experts gathered."""
+
+    def __init__(self, top_k, hidden=16, inner=24, experts=4):
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.norm = nn.RMSNorm(hidden)
+        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(experts, *shape) * 0.1))
+
+    def forward(self, x):
+        rows = self.norm(x)
+        scores, ids = self.router(rows).softmax(-1).topk(self.top_k, -1)
+        gate = F.silu(torch.einsum("th,tsih->tsi", rows, self.gate[ids]))
+        up = torch.einsum("th,tsih->tsi", rows, self.up[ids])
+        out = torch.einsum("tsi,tshi->tsh", self.between(gate * up), self.down[ids])
+        return x + torch.einsum("tsh,ts->th", out, scores)
+
+    def between(self, inner):
+        return inner
+
+
+class Bent(Mixture):
+    """No activation that the op knows, and a near miss."""
+
+    def between(self, inner):
+        return inner.cumsum(-1)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_way_from_one_mixture_to_the_next_is_no_mixture(top_k):
+    model = nn.Sequential(*(Mixture(top_k) for _ in range(3))).bfloat16().requires_grad_(False)
+    x = torch.randn(3, 16).bfloat16()
+    lowered = lower(model, (x,), strict=True)
+    assert [m.pattern for m in lowered.matches] == ["moe"] * 3
+    assert lowered.misses == []
+    bent = nn.Sequential(Mixture(2), Bent(2)).bfloat16().requires_grad_(False)
+    lowered = lower(bent, (x,))
+    missed = [m for m in lowered.misses if m.pattern == "moe"]
+    assert [m.code for m in missed] == ["EXPERT_ACTIVATION"]
+    assert "aten.cumsum" in missed[0].message
+
+
+# --- what the graph is given ----------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.step = step
+
+    def forward(self, x, *rest):
+        return self.step(*(layer(x).view(-1, 2, 8) for layer in (self.q, self.k, self.v)), *rest)
+
+
+def arguments():
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    return x, torch.zeros(9, 2, 8), torch.zeros(9, 2, 8), torch.tensor([2, 7, 0, 5])
+
+
+def broken(q, k, v, k_cache, v_cache, slots):
+    torch._dynamo.graph_break()
+    k_cache[slots] = k * 2
+    v_cache[slots] = v
+    return q
+
+
+def whole(q, k, v, k_cache, v_cache, slots):
+    k_cache[slots] = k
+    v_cache[slots] = v
+    return q
+
+
+def test_a_write_behind_a_break_is_fused_and_told():
+    model = Attention(broken).requires_grad_(False)
+    lowered = lower(model, arguments())
+    assert [m.pattern for m in lowered.matches] == ["cache_store"]
+    assert [(m.code, m.weight) for m in lowered.misses] == [
+        ("EARLIER_GRAPH", "advice"),
+        ("GRAPH_BREAK", "lost"),
+    ]
+    assert "break" in lowered.misses[0].hint
+    torch._dynamo.reset()
+    eager, ours = copies(arguments()), copies(arguments())
+    expected, actual = model(*eager), compiled(model)(*ours)
+    for a, b in zip((actual, *ours), (expected, *eager), strict=True):
+        assert torch.equal(a, b)
+    torch._dynamo.reset()
+    assert lower(Attention(whole).requires_grad_(False), arguments()).misses == []
+
+
+def copy_pages(k_cache, v_cache, to, of):
+    k_cache[to] = k_cache[of]
+    v_cache[to] = v_cache[of]
+
+
+def fill(k_cache, v_cache, to, of):
+    k_cache.copy_(v_cache)
+    v_cache[to] = 0.0
+
+
+@pytest.mark.parametrize("buffers", [copy_pages, fill])
+def test_other_writes_into_buffers_are_not_spoken_of(buffers):
+    caches = (torch.zeros(9, 4, 2, 8) for _ in range(2))
+    lowered = lower(buffers, (*caches, torch.arange(2), torch.arange(2, 4)))
+    assert (lowered.matches, lowered.misses) == ([], [])
+
+
+def test_a_store_of_given_heads_passes_strict_as_ever():
+    def store(k, v, k_cache, v_cache, slots):
+        k_cache[slots] = k
+        v_cache[slots] = v
+
+    _, k_cache, v_cache, slots = arguments()
+    heads = (torch.ones(4, 2, 8), torch.ones(4, 2, 8))
+    lowered = lower(store, (*heads, k_cache, v_cache, slots), strict=True)
+    assert [m.pattern for m in lowered.matches] == ["cache_store"]
+
+
+# --- subclasses, sizes from data, growing ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", ["cache", "weight"])
+def test_a_tensor_subclass_is_told(wrapped):
+    model, args = Attention(whole).requires_grad_(False), list(arguments())
+    if wrapped == "cache":
+        args[1:3] = (TwoTensor(torch.zeros(9, 2, 8), torch.zeros(9, 2, 8)) for _ in range(2))
+    else:
+        weight = model.k.weight
+        model.k.weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()), False)
+    lowered = lower(model, args)
+    assert not any(m.pattern == "qkv_cache" for m in lowered.matches)
+    miss = next(m for m in lowered.misses if m.code == "SUBCLASS")
+    assert "is a TwoTensor" in miss.message
+    assert miss.hint
+    assert not any(m.code == "INTERNAL" for m in lowered.misses)
+
+
+def test_a_dtensor_cache_is_told(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def wrap(tensor):
+            return DTensor.from_local(tensor, mesh, [Replicate()])
+
+        def step(q, k, v, k_cache, v_cache, slots):
+            k_cache[:4].copy_(wrap(k))
+            v_cache[:4].copy_(wrap(v))
+            return q
+
+        x, k_cache, v_cache, slots = arguments()
+        model = Attention(step).requires_grad_(False)
+        lowered = lower(model, (x, wrap(k_cache), wrap(v_cache), slots))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert lowered.matches == []
+    assert "SUBCLASS" in [m.code for m in lowered.misses]
+    assert "INTERNAL" not in [m.code for m in lowered.misses]
+
+
+def test_a_size_from_data_is_told_as_one():
+    def step(q, k, v, k_cache, v_cache, slots):
+        start = slots[2].item()
+        torch._check(start >= 0)
+        torch._check(start + 4 <= 9)
+        k_cache[:, start : start + 4] = k
+        v_cache[:, start : start + 4] = v
+        return q
+
+    x, k_cache, v_cache, slots = arguments()
+    args = (x, k_cache.unsqueeze(0), v_cache.unsqueeze(0), slots)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        lowered = lower(Attention(step).requires_grad_(False), args)
+    messages = [m.message for m in lowered.misses if m.code == "UNSUPPORTED"]
+    assert messages
+    assert all("is computed from data (test_weights.py:" in message for message in messages)
+
+
+def test_a_growing_cache_of_two_dimensions_is_told():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x, past):
+            past = torch.cat([past, self.k(x)])
+            return (x @ past.t()).softmax(-1), past
+
+    model = Grows().requires_grad_(False)
+    (miss,) = lower(model, (torch.ones(1, 8), torch.ones(5, 8))).misses
+    assert miss.code == "GROWING_CACHE"
+
+    def features(x, y):
+        return torch.cat([y, F.linear(x, model.k.weight)], -1)
+
+    assert lower(features, (torch.ones(5, 8), torch.ones(5, 8))).misses == []
+
+
+def test_the_schema_knows_the_weight():
+    from importlib.resources import files
+
+    schema = json.loads(files("tilewright.tools").joinpath("schemas/inspect.json").read_text())
+    item = schema["properties"]["misses"]["items"]
+    model, args = build("out_of_place")
+    (miss,) = json.loads(lower(model, args).to_json())["misses"]
+    jsonschema.validate(miss, item)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**miss, "weight": "heavy"}, item)
