@@ -248,10 +248,12 @@ class Inserter:
         node = self.untyped(target, *args, **kwargs)
         others = [n for n in self.module.graph.nodes if is_tensor(n)]
         shapes = [tuple(n.meta["example_value"].shape) for n in others]
-        node.meta["example_value"] = self.example(target, args, kwargs)
-        if shapes != [tuple(n.meta["example_value"].shape) for n in others]:
-            base.cache_clear()
-            raise Spoiled  # an `out` of another shape was given a new one
+        try:
+            node.meta["example_value"] = self.example(target, args, kwargs)
+        finally:
+            if shapes != [tuple(n.meta["example_value"].shape) for n in others]:
+                base.cache_clear()
+                raise Spoiled  # an `out` of another shape was given a new one
         return node
 
     def untyped(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
