@@ -1,0 +1,176 @@
+"""No kernel changes unseen: what the cases of `tests/kernel_net.py` ask for is what they asked for.
+
+`pytest tests/test_kernel_net.py --tilewright-update` (minutes: it emits every kernel) writes two
+snapshots anew; read the diff. `cases.snapshot` has a line for each case: its kernels' specs on each
+target. `kernels.snapshot` has one for each spec: the kernel's name, the spec, the emitted source.
+All specs are compared here, and the sources of a part of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import kernel_net
+from tests.kernel_net import NET_TARGETS, Found, source_hash, spec_hash
+from tilewright.codegen.spec import KernelSpec
+
+FOLDER = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
+CASES, KERNELS = FOLDER / "cases.snapshot", FOLDER / "kernels.snapshot"
+UPDATE = "--tilewright-update"
+MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
+# Of the specs that audits and ops ask for, one in so many is emitted here; of each kernel one.
+ONE_IN = 16
+SHOWN = 5
+
+
+def case_lines(found: dict[str, Found]) -> dict[str, str]:
+    """label -> what it gets on each target."""
+    lines: dict[str, list[str]] = {}
+    for target, cases in found.items():
+        for label, specs in cases.items():
+            text = specs if isinstance(specs, str) else " ".join(map(spec_hash, specs))
+            lines.setdefault(label, []).append(f"{target}: {text}")
+    return {label: " | ".join(parts) for label, parts in lines.items()}
+
+
+def by_hash(found: Iterable[Found]) -> dict[str, KernelSpec]:
+    """Every spec by its hash, which no two share."""
+    specs: dict[str, KernelSpec] = {}
+    for cases in found:
+        for asked in cases.values():
+            for spec in () if isinstance(asked, str) else asked:
+                other = specs.setdefault(spec_hash(spec), spec)
+                assert other == spec, f"{other} and {spec} differ in nothing but their template"
+    return specs
+
+
+def stored_cases() -> dict[str, str]:
+    lines = CASES.read_text("utf-8").splitlines()
+    return dict(line.split(" => ", 1) for line in lines)
+
+
+def stored_kernels() -> dict[str, tuple[str, str]]:
+    """spec -> (kernel, source)"""
+    lines = (line.split() for line in KERNELS.read_text("utf-8").splitlines())
+    return {spec: (kernel, source) for kernel, spec, source in lines}
+
+
+def write_anew(found: dict[str, Found]) -> None:
+    specs = by_hash(found.values())
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        sources = list(pool.map(source_hash, specs.values(), chunksize=16))
+    emitted = zip(specs.items(), sources, strict=True)
+    kernels = sorted(f"{spec.kernel} {key} {source}" for (key, spec), source in emitted)
+    cases = sorted(f"{label} => {text}" for label, text in case_lines(found).items())
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path, lines in ((CASES, cases), (KERNELS, kernels)):
+        path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+
+def changes(stored: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    for label in sorted(stored.keys() | now.keys()):
+        before, after = stored.get(label), now.get(label)
+        if before is None:
+            yield f"new: {label} => {after}"
+        elif after is None:
+            yield f"gone: {label}"
+        elif before != after:
+            yield f"{label}\n    was {before}\n    is  {after}"
+
+
+def test_every_case_gets_the_kernels_that_it_got(request):
+    found = {target: kernel_net.all_cases(target) for target in NET_TARGETS}
+    if request.config.getoption(UPDATE):
+        write_anew(found)
+        return
+    differing = list(changes(stored_cases(), case_lines(found)))
+    specs, known = by_hash(found.values()), stored_kernels()
+    shown = [f"{key}: {specs[key].to_json()}" for key in specs if key not in known][:SHOWN]
+    if differing:
+        text = "\n".join([*differing[:SHOWN], "new specs:", *shown])
+        pytest.fail(f"{len(differing)} cases differ; {MEANT}\n{text}", pytrace=False)
+    assert specs.keys() == known.keys()
+
+
+def drawn(found: Found) -> dict[str, KernelSpec]:
+    """The specs whose sources are compared: always the same ones."""
+    specs = by_hash([found])
+    firsts = {specs[key].kernel: key for key in sorted(specs, reverse=True)}.values()
+    return {k: s for k, s in specs.items() if k in firsts or int(k, 16) % ONE_IN == 0}
+
+
+@pytest.mark.parametrize("target", NET_TARGETS)
+def test_the_source_of_a_kernel_is_what_it_was(target, request):
+    if request.config.getoption(UPDATE):
+        pytest.skip("written anew with the specs")
+    found, known = kernel_net.quick_cases(target), stored_kernels()
+    # What is not known is a case that has changed, and named there.
+    specs = {key: spec for key, spec in drawn(found).items() if key in known}
+    assert len(specs) > len({spec.kernel for spec in specs.values()}) > 20
+    changed = [key for key, spec in specs.items() if known[key][1] != source_hash(spec)]
+    users = {
+        key: next(label for label, asked in found.items() if specs[key] in asked)
+        for key in changed[:SHOWN]
+    }
+    if changed:
+        text = "\n".join(f"{known[key][0]} {key}: {label}" for key, label in users.items())
+        head = f"{len(changed)} of {len(specs)} sources differ; {MEANT}"
+        pytest.fail(f"{head}\n{text}", pytrace=False)
+
+
+SPEC = KernelSpec.make("rows", "copy", {"BLOCK": 64}, {"x_ptr": "*bf16", "n": "i32"})
+TEXT = '''"""Copies rows."""
+
+KERNEL = "NAME"
+
+
+def NAME(x_ptr, n):
+    """What it does."""
+    tl.store(x_ptr, n)  # why
+'''
+
+
+def hashed(monkeypatch, spec: KernelSpec, text: str = TEXT) -> str:
+    monkeypatch.setattr(kernel_net, "emit", lambda spec: text.replace("NAME", spec.name))
+    return source_hash(spec)
+
+
+def test_a_template_that_moves_changes_no_hash(monkeypatch):
+    moved = replace(SPEC, template="families.rows")
+    assert moved.name != SPEC.name
+    assert spec_hash(moved) == spec_hash(SPEC)
+    assert hashed(monkeypatch, moved) == hashed(monkeypatch, SPEC)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"constants": (("BLOCK", 32),)}, {"num_warps": 8}, {"grid": (7,)}, {"divisible16": ("n",)},
+     {"kernel": "move"}, {"target": "sm90"}],
+    ids=str,
+)  # fmt: skip
+def test_a_change_of_a_spec_changes_its_hash(change):
+    assert spec_hash(replace(SPEC, **change)) != spec_hash(SPEC)
+
+
+def test_a_change_of_the_code_alone_changes_the_sources_hash(monkeypatch):
+    same = TEXT.replace("Copies", "Moves").replace("What", "How").replace("# why", "# for what")
+    assert hashed(monkeypatch, SPEC, same) == hashed(monkeypatch, SPEC)
+    other = TEXT.replace("(x_ptr, n)  #", "(x_ptr, n + 1)  #")
+    assert hashed(monkeypatch, SPEC, other) != hashed(monkeypatch, SPEC)
+
+
+def test_a_case_that_changes_is_named():
+    now = {"a": "sm90: 11", "b": "sm90: 33"}
+    assert list(changes({"a": "sm90: 11", "c": "sm90: 22"}, now)) == [
+        "new: b => sm90: 33",
+        "gone: c",
+    ]
+    assert list(changes({"a": "sm90: 12", "b": "sm90: 33"}, now)) == [
+        "a\n    was sm90: 12\n    is  sm90: 11"
+    ]
