@@ -15,6 +15,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import StrictError, fuse, target_name
+from tilewright.compiler.kept_reports import KeptReport, kept
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Lowered
 from tilewright.compiler.verify import verified
@@ -26,7 +27,7 @@ if level := os.environ.get("TILEWRIGHT_LOG"):
 
 WITHOUT_GRAD = "call the model under torch.no_grad(), or after model.requires_grad_(False)"
 
-_REPORTS: deque[GraphReport] = deque(maxlen=64)
+_REPORTS: deque[KeptReport] = deque(maxlen=64)
 
 
 def tilewright(
@@ -52,8 +53,11 @@ def tilewright(
     return verified(report, compiled, chosen, lambda why: _publish(_unfused(gm, why), chosen))
 
 
-def reports() -> tuple[GraphReport, ...]:
-    """Reports of the latest graphs the backend compiled in this process, oldest first."""
+def reports() -> tuple[KeptReport, ...]:
+    """Reports of the latest graphs the backend compiled in this process, oldest first.
+
+    They are text and numbers: no graph, tensor or model is kept alive by them.
+    """
     return tuple(_REPORTS)
 
 
@@ -116,8 +120,8 @@ def _inner(
 
 
 def _publish(report: GraphReport, options: Options) -> None:
-    _REPORTS.append(report)
     lowered = Lowered((report,), target_name(options))
+    _REPORTS.append(kept(report, lowered))
     _trace(report, lowered)
     if report.misses and not report.matches:
         tally: Counter[str] = Counter()

@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import fields
 from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
@@ -62,7 +62,8 @@ def keep(family: str, first: int, stop: int, tally: Tally, facts: dict) -> None:
             total = Tally(**{f.name: known[f.name] for f in fields(Tally)})
             break
     total.add(tally)
-    made = {"family": family, "seeds": [first, stop], **facts, **asdict(total)}
+    counts = {f.name: getattr(total, f.name) for f in fields(Tally)}
+    made = {"family": family, "seeds": [first, stop], **facts, **counts}
     RESULTS.write_text(json.dumps({"runs": [*runs, made]}, indent=1) + "\n")
 
 
@@ -84,7 +85,6 @@ def main() -> None:
     if bool(given.seeds) == bool(given.more):
         parser.error("give one of --seeds and --more")
     wrong, facts = 0, environment()
-    pool = ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn"), max_tasks_per_child=5)
     for family in given.family:
         if given.seeds:
             first, stop = map(int, given.seeds.split(":"))
@@ -93,14 +93,15 @@ def main() -> None:
             stop = first + given.more
         cuts = [*range(first, stop, PER_TASK), stop]
         ends = cuts[1:]
-        results = pool.map(
-            task, [family] * len(ends), cuts[:-1], ends, [given.dynamo_every] * len(ends)
-        )
         total = Tally()
-        for start, end, tally in zip(cuts, ends, results, strict=False):
-            total.add(tally)
-            if given.more:
-                keep(family, start, end, tally, facts)
+        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+            results = pool.map(
+                task, [family] * len(ends), cuts[:-1], ends, [given.dynamo_every] * len(ends)
+            )
+            for start, end, tally in zip(cuts, ends, results, strict=False):
+                total.add(tally)
+                if given.more:
+                    keep(family, start, end, tally, facts)
         print(line(family, total), flush=True)
         for seed, why in total.found.items():
             print(f"  {seed}: {why}")

@@ -197,8 +197,10 @@ def _in_float64(program: Program) -> list[torch.Tensor] | None:
 
 
 def _worse(fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None) -> bool:
-    """Whether fused is further from float64 than eager, by more than `SLACK` and a rounding; without
-    float64, whether it is further from eager than a few roundings."""
+    """Whether fused is further from float64 than eager, by more than `SLACK` and a rounding.
+
+    Without float64: whether it is further from eager than a few roundings.
+    """
     if not eager.dtype.is_floating_point:
         return True
     rounding = ALLOWANCE.get(eager.dtype, 0.0)
