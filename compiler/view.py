@@ -34,6 +34,7 @@ _PRODUCTS = frozenset(
 )
 
 _ASKED: dict[Any, tuple[str, ...]] = {}
+_MAX_ASKED = 4096  # a key names functions, shapes and numbers; a long process meets new ones
 
 
 def build_view(graph: fx.Graph) -> Dataflow:
@@ -276,6 +277,8 @@ class _Builder:
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
         key = (str(node.target), repr(args), repr(kwargs), repr(described))
         if key not in _ASKED:
+            if len(_ASKED) >= _MAX_ASKED:
+                _ASKED.clear()
             try:
                 _ASKED[key] = aten_names(node, args, kwargs, tensors)
             except Exception:  # an untraceable node is a fact about it, not a failure

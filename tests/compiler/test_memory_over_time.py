@@ -16,7 +16,7 @@ from torch import fx
 from tests.compiler.broken_order import read_between
 from tests.compiler.running import compiled
 from tests.compiler.steps import Layer, make_args, normed, plain
-from tilewright.compiler import reports
+from tilewright.compiler import reports, view
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -85,6 +85,20 @@ def test_models_that_are_dropped_are_freed():
         cycle()
     assert alive(fx.GraphModule) <= graphs
     assert alive(torch.Tensor) <= tensors
+
+
+def test_what_torch_was_asked_is_not_kept_for_ever(monkeypatch):
+    """Operations that are in no table of spellings, each with another number."""
+    monkeypatch.setattr(view, "_MAX_ASKED", 3, raising=False)
+    monkeypatch.setattr(view, "_ASKED", {})
+
+    def step(m, x, *rest):
+        for i in range(8):
+            x = torch.special.logit(x, eps=0.01 * (i + 1))
+        return x, plain(m, x, *rest)
+
+    compiled(Layer(step))(*make_args())
+    assert 0 < len(view._ASKED) <= 3
 
 
 def test_calls_leave_nothing_behind():
