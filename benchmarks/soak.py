@@ -162,11 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()
     rows, failed = [], False
-    for part in PARTS:
+    for part in given.parts:
         pair = []
         for backend in ("stock", "tilewright"):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
