@@ -240,10 +240,13 @@ class Materialiser:
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False
-        storages = {_compat.storage_key(t) for t in _tensors(made.all_input_nodes)}
-        if None in storages:  # a subclass: who shares its memory is not known
-            return False
-        if not storages.isdisjoint(_compat.storage_key(t) for t in _tensors([made])):
+        storages: set[int] = set()
+        for tensor in _tensors(made.all_input_nodes):
+            storage = _compat.storage_key(tensor)
+            if storage is None:  # a subclass: who shares its memory is not known
+                return False
+            storages.add(storage)
+        if not storages.isdisjoint({_compat.storage_key(t) for t in _tensors([made])}):
             return True
         assert self.serving is not None
         here = self.flow.positions[self.serving]
