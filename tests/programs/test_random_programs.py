@@ -16,6 +16,7 @@ from tests.models.attention import Axes
 from tests.models.qkv_idioms import paged
 from tests.programs import breakages
 from tests.programs.families import FAMILIES
+from tests.programs.known import MENDED
 from tests.programs.run import (
     PER_MODEL,
     Tally,
@@ -48,6 +49,11 @@ def test_broken_models_give_what_eager_gives(family):
     assert tally.broken >= 30
     assert SOUGHT[family] <= set(tally.patterns)
     assert tally.through_dynamo == {"same": 2}
+
+
+@pytest.mark.parametrize(("family", "seed"), MENDED)
+def test_a_seed_that_was_wrong_once_is_right(family, seed):
+    assert not run(family, [seed]).found
 
 
 def test_a_rule_that_is_left_out_is_found(monkeypatch):
