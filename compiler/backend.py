@@ -15,6 +15,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import StrictError, fuse, target_name
+from tilewright.compiler.kept_reports import KeptReport, kept
 from tilewright.compiler.options import Options
 from tilewright.compiler.overlap import unfused_where_inputs_meet
 from tilewright.compiler.report import GraphReport, Lowered, break_miss
@@ -28,7 +29,7 @@ if level := os.environ.get("TILEWRIGHT_LOG"):
 
 WITHOUT_GRAD = "call the model under torch.no_grad(), or after model.requires_grad_(False)"
 
-_REPORTS: deque[GraphReport] = deque(maxlen=64)
+_REPORTS: deque[KeptReport] = deque(maxlen=64)
 
 
 def tilewright(
@@ -83,8 +84,11 @@ tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 _compat.listen_for_breaks(tilewright, _frame_broke)
 
 
-def reports() -> tuple[GraphReport, ...]:
-    """Reports of the latest graphs the backend compiled in this process, oldest first."""
+def reports() -> tuple[KeptReport, ...]:
+    """Reports of the latest graphs the backend compiled in this process, oldest first.
+
+    They are text and numbers: no graph, tensor or model is kept alive by them.
+    """
     return tuple(_REPORTS)
 
 
@@ -157,8 +161,8 @@ def _inner(
 
 
 def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) -> None:
-    _REPORTS.append(report)
     lowered = Lowered((report,), target_name(options), tuple(breaks))
+    _REPORTS.append(kept(report, lowered))
     _trace(report, lowered)
     lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
     if lost and not report.matches:

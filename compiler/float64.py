@@ -28,7 +28,7 @@ class Float64(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             raise NoFloat64Error(f"{n.target}: {str(error).splitlines()[0]}") from error
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:

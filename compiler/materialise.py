@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -229,10 +229,11 @@ class Materialiser:
         return self.call(known or get_op(item.function).torch_op, *operands, **options)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """One new node, or the equal one made before where that precedes the insertion point."""
+        """One new node, or the equal one made before where that precedes the insertion point and
+        still holds what a new one would."""
         key = (target, repr(args), repr(kwargs))
         known = self._made.get(key)
-        if known is not None and not known._erased and self._precedes(known):
+        if known is not None and not known._erased and self._precedes(known) and self._holds(known):
             return known
         if isinstance(target, str):
             node = self.graph.call_method(target, args, kwargs)
@@ -242,12 +243,44 @@ class Materialiser:
         self._made[key] = node
         return node
 
+    def _holds(self, made: fx.Node) -> bool:
+        """Whether a call made earlier stands for an equal one here: it writes nothing itself, and
+        is a view, or a copy of memory that no write before this place has touched."""
+        target = made.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            return False
+        storages: set[int] = set()
+        for tensor in _tensors(made.all_input_nodes):
+            storage = _compat.storage_key(tensor)
+            if storage is None:  # a subclass: who shares its memory is not known
+                return False
+            storages.add(storage)
+        if not storages.isdisjoint({_compat.storage_key(t) for t in _tensors([made])}):
+            return True
+        assert self.serving is not None
+        here = self.flow.positions[self.serving]
+        return not any(
+            self.flow.positions[write.node] < here
+            for storage in storages
+            for memory in self.flow.on_storage(storage)
+            for write in self.flow.written.get(memory, ())
+        )
+
     def _describe(self, node: fx.Node) -> None:
         node.meta["example_value"] = _compat.run_fake(node)
         assert self.serving is not None
         for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
             if key in self.serving.meta:
                 node.meta[key] = self.serving.meta[key]
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
+    """The fake tensors of nodes, those of tuples too."""
+    for node in nodes:
+        held = node.meta["example_value"]
+        for item in held if isinstance(held, (tuple, list)) else (held,):
+            if isinstance(item, torch.Tensor):
+                yield item
 
 
 def _itself(node: fx.Node) -> fx.Node:

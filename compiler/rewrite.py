@@ -95,6 +95,9 @@ def _rewrite(
         if not isinstance(error, (ArgumentError, InexpressibleError)):
             return failed(match.pattern, "to rewrite", error, (match.anchor.node,))
         return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), (last,))
+    if (moved := _moved_and_written(replacements, flow)) is not None:
+        _erase_between(graph, before, last)
+        return _moved_miss(match, moved)
     try:
         return _put_in_place(graph, flow, match, materialiser, op, node, replacements)
     except Exception as error:
@@ -126,6 +129,41 @@ def _put_in_place(
     _erase(graph, flow, match, [old for old, _ in replacements])
     check_site(match, node, replacements)
     return Rewritten(match, node, node.meta["tilewright"]["absorbed"])
+
+
+def _moved_and_written(
+    replacements: Sequence[tuple[fx.Node, fx.Node]], flow: Dataflow
+) -> fx.Node | None:
+    """A replaced node that is written in place, and lies otherwise than what takes its place.
+
+    Whether `flatten` and `reshape` of it give views or copies, and so what a write reaches, goes by
+    its strides.
+    """
+    for old, new in replacements:
+        one, two = old.meta["example_value"], new.meta["example_value"]
+        storage = _compat.storage_key(one)
+        written = storage is None or any(
+            flow.written.get(memory) for memory in flow.on_storage(storage)
+        )
+        if written and _steps(one) != _steps(two):
+            return old
+    return None
+
+
+def _steps(tensor: torch.Tensor) -> list[Any]:
+    """The strides that matter: those of dimensions that have more than one element."""
+    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+
+
+def _moved_miss(match: Match, node: fx.Node) -> Miss:
+    return Miss(
+        match.pattern,
+        "INPUT_MUTATED",
+        Stage.HAZARDS,
+        f"{node.name} is changed in place, and the fused op's result has other strides",
+        (node,),
+        "change a copy of it",
+    )
 
 
 def arguments_of(op: FusedOp, node: fx.Node) -> Any:

@@ -43,7 +43,7 @@ def test_a_model_without_a_match_is_the_inner_compilers(inner):
     model, x = Plain(), torch.randn(4, 8)
     ours = compiled(model, inner=inner)(x)
     assert reports()[-1].matches == () == reports()[-1].misses
-    assert reports()[-1].after.graph is not None
+    assert reports()[-1].nodes == reports()[-1].nodes_after > 0
     torch._dynamo.reset()
     assert torch.equal(ours, torch.compile(model, backend=inner)(x))
 
@@ -158,8 +158,7 @@ def test_an_op_that_refuses_its_arguments_is_a_miss_and_leaves_the_graph(monkeyp
     (report,) = reports()
     assert [(m.pattern, m.code) for m in report.misses] == [("qkv_cache", "UNSUPPORTED")]
     assert "x: expected something else, got this" in report.misses[0].message
-    count = len(report.before.graph.nodes)
-    assert len(report.after.graph.nodes) == count
+    assert report.nodes == report.nodes_after
 
 
 def test_a_site_that_an_op_refuses_goes_to_the_next_pattern(monkeypatch):
@@ -352,6 +351,7 @@ def test_the_given_graph_is_never_changed():
         first = backend.tilewright(gm, inputs, options={"inner": "eager"})
         second = backend.tilewright(gm, inputs, options={"inner": "eager"})
         seen.append((before, str(gm.graph)))
+        assert len({str(fuse.fuse(gm, Options()).after.graph) for _ in range(2)}) == 1
         assert first is not second
         return second
 
@@ -360,7 +360,6 @@ def test_the_given_graph_is_never_changed():
     torch.testing.assert_close(actual, model(*eager), rtol=1e-4, atol=1e-5)
     assert seen[0][0] == seen[0][1]
     one, two = reports()
-    assert str(one.after.graph) == str(two.after.graph)
     assert one.matches == two.matches != ()
 
 

@@ -1,0 +1,191 @@
+"""Memory of a process that serves and compiles for long: it must stay flat.
+
+    python benchmarks/soak.py [--calls 100000] [--cycles 200] [--inner eager]
+
+Calls: a compiled decode step at random batch sizes, positions and addresses. Cycles: a model is
+made, compiled, called, dropped. Each part runs in a process of its own under tilewright and, as
+the yardstick, under torch.compile without it. Needs no GPU. Results go to
+benchmarks/results/soak.json. Exits with 1 where tilewright's process grew beyond its bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from timing import keep
+from torch import fx, nn
+
+from tilewright.compiler import reports
+
+HIDDEN, HEADS, HEAD_DIM, SLOTS = 64, 2, 32, 256
+#: What may be more at the end than after the warm-up, beyond what the yardstick has more: MiB of
+#: the process; live tensors, graph modules and nodes.
+MIB, OBJECTS = 8.0, 0
+WARM_UP = 0.1
+
+
+class Step(nn.Module):
+    """One layer's decode step: projections, rotation, cache writes, attention over all slots."""
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(hidden, width, bias=False) for _ in range(3)
+        )
+        self.o_proj = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x, positions, slots, k_cache, v_cache):
+        q, k, v = (
+            p(x).view(x.shape[0], HEADS, HEAD_DIM) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        steps = torch.arange(0, HEAD_DIM, 2, device=x.device) / HEAD_DIM
+        angles = positions[:, None].float() * 10000.0**-steps
+        angles = torch.cat((angles, angles), -1)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+
+        def rotate(y):
+            a, b = y.chunk(2, -1)
+            return y * cos + torch.cat((-b, a), -1) * sin
+
+        k_cache[slots] = rotate(k)
+        v_cache[slots] = v
+        heads = (t.transpose(0, 1) for t in (rotate(q), k_cache, v_cache))
+        out = F.scaled_dot_product_attention(*heads)
+        return self.o_proj(out.transpose(0, 1).flatten(1))
+
+
+def arguments(draw: random.Random, batch: int) -> tuple[torch.Tensor, ...]:
+    """Tensors at new addresses."""
+    slots = torch.tensor(draw.sample(range(SLOTS), batch))
+    caches = (torch.zeros(SLOTS, HEADS, HEAD_DIM) for _ in range(2))
+    return torch.randn(batch, HIDDEN), torch.randint(0, 4096, (batch,)), slots, *caches
+
+
+def compiled(model: nn.Module, backend: str, inner: str, dynamic: bool | None):
+    if backend == "tilewright":
+        options = {"inner": inner}
+        return torch.compile(model, backend="tilewright", options=options, dynamic=dynamic)
+    return torch.compile(model, backend=inner, dynamic=dynamic)
+
+
+def size() -> dict[str, float]:
+    """Resident memory and what the collector knows of."""
+    gc.collect()
+    things = gc.get_objects()
+    return {
+        "mib": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        / 2**20,
+        "tensors": sum(issubclass(type(t), torch.Tensor) for t in things),
+        "graph_modules": sum(issubclass(type(t), fx.GraphModule) for t in things),
+        "fx_nodes": sum(type(t) is fx.Node for t in things),
+        "objects": len(things),
+    }  # fmt: skip
+
+
+def calls(backend: str, inner: str, count: int) -> Iterator[None]:
+    draw = random.Random(0)
+    with torch.no_grad():
+        step = compiled(Step(), backend, inner, dynamic=True)
+        pool = [arguments(draw, 64) for _ in range(4)]
+        for i in range(count):
+            batch = draw.randint(2, 64)
+            x, positions, slots, *caches = pool[i % len(pool)]
+            step(x[:batch].clone(), positions[:batch] + i, slots[:batch].clone(), *caches)
+            if i % 1000 == 0:
+                pool[i // 1000 % len(pool)] = arguments(draw, 64)
+            yield
+    if backend == "tilewright":
+        assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"], reports()[-1]
+
+
+def cycles(backend: str, inner: str, count: int) -> Iterator[None]:
+    """Every model is called at two batch sizes, so that each is compiled twice."""
+    draw = random.Random(0)
+    for _ in range(count):
+        with torch.no_grad():
+            model = Step()
+            step = compiled(model, backend, inner, dynamic=False)
+            for batch in draw.sample(range(2, 65), 2):
+                step(*arguments(draw, batch))
+        gone = weakref.ref(model.q_proj.weight)
+        del model, step
+        torch._dynamo.reset()
+        gc.collect()
+        assert gone() is None, "a dropped model's weight is alive"
+        yield
+
+
+PARTS = {"calls": calls, "cycles": cycles}
+
+
+def measured(part: str, backend: str, inner: str, count: int) -> dict:
+    """Sizes after the warm-up and at the end of one part, in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    row = {"part": part, "backend": backend, "inner": inner, "count": count}
+    for done, _ in enumerate(PARTS[part](backend, inner, count), 1):
+        if done == int(count * WARM_UP):
+            row["after_warm_up"] = size()
+        if done == count:  # inside the loop: what it holds is alive
+            row["at_the_end"] = size()
+    return row
+
+
+def grown(row: dict) -> dict[str, float]:
+    return {k: row["at_the_end"][k] - row["after_warm_up"][k] for k in row["at_the_end"]}
+
+
+def too_much(ours: dict, yardstick: dict) -> list[str]:
+    """What grew beyond its bound."""
+    mine, stock = grown(ours), grown(yardstick)
+    bounds = {"mib": MIB, "tensors": OBJECTS, "graph_modules": OBJECTS, "fx_nodes": OBJECTS}
+    return [
+        f"{name} grew by {mine[name]:.1f}, the yardstick by {stock[name]:.1f}"
+        for name, bound in bounds.items()
+        if mine[name] > max(stock[name], 0) + bound
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    given = parser.parse_args()
+    rows, failed = [], False
+    for part in given.parts:
+        pair = []
+        for backend in ("stock", "tilewright"):
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                count = getattr(given, part)
+                pair.append(pool.submit(measured, part, backend, given.inner, count).result())
+            said = ", ".join(f"{k} {v:+.1f}" for k, v in grown(pair[-1]).items())
+            print(
+                f"{part:7} {count:7} {backend:10} {given.inner:8} "
+                f"{pair[-1]['at_the_end']['mib']:6.0f} MiB at the end; after the warm-up: {said}",
+                flush=True,
+            )
+        rows += pair
+        for problem in too_much(pair[1], pair[0]):
+            print(f"  {problem}")
+            failed = True
+    keep("soak", rows, given.out)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""Random programs beside eager: capture a random model, break its graph, fuse, compare.
+
+A model is drawn from `families.FAMILIES` and captured by Dynamo once for `PER_MODEL` seeds; each
+seed draws 0 to 3 of `breakages.BREAKAGES` on the captured graph. What eager cannot run is drawn
+again. Where something is fused, outputs and every input after the call are compared: fused must
+not be further from the same graph in float64 than eager is, times 1.25, plus one rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import Unsupported
+
+from tests.agreement import ALLOWANCE
+from tests.programs.breakages import BREAKAGES, remember, told_again
+from tests.programs.families import FAMILIES
+from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
+from tilewright.compiler.fuse import fuse
+from tilewright.compiler.options import Options
+from tilewright.compiler.report import GraphReport
+from tilewright.compiler.verify import (
+    clone_inputs,
+    flat_tensors,
+    relative_error,
+    same_elements,
+)
+from tilewright.compiler.verify_sites import SLACK
+from tilewright.ops.checks import ArgumentError
+
+PER_MODEL = 20
+HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
+OPTIONS = Options(inner="eager", target="sm100")
+#: A result is called unstable where eager's own moves this fraction of the difference, or more,
+#: when its inputs are moved by a rounding; so many times it is tried.
+AMPLIFIED, TRIALS = 8.0, 6
+#: Calls that give memory nobody has written.
+FRESH = ("new_empty", "empty", "empty_like", "empty_strided", "new_empty_strided")
+#: How far fused may be from eager where an operator of the program has no float64.
+ROUNDINGS = 8
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's graph as Dynamo hands it over, and its inputs."""
+
+    module: fx.GraphModule
+    inputs: tuple[Any, ...]
+    drawn: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph, its inputs, and what was done to it."""
+
+    module: fx.GraphModule
+    inputs: tuple[Any, ...]
+    drawn: str
+    broken: tuple[str, ...]
+
+
+@dataclass
+class Outcome:
+    """verdict: "same", "nothing fused", "unstable" (no verdict: a rounding of the
+    inputs moves eager's own result as far), "undefined" (memory is read that nothing wrote),
+    "refused" (the fused op refuses a value, such as a group's end, that eager takes), "raised" (our
+    compiler did) or "wrong"."""
+
+    verdict: str
+    patterns: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
+    why: str = ""
+
+
+class _GotIt(Exception):
+    pass
+
+
+def capture(module: Any, args: Sequence[Any], drawn: str) -> Captured:
+    """The one graph of a model. Raises what Dynamo raises."""
+    found: list[Captured] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            found.append(Captured(gm, tuple(clone_inputs(inputs)), drawn))
+            raise _GotIt
+
+        return run
+
+    torch._dynamo.reset()
+    with suppress(_GotIt):
+        torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*args)
+    return found[0]
+
+
+def captured(family: str, number: int) -> Captured:
+    """Model `number` of a family; what eager or Dynamo refuses is drawn again."""
+    draw = random.Random(f"{family} {number}")
+    while True:
+        torch.manual_seed(number)
+        try:
+            module, args, drawn = FAMILIES[family](draw)
+            return capture(module, args, drawn)
+        except Exception:  # sizes that do not go together
+            continue
+
+
+def copied(original: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have what Dynamo told of them."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(original, mapped := {}))
+    for old, new in mapped.items():
+        new.meta = dict(old.meta)
+    remember(graph)
+    return graph
+
+
+def program(family: str, seed: int, model: Captured) -> tuple[Program, Any, list[Any]]:
+    """The program of a seed; eager's outputs and the inputs after it."""
+    draw = random.Random(f"{family} program {seed}")
+    while True:
+        graph = copied(model.module.graph)
+        done: list[str] = []
+        wanted = draw.choice(HOW_MANY)
+        try:
+            while len(done) < wanted:
+                said = draw.choice(BREAKAGES)(draw, graph)
+                if said is not None:
+                    told_again(graph)
+                    done.append(said)
+            graph.lint()
+            module = fx.GraphModule(model.module, graph)
+            ours = clone_inputs(model.inputs)
+            result = module.forward(*ours)
+        except Exception:  # no valid program: another one is drawn
+            continue
+        found = Program(module, model.inputs, model.drawn, tuple(done))
+        return found, result, ours
+
+
+def compared(program: Program, result: Any, after: list[Any]) -> Outcome:
+    """Fuses a program and compares it with eager's result and inputs after the call."""
+    try:
+        report = fuse(program.module, OPTIONS)
+    except Exception as error:
+        return Outcome("raised", why=f"{type(error).__name__}: {error}")
+    codes = tuple(m.code for m in report.misses)
+    patterns = tuple(m.pattern for m in report.matches)
+    if not patterns:
+        return Outcome("nothing fused", (), codes)
+    ours = clone_inputs(program.inputs)
+    try:
+        mine = report.after.forward(*ours)
+    except ArgumentError as error:
+        return Outcome("refused", patterns, codes, str(error))
+    except Exception as error:
+        return Outcome("wrong", patterns, codes, f"fused raises {type(error).__name__}: {error}")
+    fused, eager = (_numbers(r, i) for r, i in ((mine, ours), (result, after)))
+    verdict, why = _judged(program, fused, eager)
+    return Outcome(verdict, patterns, codes, why)
+
+
+def _numbers(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [*flat_tensors(result), *flat_tensors(inputs)]
+
+
+def _judged(
+    program: Program, fused: list[torch.Tensor], eager: list[torch.Tensor]
+) -> tuple[str, str]:
+    far = [i for i, (a, b) in enumerate(zip(fused, eager, strict=True)) if not _near(a, b)]
+    if not far:
+        return "same", ""
+    for i in far:
+        a, b = fused[i], eager[i]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return "wrong", f"tensor {i}: {a.dtype} {a.shape}, eager {b.dtype} {b.shape}"
+    if not _defined(program):
+        return "undefined", ""
+    exact = _in_float64(program)
+    worse = [i for i in far if _worse(fused[i], eager[i], None if exact is None else exact[i])]
+    if not worse:
+        return "same", ""
+    moved = _moved_by_roundings(program, eager)
+    for i in worse:
+        off = _error(fused[i], eager[i])
+        if not off <= AMPLIFIED * moved[i]:
+            return "wrong", f"tensor {i}: {off:.1e} from eager, a rounding moves it {moved[i]:.1e}"
+    return "unstable", ""
+
+
+def _in_float64(program: Program) -> list[torch.Tensor] | None:
+    wide = clone_inputs(program.inputs, widen)
+    try:
+        return _numbers(run_in_float64(program.module, wide), wide)
+    except NoFloat64Error:
+        return None
+
+
+def _worse(fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None) -> bool:
+    """Whether fused is further from float64 than eager, by more than `SLACK` and a rounding.
+
+    Without float64: whether it is further from eager than a few roundings.
+    """
+    if not eager.dtype.is_floating_point:
+        return True
+    rounding = ALLOWANCE.get(eager.dtype, 0.0)
+    if exact is None:
+        return not _error(fused, eager) <= ROUNDINGS * rounding
+    ours, theirs = (_error(t, exact) for t in (fused, eager))
+    return not ours <= SLACK * theirs + rounding
+
+
+def _moved_by_roundings(program: Program, eager: list[torch.Tensor]) -> list[float]:
+    """How far eager's own results move when every input moves by about one rounding."""
+    generator = torch.Generator().manual_seed(0)
+    moved = [0.0] * len(eager)
+
+    def nudged(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return tensor
+        noise = torch.rand(tensor.shape, generator=generator) * 2 - 1
+        return (tensor * (1 + 2 * torch.finfo(tensor.dtype).eps * noise)).to(tensor.dtype)
+
+    for _ in range(TRIALS):
+        inputs = clone_inputs(program.inputs, nudged)
+        try:
+            others = _numbers(program.module.forward(*inputs), inputs)
+        except Exception:  # an index that a rounding drove out of range
+            return [float("inf")] * len(eager)
+        moved = [
+            max(m, _error(a, b)) if a.shape == b.shape else float("inf")
+            for m, a, b in zip(moved, others, eager, strict=True)
+        ]
+    return moved
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return relative_error(a.double(), b.double())
+
+
+def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to a rounding of the dtype."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    return bool(_error(a, b) <= ALLOWANCE.get(a.dtype, 0.0))
+
+
+class _Filled(fx.Interpreter):
+    """Runs a graph whose fresh memory holds a number."""
+
+    def __init__(self, module: fx.GraphModule, number: int) -> None:
+        super().__init__(module)
+        self.number = number
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        return result.fill_(self.number) if name in FRESH else result
+
+
+def _defined(program: Program) -> bool:
+    """Whether eager's results are the same whatever fresh memory holds."""
+    found = []
+    for number in (0, 1):
+        inputs = clone_inputs(program.inputs)
+        try:
+            found.append(_numbers(_Filled(program.module, number).run(*inputs), inputs))
+        except Exception:  # an index that nothing wrote
+            return False
+    return all(bool(same_elements(a, b).all()) for a, b in zip(*found, strict=True))
+
+
+def same_through_dynamo(program: Program, outcome: Outcome) -> str | None:
+    """Empty where torch.compile of the program's own code finds the same matches and misses, and
+    computes what the graph does; else what differs. None where Dynamo cannot trace it."""
+    found: list[GraphReport] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        found.append(fuse(gm, OPTIONS))
+        return found[-1].after.forward if found[-1].matches else gm.forward
+
+    torch._dynamo.reset()
+    ours, theirs = _parameters_again(program), clone_inputs(program.inputs)
+    compiled = torch.compile(program.module, backend=backend, fullgraph=True, dynamic=False)
+    try:
+        fused = _numbers(compiled(*ours), ours)
+    except ArgumentError:
+        return "" if outcome.verdict == "refused" else "refused through Dynamo alone"
+    except Unsupported:  # a breakage that Dynamo does not take, such as `out=` of some views
+        return None
+    eager = _numbers(program.module.forward(*theirs), theirs)
+    patterns = tuple(sorted(m.pattern for report in found for m in report.matches))
+    codes = tuple(sorted(m.code for report in found for m in report.misses))
+    for what, here, there in (
+        ("matches", tuple(sorted(outcome.patterns)), patterns),
+        ("misses", tuple(sorted(outcome.codes)), codes),
+    ):
+        if here != there:
+            return f"{what} {here}, through Dynamo {there}"
+    if outcome.patterns:
+        verdict, why = _judged(program, fused, eager)
+        if verdict != outcome.verdict:
+            return f"{outcome.verdict}, through Dynamo {verdict} {why}"
+    return ""
+
+
+def _parameters_again(program: Program) -> list[Any]:
+    """Copies of the inputs; what was a parameter of the model is one."""
+    inputs = [n for n in program.module.graph.nodes if n.op == "placeholder"]
+    return [
+        nn.Parameter(copy, requires_grad=False)
+        if isinstance(node.meta.get("example_value"), nn.Parameter)
+        else copy
+        for node, copy in zip(inputs, clone_inputs(program.inputs), strict=True)
+    ]
+
+
+# --- many of them ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """Counts over programs. broken: how many had at least one breakage. patterns, misses: programs
+    with at least one. through_dynamo: how many were compiled by torch.compile too, and differed.
+    found: seeds that were wrong, raised or refused, and why."""
+
+    programs: int = 0
+    models: int = 0
+    broken: int = 0
+    fused: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    patterns: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    through_dynamo: Counter[str] = field(default_factory=Counter)
+    found: dict[str, str] = field(default_factory=dict)
+
+    def count(self, seed: int, made: Program, outcome: Outcome) -> None:
+        self.programs += 1
+        self.broken += bool(made.broken)
+        self.fused += bool(outcome.patterns)
+        self.verdicts[outcome.verdict] += 1
+        self.patterns.update(set(outcome.patterns))
+        self.misses.update(set(outcome.codes))
+        if outcome.verdict in ("wrong", "raised", "refused"):
+            said = f"{outcome.verdict}: {outcome.why.splitlines()[0]}"
+            self.found[str(seed)] = f"{said} [{'; '.join(made.broken)}]"
+
+    def add(self, other: Tally) -> None:
+        for part in fields(self):
+            mine, more = getattr(self, part.name), getattr(other, part.name)
+            if isinstance(more, Counter):
+                setattr(self, part.name, Counter(mine) + more)
+            else:
+                setattr(self, part.name, mine | more if isinstance(more, dict) else mine + more)
+
+
+def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
+    """Runs the seeds of a family. dynamo_every: each so many-th goes through torch.compile too."""
+    tally, model, number = Tally(), None, None
+    with torch.no_grad():
+        for seed in seeds:
+            if seed // PER_MODEL != number:
+                number = seed // PER_MODEL
+                model = captured(family, number)
+                tally.models += 1
+            made, result, after = program(family, seed, model)
+            outcome = compared(made, result, after)
+            tally.count(seed, made, outcome)
+            if dynamo_every and seed % dynamo_every == 0 and outcome.verdict != "raised":
+                differs = same_through_dynamo(made, outcome)
+                said = "not traced" if differs is None else "differs" if differs else "same"
+                tally.through_dynamo[said] += 1
+                if differs:
+                    tally.found[f"{seed} (Dynamo)"] = f"{differs} [{'; '.join(made.broken)}]"
+    return tally
+
+
+def task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
+    """`run` in a process of its own."""
+    logging.disable(logging.ERROR)  # what Dynamo and fake tensors say of programs drawn again
+    torch.set_num_threads(1)
+    return run(family, range(first, stop), dynamo_every)

@@ -1,0 +1,127 @@
+"""Some random programs of every family; `python -m tests.programs` runs more of them.
+
+The seeds here are none of the kept runs'.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from tests.models.attention import Axes
+from tests.models.qkv_idioms import paged
+from tests.programs import breakages
+from tests.programs.families import FAMILIES
+from tests.programs.known import MENDED
+from tests.programs.run import (
+    PER_MODEL,
+    Tally,
+    capture,
+    captured,
+    copied,
+    program,
+    run,
+    task,
+)
+from tilewright.compiler import fuse
+
+FIRST = 10_000_000
+SEEDS = [FIRST + PER_MODEL * model + i for model in range(6) for i in range(8)]
+#: What at least one of the seeds below has to be.
+SOUGHT = {
+    "attention": {"qkv_cache"},
+    "cache_store": {"cache_store"},
+    "moe": {"moe"},
+    "lora": {"lora_qkv"},
+    "mla": {"mla_latent_store"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_broken_models_give_what_eager_gives(family):
+    tally = run(family, SEEDS, dynamo_every=PER_MODEL * 3)
+    assert not tally.found, tally.found
+    assert tally.verdicts["same"] >= 6, tally
+    assert tally.broken >= 30
+    assert SOUGHT[family] <= set(tally.patterns)
+    assert tally.through_dynamo == {"same": 2}
+
+
+@pytest.mark.parametrize(("family", "seed"), MENDED)
+def test_a_seed_that_was_wrong_once_is_right(family, seed):
+    assert not run(family, [seed]).found
+
+
+def test_a_rule_that_is_left_out_is_found(monkeypatch):
+    """Without the rules of order and memory, wrong programs come out, and are told."""
+    monkeypatch.setattr(fuse, "check_legality", lambda match, flow: None)
+    tally = run("attention", SEEDS)
+    assert tally.verdicts["wrong"] >= 2, tally
+
+
+def test_a_seed_is_a_program():
+    model = captured("attention", 7)
+    with torch.no_grad():
+        first, again = (program("attention", 143, model)[0] for _ in range(2))
+        other = program("attention", 144, model)[0]
+    assert first.broken == again.broken
+    assert str(first.module.graph) == str(again.module.graph) != str(other.module.graph)
+
+
+def test_fake_tensors_are_what_the_program_makes():
+    """Shapes and dtypes of a broken graph, node by node, against a run on real tensors."""
+
+    class Checked(torch.fx.Interpreter):
+        def run_node(self, node):
+            result = super().run_node(node)
+            if isinstance(result, torch.Tensor):
+                fake = breakages.held(node)
+                assert (result.shape, result.dtype) == (fake.shape, fake.dtype), node
+            return result
+
+    model = captured("attention", FIRST)
+    with torch.no_grad():
+        for seed in range(20):
+            made, _, _ = program("attention", seed, model)
+            Checked(made.module).run(*made.inputs)
+
+
+def test_counts_add_up():
+    both, parts = Tally(), [task("cache_store", a, a + 3, 0) for a in (0, 3)]
+    for part in parts:
+        both.add(part)
+    whole = task("cache_store", 0, 6, 0)
+    assert both.programs == 6 == sum(both.verdicts.values())
+    assert both.verdicts == whole.verdicts
+    assert both.misses == whole.misses
+
+
+@pytest.mark.parametrize("breakage", dict.fromkeys(breakages.BREAKAGES))
+def test_every_breakage_changes_a_program(breakage):
+    draw = random.Random(0)
+    with torch.no_grad():
+        model = the_model()
+        for _ in range(100):
+            graph = copied(model.module.graph)
+            before = str(graph)
+            try:
+                said = breakage(draw, graph)
+                breakages.told_again(graph)
+                graph.lint()
+            except Exception:  # it is not valid here: another one is drawn
+                continue
+            if said is not None and str(graph) != before:
+                return
+    pytest.fail(f"{breakage.__name__} changed nothing")
+
+
+@cache
+def the_model():
+    """Casts, flags, numbers and two writes are in it."""
+    axes = replace(Axes(), num_layers=1, norm="rms_spelled", rope="half_chunk", num_kv_heads=4)
+    module, args = paged("page_offset", axes)
+    return capture(module.layers[0]["self_attn"], args, "")
