@@ -73,6 +73,7 @@ __all__ = [
     "triton_kernel_writes",
     "unlimited_compiles",
     "why_graph_ended",
+    "writes",
     "written_arguments",
     "zeros_like_fake",
 ]
@@ -229,6 +230,11 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     """What an overload of an operator is given for the arguments that it writes."""
     given = [(at, name) for at, name in _written_places(func) if at < len(args) or name in kwargs]
     return [args[at] if at < len(args) else kwargs[name] for at, name in given]
+
+
+def writes(func: Any) -> bool:
+    """Whether an overload of an operator writes any argument."""
+    return bool(_written_places(func))
 
 
 @cache

@@ -64,9 +64,10 @@ def access_of(node: fx.Node) -> Access:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _higher_order(node)
     if isinstance(target, torch._ops.OpOverloadPacket):
-        called = _overload(node, target)
-        if called is not None:
-            return _written_by_schema(node, called)
+        called = _overloads(node, target)
+        if len(called) == 1:
+            return _written_by_schema(node, called[0])
+        return _tried(node, given(node)) if any(map(_compat.writes, called)) else _NONE
     name = name_of(node)
     if name in _WRITES_ITS_FIRST and spelling.is_tensor_node(argument(node, 0, "input")):
         return Access((argument(node, 0, "input").meta["example_value"],))
@@ -92,12 +93,14 @@ def _written_by_schema(node: fx.Node, target: Any) -> Access:
     return Access(tuple(written))
 
 
-def _overload(node: fx.Node, packet: Any) -> Any:
-    """The one overload that a call of a packet can be, or None."""
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    if "out" not in node.kwargs:
-        overloads = [o for o in overloads if not any(a.is_out for a in o._schema.arguments)]
-    return overloads[0] if len(overloads) == 1 else None
+def _overloads(node: fx.Node, packet: Any) -> list[Any]:
+    """The overloads that a call of a packet can be, by the names of its keywords."""
+    return [
+        overload
+        for overload in (getattr(packet, name) for name in packet.overloads())
+        if set(node.kwargs) <= {a.name for a in overload._schema.arguments}
+        and {a.name for a in overload._schema.arguments if a.is_out} <= set(node.kwargs)
+    ]
 
 
 def _held(item: Any) -> Any:

@@ -28,6 +28,12 @@ class KeptMiss:
     nodes: tuple[str, ...] = ()
     hint: str = ""
     count: int = 1
+    weight: str = "lost"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something that was asked for was not fused; else it is advice."""
+        return self.weight == "lost"
 
     def __str__(self) -> str:
         return self.text
@@ -88,4 +94,5 @@ def _kept_miss(miss: Miss) -> KeptMiss:
         nodes=tuple(node.name for node in miss.nodes),
         hint=miss.hint,
         count=miss.count,
+        weight=miss.weight,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -249,13 +249,8 @@ class Materialiser:
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False
-        storages: set[int] = set()
-        for tensor in _tensors(made.all_input_nodes):
-            storage = _compat.storage_key(tensor)
-            if storage is None:  # a subclass: who shares its memory is not known
-                return False
-            storages.add(storage)
-        if not storages.isdisjoint({_compat.storage_key(t) for t in _tensors([made])}):
+        storages = self._storages(*made.all_input_nodes)
+        if not storages.isdisjoint(self._storages(made)):
             return True
         assert self.serving is not None
         here = self.flow.positions[self.serving]
@@ -266,21 +261,16 @@ class Materialiser:
             for write in self.flow.written.get(memory, ())
         )
 
+    def _storages(self, *nodes: fx.Node) -> set[int]:
+        tensors = _compat.tensors_in([node.meta.get("example_value") for node in nodes])
+        return set(map(self.flow.storage_of, tensors))
+
     def _describe(self, node: fx.Node) -> None:
         node.meta["example_value"] = _compat.run_fake(node)
         assert self.serving is not None
         for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
             if key in self.serving.meta:
                 node.meta[key] = self.serving.meta[key]
-
-
-def _tensors(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
-    """The fake tensors of nodes, those of tuples too."""
-    for node in nodes:
-        held = node.meta["example_value"]
-        for item in held if isinstance(held, (tuple, list)) else (held,):
-            if isinstance(item, torch.Tensor):
-                yield item
 
 
 def _itself(node: fx.Node) -> fx.Node:

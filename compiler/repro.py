@@ -170,10 +170,12 @@ def _inputs(held: Iterable[Any]) -> Iterator[str]:
         if not isinstance(item, torch.Tensor):
             yield f"given.append({_compat.hint_of(item)!r})"
             continue
-        key = _compat.storage_key(item)
-        if key is None or item.layout is not torch.strided or not item.numel():
+        keys = _compat.storage_keys(item)
+        plain = len(keys) == 1 and not _compat.is_subclass(item)
+        if not plain or item.layout is not torch.strided or not item.numel():
             yield f"given.append({_parameter(item, _zeros(item))})"
             continue
+        (key,) = keys
         if key not in storages:
             storages[key] = f"storage_{len(storages)}"
             size = _compat.hint_of(item.untyped_storage().nbytes())

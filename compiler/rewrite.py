@@ -141,10 +141,7 @@ def _moved_and_written(
     """
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
-        storage = _compat.storage_key(one)
-        written = storage is None or any(
-            flow.written.get(memory) for memory in flow.on_storage(storage)
-        )
+        written = any(map(flow.written.get, flow.on_storage(flow.storage_of(one))))
         if written and _steps(one) != _steps(two):
             return old
     return None

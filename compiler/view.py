@@ -537,6 +537,7 @@ class _Builder:
             same_size=_compat.size_comparison(
                 n.meta.get("example_value") for n in self.graph.nodes if n.op == "placeholder"
             ),
+            storage_of=self.memory.storages.of,
             unknown=tuple(self.unknown),
             reshaped=frozenset(self.reshaped),
             failed=tuple(self.failed),

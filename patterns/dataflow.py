@@ -220,6 +220,7 @@ class Dataflow:
     values: in program order. users: who reads a value. views: what each node's tensor is, as it
     was when the node ran. outputs: what the graph returns. homes: see :meth:`home`.
     failed: nodes that could not be read, each with why; they count as reading and writing anything.
+    storage_of: the number of a fake tensor's storage, equal for tensors that may share memory.
     reshaped: storages of tensors whose shape, strides or storage change in place (`set_`).
     same_size: whether two sizes are equal; for symbols this guards the compiled code on it.
     """
@@ -235,6 +236,7 @@ class Dataflow:
     positions: Mapping[fx.Node, int]
     homes: Mapping[Value, fx.Node]
     same_size: Callable[[Size, Size], bool]
+    storage_of: Callable[[torch.Tensor], int]
     unknown: Sequence[fx.Node]
     reshaped: frozenset[int]
     failed: Sequence[tuple[fx.Node, Exception]]

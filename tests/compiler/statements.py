@@ -35,6 +35,7 @@ from tests.models import lora_idioms, mla_idioms, moe_idioms
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
+from tilewright.ops.checks import ArgumentError
 
 OPTIONS = Options(inner="eager")
 
@@ -246,14 +247,7 @@ class Inserter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.untyped(target, *args, **kwargs)
-        others = [n for n in self.module.graph.nodes if is_tensor(n)]
-        shapes = [tuple(n.meta["example_value"].shape) for n in others]
-        try:
-            node.meta["example_value"] = self.example(target, args, kwargs)
-        finally:
-            if shapes != [tuple(n.meta["example_value"].shape) for n in others]:
-                base.cache_clear()
-                raise Spoiled  # an `out` of another shape was given a new one
+        node.meta["example_value"] = self.example(target, args, kwargs)
         return node
 
     def untyped(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -315,12 +309,17 @@ class Program:
             operands = [n for n in before if is_tensor(n)]
             operand = self.random.choice(operands)
             inserted: list[fx.Node] = []
+            shapes = [(n, shape_of(n)) for n in nodes]
             try:
                 self._draw(where, operand, inserted)
                 return
             except Exception:  # not valid here: another one is drawn
                 for node in reversed(inserted):
                     self.module.graph.erase_node(node)
+            finally:
+                if any(shape_of(n) != shape for n, shape in shapes):
+                    base.cache_clear()
+                    raise Spoiled  # an `out` of another shape was given a new one
         raise Undrawn
 
     def _draw(self, where: fx.Node, operand: fx.Node, inserted: list[fx.Node]) -> None:
@@ -433,6 +432,10 @@ class Program:
         output = next(iter(reversed(self.module.graph.nodes)))
         returned = output.args[0]
         output.args = ((*returned, *self.results),)
+
+
+def shape_of(node: fx.Node) -> Any:
+    return [tuple(t.shape) for t in _compat.tensors_in(node.meta.get("example_value"))]
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -552,7 +555,10 @@ def tried(seed: int) -> Outcome | None:
         program = Program(seed)
     except (Undrawn, Spoiled):
         return None
-    expected = run(program.module, program.base.inputs)
+    try:
+        expected = run(program.module, program.base.inputs)
+    except Exception:  # it reads what nothing wrote, and ran only when it was drawn
+        return None
     try:
         report = fuse(program.module, OPTIONS)
     except Exception as error:
@@ -565,6 +571,8 @@ def tried(seed: int) -> Outcome | None:
     if patterns:
         try:
             actual = run(report.after, program.base.inputs)
+        except ArgumentError:  # bad values that the operators it stands for read without a word
+            return Outcome((*program.said, "refused"), program.family, (), (), 0.0, True)
         except Exception as error:  # the graph as it was ran
             failed = (*program.said, f"{type(error).__name__}: {error}".partition("\n")[0])
             return Outcome(failed, program.family, patterns, (), float("inf"), False)

@@ -16,7 +16,7 @@ from torch import fx
 from tests.compiler.broken_order import read_between
 from tests.compiler.running import compiled
 from tests.compiler.steps import Layer, make_args, normed, plain
-from tilewright.compiler import reports, view
+from tilewright.compiler import access, reports, view
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
