@@ -1,0 +1,54 @@
+"""A thousand statements in graphs that fuse: see :mod:`tests.compiler.statements`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+
+from tests.compiler import statements
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+PER_TEST = 40
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Programs that the dice did not make valid are talked about by torch."""
+    logging.disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(100_000, 101_000, PER_TEST))
+def test_a_graph_with_statements_computes_what_it_did(first):
+    outcomes = [statements.tried(seed) for seed in range(first, first + PER_TEST)]
+    made = [outcome for outcome in outcomes if outcome is not None]
+    assert [outcome for outcome in made if outcome.wrong] == []
+    assert sum(bool(outcome.patterns) for outcome in made) > PER_TEST / 2
+
+
+def test_the_operators_are_those_that_torch_registers():
+    """New ones of a newer torch are drawn too; there are hundreds of each kind."""
+    counts = {kind: len(statements.overloads(kind)) for kind in ("writes", "out", "aliases")}
+    assert counts["writes"] > 250
+    assert counts["out"] > 500
+    assert counts["aliases"] > 40
+
+
+def test_every_family_fuses_as_it_is():
+    for family in statements.FAMILIES:
+        base = statements.base(family)
+        report = statements.fuse(base.module, statements.OPTIONS)
+        assert report.matches, family
+
+
+def test_a_wrong_rewrite_is_seen(monkeypatch):
+    """With the rules of legality switched off, statements make wrong results."""
+    monkeypatch.setattr("tilewright.compiler.fuse.check_legality", lambda match, flow: None)
+    outcomes = [statements.tried(seed) for seed in range(60)]
+    assert any(outcome is not None and outcome.wrong for outcome in outcomes)
