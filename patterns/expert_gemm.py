@@ -122,7 +122,10 @@ def match_batched(value: Value) -> ExpertGemm | None:
         return None
     (one, other), (ones, others), result = product
     for x, xs, weight, ws in ((other, others, one, ones), (one, ones, other, others)):
-        found = _by_route(value, (x, xs), (weight, ws), result)
+        try:
+            found = _by_route(value, (x, xs), (weight, ws), result)
+        except effects.InexpressibleError:  # of no routes at all, for one
+            continue
         if found is not None:
             return found
     return None
