@@ -106,6 +106,8 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    if value is None or isinstance(value, torch.Tensor):
+        return [] if value is None else [value]
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -138,6 +140,8 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
     Empty where torch does not tell, as for sparse tensors.
     """
     try:
+        if type(tensor) is FakeTensor:  # nearly all of a graph
+            return (tensor.untyped_storage()._cdata,)
         keys = [part.untyped_storage()._cdata for part in parts_of(tensor)]
     except (NotImplementedError, RuntimeError):
         return ()
