@@ -1,8 +1,9 @@
-"""Writes the measured tables of README.md from benchmarks/results/*.json.
+"""Writes docs/measured.md, and the table in README.md, from benchmarks/results/*.json.
 
     python docs/measured_tables.py
 
-Every number between the two marks comes from those files; a test says when they have changed.
+All of docs/measured.md, and of README.md what stands between two marks, is made of those files
+alone. A test fails where a page is not what they say.
 """
 
 from __future__ import annotations
@@ -14,9 +15,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-#: What the README shows of the largest table.
+#: What is shown of the largest table.
 SHOWN_MODELS, SHOWN_TOKENS = ("llama3-8b", "llama3-70b"), (1, 64, 1024, 8192)
 START, END = "<!-- measured -->", "<!-- /measured -->"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
+HEAD = """# Measured
+
+All tables are made by `python docs/measured_tables.py` from the files in `benchmarks/results/`.
+Under each stand GPU, versions, date and command. GPU times are medians of CUDA graphs, the variants
+run in turn. `best / tilewright` is the time of the fastest of the others divided by ours: above 1,
+tilewright is faster. What bounds the kernels, what was tried, and what is slower:
+[qkv-performance.md](qkv-performance.md), [moe-performance.md](moe-performance.md),
+[mla-performance.md](mla-performance.md), [lora-performance.md](lora-performance.md).
+"""
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -30,6 +41,18 @@ def microseconds(value: float) -> str:
 
 
 def end_to_end(data: dict[str, Any]) -> str:
+    """The whole passes of one model."""
+    name, layers, rows = passes(data)
+    head = f"## {name}, end to end\n\n{layers} layers of the model's true widths, random weights, "
+    head += "static cache, bfloat16; µs per forward pass:"
+    return f"{head}\n\n{table(PASSES, rows)}"
+
+
+PASSES = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tilewright")
+
+
+def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
+    """A model's name, how many layers ran, and a row under PASSES for each setting."""
     rows = []
     for row in data["rows"]:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
@@ -38,11 +61,23 @@ def end_to_end(data: dict[str, Any]) -> str:
         case += ", no cache" if row.get("cache") == "nocache" else ""
         rows.append((case, *map(microseconds, times), speed))
     first = data["rows"][0]
-    layers = first.get("layers") or first["layers_fused"]
-    head = f"**{first.get('model', 'Llama-3-8B')}, {layers} layers of true dims**, "
-    head += "random weights, static cache, bfloat16, µs per forward pass:"
-    header = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tilewright")
-    return f"{head}\n\n{table(header, rows)}"
+    return first.get("model", "Llama-3-8B"), first.get("layers") or first["layers_fused"], rows
+
+
+def all_passes() -> str:
+    """The README's table: the whole passes of every model that has results."""
+    found = [json.loads((RESULTS / name).read_text("utf-8")) for name in END_TO_END]
+    rows, layers, places = [], set(), []
+    for data in found:
+        model, count, cases = passes(data)
+        layers.add(str(count))
+        rows += [(model, *case) for case in cases]
+        places += [place(data)] if place(data) not in places else []
+    head = (
+        f"µs per forward pass of {' or '.join(sorted(layers))} layers of each model's true widths, "
+    )
+    head += "random weights, static cache, bfloat16:"
+    return f"{head}\n\n{table(('model', *PASSES), rows)}\n\n{'; '.join(places)}."
 
 
 def cache_size(data: dict[str, Any]) -> str:
@@ -53,8 +88,9 @@ def cache_size(data: dict[str, Any]) -> str:
         )
         for row in data["rows"]
     ]
-    head = "**One attention layer's projections, rotation and cache write**, 64 tokens, "
-    head += "`cache.view(-1, H, D)[slots] = k`, µs by the size of each cache:"
+    head = "## A step's time by the size of the cache\n\n"
+    head += "Projections, rotation and cache write of one attention layer, 64 tokens, "
+    head += "`cache.view(-1, H, D)[slots] = k`; µs by the size of each cache:"
     return (
         f"{head}\n\n{table(('K and V cache, each', 'eager', 'torch.compile', 'tilewright'), rows)}"
     )
@@ -74,11 +110,12 @@ def attention_layer(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if row["model"] in SHOWN_MODELS and row["tokens"] in SHOWN_TOKENS
     ]
-    head = "**The same by model, cache and number of tokens**, µs (a part: "
-    head += f"all {len(data['rows'])} rows are in `benchmarks/results/qkv_cache.json`). "
-    head += "Bounds: `read` reads all three "
-    head += "weights and does nothing else, `GEMM` is a single library GEMM of all three, without "
-    head += "rotation or cache write. Best is the best of eager and both kinds of torch.compile; "
+    head = "## Projections, rotation and cache write of one attention layer\n\n"
+    head += "µs by model, kind of cache and number of tokens; a part: "
+    head += f"all {len(data['rows'])} rows are in `benchmarks/results/qkv_cache.json`. "
+    head += "Two bounds: `read` is a kernel that reads the three weights and does nothing else, "
+    head += "`GEMM` one library GEMM of all three without rotation or cache write. "
+    head += "Best is the fastest of eager and both kinds of torch.compile. "
     head += "`of copy` is the weights' bytes over our time, as a share of the "
     head += f"{data['rows'][0]['copy_tb_per_s']:.2f} TB/s that copying 2 GiB reached:"
     header = (
@@ -107,15 +144,18 @@ def experts(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if row["routing"] == "random"
     ]
-    head = "**The routed experts of one layer**, bfloat16, random routing, µs. Last: our gate/up "
-    head += "and down GEMM alone against `torch._grouped_mm` alone. Skewed routing and quantised "
-    head += "experts: [docs/moe-performance.md](docs/moe-performance.md):"
+    head = "## The routed experts of one layer\n\nbfloat16, random routing, µs. The last column is "
+    head += (
+        "the time of `torch._grouped_mm` alone over that of our kernel alone, for the gate and up "
+    )
+    head += "projection and for the down projection. Skewed routing and quantised experts are in "
+    head += "[moe-performance.md](moe-performance.md):"
     header = ("dims, tokens", "eager", "torch.compile", "tilewright", "best / tilewright", "GEMMs")
     return f"{head}\n\n{table(header, rows)}"
 
 
 def _is_usual(row: dict[str, Any]) -> bool:
-    """Of all that is measured of adapters, what the README has room for."""
+    """Of all that is measured of adapters, what the page has room for."""
     usual = {"hidden": 4096, "adapters": 8, "routing": "uniform"}
     return row.get("rank") in (16, 64) and all(row[name] == usual[name] for name in usual)
 
@@ -135,17 +175,21 @@ def latent_attention(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if "stock" in row
     ]
-    head = (
-        "**MLA prefill of one layer**, DeepSeek-V3's widths: norm, rotation, cache write, gather, "
+    head = "## Latent attention (MLA) of one layer, prefill\n\n"
+    head += "DeepSeek-V3's widths. First µs of the whole: norm, rotation, cache write, gather, "
+    head += (
+        "up-projection and attention, in bfloat16, with fp8 latents, and with an 8-bit attention "
     )
-    head += "up-projection, attention, in µs; then the attention core alone, TFLOP/s of the causal "
-    head += "half, ours for one dense sequence, ragged, and in 8 bits "
-    head += "([docs/mla-performance.md](docs/mla-performance.md)):"
+    head += (
+        "core too. Then TFLOP/s of the attention core alone, counting the causal half: cuDNN, and "
+    )
+    head += "ours for one dense sequence, for a ragged batch, and in 8 bits. More: "
+    head += "[mla-performance.md](mla-performance.md).\n\n"
     header = (
         "heads, tokens", "torch.compile", "bf16", "fp8", "fp8 and core", "torch.compile / bf16",
         "cuDNN", "dense", "ragged", "8 bits",
     )  # fmt: skip
-    return f"{head}\n\n{table(header, rows)}"
+    return f"{head.rstrip()}\n\n{table(header, rows)}"
 
 
 def adapters(data: dict[str, Any]) -> str:
@@ -159,11 +203,11 @@ def adapters(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if _is_usual(row)
     ]
-    head = "**Adapters of q, k and v**, hidden 4096, 8 adapters, µs; the shrink makes all three "
-    head += "planes, `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` and a "
-    head += "permute. K 8192, where 32 adapters of rank 128 are slower than that at 2048 tokens, "
-    head += "other ranks, and 1 to 64 adapters: "
-    head += "[docs/lora-performance.md](docs/lora-performance.md)."
+    head = "## LoRA adapters of q, k and v\n\nhidden 4096, 8 adapters, µs. The shrink computes "
+    head += "q, k and v at once; `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` "
+    head += "and a permute. Other hidden sizes, ranks and 1 to 64 adapters are in "
+    head += "[lora-performance.md](lora-performance.md), as is the one case that is slower: "
+    head += "hidden 8192, 2048 tokens, 32 adapters of rank 128."
     header = ("op, rank, tokens", "gather", "grouped_mm", "tilewright", "best / tilewright")
     return f"{head}\n\n{table(header, rows)}"
 
@@ -180,14 +224,17 @@ def compile_time(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     header = ("layers", "nodes", "Dynamo, s", "view + match + rewrite, s", "of Dynamo's")
-    head = "**What tilewright adds to compile time**, Llama-3-70B on the meta device:"
+    head = "## What tilewright adds to compile time\n\nLlama-3-70B on the meta device:"
     return f"{head}\n\n{table(header, rows)}"
 
 
+END_TO_END = (
+    "llama3_8b_end_to_end.json",
+    "qwen3_30b_a3b_end_to_end.json",
+    "deepseek_v2_lite_end_to_end.json",
+)
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "llama3_8b_end_to_end.json": end_to_end,
-    "qwen3_30b_a3b_end_to_end.json": end_to_end,
-    "deepseek_v2_lite_end_to_end.json": end_to_end,
+    **dict.fromkeys(END_TO_END, end_to_end),
     "cache_size.json": cache_size,
     "qkv_cache.json": attention_layer,
     "moe.json": experts,
@@ -197,32 +244,32 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def source(name: str, data: dict[str, Any]) -> str:
+def place(data: dict[str, Any]) -> str:
+    """Where and when something was measured."""
     where = data.get("gpu", "CPU")
-    versions = f"torch {data['torch']}, triton {data['triton']}"
-    return f"{where}, {versions}, {data['date']}: `{data['command'].partition(' --out')[0]}`"
+    return f"{where}, torch {data['torch']}, triton {data['triton']}, {data['date']}"
 
 
 def measured() -> str:
-    """The tables of all results that are there, each with where it was measured."""
-    parts = []
+    """docs/measured.md: the tables of all results, each with where it was measured and how."""
+    parts = [HEAD.rstrip()]
     for name, render in SECTIONS.items():
-        if (RESULTS / name).exists():
-            data = json.loads((RESULTS / name).read_text("utf-8"))
-            parts.append(f"{render(data)}\n\n{source(name, data)}")
-    return "\n\n".join(parts)
+        data = json.loads((RESULTS / name).read_text("utf-8"))
+        command = data["command"].partition(" --out")[0]
+        parts.append(f"{render(data)}\n\n{place(data)}: `{command}`")
+    return "\n\n".join(parts) + "\n"
 
 
-def with_tables(readme: str) -> str:
-    """The README's text with the tables between the marks."""
+def with_table(readme: str) -> str:
+    """The README's text with its table between the marks."""
     before, rest = readme.split(START)
     _, after = rest.split(END)
-    return f"{before}{START}\n{measured()}\n{END}{after}"
+    return f"{before}{START}\n{all_passes()}\n{END}{after}"
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text("utf-8")), "utf-8")
+    PAGE.write_text(measured(), "utf-8")
+    README.write_text(with_table(README.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
     python docs/op_reference.py
 
+An op's formula is the docstring of its reference: a sentence, then the formula, indented.
+
 A test says when the page is no longer what the code says.
 """
 

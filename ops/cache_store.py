@@ -93,7 +93,13 @@ def fake(a: KvStoreArguments) -> None:
 
 
 def reference(a: KvStoreArguments) -> None:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 k), for token t; rounded once, when it is stored:
+
+        k_cache[slot of t] = rope(k[t]) / k_cache_scale
+        v_cache[slot of t] = v[t] / v_cache_scale
+
+    A step without its arguments is left out. cache_scale_multiplies: times the scale.
+    """
     compute = torch.promote_types(a.k.dtype, torch.float32)
     k, v = a.k.to(compute), None if a.v is None else a.v.to(compute)
     if a.cos is not None and a.sin is not None:

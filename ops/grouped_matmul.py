@@ -158,7 +158,12 @@ def fake(a: GroupedMatmulArguments) -> torch.Tensor:
 
 
 def reference(a: GroupedMatmulArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 x), for the rows m of group g and its expert e = expert_ids[g]:
+
+        out[m] = x[m] @ weight[e]^T + bias[e]
+
+    Quantised x and weights are dequantised first. Rows of expert -1 and of no group are zero.
+    """
     given = a.x.dtype if a.x_scale is None else a.x_scale.dtype
     compute = torch.promote_types(given, torch.float32)
     x = a.x.to(compute)

@@ -176,7 +176,14 @@ def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
 
 
 def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch. expert_scales in float64: all in float64."""
+    """In fp32, for the rows t of group g and its expert e = expert_ids[g]:
+
+        A[t, k] = e2m1(a[t, k]) * a_scales[t, k // 16]
+        B[n, k] = e2m1(b[e, n, k]) * b_scales[e, n, k // 16] * expert_scales[e]
+        out[t] = A[t] @ B^T
+
+    Rows of expert -1 and of no group are zero. With float64 expert_scales all is float64.
+    """
     compute = a.expert_scales.dtype
     num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
     offsets = a.group_offsets[: a.num_groups + 1]

@@ -166,7 +166,13 @@ def fake(a: ExpandArguments) -> Outputs:
 
 
 def reference(a: ExpandArguments) -> Outputs:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 s), for p of q, k and v, row t and its adapter e:
+
+        out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
+
+    base_p is the argument `q`, `k` or `v` (0 where it is None), weight_p `q_weight`, `k_weight` or
+    `v_weight`. A row without an adapter is its base.
+    """
     outputs = fake(a)
     widths = a.widths
     targets = outputs[0].split(widths, dim=1) if a.packed else outputs

@@ -136,7 +136,13 @@ def fake(a: ShrinkArguments) -> torch.Tensor:
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 a), for p of q, k and v, row m and its adapter e:
+
+        out[p, m] = a[m] @ weight_p[e]^T
+
+    weight_p is `q_weight`, `k_weight` or `v_weight`, or a third of `b`. A row without an adapter is
+    zero.
+    """
     out = fake(a).zero_()
     compute = torch.promote_types(a.a.dtype, torch.float32)
     adapter = adapter_of_rows(a, a.rows, a.a.device)

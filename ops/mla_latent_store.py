@@ -144,7 +144,13 @@ def fake(a: LatentStoreArguments) -> None:
 
 
 def reference(a: LatentStoreArguments) -> None:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 latents), for token t; rounded once, when it is stored:
+
+        latent_cache[slot of t] = norm(latent[t])
+        rope_cache[slot of t] = rope(k_rope[t])
+
+    with norm(z) = z / sqrt(mean(z²) + norm_eps) * norm_weight.
+    """
     positions = _positions(a) if a.rope_by_position else None
     write_latents(a, *finished_latents(a, positions))
 

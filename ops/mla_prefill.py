@@ -156,7 +156,17 @@ def fake(a: MlaPrefillArguments) -> torch.Tensor:
 
 
 def reference(a: MlaPrefillArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 q), for each head of each sequence:
+
+        latent, k_rope = norm(latent), rope(k_rope)            of new tokens, rounded; to the cache
+        q = q_nope | rope(q_rope)                              q's first N and last R columns
+        k_nope | v = latents of all keys @ kv_b_weight^T       rounded to q's dtype
+        logits = scale * q @ (k_nope | k_rope)^T + attn_mask   -inf where the mask hides
+        out = softmax(logits) @ v                              rounded to q's dtype
+
+    A step without its arguments is left out. Quantised latents and weights are dequantised first;
+    attention_dtype float8_e4m3fn rounds q, k and v to that dtype instead.
+    """
     return prefill_reference(a)
 
 

@@ -136,7 +136,18 @@ def fake(a: MlaBranchArguments) -> torch.Tensor:
 
 
 def reference(a: MlaBranchArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch: all keys at once, as chunks merge exactly."""
+    """In fp32 (float64 for float64 q), for each head of each sequence, all its keys at once:
+
+        latent, k_rope = norm(latents[:, :L]), rope(latents[:, L:])   rounded; to blocks
+        q = q_nope | rope(q_rope)                                     N and R columns of q
+        k_nope | v = fp8(latents of all keys) @ kv_b_proj^T           rounded to q's dtype
+        logits = scale * q @ (k_nope | k_rope)^T                      -inf where masked
+        out = softmax(logits) @ v                                     rounded to q's dtype
+
+    fp8(...) quantises each row in blocks of `granularity` columns and dequantises it again, as
+    kv_b_proj is dequantised by its scales. Without keys in any chunk nothing is written and the
+    result is zeros. The chunks change nothing but the order of sums.
+    """
     if all(length <= 0 for length in a.buffer_length):
         return fake(a).zero_()
     return prefill_reference(with_all_keys(a))

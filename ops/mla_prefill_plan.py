@@ -100,7 +100,16 @@ def fake(a: PlanArguments) -> Plan:
 
 
 def reference(a: PlanArguments) -> Plan:
-    """The meaning of the op, and its only lowering: a handful of small kernels, once per step."""
+    """Exact integers, for chunk c and sequence b:
+
+        length[b] = cache_lengths[b] + its new tokens, rounded up to whole pages
+        start[b] = sum of length[:b]
+        buffer_row_offsets[c, b] = clamp(start[b] - c * buffer_size, 0, buffer_size)
+        cache_offsets[c, b] = clamp(c * buffer_size - start[b], 0, length[b])
+        buffer_lengths[c] = buffer_row_offsets[c, B]      -1 where that is 0 and c > 0
+
+    The only lowering too: some small PyTorch kernels, run once per step.
+    """
     given = (a.input_row_offsets, a.cache_lengths)
     return cut(*given, a.buffer_size, a.max_chunks, a.page_size)
 

@@ -209,7 +209,18 @@ def fake(a: FusedMoeArguments) -> torch.Tensor:
 
 
 def reference(a: FusedMoeArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 x), for token t, slot s and its expert e = expert_ids[t, s]:
+
+        gate = x[t] @ gate_weight[e]^T + gate_bias[e]
+        up = x[t] @ up_weight[e]^T + up_bias[e]
+        h = activation(gate, up)                        rounded to x's dtype
+        y[t, s] = h @ down_weight[e]^T + down_bias[e]
+        out[t] = sum over s of expert_weights[t, s] * y[t, s]
+
+    up_weight None: h = activation(gate). weight_on_input: x[t] is multiplied by
+    expert_weights[t, s], and y is not. Quantised weights are dequantised first; with
+    activation_format "fp8" x and h are quantised and dequantised again. Expert -1 adds nothing.
+    """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     num_tokens, num_slots = a.expert_ids.shape
     expert = a.expert_ids.long().flatten()

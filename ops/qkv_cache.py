@@ -218,7 +218,18 @@ def fake(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def reference(a: FusedQkvArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 values), for token t; quantised inputs are dequantised first:
+
+        q = rope(norm(clip(x @ q_weight^T + q_bias + delta[q columns])))
+        k = rope(norm(clip(x @ k_weight^T + k_bias + delta[k columns])))
+        v = clip(x @ v_weight^T + v_bias + delta[v columns])
+        result[t] = q[t]
+        k_cache[slot of t] = k[t] / k_cache_scale
+        v_cache[slot of t] = v[t] / v_cache_scale
+
+    A step without its arguments is left out. norm_after_rope: norm(rope(...)).
+    cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
+    """
     x = _input(a)
     q = _normed_and_rotated(a, _project(a, x, "q"), a.q_norm_weight)
     k = _normed_and_rotated(a, _project(a, x, "k"), a.k_norm_weight)

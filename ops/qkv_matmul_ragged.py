@@ -152,7 +152,17 @@ def fake(a: RaggedQkvArguments) -> torch.Tensor:
 
 
 def reference(a: RaggedQkvArguments) -> torch.Tensor:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 (float64 for float64 values); quantised inputs are dequantised first:
+
+        q | k | v = hidden_state @ weight^T + bias       columns, in this order
+        result = q
+        p = cache_lengths[b] + i                         for token i of sequence b
+        page, slot = lookup_table[b, p // page_size], p % page_size
+        blocks[page, 0, layer_idx, slot] = k / k_cache_scale
+        blocks[page, 1, layer_idx, slot] = v / v_cache_scale
+
+    cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
+    """
     return qkv_cache.reference(as_fused_qkv(a)).flatten(1)
 
 

@@ -119,7 +119,13 @@ def fake(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The meaning of the op, in plain PyTorch."""
+    """In fp32 with IEEE division, for each row's blocks of 16 columns; s is its tensor scale:
+
+        scale = e4m3(s * max |x of the block| / 6)        nearest even, at most 448
+        code = e2m1(x * (s / scale))                      0 where scale is 0
+
+    so that x is about code * scale / s.
+    """
     if a.x.numel() == 0:
         packed, scales = fake(a)
         return packed, scales.view(torch.uint8).zero_().view(scales.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewright.ops.contract import all_ops
 from tilewright.patterns.language import CODES
 from tilewright.tools import zoo
 
@@ -66,28 +68,38 @@ def test_code_that_documents_quote_stands_in_its_file():
     assert found >= 3
 
 
-def test_the_readme_s_tables_are_those_of_the_results():
-    path = ROOT / "docs" / "measured_tables.py"
-    spec = importlib.util.spec_from_file_location("measured_tables", path)
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+def test_the_tables_are_those_of_the_results():
+    tables = _script("measured_tables")
+    again = "run python docs/measured_tables.py"
+    assert tables.PAGE.read_text("utf-8") == tables.measured(), again
+    readme = tables.README.read_text("utf-8")
+    assert tables.with_table(readme) == readme, again
+
+
+def test_the_readme_stays_short_and_has_no_other_figures_than_the_generated_ones():
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert tables.with_tables(readme) == readme, "run python docs/measured_tables.py"
+    assert len(readme.splitlines()) <= 200
+    numbers = re.findall(r"^\|.*---: \|$", readme, re.MULTILINE)  # the rule of a table of numbers
+    assert len(numbers) == 1
 
 
-def test_the_readme_s_examples_run(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("document", "shown"),
+    [
+        ("README.md", ("model.layers.0.self_attn", "import triton")),
+        ("docs/ops.md", ()),  # its block asserts by itself
+    ],
+)
+def test_the_examples_of_documents_run(document, shown, capsys, monkeypatch):
     """With two layers of the model that test_cli.py inspects in full size."""
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     torch._dynamo.reset()
     monkeypatch.setattr(zoo, "load_model", partial(zoo.load_model, layers=2))
-    readme = (ROOT / "README.md").read_text("utf-8")
-    blocks = re.findall(r"<!-- tested -->\n```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+    text = (ROOT / document).read_text("utf-8")
+    (block,) = re.findall(r"<!-- tested -->\n```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, document, "exec"), {})
     said = capsys.readouterr().out
-    assert "model.layers.0.self_attn" in said
-    assert "import triton" in said
+    assert all(part in said for part in shown)
 
 
 def _script(name):
@@ -106,6 +118,14 @@ def _script(name):
 def test_the_op_reference_is_what_the_ops_declare():
     script = _script("op_reference")
     assert script.PAGE.read_text() == script.page(), "run python docs/op_reference.py"
+
+
+def test_every_op_s_reference_has_its_formula():
+    """As op-reference.md shows it: indented lines, one of which says what is stored or returned."""
+    for op in all_ops():
+        if op.namespace == "tilewright":
+            formula = re.findall(r"^    .* = .+", inspect.cleandoc(op.reference.__doc__), re.M)
+            assert formula, f"{op.name}: no formula in the docstring of its reference"
 
 
 def test_the_pictures_are_what_the_patterns_make():
