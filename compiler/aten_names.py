@@ -61,7 +61,7 @@ def aten_call(
     if not set(only.all_input_nodes) <= set(holes):
         return None
     name = name_of(only)
-    given = fx.node.map_arg((only.args, dict(only.kwargs)), holes.__getitem__)
+    given: Any = fx.node.map_arg((only.args, dict(only.kwargs)), lambda n: holes[n])  # type: ignore[arg-type, return-value]
     return AtenCall(name if ":" in name else f"aten.{name}", tuple(given[0]), dict(given[1]))
 
 

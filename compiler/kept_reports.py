@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compiler.report import GraphReport, Lowered, Site
-from tilewright.patterns.language import Miss, Stage
+from tilewright.patterns.language import Miss, Stage, Weight
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KeptMiss:
     nodes: tuple[str, ...] = ()
     hint: str = ""
     count: int = 1
-    weight: str = "lost"
+    weight: Weight | None = "lost"
 
     @property
     def is_lost(self) -> bool:

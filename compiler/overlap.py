@@ -43,7 +43,7 @@ class InputMemory:
         return all(
             self._apart(piece, other)
             for at, piece in enumerate(pieces)
-            for other in takewhile(lambda o, end=piece.end: o.start < end, pieces[at + 1 :])
+            for other in _that_start_before(piece.end, pieces[at + 1 :])
         )
 
     def _apart(self, one: _Piece, other: _Piece) -> bool:
@@ -73,6 +73,10 @@ class _Piece:
         steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
         reach = sum((size - 1) * stride for size, stride in steps)
         return self.start + (reach + 1) * self.tensor.element_size()
+
+
+def _that_start_before(end: int, pieces: Sequence[_Piece]) -> Iterator[_Piece]:
+    return takewhile(lambda piece: piece.start < end, pieces)
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
