@@ -57,11 +57,12 @@ def aten_call(
     if len(calls) != 1:
         return None
     (only,) = calls
-    holes = {n: Hole(i) for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    holes: dict[fx.Node, Any] = {node: Hole(i) for i, node in enumerate(inputs)}
     if not set(only.all_input_nodes) <= set(holes):
         return None
     name = name_of(only)
-    given: Any = fx.node.map_arg((only.args, dict(only.kwargs)), lambda n: holes[n])  # type: ignore[arg-type, return-value]
+    given: Any = fx.node.map_arg((only.args, dict(only.kwargs)), holes.__getitem__)
     return AtenCall(name if ":" in name else f"aten.{name}", tuple(given[0]), dict(given[1]))
 
 
