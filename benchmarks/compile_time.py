@@ -19,8 +19,6 @@ from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.tools.zoo import build_zoo_model
 
-OURS = ("view", "match", "rewrite")
-
 
 def measure(layers: int) -> dict[str, float]:
     """Seconds of Dynamo, of our phases, and the sites fused, for one depth."""
@@ -31,7 +29,9 @@ def measure(layers: int) -> dict[str, float]:
 
     def backend(gm, example_inputs):
         row["dynamo_s"] = time.perf_counter() - start
+        begun = time.perf_counter()
         report = fuse(gm, Options(inner="eager", target="sm100"))
+        row["ours_s"] = time.perf_counter() - begun
         row["nodes"] = len(gm.graph.nodes)
         row["sites"] = len(report.matches)
         row.update({f"{name}_s": s for name, s in report.seconds.items()})
@@ -39,7 +39,6 @@ def measure(layers: int) -> dict[str, float]:
 
     with torch.no_grad():
         torch.compile(loaded.model, backend=backend)(*loaded.args, **loaded.kwargs)
-    row["ours_s"] = sum(row[f"{name}_s"] for name in OURS)
     row["ours_of_dynamo"] = row["ours_s"] / row["dynamo_s"]
     return row
 
@@ -56,7 +55,7 @@ def main() -> None:
         r = rows[-1]
         print(
             f"{layers:3} layers {r['nodes']:5} nodes  Dynamo {r['dynamo_s']:6.2f} s  "
-            f"view+match+rewrite {1e3 * r['ours_s']:6.0f} ms = {100 * r['ours_of_dynamo']:.1f} %  "
+            f"tilewright {1e3 * r['ours_s']:6.0f} ms = {100 * r['ours_of_dynamo']:.1f} %  "
             f"{r['sites']} sites fused"
         )
     keep("compile_time", rows, given.out)

@@ -27,6 +27,7 @@ from torch._dynamo.utils import graph_break_reasons
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
@@ -53,6 +54,8 @@ __all__ = [
     "compile_apart",
     "compile_fx",
     "fake_mode_of",
+    "forward_of",
+    "graph_module",
     "has_address",
     "hint_of",
     "inductor_option_problem",
@@ -404,6 +407,18 @@ def inductor_option_problem(options: Mapping[str, Any]) -> str | None:
         if get_origin(kind) is None and not isinstance(value, kind):
             return f"a value of {kind} for {name!r}"
     return None
+
+
+def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs `graph`; inside a compilation its code is made when it is first run."""
+    made: fx.GraphModule = _make_graph_module(root, graph)
+    return made
+
+
+def forward_of(gm: fx.GraphModule) -> Callable[..., Any]:
+    """What runs a graph, its code made now."""
+    getattr(gm, "real_recompile", gm.recompile)()
+    return gm.forward
 
 
 def adopt_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:

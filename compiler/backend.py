@@ -154,7 +154,7 @@ def _inner(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None
 ) -> Callable[..., Any]:
     if options.inner == "eager":
-        return gm.forward
+        return _compat.forward_of(gm)
     patches = {**(_compat.mode_patches(mode) or {}), **(options.inner_options or {})}
     compiled: Any = _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled

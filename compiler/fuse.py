@@ -313,6 +313,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
         graph.output(output)
         old = next(iter(reversed(gm.graph.nodes)))
         next(iter(reversed(graph.nodes))).meta = dict(old.meta)
-    copy = fx.GraphModule(gm, graph)
+    copy = _compat.graph_module(gm, graph)
     _compat.adopt_origin(copy, gm)
     return copy

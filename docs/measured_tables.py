@@ -223,7 +223,7 @@ def compile_time(data: dict[str, Any]) -> str:
         )
         for row in data["rows"]
     ]
-    header = ("layers", "nodes", "Dynamo, s", "view + match + rewrite, s", "of Dynamo's")
+    header = ("layers", "nodes", "Dynamo, s", "tilewright, s", "of Dynamo's")
     head = "## What tilewright adds to compile time\n\nLlama-3-70B on the meta device:"
     return f"{head}\n\n{table(header, rows)}"
 
