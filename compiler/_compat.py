@@ -62,6 +62,7 @@ __all__ = [
     "is_functorch_wrapper",
     "is_subclass",
     "is_symbolic",
+    "layout_of",
     "listen_for_breaks",
     "mode_patches",
     "noting_breaks",
@@ -206,10 +207,8 @@ class _StandIns:
             self.originals[self.bases[key].untyped_storage()._cdata] = []
         base = self.bases[key]
         sizes, strides = _hints(tensor.shape), _hints(tensor.stride())
-        whole = base[: base.numel() // tensor.element_size() * tensor.element_size()]
-        made = whole.view(tensor.dtype).as_strided(
-            sizes, strides, int(hint_of(tensor.storage_offset()))
-        )
+        offset = int(hint_of(tensor.storage_offset()))
+        made = _as(base, tensor.dtype).as_strided(sizes, strides, offset)
         self.originals[base.untyped_storage()._cdata].append(tensor)
         self.plain.append((made, tensor))
         return made
@@ -267,7 +266,7 @@ def run_recorded(
         made = _StandIns()
         with made.mode:
             given, named = made.of_nested(args), made.of_nested(kwargs)
-            before = [(t, o, t._version, _layout_of(t)) for t, o in made.plain]
+            before = [(t, o, t._version, _placed(t)) for t, o in made.plain]
             writes = _Writes()
             with writes:
                 if isinstance(function, str):
@@ -275,18 +274,20 @@ def run_recorded(
                 else:
                     function(*given, **named)
             counted = [o for t, o, version, _ in before if t._version != version]
-            anew = [o for t, o, _, layout in before if _layout_of(t) != layout]
+            anew = [o for t, o, _, layout in before if _placed(t) != layout]
             written = [o for key in writes.storages for o in made.originals.get(key, ())]
     return [*counted, *written], anew
 
 
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.untyped_storage()._cdata,
-    )
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides and offset; of a tensor that has none of these, its shape and layout."""
+    if tensor.layout is not torch.strided:
+        return tuple(tensor.shape), tensor.layout
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+def _placed(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return *layout_of(tensor), tensor.untyped_storage()._cdata
 
 
 def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
@@ -653,6 +654,11 @@ def _meta_tensor(fake: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Te
     offset = int(hint_of(fake.storage_offset()))
     key = fake.untyped_storage()._cdata
     if key not in bases:
-        count = int(hint_of(fake.untyped_storage().nbytes())) // fake.element_size()
-        bases[key] = torch.empty(count, dtype=fake.dtype, device="meta")
-    return bases[key].view(fake.dtype).as_strided(sizes, strides, offset)
+        count = int(hint_of(fake.untyped_storage().nbytes()))
+        bases[key] = torch.empty(count, dtype=torch.uint8, device="meta")
+    return _as(bases[key], fake.dtype).as_strided(sizes, strides, offset)
+
+
+def _as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as numbers of a dtype, without those left over at the end."""
+    return base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -2,8 +2,8 @@
 
 An operator says in its schema what it writes; a user's Triton kernel is analysed by torch; the
 bodies of a higher-order operator are gone through; any other callable is tried out on fake tensors
-that stand in for its arguments. What cannot be tried out may write whatever it is given, and if it
-is not torch's own, whatever else it can reach.
+that stand in for its arguments, as AOTAutograd traces through it. What cannot be tried out may
+write whatever it is given, and if it is not torch's own, whatever else it can reach.
 """
 
 from __future__ import annotations
@@ -239,10 +239,13 @@ def _has_symbols(node: fx.Node) -> bool:
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether a call is of a method, or of a function that comes with torch."""
-    return node.op == "call_method" or (
-        node.op == "call_function" and is_torch_function(node.target)
-    )
+    """Whether a call is of a method, or of a function that comes with torch. What Dynamo wraps
+    around a user's function (`nonstrict_trace`, an allowed autograd.Function) is the user's."""
+    if node.op == "call_method":
+        return True
+    module = getattr(node.target, "__module__", None) or ""
+    local = "<locals>" in getattr(node.target, "__qualname__", "")
+    return is_torch_function(node.target) and not local and not module.startswith("torch._dynamo")
 
 
 def _metadata(node: fx.Node, tensors: list[torch.Tensor]) -> Any:
@@ -251,7 +254,7 @@ def _metadata(node: fx.Node, tensors: list[torch.Tensor]) -> Any:
     keys = [_compat.storage_keys(tensor) for tensor in tensors]
     order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     described = tuple(
-        (type(t), t.dtype, tuple(t.shape), str(t.device), t.layout, order[key])
+        (type(t), t.dtype, *_compat.layout_of(t), str(t.device), order[key])
         for t, key in zip(tensors, keys, strict=True)
     )
     index = {id(tensor): i for i, tensor in enumerate(tensors)}

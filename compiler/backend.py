@@ -137,8 +137,13 @@ def _compile(
     try:
         compiled = _inner(report.after, inputs, options, mode)
         if report.inputs is not None and report.inputs.written:
-            unfused = report.before.forward
-            compiled = unfused_where_inputs_meet(report.inputs, compiled, unfused)
+            before = report.before
+            compiled = unfused_where_inputs_meet(
+                report.inputs,
+                compiled,
+                before.forward,
+                lambda why: _publish(_unfused(before, why), options),
+            )
         return report, compiled
     except _compat.DynamoError:
         raise
@@ -178,8 +183,11 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
     for line in str(lowered).splitlines() if report.matches or report.misses else ():
         log.info("%s", line)
     if options.report is not None:
-        with open(options.report, "a", encoding="utf-8") as file:
-            file.write(json.dumps(lowered.as_dict()) + "\n")
+        try:
+            with open(options.report, "a", encoding="utf-8") as file:
+                file.write(json.dumps(lowered.as_dict()) + "\n")
+        except OSError as error:  # the model still compiles
+            log.warning("options['report']: nothing could be written: %s", error)
 
 
 def _trace(report: GraphReport, lowered: Lowered) -> None:

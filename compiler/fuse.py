@@ -126,7 +126,8 @@ def _attempt(
         while True:
             with clock.phase("view"):
                 flow = build_view(graph)
-                inputs.append(input_memory(flow))
+                if not inputs:
+                    inputs.append(input_memory(flow))
             with clock.phase("match"):
                 found = find(flow, registered(options.patterns), check, failures)
                 wanted, left = plan(found, options, len(rewritten))

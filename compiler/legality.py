@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx
 
-from tilewright.ops.formats.paged_cache import strided_disjoint
+from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
-from tilewright.patterns.effects import Effect, InexpressibleError, Size
+from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.language import (
     Match,
     Miss,
@@ -132,17 +132,11 @@ def _disjoint(one: Store, other: Store) -> bool:
 def lie_apart(one: Memory, other: Memory) -> bool:
     """Whether two inputs on one storage share no element for certain. No guard of Dynamo's holds
     them to it: `compiler.overlap` looks again at each call."""
-    a, b = _bytes(one), _bytes(other)
-    if not all(isinstance(n, int) for n in (*a[0], *a[1], a[2], *b[0], *b[1], b[2])):
+    a, b = (in_bytes(m.shape, m.strides, m.dtype.itemsize) for m in (one, other))
+    distance = other.offset * other.dtype.itemsize - one.offset * one.dtype.itemsize
+    if not all(isinstance(n, int) for n in (*a[0], *a[1], *b[0], *b[1], distance)):
         return False
-    return strided_disjoint(a[0], a[1], b[0], b[1], b[2] - a[2])
-
-
-def _bytes(memory: Memory) -> tuple[tuple[Size, ...], tuple[Size, ...], Size]:
-    """Shape, strides and offset of a memory's tensor on its storage, in bytes."""
-    width = memory.dtype.itemsize
-    strides = tuple(s * width for s in memory.strides)
-    return (*memory.shape, width), (*strides, 1), memory.offset * width
+    return strided_disjoint(*a, *b, distance)
 
 
 def _effects_disjoint(one: Effect, other: Effect) -> bool:

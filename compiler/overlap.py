@@ -8,16 +8,16 @@ cache, or two caches on top of each other. Then the graph has to run as it was w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tilewright.compiler import _compat
 from tilewright.compiler.legality import lie_apart
-from tilewright.ops.formats.paged_cache import strided_disjoint
+from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Dataflow
 
 log = logging.getLogger("tilewright")
@@ -27,74 +27,110 @@ log = logging.getLogger("tilewright")
 class InputMemory:
     """Which inputs of a graph are written, and which of them lay together when it was traced.
 
-    tensors: positions of the inputs that are looked at: all but parameters. written: of those that
-    the graph writes. together: pairs (in either order) not shown to be apart in the traced call;
-    the rewrites took them for one memory. sizes: of the numbers, on which shapes may depend.
+    tensors: positions of the inputs that are looked at: all but parameters that are only read.
+    written: of those that the graph writes. together: pairs (in either order) not shown to be apart
+    in the traced call; the rewrites took them for one memory. sizes: of the numbers, on which
+    shapes may depend. names: of all inputs.
     """
 
     tensors: tuple[int, ...]
     written: frozenset[int]
     together: frozenset[tuple[int, int]]
     sizes: tuple[int, ...]
-
-    def are_apart(self, inputs: Sequence[Any]) -> bool:
-        """Whether no written input shares an element with another that it was apart from."""
-        pieces = sorted(self._pieces(inputs), key=lambda piece: piece.start)
-        return all(
-            self._apart(piece, other)
-            for at, piece in enumerate(pieces)
-            for other in _that_start_before(piece.end, pieces[at + 1 :])
-        )
-
-    def _apart(self, one: _Piece, other: _Piece) -> bool:
-        pair = (one.index, other.index)
-        known = self.written.isdisjoint(pair) or pair[0] == pair[1] or pair in self.together
-        return known or strided_disjoint(
-            *_bytes(one.tensor), *_bytes(other.tensor), other.start - one.start
-        )
-
-    def _pieces(self, inputs: Sequence[Any]) -> Iterator[_Piece]:
-        for index in self.tensors:
-            for tensor in _compat.parts_of(inputs[index]):
-                if tensor.numel() and _compat.has_address(tensor):
-                    yield _Piece(index, tensor, tensor.data_ptr())
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A plain tensor of an input, by position, and its first byte's address."""
+    """A plain tensor of an input: its first byte's address, the first byte behind it, and the shape
+    and strides of its bytes."""
 
-    index: int
-    tensor: torch.Tensor
     start: int
-
-    @property
-    def end(self) -> int:
-        steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
-        reach = sum((size - 1) * stride for size, stride in steps)
-        return self.start + (reach + 1) * self.tensor.element_size()
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
-def _that_start_before(end: int, pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    return takewhile(lambda piece: piece.start < end, pieces)
+def _pieces(tensor: torch.Tensor) -> list[_Piece]:
+    found = []
+    for part in _compat.parts_of(tensor):
+        if part.numel() and _compat.has_address(part):
+            shape, strides = in_bytes(part.shape, part.stride(), part.element_size())
+            reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+            start = part.data_ptr()
+            found.append(_Piece(start, start + reach + 1, shape, strides))
+    return found
 
 
-def _bytes(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides in bytes, with the bytes of an element as the last axis."""
-    width = tensor.element_size()
-    return (*tensor.shape, width), (*(s * width for s in tensor.stride()), 1)
+# Caches of one pool interleave: whether they are apart takes arithmetic that calls repeat.
+_disjoint = lru_cache(1 << 14)(strided_disjoint)
+
+
+@dataclass
+class _Watch:
+    """Where the inputs of the latest call lay, and the first pair of them that met, if any did.
+
+    Only tensors that have moved since are compared again.
+    """
+
+    memory: InputMemory
+    places: list[Any] | None = None
+    sizes: list[Any] | None = None
+    pieces: dict[int, list[_Piece]] = field(default_factory=dict)
+    meeting: tuple[int, int] | None = None
+
+    def look(self, inputs: Sequence[Any]) -> tuple[int, int] | None:
+        """The positions of two inputs that share memory and did not when traced; None if none."""
+        places = [_place(inputs[i]) for i in self.memory.tensors]
+        sizes = [inputs[i] for i in self.memory.sizes]
+        if places == self.places and sizes == self.sizes:
+            return self.meeting
+        known = self.places if sizes == self.sizes and self.meeting is None else None
+        moved = [
+            index
+            for at, index in enumerate(self.memory.tensors)
+            if known is None or known[at] != places[at]
+        ]
+        self.pieces.update((index, _pieces(inputs[index])) for index in moved)
+        self.places, self.sizes = places, sizes
+        self.meeting = next((pair for i in moved if (pair := self._met(i)) is not None), None)
+        return self.meeting
+
+    def _met(self, index: int) -> tuple[int, int] | None:
+        others = self.memory.tensors if index in self.memory.written else self.memory.written
+        for one in self.pieces[index]:
+            for other in others:
+                for two in self.pieces[other]:
+                    if one.start < two.end and two.start < one.end and other != index:
+                        if (index, other) in self.memory.together:
+                            continue
+                        distance = two.start - one.start
+                        if not _disjoint(one.shape, one.strides, two.shape, two.strides, distance):
+                            return index, other
+        return None
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Where a tensor lies; what has no address lies nowhere that another call repeats."""
+    if type(tensor) in _PLAIN:
+        return tensor.data_ptr()
+    parts = _compat.parts_of(tensor)
+    return [part.data_ptr() if _compat.has_address(part) else id(part) for part in parts]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def input_memory(flow: Dataflow) -> InputMemory:
     """Which inputs a graph writes, and which lie together. flow: before anything is rewritten."""
     nodes = [node for node in flow.graph.nodes if node.op == "placeholder"]
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
-    looked_at = {i: memory for i, memory in memories.items() if not memory.is_constant}
     written = {
         i
-        for i, memory in looked_at.items()
+        for i, memory in memories.items()
         if any(flow.written.get(alias) for alias in flow.on_storage(memory.storage))
     }
+    looked_at = {i: m for i, m in memories.items() if i in written or not m.is_constant}
     together = {
         (i, j)
         for i in written
@@ -105,44 +141,39 @@ def input_memory(flow: Dataflow) -> InputMemory:
     numbers = (int, torch.SymInt)
     sizes = [i for i, n in enumerate(nodes) if isinstance(n.meta.get("example_value"), numbers)]
     both_ways = together | {(j, i) for i, j in together}
-    return InputMemory(tuple(looked_at), frozenset(written), frozenset(both_ways), tuple(sizes))
+    return InputMemory(
+        tensors=tuple(looked_at),
+        written=frozenset(written),
+        together=frozenset(both_ways),
+        sizes=tuple(sizes),
+        names=tuple(node.name for node in nodes),
+    )
 
 
 def unfused_where_inputs_meet(
-    memory: InputMemory, fused: Callable[..., Any], unfused: Callable[..., Any]
+    memory: InputMemory,
+    fused: Callable[..., Any],
+    unfused: Callable[..., Any],
+    tell: Callable[[str], None],
 ) -> Callable[..., Any]:
     """`fused`, but `unfused` for a call in which inputs share memory that were proven apart.
 
-    Says so in the log, once. Calls at the addresses of the call before are not looked at again.
+    tell: is told so, with the inputs' names, at the first such call.
     """
-    seen: Any = None
-    said = False
+    watch = _Watch(memory)
+    told = False
 
     def run(*inputs: Any) -> Any:
-        nonlocal seen, said
-        places = _places(memory, inputs)
-        if places is None or places != seen:
-            if not memory.are_apart(inputs):
-                if not said:
-                    log.warning(MEETING)
-                said = True
-                return unfused(*inputs)
-            seen = places
-        return fused(*inputs)
+        nonlocal told
+        meeting = watch.look(inputs)
+        if meeting is None:
+            return fused(*inputs)
+        if not told:
+            told = True
+            one, other = (memory.names[index] for index in meeting)
+            why = f"{one} and {other} share memory in a call, and did not when the graph was traced"
+            log.warning("%s: such calls run unfused", why)
+            tell(f"{why}: such calls run unfused")
+        return unfused(*inputs)
 
     return run
-
-
-MEETING = (
-    "two inputs of a compiled graph share memory in this call, and did not when it was traced; "
-    "such calls run unfused"
-)
-
-
-def _places(memory: InputMemory, inputs: Sequence[Any]) -> Any:
-    """Where tensors lie and what shapes depend on; None where torch does not tell addresses."""
-    try:
-        addresses = [inputs[i].data_ptr() for i in memory.tensors]
-    except RuntimeError:  # fake tensors and subclasses
-        return None
-    return addresses, [inputs[i] for i in memory.sizes]

@@ -18,7 +18,7 @@ from tilewright.ops.cache_writes import WriteArguments
 from tilewright.ops.checks import ArgumentError, check_device, check_dtype, check_tensor, holds
 from tilewright.ops.contract import debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.ops.formats.paged_cache import CacheWindow, axes_nest, strided_disjoint
+from tilewright.ops.formats.paged_cache import CacheWindow, axes_nest, in_bytes, strided_disjoint
 from tilewright.ops.scale_values import check_scale_values
 
 CACHE_SCALES = ("k_cache_scale", "v_cache_scale")
@@ -180,10 +180,8 @@ def _shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow
     distance = tensor.data_ptr() - base.data_ptr() - window.offset * itemsize
     # Elements of another size are compared byte by byte along the last axis.
     return not strided_disjoint(
-        (*window.shape, itemsize),
-        (*(stride * itemsize for stride in window.strides), 1),
-        (*tensor.shape, tensor.element_size()),
-        (*(stride * tensor.element_size() for stride in tensor.stride()), 1),
+        *in_bytes(window.shape, window.strides, itemsize),
+        *in_bytes(tensor.shape, tensor.stride(), tensor.element_size()),
         distance,
     )
 

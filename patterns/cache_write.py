@@ -66,7 +66,7 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
         store = value.store
         assert store is not None
         memory = store.memory
-        if not memory.is_input or memory.is_constant or len(memory.shape) < 3:
+        if not memory.is_input or len(memory.shape) < 3:
             continue
         source = store.source
         if source is not None and not source.value.projected and not _is_given(store, flow):

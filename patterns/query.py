@@ -55,11 +55,12 @@ def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozens
         found = _attending(flow, found, (k, v), store)
     if len(found) == 1:
         return next(iter(found.values()))
-    what = "no" if not found else f"{len(found)} candidates for the"
+    what = f"{len(found)} candidates for the" if found else "no"
+    were = "were" if found else "was"
     reject(
         "Q_PATH",
         Stage.Q_PATH,
-        f"{what} query projection of {k.x.value} was found beside K and V",
+        f"{what} query projection of {k.x.value} {were} found beside K and V",
         k.linear,
         hint="the query must project the same activation and be rotated with the same cos and sin",
     )

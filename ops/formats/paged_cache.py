@@ -122,6 +122,13 @@ class CacheWindow:
         return not self.provably_disjoint(other)
 
 
+def in_bytes(
+    shape: Sequence[Any], strides: Sequence[Any], itemsize: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shape and strides of an array's bytes: an element's are the last axis."""
+    return (*shape, itemsize), (*(stride * itemsize for stride in strides), 1)
+
+
 def strided_disjoint(
     shape_a: Sequence[Any],
     strides_a: Sequence[Any],
