@@ -29,7 +29,9 @@ from moe_layers import BY_NAME, COLD_BYTES, WEIGHT_BYTES, MoeShape, coded, dense
 from timing import Call, capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.grouped_kernels import (
+from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig, quantize_grid, quantize_spec
+from tilewright.codegen.grouped.plan import DECODED_ROWS, grouped_config
+from tilewright.codegen.grouped.specs import (
     DequantizeConfig,
     GemmConfig,
     dequantize_grid,
@@ -38,20 +40,18 @@ from tilewright.codegen.grouped_kernels import (
     gemm_grid,
     grouped_spec,
 )
-from tilewright.codegen.grouped_plan import DECODED_ROWS, grouped_config
-from tilewright.codegen.nvfp4_kernels import QuantizeConfig, quantize_grid, quantize_spec
-from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
-from tilewright.ops.grouped_lowerings import chosen, kernel_values
-from tilewright.ops.grouped_matmul import OP, GroupedMatmulArguments, fake
-from tilewright.ops.grouped_problems import grouped_problem
-from tilewright.ops.kernel_launch import launch
-from tilewright.ops.quantize_nvfp4 import OP as QUANTIZE
-from tilewright.ops.quantize_nvfp4 import QuantizeNvfp4Arguments, problem_of
-from tilewright.ops.quantize_nvfp4 import fake as fake_codes
-from tilewright.ops.quantize_nvfp4 import kernel_values as quantize_values
+from tilewright.ops.grouped.lowering import chosen, kernel_values
+from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments, fake
+from tilewright.ops.grouped.operands import grouped_problem
+from tilewright.ops.grouped.quantize_nvfp4 import OP as QUANTIZE
+from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments, problem_of
+from tilewright.ops.grouped.quantize_nvfp4 import fake as fake_codes
+from tilewright.ops.grouped.quantize_nvfp4 import kernel_values as quantize_values
+from tilewright.ops.runtime.launch import launch
 
 KEPT = (
     "qwen3/up/dense/1,16,128,1024,8192", "qwen3/down/dense/1,16,128,1024,8192",

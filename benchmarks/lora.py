@@ -51,7 +51,8 @@ from timing import cpu_us, keep
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.spec import KernelSpec
-from tilewright.ops import lora_expand, lora_shrink
+from tilewright.ops.lora import expand as lora_expand
+from tilewright.ops.lora import shrink as lora_shrink
 
 GATHER_BYTES = 1e9
 TOKENS = (1, 16, 64, 512, 2048, 4096, 8192)

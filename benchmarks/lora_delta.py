@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from lora_shapes import COLD_BYTES, MOST_CALLS, LoraShape, chosen, error, timed
 
-from tilewright.codegen.lora_plan import takes_row_kernel
+from tilewright.codegen.lora.plan import takes_row_kernel
 from tilewright.codegen.spec import KernelSpec
-from tilewright.ops import lora_expand, lora_shrink
 from tilewright.ops.contract import LoweringReport
+from tilewright.ops.lora import expand as lora_expand
+from tilewright.ops.lora import shrink as lora_shrink
 
 SCALE = 2.0
 

@@ -26,13 +26,16 @@ from lora_shapes import LoraSet, LoraShape, make_set, make_sets
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen import lora_expand_kernels, lora_kernels, lora_shrink_kernels
-from tilewright.codegen.qkv_heads import cdiv
+from tilewright.codegen.lora import expand_specs as lora_expand_kernels
+from tilewright.codegen.lora import shrink_specs as lora_shrink_kernels
+from tilewright.codegen.lora import specs as lora_kernels
+from tilewright.codegen.qkv.heads import cdiv
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops import lora_expand, lora_shrink
-from tilewright.ops.kernel_launch import launch, split_k_scratch
-from tilewright.ops.lora_problems import expand_problem, row_counts, shrink_problem
+from tilewright.ops.lora import expand as lora_expand
+from tilewright.ops.lora import shrink as lora_shrink
+from tilewright.ops.lora.operands import expand_problem, row_counts, shrink_problem
+from tilewright.ops.runtime.launch import launch, split_k_scratch
 
 Config = lora_shrink_kernels.ShrinkConfig | lora_expand_kernels.ExpandConfig
 FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Config]]] = {

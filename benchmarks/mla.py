@@ -39,9 +39,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla_attention import attend, attention_plan
-from tilewright.ops.mla_prefill import OP as PREFILL
-from tilewright.ops.mla_prefill_fp8 import OP as BRANCH
+from tilewright.ops.mla.attention_lowering import attend, attention_plan
+from tilewright.ops.mla.branch import OP as BRANCH
+from tilewright.ops.mla.prefill import OP as PREFILL
 
 FP8 = torch.float8_e4m3fn
 # Sequences of one batch; the last three as a server sees them.

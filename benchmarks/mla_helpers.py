@@ -24,16 +24,16 @@ import torch
 from timing import capture, interleaved_us, keep
 from tune_qkv import compile_quietly
 
-from tilewright.codegen import mla_kernels as kernels
-from tilewright.codegen.mla_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.mla import key_specs as kernels
+from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.kernel_launch import launch
-from tilewright.ops.mla_key_kernels import LatentLaunch, latent_launch, latent_launches
-from tilewright.ops.mla_prefill import MlaPrefillArguments
-from tilewright.ops.mla_problems import Chunk, key_buffers, up_problem
+from tilewright.ops.mla.key_lowering import LatentLaunch, latent_launch, latent_launches
+from tilewright.ops.mla.operands import Chunk, key_buffers, up_problem
+from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.runtime.launch import launch
 
 RANK, ROPE, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 128
 DEVICE = torch.device("cuda", 0)
@@ -175,7 +175,7 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
 
 
 def up_call(a: Any, problem: UpProblem, buffers: Any, config: UpConfig) -> Callable[[], None]:
-    from tilewright.ops.mla_key_kernels import empty_keys
+    from tilewright.ops.mla.key_lowering import empty_keys
 
     rows = buffers.latent.shape[0]
     k, v = empty_keys(a, rows)

@@ -44,11 +44,11 @@ from moe_rows import chain, describe, measure, stored
 from timing import keep
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.qkv_heads import next_power_of_2
+from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops.moe_lowerings import cached_plan, specs
-from tilewright.ops.moe_problems import moe_problem
+from tilewright.ops.moe.lowering import cached_plan, specs
+from tilewright.ops.moe.operands import moe_problem
 
 TOKENS = (1, 16, 64, 1024, 4096)
 MORE_TOKENS = (4, 256, 8192)

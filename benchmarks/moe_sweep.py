@@ -27,8 +27,8 @@ from moe_layers import BY_NAME, WEIGHT_BYTES, Experts, MoeShape, arguments, make
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen import moe_kernels as kernels
-from tilewright.codegen.grouped_scaled_kernels import (
+from tilewright.codegen.grouped.codes_specs import codes_config
+from tilewright.codegen.grouped.scaled_specs import (
     SCALED_K,
     ScaledConfig,
     down_scaled_problem,
@@ -36,13 +36,13 @@ from tilewright.codegen.grouped_scaled_kernels import (
     scaled_config,
     up_scaled_spec,
 )
-from tilewright.codegen.moe_codes_kernels import codes_config
-from tilewright.codegen.moe_kernels import GemmConfig, MoeProblem, OrderConfig
-from tilewright.codegen.moe_plan import MoePlan, plan_moe
+from tilewright.codegen.moe import specs as kernels
+from tilewright.codegen.moe.plan import MoePlan, plan_moe
+from tilewright.codegen.moe.specs import GemmConfig, MoeProblem, OrderConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops.moe_lowerings import Step, as_words, moe_steps
-from tilewright.ops.moe_problems import moe_problem
+from tilewright.ops.moe.lowering import Step, as_words, moe_steps
+from tilewright.ops.moe.operands import moe_problem
 
 GEMM = re.compile(r"([stcdqr])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)(?:k(\d+))?(h?)(c?)")
 ORDER = re.compile(r"c(\d+)(k?)w(\d+)l(\d+)r(\d+)")

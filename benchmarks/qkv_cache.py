@@ -33,9 +33,9 @@ from qkv_shapes import (
 from timing import capture, keep
 from torch.nn.functional import linear
 
-from tilewright.codegen.qkv_plan import plan_fused_qkv
-from tilewright.ops.lowerings import device_target, prepare
-from tilewright.ops.qkv_cache import OP
+from tilewright.codegen.qkv.plan import plan_fused_qkv
+from tilewright.ops.qkv.lowering import device_target, prepare
+from tilewright.ops.qkv.qkv_cache import OP
 
 SHAPES = (
     Shape("llama3-8b", 4096, 32, 8),

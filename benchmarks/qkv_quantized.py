@@ -32,9 +32,9 @@ from quantized_layers import (
 from timing import capture, keep
 from torch.nn.functional import linear, rms_norm
 
-from tilewright.ops.launches import choose_lowering
-from tilewright.ops.lowerings import prepare
-from tilewright.ops.qkv_cache import OP
+from tilewright.ops.qkv.launch import choose_lowering
+from tilewright.ops.qkv.lowering import prepare
+from tilewright.ops.qkv.qkv_cache import OP
 
 FORMATS = ("int4", "fp8", "fp8_block")
 TOKENS = (1, 8, 16, 32, 64, 256, 1024, 4096)

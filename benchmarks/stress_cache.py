@@ -28,11 +28,11 @@ from typing import Any
 
 from timing import keep
 
-from tilewright.codegen import build, cache_upkeep
-from tilewright.codegen import cache as cache_module
-from tilewright.codegen.build import compile_for, emitted
-from tilewright.codegen.cache import KernelCache, key_of
-from tilewright.codegen.cache_folder import remove, sweep_private
+from tilewright.codegen import build
+from tilewright.codegen.build import cache as cache_module
+from tilewright.codegen.build import cache_upkeep, compile_for, emitted
+from tilewright.codegen.build.cache import KernelCache, key_of
+from tilewright.codegen.build.cache_folder import remove, sweep_private
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.contract import get_op
 

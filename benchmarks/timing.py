@@ -1,7 +1,7 @@
 """How every benchmark here measures, and what it keeps.
 
-CUDA graphs, variants in turn, medians over rounds (`ops/gpu_timing.py`, as `tune` does); results
-in JSON with the environment they were measured in.
+CUDA graphs, variants in turn, medians over rounds (`ops/runtime/timing.py`, as `tune` does);
+results in JSON with the environment they were measured in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import triton
 
-from tilewright.ops.gpu_timing import Call, capture, interleaved_us
+from tilewright.ops.runtime.timing import Call, capture, interleaved_us
 
 __all__ = ["Call", "capture", "cpu_us", "environment", "interleaved_us", "keep"]
 

@@ -1,8 +1,8 @@
 """Measures the lowerings of `fused_qkv_paged` and writes the table that plans are made from.
 
-    python benchmarks/tune_qkv.py [--out codegen/measured_qkv.json]
+    python benchmarks/tune_qkv.py [--out codegen/qkv/measured_qkv.json]
 
-For each set of dims and token count: every config that `qkv_plan.candidates` names, and the library
+For each set of dims and token count: every config that `plan.candidates` names, and the library
 lowering over three weights and over one packed weight. CUDA graphs, L2 cold; microseconds. Rows of
 the table for other chips are kept.
 """
@@ -23,12 +23,12 @@ import torch
 from qkv_shapes import Layer, Shape, fair_us, fused_arguments, make_layer, paged_cache
 from timing import capture, environment, interleaved_us
 
-from tilewright.codegen import qkv_plan
-from tilewright.codegen.qkv_plan import LoweringChoice
+from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.kernel_launch import compiled_kernel
-from tilewright.ops.lowerings import device_target, prepare, run
+from tilewright.ops.qkv.lowering import device_target, prepare, run
+from tilewright.ops.runtime.launch import compiled_kernel
 
 SHAPES = (
     Shape("llama3-8b", 4096, 32, 8),

@@ -2,7 +2,7 @@
 
     python benchmarks/tune_quantized.py [--formats int4 ...] [--models llama3-8b ...]
 
-As `tune_qkv.py` does for dense weights: every config that `qkv_plan.candidates` names, and the
+As `tune_qkv.py` does for dense weights: every config that `plan.candidates` names, and the
 library lowering; CUDA graphs, L2 cold. Rows that are not measured again are kept.
 """
 
@@ -29,12 +29,12 @@ from quantized_layers import (
 from timing import capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen import qkv_plan
-from tilewright.codegen.qkv_plan import LoweringChoice
-from tilewright.codegen.qkv_quantized_plan import MEASURED_FILE, row_key
+from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.plan import LoweringChoice
+from tilewright.codegen.qkv.quantized_plan import MEASURED_FILE, row_key
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.lowerings import device_target, prepare, run
+from tilewright.ops.qkv.lowering import device_target, prepare, run
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
 FINALISTS = 5

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tilewright.codegen.targets import TARGETS
@@ -81,7 +82,8 @@ class KernelSpec:
     kernels are equal specs with equal hashes.
 
     Attributes:
-        template: module in tilewright.codegen.templates, or a full dotted module path.
+        template: `family.module` in tilewright.codegen.<family>.templates, or a full dotted
+            module path.
         kernel: name of the module's `@triton.jit` function.
         constants: (constexpr parameter, value), sorted by name.
         signature: (run-time parameter, Triton type), in the kernel's own order.
@@ -190,9 +192,12 @@ class KernelSpec:
     @property
     def module(self) -> str:
         """Dotted path of the template module."""
-        if "." in self.template:
-            return self.template
-        return f"tilewright.codegen.templates.{self.template}"
+        family, _, name = self.template.rpartition(".")
+        if not family:
+            return f"tilewright.codegen.templates.{name}"
+        if (Path(__file__).parent / family / "templates").is_dir():
+            return f"tilewright.codegen.{family}.templates.{name}"
+        return self.template
 
     @cached_property
     def hash(self) -> str:

@@ -30,7 +30,7 @@ from tilewright.compiler.rewrite import Rewritten, SiteError, arguments_of, rewr
 from tilewright.compiler.sums import make_sums_new
 from tilewright.compiler.view import build_view
 from tilewright.ops.contract import get_op
-from tilewright.ops.tuning import describe
+from tilewright.ops.qkv.tuning import describe
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
 

@@ -27,7 +27,7 @@ from tilewright.compiler.writes import WRITES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.gemm import is_weight
+from tilewright.patterns.recognise.gemm import is_weight
 
 # Besides `aten.linear`: with a parameter among the operands these project too.
 _PRODUCTS = frozenset(

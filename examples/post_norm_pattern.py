@@ -26,7 +26,7 @@ from tilewright.ops.contract import FusedOp, Tolerance
 from tilewright.patterns import effects, language
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.language import Match, Result, Stage, reject
-from tilewright.patterns.norm import Norm, match_norm, strip_casts
+from tilewright.patterns.recognise.norm import Norm, match_norm, strip_casts
 
 NAME = "add_rms_norm"
 

@@ -1,21 +1,21 @@
 """Fused ops: schema, fake, validation, reference and lowerings, one file per op."""
 
-from tilewright.ops import mla_prefill_dense as _mla_prefill_dense  # noqa: F401  registers it
-from tilewright.ops.cache_store import paged_kv_store
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.grouped_matmul import grouped_matmul
-from tilewright.ops.grouped_matmul_nvfp4 import grouped_matmul_dynamic_scaled_nvfp4
-from tilewright.ops.lora_expand import lora_expand_add
-from tilewright.ops.lora_shrink import shrink_qkv_permute_3mn
-from tilewright.ops.mla_latent_store import mla_latent_store
-from tilewright.ops.mla_prefill import mla_prefill
-from tilewright.ops.mla_prefill_fp8 import mla_prefill_branch_fp8
-from tilewright.ops.mla_prefill_plan import mla_prefill_plan
-from tilewright.ops.moe import fused_moe
-from tilewright.ops.qkv_cache import fused_qkv_paged
-from tilewright.ops.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
-from tilewright.ops.quantize_nvfp4 import quantize_nvfp4
+from tilewright.ops.grouped.matmul import grouped_matmul
+from tilewright.ops.grouped.nvfp4_matmul import grouped_matmul_dynamic_scaled_nvfp4
+from tilewright.ops.grouped.quantize_nvfp4 import quantize_nvfp4
+from tilewright.ops.lora.expand import lora_expand_add
+from tilewright.ops.lora.shrink import shrink_qkv_permute_3mn
+from tilewright.ops.mla import prefill_dense as _mla_prefill_dense  # noqa: F401  registers it
+from tilewright.ops.mla.branch import mla_prefill_branch_fp8
+from tilewright.ops.mla.chunk_plan import mla_prefill_plan
+from tilewright.ops.mla.latent_store import mla_latent_store
+from tilewright.ops.mla.prefill import mla_prefill
+from tilewright.ops.moe.moe import fused_moe
+from tilewright.ops.qkv.cache_store import paged_kv_store
+from tilewright.ops.qkv.qkv_cache import fused_qkv_paged
+from tilewright.ops.qkv.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
 
 __all__ = [
     "ArgumentError",

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.ops.repeats import address_key
+from tilewright.ops.runtime.recording import address_key
 
 log = logging.getLogger("tilewright")
 

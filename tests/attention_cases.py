@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.mla_attention_problems import AttentionCall
+from tilewright.ops.mla.attention_operands import AttentionCall
 
 FP8 = torch.float8_e4m3fn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops import mla_attention_library
+from tilewright.ops.mla import cudnn as mla_attention_library
 
 
 def attention(q, k, v, bias, lse, dropout, causal, *more, scale):

@@ -1,8 +1,8 @@
 """`make audit`: the emitted SM100 kernels through several Triton releases, each held to the rules.
 
 Every release lives alone in an environment of its own under `.audit/`, without torch. A kernel is
-compiled there by codegen/worker.py and audited from its machine code. The exit status is 1 where
-any kernel fails to compile or breaks a rule.
+compiled there by codegen/build/worker.py and audited from its machine code. The exit status is 1
+where any kernel fails to compile or breaks a rule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rich.table import Table
 from tilewright.codegen.audit import Audit, check
 from tilewright.codegen.build import BuildError, compile_for
 from tilewright.codegen.targets import Target, get_target
-from tilewright.tools.audit_cases import AuditCase
-from tilewright.tools.audit_quantized import all_cases as audit_cases
+from tilewright.tools.audit.cases import AuditCase
+from tilewright.tools.audit.quantized import all_cases as audit_cases
 
 RELEASES = ("3.6.0", "3.7.1", "3.9.0")
 ENVIRONMENTS = Path(".audit")

@@ -1,1 +1,1 @@
-"""Kernel templates: ordinary Triton functions, one module per kernel family."""
+"""What the templates of several families share. Templates are ordinary Triton functions."""

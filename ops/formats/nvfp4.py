@@ -19,6 +19,7 @@ import torch
 
 from tilewright.ops.formats import fp4
 from tilewright.ops.formats.division import divided
+from tilewright.ops.formats.row_groups import group_of_rows
 from tilewright.ops.formats.scale_layout import (
     BLOCK_ROWS,
     group_scale_offsets,
@@ -27,7 +28,6 @@ from tilewright.ops.formats.scale_layout import (
     swizzle,
     unswizzle,
 )
-from tilewright.ops.grouping import group_of_rows
 
 BLOCK = 16
 E4M3_MAX = 448.0

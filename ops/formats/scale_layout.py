@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.codegen.qkv_heads import cdiv
-from tilewright.ops.grouping import group_of_rows
+from tilewright.codegen.qkv.heads import cdiv
+from tilewright.ops.formats.row_groups import group_of_rows
 
 BLOCK_ROWS = 128
 BLOCK_SCALES = 4

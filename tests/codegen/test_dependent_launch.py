@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv_kernels import (
+from tilewright.codegen.qkv.specs import (
     CacheStrides,
     HeadFinish,
     QkvProblem,

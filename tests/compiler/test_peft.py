@@ -7,7 +7,7 @@ from tests.agreement import assert_no_worse, assert_untouched
 from tests.compiler.test_hf_models import in_float64
 from tests.models.hf import build_hf
 from tilewright.compiler import reports
-from tilewright.patterns import qkv_cache
+from tilewright.patterns.qkv import qkv_cache
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
 peft = pytest.importorskip("peft", reason="adapters need the extra [models]")

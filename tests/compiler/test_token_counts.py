@@ -16,10 +16,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 
-from tilewright.codegen.qkv_plan import candidates, fused_choice
+from tilewright.codegen.qkv.plan import candidates, fused_choice
 from tilewright.compiler import backend, reports
-from tilewright.ops import kernel_launch, launches
-from tilewright.ops.lowerings import device_target
+from tilewright.ops.qkv import launch as launches
+from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime import launch as kernel_launch
 
 K, HQ, HKV, D, LAYERS = 2048, 4, 1, 128, 2
 PAGES, PAGE, CONTEXT = 64, 16, 512

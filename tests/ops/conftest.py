@@ -7,7 +7,7 @@ import torch
 
 from tests.interpreted_launches import interpret_launches
 from tilewright.codegen.targets import TARGETS
-from tilewright.ops import lowerings
+from tilewright.ops.qkv import lowering as lowerings
 
 
 @pytest.fixture

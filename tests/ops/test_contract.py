@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
-from tests.ops import plain
 from tests.ops.opcheck_samples import eight_bits, failures
+from tests.ops.qkv import plain
 from tilewright.ops import ArgumentError, contract
 
 OPS = {op.name: op for op in contract.all_ops()}

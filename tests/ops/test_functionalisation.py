@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 from tilewright.ops.contract import get_op
-from tilewright.ops.samples import AttentionCase
+from tilewright.ops.qkv.samples import AttentionCase
 
 QKV = get_op("fused_qkv_paged")
 STORE = get_op("paged_kv_store")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tests.tools.test_cli import CACHE_MODEL
 from tilewright.codegen.build import BuildError
-from tilewright.codegen.cache import KernelCache, key_of
+from tilewright.codegen.build.cache import KernelCache, key_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.cli import app
 from tilewright.tools.miss_guide import miss_guide
@@ -156,7 +156,7 @@ def test_verify_compares_every_rewrite_with_float64(command):
 
 
 def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
-    monkeypatch.setattr("tilewright.ops.qkv_cache.write_kv", lambda *a, **k: None)
+    monkeypatch.setattr("tilewright.ops.qkv.qkv_cache.write_kv", lambda *a, **k: None)
     done = command("verify", "real.py:make_real", "--json")
     assert done.exit_code == 1
     (site,) = json.loads(done.stdout)["sites"]
@@ -175,7 +175,7 @@ def test_a_large_cache_hides_no_wrong_write(command, tmp_path, monkeypatch):
         "    return model, args, kwargs\n"
     )
     assert command("verify", "large.py:make").exit_code == 0
-    monkeypatch.setattr("tilewright.ops.qkv_cache.write_kv", lambda *a, **k: None)
+    monkeypatch.setattr("tilewright.ops.qkv.qkv_cache.write_kv", lambda *a, **k: None)
     torch._dynamo.reset()
     assert command("verify", "large.py:make").exit_code == 1
 

@@ -13,7 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
 # What worker processes and audits load must start where torch is not installed.
-WITHOUT_TORCH = ("audit", "build", "cache", "emit", "sass", "spec", "targets", "worker")
+WITHOUT_TORCH = (
+    "audit",
+    "audit.sass",
+    "build",
+    "build.cache",
+    "build.worker",
+    "emit",
+    "spec",
+    "targets",
+)
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -55,3 +64,93 @@ import tilewright.codegen.{module}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+FAMILIES = {"qkv", "mla", "moe", "grouped", "lora", "projection"}
+# What one family may take from another.
+EDGES = {
+    ("moe", "grouped"),
+    ("qkv", "projection"),
+    ("mla", "projection"),
+    ("qkv", "lora"),
+    ("projection", "lora"),
+}
+# What lies in a family's folder and belongs into a shared room: taken by others all the same.
+MISPLACED = {
+    "tilewright.codegen.mla.templates.entries": {"quantized_groups"},
+    "tilewright.codegen.moe.specs": {
+        "MoeProblem",
+        "cdiv",
+        "down_problem",
+        "up_arguments",
+        "up_constants",
+        "up_problem",
+    },
+    "tilewright.codegen.moe.templates.gemm": {"activate"},
+    "tilewright.codegen.qkv.heads": {"ELEMENT_BYTES", "cdiv", "next_power_of_2"},
+    "tilewright.codegen.qkv.templates.finish": {"rounded"},
+    "tilewright.codegen.qkv.templates.projection": {"part_of"},
+    "tilewright.ops.moe.cases": {"quantize_weight"},
+    "tilewright.ops.moe.lowering": {"as_words"},
+    "tilewright.ops.moe.operands": {"KERNEL_DTYPES", "expert_layout", "scattered"},
+    "tilewright.ops.qkv.library": {"weight_rows"},
+    "tilewright.ops.qkv.lowering": {"device_target"},
+    "tilewright.ops.qkv.obstacles": {"ONE_ROUNDING", "TOLERANCES"},
+    "tilewright.ops.qkv.operands": {"TRITON_TYPES", "address_tensors", "unaligned"},
+    "tilewright.ops.qkv.samples": {"AttentionCase", "Sampler", "sample_table"},
+    "tilewright.patterns.lora.delta": {"match_delta"},
+    "tilewright.patterns.moe.weights": {"SUPPORTED_DTYPES"},
+}
+
+
+def family_of(module: str) -> str | None:
+    """ "qkv" of tilewright.ops.qkv.checks; None for what families share."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[2] in FAMILIES else None
+
+
+def sideways(path: Path) -> list[str]:
+    """What a file takes from a family that it may not take from."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    own = family_of(".".join(("tilewright", *parts)))
+    taken = [name for name in imported(path) if name.startswith("tilewright.")]
+    others = [name for name in taken if family_of(name) not in (None, own)]
+    return [name for name in others if (own, family_of(name)) not in EDGES]
+
+
+# The compiler and the tools know every family; so do the two lists of what is registered.
+BELOW = [
+    path
+    for path in FILES
+    if path.relative_to(ROOT).parts[0] in FLOORS[:3]
+    and path.relative_to(ROOT).parts[1:] != ("__init__.py",)
+]
+
+
+def test_families_take_from_each_other_along_the_known_edges_only():
+    """And shared rooms from no family."""
+    found: dict[str, set[str]] = {}
+    for path in BELOW:
+        for name in sideways(path):
+            module, _, last = name.rpartition(".")
+            found.setdefault(module, set()).add(last)
+    assert found == MISPLACED
+
+
+def test_every_known_edge_is_one():
+    """An edge that nothing uses any more is taken off the list."""
+    used = {
+        (family_of(".".join(("tilewright", *path.relative_to(ROOT).parts))), family_of(name))
+        for path in BELOW
+        for name in imported(path)
+        if name.startswith("tilewright.")
+    }
+    assert used >= EDGES
+
+
+def test_a_step_aside_would_be_seen(monkeypatch):
+    taken = ["tilewright.ops.moe.operands.moe_problem", "tilewright.ops.formats.fp4.pack"]
+    monkeypatch.setattr(sys.modules[__name__], "imported", lambda path: taken)
+    assert sideways(ROOT / "ops" / "grouped" / "cases.py") == taken[:1]
+    assert sideways(ROOT / "ops" / "formats" / "fp8.py") == taken[:1]
+    assert sideways(ROOT / "ops" / "moe" / "lowering.py") == []

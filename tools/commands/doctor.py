@@ -13,9 +13,9 @@ import torch
 import typer
 
 from tilewright.codegen.build import compile_for
-from tilewright.codegen.cache import cache_dir
-from tilewright.codegen.cache_folder import make_folders, refusal
-from tilewright.codegen.cache_upkeep import size_bound, survey
+from tilewright.codegen.build.cache import cache_dir
+from tilewright.codegen.build.cache_folder import make_folders, refusal
+from tilewright.codegen.build.cache_upkeep import size_bound, survey
 from tilewright.codegen.targets import TARGETS, Target
 from tilewright.compiler import lower
 from tilewright.ops.contract import get_op

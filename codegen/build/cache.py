@@ -1,0 +1,266 @@
+"""The kernel cache on disk: content-addressed, atomic, shared by any number of processes.
+
+An entry is a folder of files named by its key. It is filled aside and moved into place whole, so a
+reader never sees half of one. Its manifest binds kind, key and the hash of every file; an entry
+that does not match in all of it (a full disk, a killed machine, another entry moved to its place, a
+file too many) is thrown away and made again. What is read is held in memory: the bytes whose hashes
+were compared are the bytes that run.
+
+A cache that cannot be written, or is not to be trusted, costs the sharing and nothing else: the
+process keeps its kernels in a private folder, and says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from tilewright.codegen.build import cache_upkeep
+from tilewright.codegen.build.cache_folder import (
+    cache_dir,
+    distrust,
+    make_folders,
+    new_folder,
+    open_to_others,
+    opened_folder,
+    private_folder,
+    refusal,
+    set_aside,
+    warn_once,
+)
+
+__all__ = ["Entry", "KernelCache", "cache_dir", "key_of"]
+
+MANIFEST = "manifest.json"
+_FORMAT = 2
+
+#: A process that waits longer for another one's build makes the entry itself.
+_WAIT_S = 900.0
+# An entry's time of last use is written no more often than this.
+_USED_EVERY_S = 3600.0
+_MOVES = 3
+
+
+def key_of(*parts: str) -> str:
+    """The key of whatever is decided by these texts alone; sha256 in hex."""
+    digest = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode()
+        digest.update(f"{len(encoded)}:".encode() + encoded)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The files of one entry, by name. folder: where they lie; None where no disk took them."""
+
+    files: Mapping[str, bytes] = field(repr=False)
+    folder: Path | None
+
+    def text(self, name: str) -> str:
+        return self.files[name].decode()
+
+
+class KernelCache:
+    """Entries by kind and key under one root."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or cache_dir()
+
+    def entry(self, kind: str, key: str) -> Path:
+        """Where the entry lies, whether or not it exists."""
+        return _place(self.root, kind, key)
+
+    def find(self, kind: str, key: str) -> Entry | None:
+        """The entry that is there and whole."""
+        if self._usable():
+            files = _read(self.entry(kind, key), kind, key)
+            if files is not None:
+                return Entry(files, self.entry(kind, key))
+        private = _private_roots.get((os.getpid(), self.root))
+        if private is None:
+            return None
+        files = _read(_place(private, kind, key), kind, key)
+        return None if files is None else Entry(files, _place(private, kind, key))
+
+    def get_or_make(
+        self,
+        kind: str,
+        key: str,
+        make: Callable[[], Mapping[str, bytes]],
+        accept: Callable[[Entry], bool] = lambda entry: True,
+    ) -> Entry:
+        """The entry; `make()` gives its files where it is missing or corrupt.
+
+        Many processes may ask at once: one makes, the others wait for it and read. What `make`
+        raises is raised here, and nothing is stored then. Where the files cannot be stored, they
+        are returned all the same. accept: whether the contents of a whole entry can be used; where
+        not, it is made again.
+        """
+        found = self.find(kind, key)
+        if found is not None and accept(found):
+            return found
+        with self._locked(kind, key):
+            found = self.find(kind, key)
+            if found is not None and accept(found):
+                return found
+            files = dict(make())
+            return Entry(files, self._store(kind, key, files))
+
+    def _usable(self) -> bool:
+        reason = refusal(self.root)
+        if reason is not None:
+            self._warn(
+                f"{reason}. TILEWRIGHT_CACHE_DIR names another folder; where all who can write to "
+                "this one are trusted, set TILEWRIGHT_CACHE_TRUST=1"
+            )
+        return reason is None
+
+    def _warn(self, reason: str) -> None:
+        warn_once(
+            str(self.root),
+            f"the kernel cache {self.root} is not used, kernels of this process are kept in a "
+            f"private folder until it ends: {reason}",
+        )
+
+    @contextlib.contextmanager
+    def _locked(self, kind: str, key: str) -> Iterator[None]:
+        """One maker at a time, where locks can be had: without, an entry may be made twice."""
+        with contextlib.ExitStack() as stack:
+            for root in self._roots():
+                try:
+                    lock = _lock(root, kind, key)
+                    stack.enter_context(lock)
+                except (OSError, NotImplementedError):  # filelock.Timeout is an OSError
+                    continue
+                # Whoever waits for it holds it open, and finds the entry when it gets it.
+                stack.callback(_unlink, lock.lock_file)
+                break
+            yield
+
+    def _roots(self) -> Iterator[Path]:
+        if self._usable():
+            yield self.root
+        with contextlib.suppress(OSError):
+            yield self._private_root()
+
+    def _private_root(self) -> Path:
+        known = _private_roots.get((os.getpid(), self.root))
+        if known is None or not known.is_dir():
+            known = private_folder() / f"cache-{key_of(str(self.root))[:16]}"
+            make_folders(known, known)
+            _private_roots[os.getpid(), self.root] = known
+        return known
+
+    def _store(self, kind: str, key: str, files: Mapping[str, bytes]) -> Path | None:
+        """Where the entry lies now; None where neither the cache nor a private folder takes it."""
+        for root in self._roots():
+            try:
+                _write(root, kind, key, files)
+            except OSError as error:
+                self._warn(f"{error.strerror}. TILEWRIGHT_CACHE_DIR names another folder")
+                continue
+            if root == self.root:
+                cache_upkeep.now_and_then(root)
+            return _place(root, kind, key)
+        return None
+
+
+# Where a process keeps the entries that a cache (by its root) could not take.
+_private_roots: dict[tuple[int, Path], Path] = {}
+
+
+def _place(root: Path, kind: str, key: str) -> Path:
+    return root / kind / key[:2] / key
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _lock(root: Path, kind: str, key: str) -> FileLock:
+    """The lock of one entry, open to whoever its folder is open to."""
+    place = _place(root, kind, key)
+    make_folders(root, place.parent)
+    mode = stat.S_IMODE(place.parent.stat().st_mode) & 0o666
+    return FileLock(f"{place}.lock", timeout=_WAIT_S, mode=mode)
+
+
+def _write(root: Path, kind: str, key: str, files: Mapping[str, bytes]) -> None:
+    """Stores an entry, in place of whatever lies there."""
+    place = _place(root, kind, key)
+    make_folders(root, place.parent)
+    manifest = json.dumps(_manifest(kind, key, files), indent=1).encode()
+    with new_folder(place.parent, key[:16]) as (fresh, descriptor):
+        for name, data in {**files, MANIFEST: manifest}.items():
+            _write_file(descriptor, name, data)
+        _move(fresh, place)
+
+
+def _move(fresh: Path, place: Path) -> None:
+    for _ in range(_MOVES):
+        try:
+            os.rename(fresh, place)
+            return
+        except OSError:
+            set_aside(place)  # another maker's, or what could not be read
+    os.rename(fresh, place)
+
+
+def _write_file(folder: int, name: str, data: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(name, flags, open_to_others(0o666), dir_fd=folder)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _manifest(kind: str, key: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
+    return {"format": _FORMAT, "kind": kind, "key": key, "files": digests}
+
+
+def _read(place: Path, kind: str, key: str) -> dict[str, bytes] | None:
+    """The files of an entry; None where it is not exactly what was stored under this key, by
+    somebody who is trusted."""
+    try:
+        with opened_folder(place) as folder:
+            status = os.fstat(folder)
+            if distrust(status) is not None:
+                return None
+            files = {name: _read_file(folder, name) for name in os.listdir(folder)}
+            manifest = json.loads(files.pop(MANIFEST, b""))
+            if not files or manifest != _manifest(kind, key, files):
+                return None
+            _note_use(folder, status)
+            return files
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _read_file(folder: int, name: str) -> bytes:
+    """A regular file's contents. Raises OSError for anything else, and for one of others."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not block
+    descriptor = os.open(name, flags, dir_fd=folder)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        reason = distrust(status)
+        if reason is not None or not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{name}: {reason or 'it is no file'}")
+        return file.read()
+
+
+def _note_use(folder: int, status: os.stat_result) -> None:
+    if time.time() - status.st_mtime > _USED_EVERY_S:
+        with contextlib.suppress(OSError):  # a cache that is only read
+            os.utime(folder)

@@ -1,0 +1,194 @@
+"""What the kernel cache holds, and keeping it small: leftovers of killed processes and the entries
+that were used longest ago go first.
+
+Entries are moved aside before they are deleted; whoever reads one meanwhile makes it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.codegen.build.cache_folder import (
+    STALE_AFTER_S,
+    is_stale,
+    remove,
+    set_aside,
+    sweep_private,
+    warn_once,
+)
+
+#: Kinds of entries; nothing else below the cache's folder is counted or removed.
+KINDS = ("binary", "source", "ttgir", "tuned")
+
+DEFAULT_BOUND = 2 * 2**30
+#: After pruning, so much of the bound is in use: the next entry must not prune again.
+_LEFT = 0.9
+_EVERY_S = 3600.0
+_MARK = "last-prune"
+
+# Names as strict as they can be: the folder may hold somebody's own files as well.
+_KEY = re.compile(r"[0-9a-f]{64}\Z")
+# A temporary folder's and a lock's; the last as they were before entries had a format.
+_LEFTOVER = re.compile(
+    r"[0-9a-f]{16}\.[0-9a-f]{12}\.tmp\Z|[0-9a-f]{64}\.lock\Z|"
+    r"([0-9a-f]{16}|corrupt)\.[a-z0-9_]{8}\Z"
+)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\Z", re.IGNORECASE)
+_UNITS = " KMGT"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One entry on disk. size: bytes of disk; used: time of its last use, to the hour."""
+
+    kind: str
+    path: Path
+    size: int
+    used: float
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All that lies in a cache. stale: temporary folders and locks that nobody holds any more."""
+
+    entries: tuple[Stored, ...]
+    stale: tuple[Path, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was removed: entries and their bytes, leftovers of killed processes."""
+
+    entries: int
+    size: int
+    stale: int
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB", "2GiB", "1.5 G" or "4096". Raises ValueError."""
+    found = _SIZE.match(text.strip())
+    if found is None:
+        raise ValueError(f"expected a size such as 500MB or 2GiB, got {text!r}")
+    number, unit, binary = found.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** _UNITS.index((unit or " ").upper()))
+
+
+def size_bound() -> int:
+    """Bytes that the cache may take: TILEWRIGHT_CACHE_SIZE, else 2 GiB. Raises ValueError."""
+    chosen = os.environ.get("TILEWRIGHT_CACHE_SIZE")
+    if not chosen:
+        return DEFAULT_BOUND
+    try:
+        return parse_size(chosen)
+    except ValueError as error:
+        raise ValueError(f"TILEWRIGHT_CACHE_SIZE: {error}") from error
+
+
+def survey(root: Path, stale_after: float = STALE_AFTER_S) -> Survey:
+    """What a cache's folder holds; nothing where it is not there."""
+    entries: list[Stored] = []
+    stale: list[Path] = []
+    for kind in KINDS:
+        for prefix in _folders(root / kind):
+            for item in _items(prefix):
+                path = Path(item.path)
+                if _LEFTOVER.match(item.name):
+                    stale += [path] if is_stale(path, stale_after) else []
+                elif _KEY.match(item.name) and item.name.startswith(prefix.name):
+                    entries += _stored(kind, path)
+    return Survey(tuple(entries), tuple(stale))
+
+
+def prune(
+    root: Path,
+    max_size: int,
+    older_than: float | None = None,
+    stale_after: float = STALE_AFTER_S,
+) -> Pruned:
+    """Removes leftovers, entries unused for `older_than` seconds, and then those used longest ago
+    until the rest takes no more than `max_size` bytes."""
+    found = survey(root, stale_after)
+    stale = sum(remove(path) for path in found.stale)
+    gone = list(_surplus(found, max_size, older_than))
+    removed = [entry for entry in gone if _taken_out(entry.path)]
+    size = sum(entry.size for entry in removed)
+    return Pruned(len(removed), size, stale)
+
+
+def now_and_then(root: Path) -> None:
+    """Holds the cache to its bound, at most once an hour among all processes. Called after a store:
+    a cache that does not grow is not looked at."""
+    mark = root / _MARK
+    with contextlib.suppress(OSError):
+        if mark.exists() and time.time() - mark.stat().st_mtime < _EVERY_S:
+            return
+        mark.touch()
+        try:
+            bound = size_bound()
+        except ValueError as error:
+            warn_once(
+                "TILEWRIGHT_CACHE_SIZE", f"{error}; the default of {DEFAULT_BOUND} bytes is used"
+            )
+            bound = DEFAULT_BOUND
+        sweep_private()
+        found = survey(root)
+        if found.size > bound or found.stale:
+            prune(root, bound if found.size <= bound else int(_LEFT * bound))
+
+
+def _surplus(found: Survey, max_size: int, older_than: float | None) -> Iterator[Stored]:
+    oldest = -float("inf") if older_than is None else time.time() - older_than
+    left = found.size
+    for entry in sorted(found.entries, key=lambda entry: entry.used):
+        if entry.used > oldest and left <= max_size:
+            return
+        left -= entry.size
+        yield entry
+
+
+def _taken_out(path: Path) -> bool:
+    try:
+        set_aside(path)
+    except OSError:
+        return False
+    return True
+
+
+def _items(folder: Path) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as items:
+        return list(items)
+    return []
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [Path(item.path) for item in _items(folder) if item.is_dir(follow_symlinks=False)]
+
+
+def _stored(kind: str, path: Path) -> list[Stored]:
+    """The entry at a path; nothing where it is gone by now."""
+    try:
+        status = os.lstat(path)
+        return [Stored(kind, path, _size(path, status), status.st_mtime)]
+    except OSError:
+        return []
+
+
+def _size(path: Path, status: os.stat_result) -> int:
+    """Bytes of disk of a file, or of a folder with all in it."""
+    own = status.st_blocks * 512
+    if not stat.S_ISDIR(status.st_mode):
+        return own
+    below = (_size(Path(item.path), item.stat(follow_symlinks=False)) for item in _items(path))
+    return own + sum(below)

@@ -1,0 +1,120 @@
+"""Compiles one emitted file in a process of its own: `python worker.py REQUEST.json`.
+
+Needs the standard library and triton alone, so that any environment that holds a triton can run it.
+Triton may abort the process on a form it does not support; whoever started it is not harmed.
+
+The request: {"source": path, "out": folder, "arch": 90 | 100, "options": {...}}. Written to `out`:
+kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json. Exit code 74: the disk was
+full or could not be written; any other than 0: Triton did not compile the kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+WARP_SIZE = 32
+STAGES = ("ttir", "ttgir", "ptx", "cubin")
+METADATA = (
+    "name",
+    "shared",
+    "tmem_size",
+    "num_warps",
+    "num_stages",
+    "num_ctas",
+    "maxnreg",
+    "global_scratch_size",
+    "global_scratch_align",
+    "profile_scratch_size",
+    "launch_pdl",
+)
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+DISK_ERROR_EXIT = 74
+
+
+def load_source(path: str) -> Any:
+    """A file as a module; from its text, whatever byte code lies beside it."""
+    module = ModuleType("emitted_kernel")
+    module.__file__ = path
+    exec(compile(Path(path).read_text("utf-8"), path, "exec"), module.__dict__)
+    return module
+
+
+def attributes(signature: dict[str, str], divisible16: list[str]) -> dict:
+    """Triton's argument attributes: divisibility by 16 of the named arguments."""
+    return {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(signature)
+        if name in divisible16
+    }
+
+
+def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
+    """Compile the requested file; gives the metadata that was also written."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    out = Path(request["out"])
+    module = load_source(request["source"])
+    options = {"num_warps": module.NUM_WARPS, "num_stages": module.NUM_STAGES}
+    if module.MAXNREG is not None:
+        options["maxnreg"] = module.MAXNREG
+    if getattr(module, "LAUNCH_PDL", False):
+        options["launch_pdl"] = True
+    options["enable_fp_fusion"] = True  # the default of triton 3.9 differs from that of 3.6
+    options.update(request.get("options", {}))
+    source = ASTSource(
+        fn=getattr(module, module.KERNEL),
+        signature=dict(module.SIGNATURE),
+        constexprs={},
+        attrs=attributes(module.SIGNATURE, module.DIVISIBLE16),
+    )
+
+    def keep(ttgir: str) -> Path:
+        path = out / "mended.ttgir"
+        path.write_text(ttgir, "utf-8")
+        return path
+
+    target = GPUTarget("cuda", request["arch"], WARP_SIZE)
+    mend = load_source(str(Path(__file__).parents[1] / "dead_barriers.py"))
+    compiled = mend.compile_without_dead_barriers(source, target, options, keep)
+    for stage in STAGES:
+        code = compiled.asm[stage]
+        data = code if isinstance(code, bytes) else str(code).encode()
+        (out / f"kernel.{stage}").write_bytes(data)
+    metadata = {name: getattr(compiled.metadata, name, None) for name in METADATA}
+    metadata |= {
+        "triton": triton.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "arch": request["arch"],
+        "tools": str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin"),
+        "options": options,
+    }
+    (out / "metadata.json").write_text(json.dumps(metadata, indent=1, default=str), "utf-8")
+    return metadata
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    os.environ.pop("TRITON_INTERPRET", None)
+    # Triton's own cache would hide what this compiler does now.
+    os.environ.setdefault("TRITON_ALWAYS_COMPILE", "1")
+    os.environ["TRITON_CACHE_DIR"] = str(Path(request["out"]) / ".triton")
+    try:
+        compile_kernel(request)
+    except OSError as error:
+        traceback.print_exc()
+        sys.exit(DISK_ERROR_EXIT if error.errno in DISK_ERRORS else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""KernelSpec to one standalone Triton file: a template with everything static worked in.
+
+The file imports triton alone and states how to compile it, so a person or `worker.py` can build it
+knowing nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import textwrap
+from functools import cache
+from pathlib import Path
+
+from tilewright.codegen.emit import source as template_source
+from tilewright.codegen.emit.copies import remove_copies
+from tilewright.codegen.emit.evaluator import PartialEvaluator
+from tilewright.codegen.emit.layout import unparse
+from tilewright.codegen.emit.liveness import remove_dead
+from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
+from tilewright.codegen.emit.values import DTYPES, TL, literal
+from tilewright.codegen.spec import KernelSpec, is_integer
+
+# Modules whose text decides what is emitted; their hash is part of every cache key.
+_EMITTER_FILES = (
+    "../spec.py",
+    "__init__.py",
+    "control_flow.py",
+    "copies.py",
+    "evaluator.py",
+    "expressions.py",
+    "index_math.py",
+    "layout.py",
+    "liveness.py",
+    "rules.py",
+    "source.py",
+    "statements.py",
+    "values.py",
+)
+
+
+@cache
+def emitter_fingerprint() -> str:
+    """sha256 over the emitter's own sources."""
+    digest = hashlib.sha256()
+    for name in _EMITTER_FILES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()
+
+
+def source_fingerprint(spec: KernelSpec) -> str:
+    """sha256 over all that decides the emitted text: spec, emitter, template and its imports."""
+    parts = (spec.to_json(), emitter_fingerprint(), template_source.fingerprint(spec.module))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def emit(spec: KernelSpec) -> str:
+    """The standalone source of `spec`'s kernel; the same spec and template give the same text.
+
+    Raises EmitError where the template uses something that cannot be carried over exactly, a
+    static assertion fails, or the spec's arguments are not the kernel's.
+    """
+    with template_source.ONE_THREAD:
+        return _emit(spec)
+
+
+def _emit(spec: KernelSpec) -> str:
+    library = Library()
+    module = library.load(spec.module)
+    if spec.kernel not in module.functions:
+        raise EmitError(
+            f"{spec.module} has no @triton.jit function {spec.kernel!r}; "
+            f"it has {sorted(module.functions)}"
+        )
+    function = JitFunction(module, module.functions[spec.kernel])
+    evaluator = PartialEvaluator(spec, library)
+    parameters, body = evaluator.kernel(function)
+    helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]
+    body = remove_dead(remove_copies(remove_dead(body), parameters))
+    kernel = _function(spec, function, parameters, body)
+    imports = _extra_imports(evaluator.externals)
+    text = _assemble(spec, function, [*helpers, kernel], imports)
+    _check_names(spec, text)
+    return text
+
+
+def _function(
+    spec: KernelSpec, function: JitFunction, parameters: list[str], body: list[ast.stmt]
+) -> ast.FunctionDef:
+    typed = [ast.arg(name, _annotation(dict(spec.signature)[name])) for name in parameters]
+    arguments = ast.arguments([], typed, None, [], [], None, [])
+    docstring = ast.get_docstring(function.node, clean=True)
+    first: list[ast.stmt] = [ast.Expr(ast.Constant(_indented(docstring)))] if docstring else []
+    node = ast.FunctionDef(spec.name, arguments, [*first, *(body or [ast.Pass()])], [_jit(spec)])
+    return ast.fix_missing_locations(node)
+
+
+def _annotation(type_name: str) -> ast.expr | None:
+    """Integers keep their declared width; a JIT call would give small values 32 bits."""
+    return literal(External(f"{TL}.{DTYPES[type_name]}")) if is_integer(type_name) else None
+
+
+def _jit(spec: KernelSpec) -> ast.expr:
+    """`@triton.jit`, without a new variant for each kind of integer value met at run time."""
+    decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
+    free = [n for n, type_ in spec.signature if is_integer(type_) and n not in spec.divisible16]
+    if not free:
+        return decorator
+    names = ast.List([ast.Constant(name) for name in free], ast.Load())
+    return ast.Call(decorator, [], [ast.keyword("do_not_specialize", names)])
+
+
+def _indented(docstring: str) -> str:
+    if "\n" not in docstring:
+        return docstring
+    return textwrap.indent(docstring, "    ").strip() + "\n    "
+
+
+def _standalone(function: JitFunction) -> ast.FunctionDef:
+    """A helper that is handed to tl.reduce or the like; it must need nothing but its arguments."""
+    node = function.node
+    known = {arg.arg for arg in node.args.args} | {"tl"} | set(dir(builtins))
+    known |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and _is_store(n)}
+    bodies = ast.Module(node.body, [])
+    free = {n.id for n in ast.walk(bodies) if isinstance(n, ast.Name)} - known
+    if free:
+        raise EmitError(f"{function} is passed as an argument and reads {sorted(free)}")
+    decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
+    copy = ast.FunctionDef(node.name, node.args, node.body, [decorator])
+    return ast.fix_missing_locations(copy)
+
+
+def _is_store(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+def _extra_imports(externals: set[str]) -> list[str]:
+    """Imports for what lies below triton.language.extra, such as libdevice."""
+    modules = {
+        path.rpartition(".")[0] for path in externals if path.startswith("triton.language.extra.")
+    }
+    lines = {
+        "from {} import {}".format(*module.rpartition(".")[::2])
+        for module in modules
+        if module != "triton.language.extra"
+    }
+    names = [line.rsplit(" ", 1)[1] for line in lines]
+    if len(set(names)) != len(names):
+        raise EmitError(f"two modules of the same name are imported: {sorted(lines)}")
+    return sorted(lines)
+
+
+def _assemble(
+    spec: KernelSpec, function: JitFunction, nodes: list[ast.FunctionDef], imports: list[str]
+) -> str:
+    lines = [
+        f'"""{_header(spec, function)}"""',
+        "",
+        "import triton",
+        "import triton.language as tl",
+        *imports,
+        "",
+        f"KERNEL = {_quoted(spec.name)}",
+        "SIGNATURE = {",
+        *(f"    {_quoted(name)}: {_quoted(type_)}," for name, type_ in spec.signature),
+        "}",
+        "DIVISIBLE16 = [",
+        *(f"    {_quoted(name)}," for name in spec.divisible16),
+        "]",
+        f"NUM_WARPS = {spec.num_warps}",
+        f"NUM_STAGES = {spec.num_stages}",
+        f"MAXNREG = {spec.maxnreg}",
+        f"LAUNCH_PDL = {spec.launch_pdl}",
+        f"TARGET = {_quoted(spec.target)}",
+    ]
+    for node in nodes:
+        lines += ["", "", unparse(node)]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _header(spec: KernelSpec, function: JitFunction) -> str:
+    docstring = ast.get_docstring(function.node, clean=True) or spec.kernel
+    what = docstring.strip().split("\n\n")[0].replace("\\", "\\\\").replace('"""', "'''")
+    constants = ", ".join(f"{name}={value!r}" for name, value in spec.constants)
+    facts = [f"{name} % 16 == 0" for name in spec.divisible16]
+    facts += [f"{low} <= {name} <= {high}" for name, low, high in spec.ranges]
+    grid = f"\nLaunch grid: {spec.grid}." if spec.grid else ""
+    promised = f"\n\nThe caller promises: {', '.join(facts)}." if facts else ""
+    digest = template_source.fingerprint(spec.module)
+    paragraphs = (
+        f"{what}\n\n"
+        f"Emitted for {spec.target} from {spec.module}.{spec.kernel}, "
+        f"template sha256 {digest[:16]}, emitter sha256 {emitter_fingerprint()[:16]}.{grid}\n\n"
+        f"Constants: {constants}.{promised}\n"
+    )
+    return "\n".join(
+        line if len(line) <= 100 else textwrap.fill(line, 100, subsequent_indent="    ")
+        for line in paragraphs.split("\n")
+    )
+
+
+def _check_names(spec: KernelSpec, text: str) -> None:
+    """The file must stand alone: every name it reads is defined in it."""
+    tree = ast.parse(text)
+    defined = set(dir(builtins)) | {"triton", "tl"}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    defined |= {node.name for node in functions}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            defined |= {alias.asname or alias.name for alias in node.names}
+    for function in functions:
+        local = {arg.arg for arg in function.args.args}
+        names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+        local |= {node.id for node in names if _is_store(node)}
+        clash = local & {node.name for node in functions}
+        missing = {node.id for node in names} - local - defined
+        if missing or clash:
+            raise EmitError(
+                f"{spec.name}: the emitted file would not stand alone: "
+                f"undefined {sorted(missing)}, defined twice {sorted(clash)}"
+            )

@@ -1,0 +1,432 @@
+"""Folding of expressions: constants, identities, decided comparisons, masks that cannot fail."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.codegen.emit import values
+from tilewright.codegen.emit.index_math import INT_RANGES, IndexMath
+from tilewright.codegen.emit.rules import (
+    FUNCTIONS,
+    METHODS,
+    Call,
+    Folded,
+    as_operand,
+    cast,
+    descriptor_block,
+    replaces,
+)
+from tilewright.codegen.emit.source import (
+    EmitError,
+    External,
+    JitFunction,
+    Library,
+    ModuleConstant,
+    TemplateModule,
+)
+from tilewright.codegen.emit.values import NOTHING, TL, UNKNOWN, Value, constant, literal
+
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "len": len,
+    "int": int,
+    "float": float,
+    "bool": bool,
+}
+BUILTIN_NAMES = frozenset({*_BUILTINS, "range", "print", "isinstance", "getattr", "hasattr"})
+
+_IDENTITY_RIGHT = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.FloorDiv: 1, ast.LShift: 0}
+_IDENTITY_RIGHT |= {ast.RShift: 0, ast.BitAnd: True, ast.BitOr: False}
+_COMMUTES = (ast.Add, ast.Mult, ast.BitAnd, ast.BitOr)
+
+
+@dataclass
+class Scope:
+    """The names of one function while it is evaluated.
+
+    Attributes:
+        function: the jit function whose body this is.
+        bindings: what each of its names stands for at this point.
+        renamed: its local names to the names printed.
+        runtime_depth: run-time `if` and loops around the statement being evaluated.
+    """
+
+    function: JitFunction
+    bindings: dict[str, Folded] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    runtime_depth: int = 0
+
+    @property
+    def module(self) -> TemplateModule:
+        return self.function.module
+
+
+class Folder:
+    """Evaluates expressions in the current scope. Statements and inlining: evaluator.py."""
+
+    def __init__(self, library: Library, grid: tuple[int, ...] | None) -> None:
+        self.library = library
+        self.grid = grid
+        self.math = IndexMath()
+        self.scope: Scope
+        self.facts: dict[ast.expr, Value] = {}
+        self.externals: set[str] = set()
+        self.kept: dict[str, JitFunction] = {}
+        self.conditional: str | None = None  # why no statement may be put before this expression
+
+    def inline(self, function: JitFunction, call: ast.Call) -> Folded:
+        raise NotImplementedError
+
+    def error(self, node: ast.AST, message: str) -> EmitError:
+        """The error to raise where `node` cannot be carried over."""
+        line = getattr(node, "lineno", "?")
+        return EmitError(f"{self.scope.module.name}:{line}: {message}")
+
+    def fold(self, node: ast.expr) -> Folded:
+        """Evaluate one expression; what is not understood raises EmitError."""
+        rule = getattr(self, f"_fold_{type(node).__name__.lower()}", None)
+        if rule is None:
+            raise self.error(node, f"{type(node).__name__} is not supported: {ast.unparse(node)}")
+        folded: Folded = rule(node)
+        if folded.value.literal and not isinstance(folded.node, ast.List):
+            folded = self._literal(folded.value)
+        self.facts[folded.node] = folded.value
+        return folded
+
+    def _literal(self, value: Value) -> Folded:
+        if isinstance(value.const, External):
+            self.externals.add(value.const.path)
+        return Folded(literal(value.const), value)
+
+    def _fold_constant(self, node: ast.Constant) -> Folded:
+        return Folded(node, constant(node.value))
+
+    def _fold_joinedstr(self, node: ast.JoinedStr) -> Folded:
+        return Folded(node, NOTHING)
+
+    def _fold_name(self, node: ast.Name) -> Folded:
+        bound = self.scope.bindings.get(node.id)
+        if bound is not None:
+            return Folded(copy.copy(bound.node), bound.value)
+        found = self.library.lookup(self.scope.module, node.id)
+        if isinstance(found, (External, JitFunction)):
+            return Folded(node, constant(found))
+        if found is not None:
+            return self._module_constant(node.id, found)
+        if node.id in BUILTIN_NAMES:
+            return Folded(ast.Name(node.id, ast.Load()), NOTHING)
+        raise self.error(node, f"{node.id} is neither a local name nor a constant or function here")
+
+    def _module_constant(self, name: str, found: ModuleConstant) -> Folded:
+        caller = self.scope
+        self.scope = Scope(JitFunction(found.module, caller.function.node))
+        folded = self.fold(found.expression)
+        if not folded.value.literal:
+            raise self.error(found.expression, f"{name} is read by a kernel: must be a constant")
+        self.scope = caller
+        return folded
+
+    def _fold_attribute(self, node: ast.Attribute) -> Folded:
+        base = self.fold(node.value)
+        if isinstance(base.value.const, External):
+            path = f"{base.value.const.path}.{node.attr}"
+            if path.startswith("math.") and isinstance(getattr(math, node.attr, None), float):
+                return Folded(node, constant(getattr(math, node.attr)))
+            return Folded(node, constant(External(path)))
+        if node.attr == "value" and base.value.weak:
+            return base
+        rebuilt = Folded(ast.Attribute(base.node, node.attr, ast.Load()), NOTHING)
+        if node.attr == "element_ty" and isinstance(base.node, ast.Attribute):
+            pointer = self.facts.get(base.node.value, NOTHING)
+            if base.node.attr == "dtype" and pointer.pointee is not None:
+                return Folded(node, constant(External(f"{TL}.{pointer.pointee}")))
+        if node.attr == "shape" and base.value.shape is None:
+            return Folded(rebuilt.node, Value(weak=True))
+        if not base.value.runtime:
+            return rebuilt
+        if node.attr == "dtype" and base.value.dtype in values.DTYPE_NAMES:
+            return Folded(node, constant(External(f"{TL}.{base.value.dtype}")))
+        if node.attr == "shape" and base.value.shape is not None:
+            return Folded(node, constant(base.value.shape))
+        if node.attr == "T" and base.value.shape is not None:
+            facts = Value(dtype=base.value.dtype, shape=base.value.shape[::-1], runtime=True)
+            return Folded(rebuilt.node, facts)
+        return rebuilt
+
+    def _fold_tuple(self, node: ast.Tuple | ast.List) -> Folded:
+        items = [self.fold(item) for item in node.elts]
+        rebuilt = type(node)([item.node for item in items], ast.Load())
+        if items and all(item.value.literal for item in items):
+            return Folded(rebuilt, constant(tuple(item.value.const for item in items)))
+        return Folded(rebuilt, Value(items=tuple(item.value for item in items)))
+
+    _fold_list = _fold_tuple
+
+    def _fold_subscript(self, node: ast.Subscript) -> Folded:
+        base = self.fold(node.value)
+        if base.value.literal or base.value.items is not None:
+            index = self.fold(node.slice)
+            if not index.value.literal or not isinstance(index.value.const, int):
+                raise self.error(node, f"a tuple needs a constant index: {ast.unparse(node)}")
+            if base.value.literal:
+                return Folded(node, constant(base.value.const[index.value.const]))
+            assert base.value.items is not None
+            item = base.value.items[index.value.const]
+            if isinstance(base.node, (ast.Tuple, ast.List)):
+                return Folded(base.node.elts[index.value.const], item)
+            return Folded(ast.Subscript(base.node, index.node, ast.Load()), item)
+        rebuilt = ast.Subscript(base.node, node.slice, ast.Load())
+        if base.value.weak:  # an element of a shape that only Triton knows
+            return Folded(rebuilt, Value(weak=True, shape=()))
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if not all(_is_new_axis(part) or _is_full_slice(part) for part in parts):
+            raise self.error(node, f"only None and : may index a tensor: {ast.unparse(node)}")
+        return Folded(rebuilt, self._with_axes(base.value, parts))
+
+    def _with_axes(self, value: Value, parts: Sequence[ast.expr]) -> Value:
+        if value.shape is None or sum(map(_is_full_slice, parts)) != len(value.shape):
+            return Value(dtype=value.dtype, runtime=True)
+        extents = iter(value.shape)
+        shape = tuple(1 if _is_new_axis(part) else next(extents) for part in parts)
+        tag = ",".join("new" if _is_new_axis(part) else ":" for part in parts)
+        index = value.index
+        if index is not None and value.shape != ():
+            index = self.math.relabel(index, tag)
+        return Value(value.const, dtype=value.dtype, shape=shape, index=index, runtime=True)
+
+    def _fold_unaryop(self, node: ast.UnaryOp) -> Folded:
+        operand = self.fold(node.operand)
+        value = operand.value
+        if value.literal:
+            if isinstance(node.op, ast.Not):
+                return Folded(node, constant(not value.const))
+            apply = {ast.USub: lambda x: -x, ast.UAdd: lambda x: +x, ast.Invert: lambda x: ~x}
+            return Folded(node, constant(apply[type(node.op)](value.const)))
+        rebuilt = ast.UnaryOp(node.op, operand.node)
+        const: Any = UNKNOWN
+        if isinstance(node.op, ast.Not) or value.dtype == "int1":
+            const = not value.const if value.known else UNKNOWN
+            return Folded(rebuilt, Value(const, False, "int1", value.shape, runtime=True))
+        if isinstance(node.op, ast.USub) and value.index is not None and value.dtype is not None:
+            index = self.math.fit(-value.index, value.dtype)
+            return Folded(rebuilt, values.integer(index, value.dtype, value.shape))
+        index = self.math.unknown(value.dtype) if value.dtype in INT_RANGES else None
+        return Folded(rebuilt, Value(UNKNOWN, value.weak, value.dtype, value.shape, index))
+
+    def _fold_binop(self, node: ast.BinOp) -> Folded:
+        left, right = self.fold(node.left), self.fold(node.right)
+        try:
+            value = values.binary(node.op, left.value, right.value, self.math)
+        except (ArithmeticError, TypeError, KeyError) as error:
+            raise self.error(node, f"{ast.unparse(node)}: {error}") from error
+        if value.literal:
+            return Folded(node, value)
+        return self.simplify(node.op, left, right, value)
+
+    def simplify(self, op: ast.operator, left: Folded, right: Folded, value: Value) -> Folded:
+        """The shortest exact spelling of `left op right`, whose facts are `value`."""
+        if type(op) in _IDENTITY_RIGHT:
+            neutral = _IDENTITY_RIGHT[type(op)]
+            if _equals(right.value, neutral) and replaces(left.value, value):
+                return left
+            commutes = isinstance(op, _COMMUTES)
+            if commutes and _equals(left.value, neutral) and replaces(right.value, value):
+                return right
+        if isinstance(op, (ast.FloorDiv, ast.Mod)) and value.index is not None:
+            found = self._spell(left, value)
+            if found is not None:
+                return Folded(found, value)
+        merged = _merge_constants(op, left, right)
+        if merged is not None and value.is_int:
+            return Folded(merged, value)
+        operands = as_operand(left, right), as_operand(right, left)
+        return Folded(ast.BinOp(operands[0], op, operands[1]), value)
+
+    def _spell(self, numerator: Folded, value: Value) -> ast.expr | None:
+        """A part of the numerator, or a local name, that equals the quotient or remainder."""
+        assert value.index is not None
+        for node in _additive_parts(numerator.node):
+            for candidate in (node, *_factors(node)):
+                facts = self.facts.get(candidate)
+                if facts is not None and facts.index == value.index and replaces(facts, value):
+                    return candidate
+        for bound in self.scope.bindings.values():
+            if (
+                isinstance(bound.node, ast.Name)
+                and bound.value.index == value.index
+                and replaces(bound.value, value)
+            ):
+                return copy.copy(bound.node)
+        return None
+
+    def _fold_compare(self, node: ast.Compare) -> Folded:
+        operands = [self.fold(item) for item in (node.left, *node.comparators)]
+        if len(operands) > 2 and not all(item.value.literal for item in operands):
+            raise self.error(node, f"Triton has no chained comparison: {ast.unparse(node)}")
+        pairs = list(zip(node.ops, operands, operands[1:], strict=False))
+        facts = [values.compare(op, x.value, y.value, self.math) for op, x, y in pairs]
+        if all(value.literal for value in facts):
+            return Folded(node, constant(all(value.const for value in facts)))
+        left, right = operands
+        rebuilt = ast.Compare(as_operand(left, right), node.ops, [as_operand(right, left)])
+        return Folded(rebuilt, facts[0])
+
+    def _fold_boolop(self, node: ast.BoolOp) -> Folded:
+        stops = isinstance(node.op, ast.Or)
+        rest: list[Folded] = []
+        for item in node.values:
+            folded = self.fold(item)
+            if not folded.value.literal:
+                rest.append(folded)
+            elif bool(folded.value.const) == stops:
+                return folded
+        if not rest:
+            return folded
+        if any(item.value.known and bool(item.value.const) == stops for item in rest):
+            return self._boolean(node.op, rest, stops)
+        undecided = [item for item in rest if not (item.value.known and item.value.dtype == "int1")]
+        if not undecided:
+            return rest[0]
+        if len(rest) == 1 or (len(undecided) == 1 and undecided[0].value.dtype == "int1"):
+            return undecided[0]
+        return self._boolean(node.op, undecided if len(undecided) > 1 else rest, UNKNOWN)
+
+    def _boolean(self, op: ast.boolop, items: list[Folded], const: Any) -> Folded:
+        node = ast.BoolOp(op, [item.node for item in items])
+        if len(items) == 1:
+            return Folded(items[0].node, Value(const, dtype="int1", shape=(), runtime=True))
+        return Folded(node, Value(const, dtype="int1", shape=(), runtime=True))
+
+    def _fold_ifexp(self, node: ast.IfExp) -> Folded:
+        test = self.fold(node.test)
+        if test.value.literal:
+            return self.fold(node.body if test.value.const else node.orelse)
+        outer, self.conditional = self.conditional, "a conditional expression"
+        body, orelse = self.fold(node.body), self.fold(node.orelse)
+        self.conditional = outer
+        same = body.value.dtype == orelse.value.dtype and body.value.shape == orelse.value.shape
+        known = Value(dtype=body.value.dtype, shape=body.value.shape) if same else NOTHING
+        if body.value.index is not None and orelse.value.index is not None and same:
+            hull = self.math.hull(body.value.index, orelse.value.index)
+            known = Value(dtype=known.dtype, shape=known.shape, index=hull, runtime=True)
+        return Folded(ast.IfExp(test.node, body.node, orelse.node), known)
+
+    def _fold_call(self, node: ast.Call) -> Folded:
+        callee = self.fold(node.func)
+        target = callee.value.const
+        if isinstance(target, JitFunction):
+            return self.inline(target, node)
+        if any(isinstance(arg, ast.Starred) for arg in node.args):
+            raise self.error(node, f"starred arguments are not supported: {ast.unparse(node)}")
+        args = [self.fold(arg) for arg in node.args]
+        keywords = {kw.arg: self.fold(kw.value) for kw in node.keywords if kw.arg}
+        if len(keywords) != len(node.keywords):
+            raise self.error(node, f"** arguments are not supported: {ast.unparse(node)}")
+        for item in (*args, *keywords.values()):
+            if isinstance(item.value.const, JitFunction):
+                self._keep(node, item.value.const)
+        call = Call(node, callee, args, keywords)
+        if isinstance(target, External):
+            return self._call_external(call, target.path)
+        if isinstance(callee.node, ast.Name) and callee.node.id in BUILTIN_NAMES:
+            return self._call_builtin(call, callee.node.id)
+        if isinstance(callee.node, ast.Attribute):
+            return self._call_method(call, callee.node)
+        raise self.error(node, f"cannot tell what is called: {ast.unparse(node)}")
+
+    def _keep(self, node: ast.AST, function: JitFunction) -> None:
+        if self.kept.setdefault(function.name, function) != function:
+            raise self.error(node, f"two different functions are called {function.name}")
+
+    def _call_external(self, call: Call, path: str) -> Folded:
+        root, _, name = path.rpartition(".")
+        if root == "math":
+            return self._call_math(call, name)
+        if not path.startswith("triton."):
+            raise self.error(call.node, f"{path} is not of triton")
+        rule = FUNCTIONS.get(name) if root in (TL, "triton") else None
+        return rule(call, self) if rule is not None else call.unknown()
+
+    def _call_math(self, call: Call, name: str) -> Folded:
+        if call.keywords or not all(arg.value.literal for arg in call.args):
+            raise self.error(call.node, f"math.{name} needs constants: {ast.unparse(call.node)}")
+        return Folded(
+            call.node, constant(getattr(math, name)(*(arg.value.const for arg in call.args)))
+        )
+
+    def _call_builtin(self, call: Call, name: str) -> Folded:
+        function = _BUILTINS.get(name)
+        if function and call.args and all(arg.value.literal for arg in call.args):
+            return Folded(call.node, constant(function(*(arg.value.const for arg in call.args))))
+        if name == "len" and call.args[0].value.items is not None:
+            return Folded(call.node, constant(len(call.args[0].value.items)))
+        if name in ("min", "max"):
+            return FUNCTIONS[f"{name}imum"](call, self)
+        raise self.error(call.node, f"{name} needs constants here: {ast.unparse(call.node)}")
+
+    def _call_method(self, call: Call, method: ast.Attribute) -> Folded:
+        operand = Folded(method.value, self.facts.get(method.value, NOTHING))
+        if not operand.value.runtime:
+            return call.unknown()
+        if method.attr == "load" and operand.value.is_descriptor:
+            return Folded(call.rebuild(), descriptor_block(operand.value))
+        if method.attr == "to":
+            return cast(call, self, operand, call.argument(0, "dtype"))
+        rule = METHODS.get(method.attr)
+        if rule is None:
+            return call.unknown()
+        # A method is the function with its tensor put first; it is printed as it stood.
+        as_function = Call(call.node, call.callee, [operand, *call.args], call.keywords)
+        folded = rule(as_function, self)
+        return Folded(call.rebuild(), folded.value)
+
+
+def _equals(value: Value, number: int | bool) -> bool:
+    if not value.known or isinstance(value.const, (External, JitFunction, str, float)):
+        return False
+    if isinstance(number, bool):
+        return value.const is number
+    return value.const == number and not isinstance(value.const, bool)
+
+
+def _merge_constants(op: ast.operator, left: Folded, right: Folded) -> ast.expr | None:
+    """(x + 3) + 4 as x + 7, (x * 3) * 4 as x * 12: exact also where int32 wraps around."""
+    inner = left.node
+    if not (isinstance(op, (ast.Add, ast.Mult)) and isinstance(inner, ast.BinOp)):
+        return None
+    if type(inner.op) is not type(op) or not isinstance(inner.right, ast.Constant):
+        return None
+    numbers = inner.right.value, right.value.const
+    if not right.value.literal or not all(type(number) is int for number in numbers):
+        return None
+    total = values.BINARY[type(op)][1](*numbers)
+    if not left.value.is_int or not 0 <= total < 2**31:
+        return None
+    return ast.BinOp(inner.left, op, ast.Constant(total))
+
+
+def _additive_parts(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [node, *_additive_parts(node.left), *_additive_parts(node.right)]
+    return [node]
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return [node.left, node.right]
+    return []
+
+
+def _is_new_axis(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_full_slice(node: ast.expr) -> bool:
+    return isinstance(node, ast.Slice) and node.lower is node.upper is node.step is None

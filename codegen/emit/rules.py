@@ -1,0 +1,411 @@
+"""What the functions of `tl` do to types, shapes and indices, so that more around them folds.
+
+A function without a rule here is printed as it stands and nothing is known of its result.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import sympy
+
+from tilewright.codegen.emit import values
+from tilewright.codegen.emit.index_math import INT_RANGES, IndexMath
+from tilewright.codegen.emit.source import EmitError
+from tilewright.codegen.emit.values import UNKNOWN, Shape, Value, constant, literal
+
+
+@dataclass(frozen=True)
+class Folded:
+    """An expression as it will be printed, and what is known of its value."""
+
+    node: ast.expr
+    value: Value
+
+
+class Context(Protocol):
+    """What a rule may use of the evaluator; facts has the values of expressions printed so far."""
+
+    facts: dict[ast.expr, Value]
+    math: IndexMath
+    grid: tuple[int, ...] | None
+
+    def error(self, node: ast.AST, message: str) -> EmitError: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with folded arguments."""
+
+    node: ast.Call
+    callee: Folded
+    args: list[Folded]
+    keywords: dict[str, Folded]
+
+    def argument(self, position: int, name: str) -> Folded | None:
+        if position < len(self.args):
+            return self.args[position]
+        return self.keywords.get(name)
+
+    def constant(self, position: int, name: str) -> Any:
+        """The argument's compile-time value, UNKNOWN where it has none."""
+        found = self.argument(position, name)
+        return found.value.const if found is not None and found.value.literal else UNKNOWN
+
+    def rebuild(self) -> ast.Call:
+        keywords = [ast.keyword(name, item.node) for name, item in self.keywords.items()]
+        return ast.Call(self.callee.node, [item.node for item in self.args], keywords)
+
+    def unknown(self) -> Folded:
+        return Folded(self.rebuild(), Value(runtime=True))
+
+    def gives(
+        self, dtype: str | None, shape: Shape | None, index: sympy.Expr | None = None
+    ) -> Folded:
+        """The call, of which only this is known."""
+        return Folded(self.rebuild(), Value(dtype=dtype, shape=shape, index=index, runtime=True))
+
+    def without_true_mask(
+        self, position: int, positions: tuple[int, ...], names: tuple[str, ...], context: Context
+    ) -> Call:
+        """Drop the mask, and what only a mask needs, where it is true everywhere or None.
+
+        Of a mask `a & b` the part that is always true goes: what is left still broadcasts to the
+        pointers, as both parts did.
+        """
+        mask = self.argument(position, "mask")
+        if mask is None or len(self.args) > 3:  # positional arguments behind the mask
+            return self
+        if mask.value.known and mask.value.const in (True, None):
+            args = [arg for i, arg in enumerate(self.args) if i not in positions]
+            keywords = {k: v for k, v in self.keywords.items() if k not in names}
+            return Call(self.node, self.callee, args, keywords)
+        shorter = Folded(_undecided(mask.node, context, self.args[0].value.shape), mask.value)
+        if position < len(self.args):
+            args = [*self.args[:position], shorter, *self.args[position + 1 :]]
+            return Call(self.node, self.callee, args, self.keywords)
+        return Call(self.node, self.callee, self.args, {**self.keywords, "mask": shorter})
+
+
+Rule = Callable[[Call, Context], Folded]
+
+
+def _undecided(mask: ast.expr, context: Context, pointers: Shape | None) -> ast.expr:
+    """`mask` without the operands of `&` that are true everywhere."""
+    if not (isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd)) or not pointers:
+        return mask
+    for drop, keep in ((mask.left, mask.right), (mask.right, mask.left)):
+        shape = context.facts.get(keep, Value()).shape
+        fits = shape is not None and len(shape) in (0, len(pointers))
+        if fits and context.facts.get(drop, Value()).const is True:
+            return _undecided(keep, context, pointers)
+    return mask
+
+
+def as_operand(item: Folded, other: Folded) -> ast.expr:
+    """How `item` is printed beside `other`: a known int32 as its literal where types allow."""
+    value = item.value
+    plain = value.known and not value.weak and value.shape == () and value.dtype == "int32"
+    if plain and (other.value.dtype in ("int32", "int64") or other.value.is_pointer):
+        return literal(int(value.const))
+    return item.node
+
+
+def replaces(candidate: Value, value: Value) -> bool:
+    """Whether an operand may stand for the whole: same type and shape, both known."""
+    return (
+        not candidate.weak
+        and candidate.dtype is not None
+        and (candidate.is_int or candidate.is_pointer)
+        and candidate.dtype == value.dtype
+        and candidate.shape is not None
+        and candidate.shape == value.shape
+    )
+
+
+def _extreme(call: Call, context: Context, pick: Callable) -> Folded:
+    if len(call.args) != 2:
+        return call.unknown()
+    left, right = call.args
+    dtype = values.result_dtype(left.value, right.value)
+    shape = values.broadcast(left.value.shape, right.value.shape)
+    if dtype not in INT_RANGES or left.value.index is None or right.value.index is None:
+        return call.gives(dtype, shape)
+    assert dtype is not None
+    value = values.integer(pick(left.value.index, right.value.index), dtype, shape)
+    for operand in (left, right):
+        if operand.value.index == value.index and replaces(operand.value, value):
+            return operand
+    return Folded(call.rebuild(), value)
+
+
+def _minimum(call: Call, context: Context) -> Folded:
+    return _extreme(call, context, context.math.minimum)
+
+
+def _maximum(call: Call, context: Context) -> Folded:
+    return _extreme(call, context, context.math.maximum)
+
+
+def _constexpr(call: Call, context: Context) -> Folded:
+    return call.args[0]
+
+
+def _cdiv(call: Call, context: Context) -> Folded:
+    left, right = call.args
+    if left.value.literal and right.value.literal:
+        return Folded(call.node, constant(-(-left.value.const // right.value.const)))
+    less = values.binary(ast.Sub(), right.value, constant(1), context.math)
+    total = values.binary(ast.Add(), left.value, less, context.math)
+    return Folded(call.rebuild(), values.binary(ast.FloorDiv(), total, right.value, context.math))
+
+
+def _next_power_of_2(call: Call, context: Context) -> Folded:
+    number = call.constant(0, "n")
+    if not isinstance(number, int):
+        return call.unknown()
+    return Folded(call.node, constant(1 << max(number - 1, 0).bit_length()))
+
+
+def _program_id(call: Call, context: Context) -> Folded:
+    axis = call.constant(0, "axis")
+    if not isinstance(axis, int):
+        raise context.error(call.node, f"the axis must be a constant: {ast.unparse(call.node)}")
+    limit = 2**31 - 1 if axis == 0 else 65535
+    if context.grid is not None:
+        limit = context.grid[axis] if axis < len(context.grid) else 1
+    index = context.math.symbol(("program_id", axis), 0, limit - 1)
+    return Folded(call.rebuild(), values.integer(index, "int32", ()))
+
+
+def _num_programs(call: Call, context: Context) -> Folded:
+    axis = call.constant(0, "axis")
+    if not isinstance(axis, int):
+        raise context.error(call.node, f"the axis must be a constant: {ast.unparse(call.node)}")
+    if context.grid is None:
+        index = context.math.symbol(("num_programs", axis), 1, 2**31 - 1)
+    else:
+        index = sympy.Integer(context.grid[axis] if axis < len(context.grid) else 1)
+    return Folded(call.rebuild(), values.integer(index, "int32", ()))
+
+
+def _arange(call: Call, context: Context) -> Folded:
+    low, high = call.constant(0, "start"), call.constant(1, "end")
+    if not (isinstance(low, int) and isinstance(high, int)):
+        return call.gives("int32", None, context.math.unknown("int32"))
+    index = context.math.symbol(("arange", low, high), low, high - 1)
+    # A block of one element is still a block.
+    value = values.integer(index, "int32", (high - low,))
+    return Folded(call.rebuild(), value)
+
+
+def _zeros(call: Call, context: Context) -> Folded:
+    return _block(call, context, call.argument(1, "dtype"))
+
+
+def _full(call: Call, context: Context) -> Folded:
+    return _block(call, context, call.argument(2, "dtype"))
+
+
+def _block(call: Call, context: Context, dtype: Folded | None) -> Folded:
+    shape = call.constant(0, "shape")
+    name = values.dtype_of(dtype.value) if dtype is not None else None
+    index = context.math.unknown(name) if name in INT_RANGES and name is not None else None
+    return call.gives(name, shape if isinstance(shape, tuple) else None, index)
+
+
+def _load(call: Call, context: Context) -> Folded:
+    pointer = call.args[0].value
+    name = pointer.pointee
+    index = context.math.unknown(name) if name in INT_RANGES and name is not None else None
+    call = call.without_true_mask(1, (1, 2), ("mask", "other"), context)
+    return call.gives(name, pointer.shape, index)
+
+
+def _store(call: Call, context: Context) -> Folded:
+    return call.without_true_mask(2, (2,), ("mask",), context).unknown()
+
+
+def _where(call: Call, context: Context) -> Folded:
+    if len(call.args) != 3:
+        return call.unknown()
+    condition = call.args[0]
+    yes, no = (Folded(arg.node, values.tensor_of(arg.value)) for arg in call.args[1:])
+    branches = values.broadcast(yes.value.shape, no.value.shape)
+    shape = values.broadcast(condition.value.shape, branches)
+    dtype = values.result_dtype(yes.value, no.value)
+    index = None
+    if yes.value.index is not None and no.value.index is not None and dtype in INT_RANGES:
+        index = context.math.hull(yes.value.index, no.value.index)
+    value = Value(dtype=dtype, shape=shape, index=index, runtime=True)
+    if index is not None and dtype is not None:
+        value = values.integer(index, dtype, shape)
+    if condition.value.known:
+        chosen = yes if condition.value.const else no
+        if replaces(chosen.value, value):
+            return chosen
+    return Folded(call.rebuild(), value)
+
+
+def _cast_function(call: Call, context: Context) -> Folded:
+    return cast(call, context, call.args[0], call.argument(1, "dtype"))
+
+
+def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) -> Folded:
+    """`x.to(dtype)` or `tl.cast(x, dtype)`: dropped where x has that type already."""
+    name = values.dtype_of(dtype.value) if dtype is not None else None
+    if name is not None and operand.value.dtype == name and not operand.value.weak:
+        return operand
+    if name not in INT_RANGES or name is None:
+        return call.gives(name, operand.value.shape)
+    index = operand.value.index
+    if index is None or not operand.value.is_int or "bitcast" in call.keywords:
+        return call.gives(name, operand.value.shape, context.math.unknown(name))
+    return Folded(
+        call.rebuild(), values.integer(context.math.fit(index, name), name, operand.value.shape)
+    )
+
+
+def _same(call: Call, context: Context) -> Folded:
+    """A hint about its first argument."""
+    return Folded(call.rebuild(), call.args[0].value)
+
+
+def _elementwise(call: Call, context: Context) -> Folded:
+    value = call.args[0].value
+    return call.gives(value.dtype if not value.weak else None, value.shape)
+
+
+def _clamp(call: Call, context: Context) -> Folded:
+    """Between two numbers; Triton widens the narrow floats."""
+    value, bounds = call.args[0].value, call.args[1:3]
+    if len(bounds) < 2 or not all(bound.value.literal for bound in bounds):
+        return call.unknown()
+    return call.gives("float32" if value.dtype == "float32" else None, value.shape)
+
+
+def _reshape(call: Call, context: Context) -> Folded:
+    shape = _shape_arguments(call)
+    return call.gives(call.args[0].value.dtype, shape)
+
+
+def _shape_arguments(call: Call) -> Shape | None:
+    """The shape given as one tuple or as separate numbers."""
+    whole = call.constant(1, "shape")
+    parts = whole if isinstance(whole, tuple) else tuple(arg.value.const for arg in call.args[1:])
+    return parts if parts and all(type(part) is int for part in parts) else None
+
+
+def _permute(call: Call, context: Context) -> Folded:
+    value = call.args[0].value
+    order = _shape_arguments(call)
+    if value.shape is None or (order is not None and len(order) != len(value.shape)):
+        return call.gives(value.dtype, None)
+    if order is None:
+        if len(call.args) > 1 or len(value.shape) != 2:
+            return call.gives(value.dtype, None)
+        order = (1, 0)
+    return call.gives(value.dtype, tuple(value.shape[axis] for axis in order))
+
+
+def _split(call: Call, context: Context) -> Folded:
+    value = call.args[0].value
+    shape = value.shape[:-1] if value.shape else None
+    half = Value(dtype=value.dtype, shape=shape, runtime=True)
+    return Folded(call.rebuild(), Value(items=(half, half), runtime=True))
+
+
+def _join(call: Call, context: Context) -> Folded:
+    left, right = call.args[0].value, call.args[1].value
+    shape = values.broadcast(left.shape, right.shape)
+    dtype = left.dtype if left.dtype == right.dtype else None
+    return call.gives(dtype, None if shape is None else (*shape, 2))
+
+
+def _broadcast_to(call: Call, context: Context) -> Folded:
+    return call.gives(call.args[0].value.dtype, _shape_arguments(call))
+
+
+def _reduce(call: Call, context: Context) -> Folded:
+    """A reduction; its element type is the operand's where Triton does not widen it."""
+    value, axis = call.args[0].value, call.constant(1, "axis")
+    dtype = value.dtype if value.dtype in ("float32", "int32", "int64") else None
+    keeps = call.keywords.get("keep_dims")
+    shape = value.shape
+    if shape is None or not isinstance(axis, int) or keeps is not None or len(call.keywords) > 1:
+        return call.gives(dtype, None)
+    axis %= len(shape)
+    index = context.math.unknown(dtype) if dtype in INT_RANGES and dtype is not None else None
+    return call.gives(dtype, shape[:axis] + shape[axis + 1 :], index)
+
+
+def _dot(call: Call, context: Context) -> Folded:
+    left, right = call.args[0].value.shape, call.args[1].value.shape
+    accumulator = call.argument(2, "acc")
+    dtype = accumulator.value.dtype if accumulator is not None else None
+    if left is None or right is None:
+        return call.gives(dtype, accumulator.value.shape if accumulator is not None else None)
+    return call.gives(dtype, (*left[:-1], right[-1]))
+
+
+def _descriptor(call: Call, context: Context) -> Folded:
+    shape = call.constant(3, "block_shape")
+    name = call.args[0].value.pointee if call.args else None
+    known = shape if isinstance(shape, tuple) and name is not None else None
+    return call.gives(f"descriptor<{name}>", known)
+
+
+def descriptor_block(value: Value) -> Value:
+    """What loading through a descriptor gives."""
+    assert value.dtype is not None
+    name = value.dtype.removeprefix("descriptor<").removesuffix(">")
+    return Value(
+        dtype=name if name in values.DTYPE_NAMES else None, shape=value.shape, runtime=True
+    )
+
+
+def _atomic(call: Call, context: Context) -> Folded:
+    name = call.args[0].value.pointee
+    index = context.math.unknown(name) if name in INT_RANGES and name is not None else None
+    return call.gives(name, call.args[0].value.shape, index)
+
+
+METHODS: dict[str, Rule] = {
+    "reshape": _reshape,
+    "permute": _permute,
+    "trans": _permute,
+    "split": _split,
+    "sum": _reduce,
+    "broadcast_to": _broadcast_to,
+}
+FUNCTIONS: dict[str, Rule] = {
+    **METHODS,
+    "max": _reduce,
+    "min": _reduce,
+    "minimum": _minimum,
+    "maximum": _maximum,
+    "constexpr": _constexpr,
+    "cdiv": _cdiv,
+    "next_power_of_2": _next_power_of_2,
+    "program_id": _program_id,
+    "num_programs": _num_programs,
+    "arange": _arange,
+    "zeros": _zeros,
+    "full": _full,
+    "load": _load,
+    "store": _store,
+    "where": _where,
+    "cast": _cast_function,
+    "clamp": _clamp,
+    "join": _join,
+    "dot": _dot,
+    "make_tensor_descriptor": _descriptor,
+    "atomic_add": _atomic,
+    **dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), _same),
+    **dict.fromkeys(
+        ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "abs", "sigmoid"), _elementwise
+    ),
+}

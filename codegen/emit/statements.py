@@ -1,0 +1,260 @@
+"""Evaluation of straight-line statements: assignments, assertions, assumptions, returns."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Sequence
+
+from tilewright.codegen.emit import values
+from tilewright.codegen.emit.expressions import BUILTIN_NAMES, Folder
+from tilewright.codegen.emit.rules import Folded
+from tilewright.codegen.emit.source import External, JitFunction, Library
+from tilewright.codegen.emit.values import NOTHING, TL, constant, literal
+
+RESERVED_NAMES = BUILTIN_NAMES | {"tl", "triton", "math", "libdevice"}
+
+
+class StatementEvaluator(Folder):
+    """Evaluates statements in order; what is left of them is appended to `body`."""
+
+    def __init__(self, library: Library, grid: tuple[int, ...] | None) -> None:
+        super().__init__(library, grid)
+        self.body: list[ast.stmt] = []
+        self.used: set[str] = set(RESERVED_NAMES)
+        self.stack: list[JitFunction] = []
+        self.returned: Folded | None = None
+        self.root: ast.expr | None = None
+
+    def _block(self, statements: Sequence[ast.stmt]) -> bool:
+        """Evaluate statements in order; True where a `return` ended them."""
+        for index, statement in enumerate(statements):
+            if index == 0 and _is_docstring(statement):
+                continue
+            if self._statement(statement):
+                return True
+        return False
+
+    def _statement(self, node: ast.stmt) -> bool:
+        rule = getattr(self, f"_do_{type(node).__name__.lower()}", None)
+        if rule is None:
+            raise self.error(node, f"{type(node).__name__} is not supported in a kernel")
+        ended: bool = rule(node)
+        return ended
+
+    def _root(self, node: ast.expr) -> Folded:
+        """Fold the expression of a statement; calls in it may put statements before it."""
+        outer, self.root = self.root, node
+        folded = self.fold(node)
+        self.root = outer
+        return folded
+
+    def _do_pass(self, node: ast.Pass) -> bool:
+        return False
+
+    def _do_expr(self, node: ast.Expr) -> bool:
+        if isinstance(node.value, ast.Call):
+            callee = self.fold(node.value.func).value.const
+            if isinstance(callee, External) and callee.path == f"{TL}.static_assert":
+                self._static_assert(node.value)
+                return False
+            if isinstance(callee, External) and callee.path == f"{TL}.static_print":
+                return False
+            if isinstance(callee, External) and callee.path == f"{TL}.assume":
+                return self._assume(node.value)
+        folded = self._root(node.value)
+        if any(isinstance(part, ast.Call) for part in ast.walk(folded.node)):
+            self.body.append(ast.Expr(folded.node))
+        return False
+
+    def _static_assert(self, call: ast.Call) -> None:
+        self._require(call, call.args[0], call.args[1:])
+
+    def _require(self, node: ast.AST, test: ast.expr, message: Sequence[ast.expr]) -> None:
+        condition = self.fold(test).value
+        if not condition.known:
+            raise self.error(node, f"cannot be decided at emit time: {ast.unparse(test)}")
+        if not condition.const:
+            detail = f": {ast.unparse(message[0])}" if message else ""
+            raise self.error(node, f"static assertion failed: {ast.unparse(test)}{detail}")
+
+    def _assume(self, call: ast.Call) -> bool:
+        condition = self._root(call.args[0])
+        if not condition.value.known:
+            self.body.append(ast.Expr(ast.Call(self.fold(call.func).node, [condition.node], [])))
+            self._learn(condition.node, True)
+        return False
+
+    def _do_assert(self, node: ast.Assert) -> bool:
+        self._require(node, node.test, [node.msg] if node.msg else [])
+        return False
+
+    def _do_assign(self, node: ast.Assign) -> bool:
+        if len(node.targets) != 1:
+            raise self.error(node, "Triton has no chained assignment")
+        folded = self._root(node.value)
+        self._assign(node.targets[0], folded)
+        return False
+
+    def _do_annassign(self, node: ast.AnnAssign) -> bool:
+        if node.value is None or not isinstance(node.target, ast.Name):
+            raise self.error(node, f"not supported: {ast.unparse(node)}")
+        folded = self._root(node.value)
+        if not is_constexpr(node.annotation):
+            self._assign(node.target, folded)
+        elif folded.value.literal:
+            self.scope.bindings[node.target.id] = folded
+        else:
+            self._bind_constexpr(node.target.id, folded)
+        return False
+
+    def _bind_constexpr(self, name: str, folded: Folded) -> None:
+        """A constexpr whose value only Triton can tell, such as a dtype, keeps its line."""
+        printed = self._local(name)
+        annotation = literal(External(f"{TL}.constexpr"))
+        target = ast.Name(printed, ast.Store())
+        self.body.append(ast.AnnAssign(target, annotation, folded.node, simple=1))
+        self.scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), folded.value)
+
+    def _assign(self, target: ast.expr, folded: Folded) -> None:
+        if isinstance(target, ast.Name):
+            self._assign_name(target.id, folded)
+        elif isinstance(target, ast.Tuple):
+            self._assign_tuple(target, folded)
+        else:
+            raise self.error(target, f"only names may be assigned: {ast.unparse(target)}")
+
+    def _assign_name(self, name: str, folded: Folded) -> None:
+        value = values.tensor_of(folded.value)
+        if value.literal:  # None, a dtype or a string is no tensor: it stays a compile-time value
+            self.scope.bindings[name] = folded
+            return
+        printed = self._local(name)
+        if not (isinstance(folded.node, ast.Name) and folded.node.id == printed):
+            self.body.append(ast.Assign([ast.Name(printed, ast.Store())], stored(folded)))
+        self.scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), value)
+
+    def _assign_tuple(self, target: ast.Tuple, folded: Folded) -> None:
+        names = [item.id for item in target.elts if isinstance(item, ast.Name)]
+        if len(names) != len(target.elts):
+            raise self.error(target, f"only names may be assigned: {ast.unparse(target)}")
+        items = self._items(folded)
+        if items is not None and len(items) != len(names):
+            raise self.error(target, f"{len(items)} values for {len(names)} names")
+        if items is not None and not self._reads_own_targets(names, items):
+            for name, item in zip(names, items, strict=True):
+                self._assign_name(name, item)
+            return
+        printed: list[ast.expr] = [ast.Name(self._local(name), ast.Store()) for name in names]
+        self.body.append(ast.Assign([ast.Tuple(printed, ast.Store())], folded.node))
+        known = folded.value.items or (NOTHING,) * len(names)
+        for name, value in zip(names, known, strict=True):
+            node = ast.Name(self._local(name), ast.Load())
+            self.scope.bindings[name] = Folded(node, values.tensor_of(value))
+
+    def _items(self, folded: Folded) -> list[Folded] | None:
+        if not isinstance(folded.node, (ast.Tuple, ast.List)):
+            return None
+        return [Folded(item, self.facts.get(item, NOTHING)) for item in folded.node.elts]
+
+    def _reads_own_targets(self, names: list[str], items: list[Folded]) -> bool:
+        """Whether a later value reads a name that an earlier one assigns."""
+        earlier: set[str] = set()
+        for name, item in zip(names, items, strict=True):
+            if earlier & {part.id for part in ast.walk(item.node) if isinstance(part, ast.Name)}:
+                return True
+            earlier.add(self._local(name))
+        return False
+
+    def _do_augassign(self, node: ast.AugAssign) -> bool:
+        if not isinstance(node.target, ast.Name):
+            raise self.error(node, f"only names may be assigned: {ast.unparse(node)}")
+        name = node.target.id
+        load = ast.copy_location(ast.Name(name, ast.Load()), node)
+        sum_ = ast.copy_location(ast.BinOp(load, node.op, node.value), node)
+        folded = self._root(sum_)
+        printed = self._local(name)
+        shortens = (
+            isinstance(folded.node, ast.BinOp)
+            and type(folded.node.op) is type(node.op)
+            and isinstance(folded.node.left, ast.Name)
+            and folded.node.left.id == printed
+            and not folded.value.known
+        )
+        if not shortens:
+            self._assign_name(name, folded)
+            return False
+        assert isinstance(folded.node, ast.BinOp)
+        target = ast.Name(printed, ast.Store())
+        self.body.append(ast.AugAssign(target, node.op, folded.node.right))
+        self.scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), folded.value)
+        return False
+
+    def _do_return(self, node: ast.Return) -> bool:
+        if len(self.stack) > 1:
+            if self.scope.runtime_depth:
+                raise self.error(
+                    node, f"{self.scope.function}: a helper may only return at its end"
+                )
+            self.returned = self._constant(None) if node.value is None else self._root(node.value)
+            return True
+        if node.value is not None:
+            raise self.error(node, "a kernel returns nothing")
+        if self.scope.runtime_depth:
+            self.body.append(ast.Return())
+        return True
+
+    def _learn(self, test: ast.expr, truth: bool) -> None:
+        """Use a run-time condition that is known to hold (or not) from here on."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and truth:
+            for item in test.values:
+                self._learn(item, truth)
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+            return
+        left, right = (self.facts.get(item, NOTHING) for item in (test.left, test.comparators[0]))
+        if isinstance(test.comparators[0], ast.Constant) and type(test.comparators[0].value) is int:
+            right = constant(test.comparators[0].value)
+        comparison = values.COMPARE.get(type(test.ops[0]), ("", None))[0]
+        scalars = left.shape == () and right.shape == ()
+        if scalars and left.index is not None and right.index is not None and comparison:
+            self.math.assume(comparison, left.index, right.index, truth)
+
+    def _local(self, name: str) -> str:
+        """The printed name of a local variable of the current scope."""
+        renamed = self.scope.renamed
+        if name not in renamed:
+            renamed[name] = name if len(self.stack) == 1 else self._fresh(name)
+            self.used.add(renamed[name])
+        return renamed[name]
+
+    def _fresh(self, name: str) -> str:
+        number, candidate = 0, name
+        while candidate in self.used:
+            number += 1
+            candidate = f"{name}_{number}"
+        self.used.add(candidate)
+        return candidate
+
+    def _constant(self, value: object) -> Folded:
+        return Folded(literal(value), constant(value))
+
+
+def stored(folded: Folded) -> ast.expr:
+    """What is printed on the right of `=`: a known int32 or flag as its literal."""
+    value = folded.value
+    plain = value.known and not value.weak and value.shape == ()
+    if plain and value.dtype in ("int32", "int1"):
+        return literal(value.const)
+    return copy.copy(folded.node)
+
+
+def is_constexpr(annotation: ast.expr | None) -> bool:
+    return annotation is not None and ast.unparse(annotation).split(".")[-1] == "constexpr"
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

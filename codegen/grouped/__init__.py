@@ -1,0 +1,1 @@
+"""Grouped GEMMs and their quantisers: problems, specs, plans."""

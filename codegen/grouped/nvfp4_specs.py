@@ -1,0 +1,147 @@
+"""NVFP4: problems, configs and specs of the `grouped_nvfp4` and `quantize_nvfp4` templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.grouped.specs import GemmConfig, make_spec, search_steps
+from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+
+
+@dataclass(frozen=True)
+class Nvfp4Problem:
+    """The static part of a `grouped_matmul_dynamic_scaled_nvfp4` call; strides in bytes."""
+
+    num_experts: int
+    max_groups: int
+    rows: int
+    inner: int
+    a_stride: int
+    b_expert_stride: int
+    b_stride: int
+    out_dtype: str = "bf16"
+    index_types: tuple[str, str, str] = ("i32", "i32", "i32")
+
+
+# Rows per group up to which weights stand on the M side.
+SWAPPED_ROWS = 64
+
+
+def nvfp4_config(problem: Nvfp4Problem, num_rows: int, target: Target) -> GemmConfig:
+    """Tiles by the rows that a group gets on average."""
+    rows = cdiv(num_rows, problem.max_groups)
+    scaled = "block_scaled_mma" in target.features
+    wide = 256 if scaled else 128
+    if rows <= SWAPPED_ROWS:
+        block_m = min(max(next_power_of_2(rows), 16), 64)
+        return GemmConfig(block_m, 128, wide, True, 4, 4)
+    if scaled:
+        return GemmConfig(128, 128, wide, False, 8, 5, flatten=True, warp_specialize=True)
+    return GemmConfig(128, 128, wide, False, 8, 3)
+
+
+def nvfp4_spec(
+    problem: Nvfp4Problem, config: GemmConfig, target: str, *, block_scaled: bool
+) -> KernelSpec:
+    """block_scaled: the target's tensor core multiplies NVFP4 itself."""
+    offsets, deltas, ids = problem.index_types
+    signature = {
+        "a_ptr": "*u8",
+        "b_ptr": "*u8",
+        "a_scales_ptr": "*fp8e4nv",
+        "b_scales_ptr": "*fp8e4nv",
+        "offsets_ptr": f"*{offsets}",
+        "deltas_ptr": f"*{deltas}",
+        "expert_ids_ptr": f"*{ids}",
+        "expert_scales_ptr": "*fp32",
+        "out_ptr": f"*{problem.out_dtype}",
+        "num_rows": "i32",
+        "num_scale_blocks": "i32",
+        "num_groups": "i32",
+    }
+    return KernelSpec.make(
+        "grouped.nvfp4",
+        "grouped_nvfp4",
+        {
+            "GROUPS": next_power_of_2(problem.max_groups),
+            "NUM_EXPERTS": problem.num_experts,
+            "ROWS_OUT": problem.rows,
+            "INNER": problem.inner,
+            "A_STRIDE": problem.a_stride,
+            "B_EXPERT_STRIDE": problem.b_expert_stride,
+            "B_STRIDE": problem.b_stride,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "SWAPPED": config.swapped,
+            "BLOCK_SCALED": block_scaled,
+            "FLATTEN": config.flatten,
+            "WARP_SPECIALIZE": config.warp_specialize,
+            "SEARCH_STEPS": search_steps(config, problem.max_groups),
+        },
+        signature,
+        divisible16=["a_ptr", "b_ptr", "a_scales_ptr", "b_scales_ptr", "out_ptr"],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+    )
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """The static part of a `quantize_nvfp4` call. num_groups, offsets_dtype: None for one group."""
+
+    dtype: str
+    inner: int
+    x_stride: int
+    num_groups: int | None = None
+    offsets_dtype: str | None = None
+    tensor_scales: bool = False
+    unaligned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Columns of a program, a multiple of 64, and the rows it takes at a time, of its 128."""
+
+    block_r: int = 32
+    block_c: int = 256
+    num_warps: int = 4
+
+
+def quantize_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
+    groups = 1 if problem.num_groups is None else problem.num_groups
+    offsets = problem.offsets_dtype
+    return make_spec(
+        "grouped.quantize_nvfp4",
+        "quantize_nvfp4",
+        {
+            "NUM_GROUPS": groups,
+            "GROUPS": next_power_of_2(groups),
+            "INNER": problem.inner,
+            "X_STRIDE": problem.x_stride,
+            "BLOCK_R": config.block_r,
+            "BLOCK_C": config.block_c,
+        },
+        {
+            "x_ptr": f"*{problem.dtype}",
+            "offsets_ptr": None if offsets is None else f"*{offsets}",
+            "tensor_scales_ptr": "*fp32" if problem.tensor_scales else None,
+            "packed_ptr": "*u8",
+            "scales_ptr": "*fp8e4nv",
+            "num_rows": "i32",
+        },
+        problem.unaligned,
+        config.num_warps,
+        1,
+        target,
+    )
+
+
+def quantize_grid(
+    problem: QuantizeProblem, config: QuantizeConfig, num_blocks: int
+) -> tuple[int, int]:
+    """num_blocks: of 128 rows, in the scale space."""
+    return (num_blocks, cdiv(problem.inner, config.block_c))

@@ -1,0 +1,1 @@
+"""The templates of grouped GEMMs and of their quantisers."""

@@ -1,0 +1,348 @@
+"""The two expert GEMMs for few rows per expert and weights of 4-bit codes, read as they lie.
+
+As `moe_gemm` with SWAPPED, but a weight reaches the tensor core without leaving the thread that
+loaded it: K goes in the order in which words of eight codes give it, and the rows of tokens, the
+smaller tile, are put into the same order (`qkv_codes` says how). E2M1 codes meet their scales
+before the product, exactly; int4 codes are multiplied as they are and their scales meet the sums of
+a group.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.grouped.templates.gemm import (
+    add_row_bias,
+    clear_rows,
+    expert_tiles,
+    group_tiles,
+    tile_place,
+)
+from tilewright.codegen.moe.templates.gemm import activate
+from tilewright.codegen.qkv.templates.projection import part_of
+from tilewright.codegen.templates.codes import code_unit
+from tilewright.codegen.templates.expert_weights import (
+    e2m1_codes,
+    e2m1_unit,
+    int4_codes,
+    place_in_order,
+    rows_in_order,
+)
+
+
+@triton.jit
+def multiply_codes(
+    words, x, scales, accumulator, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+    RUN: tl.constexpr, SWAPPED: tl.constexpr, SPLIT: tl.constexpr, X_IN_ORDER: tl.constexpr,
+):  # fmt: skip
+    """accumulator + x [tokens, K] times the weights of words [rows, K / 8]; accumulator: [rows,
+    tokens] where SWAPPED, else [tokens, rows]. scales: see `load_scales`. SPLIT > 1: rows and
+    tokens are those of so many products, one after the other; accumulator [SPLIT, rows, tokens]."""
+    if not X_IN_ORDER:
+        x = rows_in_order(x, RUN)
+    if SPLIT > 1:
+        TOKENS: tl.constexpr = x.shape[0] // SPLIT
+        ROWS: tl.constexpr = words.shape[0] // SPLIT
+        K: tl.constexpr = x.shape[1]
+        x = tl.permute(tl.reshape(x, (SPLIT, TOKENS, K)), (0, 2, 1))
+    if FORMAT == "int4":
+        codes = int4_codes(words, DTYPE, RUN, SWAPPED)
+        scale = scales * code_unit(DTYPE)
+        if SPLIT > 1:
+            product = tl.dot(tl.reshape(codes, (SPLIT, ROWS, K)), x)
+            accumulator += product * tl.reshape(scale, (SPLIT, ROWS, 1))
+        elif SWAPPED:
+            accumulator += tl.dot(codes, x.T) * scale
+        else:
+            accumulator += tl.dot(x, codes) * scale.T
+    else:
+        codes = e2m1_codes(words, scales, DTYPE, FORMAT, RUN, SWAPPED)
+        if SPLIT > 1:
+            accumulator = tl.dot(tl.reshape(codes, (SPLIT, ROWS, K)), x, accumulator)
+        elif SWAPPED:
+            accumulator = tl.dot(codes, x.T, accumulator)
+        else:
+            accumulator = tl.dot(x, codes, accumulator)
+    return accumulator
+
+
+@triton.jit
+def load_scales(
+    row_ptrs, row_mask, first, K: tl.constexpr, PART_K: tl.constexpr, FORMAT: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """Scales of PART_K columns from the first-th part on, one part for each row. E2M1: [rows, 4]
+    integers with those of a quarter of the columns each; int4, whose groups are the parts: fp32
+    [rows, 1]. FULL: all rows and columns are there."""
+    WIDTH: tl.constexpr = 1 if FORMAT == "int4" else 4
+    places = (first * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    if FULL:
+        values = tl.load(row_ptrs[:, None] + places)
+    else:
+        mask = row_mask[:, None] & (places < WIDTH * K // PART_K)
+        values = tl.load(row_ptrs[:, None] + places, mask=mask, other=0)
+    if FORMAT == "int4":
+        values = values.to(tl.float32)
+    return values
+
+
+@triton.jit
+def multiply_tile(
+    x_rows, row_mask, word_rows, scale_rows, weight_mask,
+    K: tl.constexpr, FULL_ROWS: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_K: tl.constexpr, PART_K: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr,
+    SPLIT: tl.constexpr, X_IN_ORDER: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times rows of weights, fp32 [rows of x, rows of weights], turned where SWAPPED.
+
+    x_rows, word_rows, scale_rows: pointers. SPLIT > 1: each of so many warps has columns of its own
+    of a step, and what it takes of a row is a row of those: the rows come SPLIT times, warp by
+    warp. PART_K: columns that are unpacked and multiplied together, of BLOCK_K that are loaded
+    together. RUN: see `rows_in_order`. FULL_ROWS: weight_mask is true.
+    """
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    # int4's scales take 40 registers less where they are loaded with a mask.
+    FULL_SCALES: tl.constexpr = EVEN and FULL_ROWS and (SPLIT > 1 or FORMAT != "int4")
+    OWN_K: tl.constexpr = BLOCK_K // SPLIT
+    PARTS: tl.constexpr = OWN_K // PART_K
+    WIDTH: tl.constexpr = word_rows.shape[0] // SPLIT
+    ROWS: tl.constexpr = x_rows.shape[0] // SPLIT
+    if SPLIT > 1:
+        accumulator = tl.zeros((SPLIT, WIDTH, ROWS), tl.float32)
+    elif SWAPPED:
+        accumulator = tl.zeros((WIDTH, ROWS), tl.float32)
+    else:
+        accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
+    weight_first = tl.arange(0, SPLIT * WIDTH) // WIDTH * OWN_K
+    x_first = tl.arange(0, SPLIT * ROWS) // ROWS * OWN_K
+    for step in range(STEPS):
+        word_columns = tl.arange(0, OWN_K // 8)[None, :]
+        word_columns += (step * BLOCK_K + weight_first)[:, None] // 8
+        x_columns = (step * BLOCK_K + x_first)[:, None] + tl.arange(0, OWN_K)[None, :]
+        x_mask = row_mask[:, None]
+        if EVEN and FULL_ROWS:
+            words = tl.load(word_rows[:, None] + word_columns, eviction_policy="evict_first")
+        else:
+            word_mask = weight_mask[:, None]
+            if not EVEN:
+                word_mask = word_mask & (word_columns < K // 8)
+            words = tl.load(
+                word_rows[:, None] + word_columns, mask=word_mask, other=0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+        if not EVEN:
+            x_mask = x_mask & (x_columns < K)
+        # A step ahead: what a load needs here is not staged in shared memory.
+        for part in tl.static_range(PARTS):
+            first = (step * BLOCK_K + weight_first) // PART_K + part
+            scales = load_scales(scale_rows, weight_mask, first, K, PART_K, FORMAT, FULL_SCALES)
+            if part == 0:
+                x = tl.load(x_rows[:, None] + x_columns, mask=x_mask, other=0.0)
+            accumulator = multiply_codes(
+                part_of(words, part, PARTS), part_of(x, part, PARTS), scales, accumulator,
+                FORMAT, DTYPE, RUN, SWAPPED, SPLIT, X_IN_ORDER,
+            )  # fmt: skip
+    if SPLIT > 1:
+        accumulator = tl.sum(accumulator, axis=0)
+    if FORMAT != "int4":
+        accumulator *= e2m1_unit(DTYPE, FORMAT)
+    return accumulator
+
+
+@triton.jit
+def route_place(tile, ids_ptr, NUM_EXPERTS: tl.constexpr, TILES_N: tl.constexpr):
+    """What `tile_place` gives, where every route is a block of rows and they are not sorted."""
+    route = tile // TILES_N
+    expert = tl.load(ids_ptr + route).to(tl.int32)
+    placed = (expert >= 0) & (expert < NUM_EXPERTS)
+    return tl.where(placed, expert, 0), route, route + placed.to(tl.int32), tile % TILES_N
+
+
+@triton.jit
+def moe_up_codes(
+    x_ptr, ids_ptr, order_ptr, ends_ptr, weight_ptr, gate_scale_ptr, up_scale_ptr,
+    gate_factor_ptr, up_factor_ptr, gate_bias_ptr, up_bias_ptr, hidden_ptr, distance,
+    num_routes, NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, UP_FIRST: tl.constexpr,
+    FORMAT: tl.constexpr, PART_K: tl.constexpr,
+    GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, HIDDEN_STEP: tl.constexpr, HIDDEN_RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """hidden [routes, INNER] as `moe_up` makes it. Grid of any size.
+
+    weight and scales: words of eight codes, strides (of scales: expert, row, column) and distance
+    count words (of E2M1's scales: of PART_K / 4 columns). PART_K: columns that are unpacked and
+    multiplied together, of BLOCK_K that are loaded together. RUN: see `rows_in_order`. HIDDEN_STEP:
+    the columns of hidden go in order for steps of that many and HIDDEN_RUN; 0: as they are.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    tile_rows = tl.arange(0, SPLIT * WIDTH) % WIDTH
+    if GATED:
+        # A thread of the tensor core has rows r and r + 8 of the product: gate and up of a column.
+        within = tile_rows // 16 * 8 + tile_rows % 8
+        is_upper = tile_rows // 8 % 2 == 1
+    else:
+        within = tile_rows
+        is_upper = tile_rows < 0
+    if ids_ptr is None:
+        start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+        num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    else:
+        num_tiles = num_routes * TILES_N
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        if ids_ptr is None:
+            expert, first_row, last_row, tile_n = tile_place(
+                tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+            )
+        else:
+            expert, first_row, last_row, tile_n = route_place(tile, ids_ptr, NUM_EXPERTS, TILES_N)
+        x_places = first_row + tl.arange(0, SPLIT * BLOCK_M) % BLOCK_M
+        routes = x_places
+        if order_ptr is not None:
+            routes = tl.load(order_ptr + x_places, mask=x_places < last_row, other=0)
+        x_rows = x_ptr + (routes // NUM_SLOTS).to(tl.int64) * X_STRIDE
+        columns = tile_n * BLOCK_N + within
+        weight_mask = columns < INNER
+        if INTERLEAVED:
+            offsets = (2 * columns + is_upper.to(tl.int32)) * ROW_STRIDE
+        else:
+            offsets = columns * ROW_STRIDE + tl.where(is_upper, distance, 0)
+        word_rows = weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + offsets
+        # Scales of gate's rows and of up's may lie in different tensors.
+        scale_rows = (
+            gate_scale_ptr + expert * GATE_SCALE_STRIDES[0] + columns * GATE_SCALE_STRIDES[1]
+        )
+        if GATED:
+            upper = up_scale_ptr + expert * UP_SCALE_STRIDES[0] + columns * UP_SCALE_STRIDES[1]
+            if UP_FIRST:
+                scale_rows = tl.where(is_upper, scale_rows, upper)
+            else:
+                scale_rows = tl.where(is_upper, upper, scale_rows)
+        # Not after the product, where nothing hides their latency.
+        if gate_factor_ptr is not None:
+            gate_factor = tl.load(gate_factor_ptr + expert)
+        if up_factor_ptr is not None:
+            up_factor = tl.load(up_factor_ptr + expert)
+        accumulator = multiply_tile(
+            x_rows, x_places < last_row, word_rows, scale_rows, weight_mask,
+            HIDDEN, INNER % BLOCK_N == 0, FORMAT, DTYPE, BLOCK_K, PART_K, RUN, SWAPPED, SPLIT,
+            False,
+        )  # fmt: skip
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = out_columns < INNER
+        if GATED:
+            if SWAPPED:
+                accumulator = tl.trans(accumulator)
+            both = tl.reshape(accumulator, (BLOCK_M, BLOCK_N // 8, 2, 8))
+            gate, up = tl.split(tl.permute(both, (0, 1, 3, 2)))
+            gate = tl.reshape(gate, (BLOCK_M, BLOCK_N))
+            up = tl.reshape(up, (BLOCK_M, BLOCK_N))
+            if UP_FIRST:
+                gate, up = up, gate
+            if up_factor_ptr is not None:
+                up *= up_factor
+            up = add_row_bias(
+                up, up_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[2], BIAS_STRIDES[3]
+            )
+        else:
+            if SWAPPED:
+                accumulator = tl.trans(accumulator)
+            gate = accumulator
+            up = accumulator
+        if gate_factor_ptr is not None:
+            gate *= gate_factor
+        gate = add_row_bias(
+            gate, gate_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
+        )
+        value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
+        places = out_columns
+        if HIDDEN_STEP > 0:
+            places = place_in_order(out_columns, HIDDEN_STEP, HIDDEN_RUN)
+        tl.store(
+            hidden_ptr + rows.to(tl.int64)[:, None] * INNER + places[None, :],
+            value.to(hidden_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )
+
+
+@triton.jit
+def moe_down_codes(
+    x_ptr, ids_ptr, order_ptr, ends_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    FORMAT: tl.constexpr, PART_K: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr, X_IN_ORDER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """y [num_rows, HIDDEN] as `grouped_gemm` makes it, also without order_ptr; group g's weight is
+    its own. Grid of any size. Strides as in `moe_up_codes`; X_IN_ORDER: that one wrote its result
+    in order."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    if ids_ptr is not None:
+        num_tiles = num_rows * TILES_N
+    elif order_ptr is None:
+        start, end, blocks, idle, _ = group_tiles(
+            ends_ptr, None, num_rows, NUM_EXPERTS, EXPERTS, NUM_EXPERTS, BLOCK_M
+        )
+        num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    else:
+        start, end, blocks = expert_tiles(ends_ptr, NUM_EXPERTS, EXPERTS, BLOCK_M)
+        num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        if ids_ptr is None:
+            expert, first_row, last_row, tile_n = tile_place(
+                tile, start, end, blocks, EXPERTS, BLOCK_M, TILES_N
+            )
+        else:
+            expert, first_row, last_row, tile_n = route_place(tile, ids_ptr, NUM_EXPERTS, TILES_N)
+        x_places = first_row + tl.arange(0, SPLIT * BLOCK_M) % BLOCK_M
+        x_rows = x_ptr + x_places.to(tl.int64) * X_STRIDE
+        weight_rows = tile_n * BLOCK_N + tl.arange(0, SPLIT * BLOCK_N) % BLOCK_N
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        # Not after the product, where nothing hides their latency.
+        places = rows
+        if order_ptr is not None:
+            places = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + expert)
+        accumulator = multiply_tile(
+            x_rows, x_places < last_row,
+            weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + weight_rows * ROW_STRIDE,
+            scale_ptr + expert * SCALE_STRIDES[0] + weight_rows * SCALE_STRIDES[1],
+            weight_rows < HIDDEN, INNER, HIDDEN % BLOCK_N == 0, FORMAT, DTYPE, BLOCK_K, PART_K, RUN,
+            SWAPPED, SPLIT, X_IN_ORDER,
+        )  # fmt: skip
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = columns < HIDDEN
+        if SWAPPED:
+            accumulator = tl.trans(accumulator)
+        if factor_ptr is not None:
+            accumulator *= factor
+        value = add_row_bias(
+            accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
+        )
+        tl.store(
+            y_ptr + places.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
+            value.to(y_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )
+    if order_ptr is None and ids_ptr is None:
+        clear_rows(y_ptr, start, end, idle, EXPERTS, HIDDEN, BLOCK_M, BLOCK_N)

@@ -1,0 +1,227 @@
+"""Grouped GEMM over rows sorted by expert, and how a tile finds its rows: what the kernels of a
+mixture share.
+
+`grouped_gemm` alone is `grouped_matmul`, whose rows stay where they are; as the second GEMM of a
+mixture it stores each row at its route's own place, so that a token's rows lie together.
+
+Persistent. A tile finds its expert by comparing its number with the running sums of all experts'
+tiles at once: no schedule is built beforehand, and an expert without rows costs nothing. Tiles of
+one expert follow each other, its row blocks innermost, so that a weight is read once.
+
+SWAPPED puts weight rows on the tensor core's M side: for few rows per expert, where the time is
+that of streaming the weights.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.expert_weights import block_scales, dequantize_tile
+
+
+@triton.jit
+def expert_tiles(ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+                 BLOCK_M: tl.constexpr):  # fmt: skip
+    """(first row, one past the last row, row blocks) of every expert, each [EXPERTS]."""
+    experts = tl.arange(0, EXPERTS)
+    real = experts < NUM_EXPERTS
+    end = tl.load(ends_ptr + experts, mask=real, other=0)
+    start = tl.load(ends_ptr + experts - 1, mask=real & (experts > 0), other=0)
+    return start, end, tl.where(real, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+
+
+@triton.jit
+def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+               TILES_N: tl.constexpr):  # fmt: skip
+    """(expert, first row, one past the expert's last row, column tile) of one tile."""
+    last = tl.cumsum(blocks, axis=0) * TILES_N
+    expert = tl.sum((last <= tile).to(tl.int32), axis=0)
+    chosen = tl.arange(0, EXPERTS) == expert
+    own_blocks = tl.sum(tl.where(chosen, blocks, 0), axis=0)
+    within = tile - tl.sum(tl.where(chosen, last - blocks * TILES_N, 0), axis=0)
+    first = tl.sum(tl.where(chosen, start, 0), axis=0) + within % own_blocks * BLOCK_M
+    return expert, first, tl.sum(tl.where(chosen, end, 0), axis=0), within // own_blocks
+
+
+@triton.jit
+def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+                   TILES_N: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
+    """What `tile_place` gives, by a binary search in the first blocks that `moe_order` left behind
+    the ends: warps of Triton before 3.9 cannot be specialised around a reduction.
+
+    2 ** SEARCH_STEPS is at least NUM_EXPERTS.
+    """
+    block = tile // TILES_N
+    expert = tile * 0
+    for step in tl.static_range(SEARCH_STEPS):
+        later = expert + 2 ** (SEARCH_STEPS - 1 - step)
+        first = tl.load(ends_ptr + NUM_EXPERTS + later, mask=later < NUM_EXPERTS, other=2**31 - 1)
+        expert = tl.where(first <= block, later, expert)
+    first_block = tl.load(ends_ptr + NUM_EXPERTS + expert)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    own_blocks = (end - start + BLOCK_M - 1) // BLOCK_M
+    within = tile - first_block * TILES_N
+    return expert, start + within % own_blocks * BLOCK_M, end, within // own_blocks
+
+
+@triton.jit
+def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: tl.constexpr,
+                 STRIDE: tl.constexpr):  # fmt: skip
+    """values [rows, columns] + bias[expert, columns]; bias_ptr None: values."""
+    if bias_ptr is not None:
+        bias = tl.load(
+            bias_ptr + expert * EXPERT_STRIDE + columns * STRIDE, mask=column_mask, other=0.0
+        )
+        values += bias.to(tl.float32)[None, :]
+    return values
+
+
+@triton.jit
+def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+                NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """(first row, one past the last row, row blocks, blocks of rows without a weight, weight) of
+    every group, each [GROUPS].
+
+    expert_ids_ptr None: a group's weight is its own. Rows after the last end are one more group,
+    without a weight. Ends that are out of range reach no memory.
+    """
+    groups = tl.arange(0, GROUPS)
+    real = groups < NUM_GROUPS
+    end = tl.load(ends_ptr + groups, mask=real, other=0).to(tl.int32)
+    end = tl.where(real, tl.minimum(end, num_rows), num_rows)
+    after_one = (groups > 0) & (groups <= NUM_GROUPS)
+    start = tl.load(ends_ptr + groups - 1, mask=after_one, other=0).to(tl.int32)
+    start = tl.maximum(start, 0)
+    rows = tl.where(groups <= NUM_GROUPS, tl.maximum(end - start, 0), 0)
+    blocks = (rows + BLOCK_M - 1) // BLOCK_M
+    if expert_ids_ptr is None:
+        expert = groups
+        known = real
+    else:
+        expert = tl.load(expert_ids_ptr + groups, mask=real, other=-1).to(tl.int32)
+        known = (expert >= 0) & (expert < NUM_EXPERTS)
+    return start, end, tl.where(known, blocks, 0), tl.where(known, 0, blocks), expert
+
+
+@triton.jit
+def clear_rows(y_ptr, start, end, idle, GROUPS: tl.constexpr, HIDDEN: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Zeros in y's rows that have no weight: the `idle` row blocks of all groups."""
+    TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    num_idle = tl.sum(idle, axis=0) * TILES_N
+    for idle_tile in range(tl.program_id(0), num_idle, tl.num_programs(0)):
+        _, idle_row, idle_end, idle_n = tile_place(
+            idle_tile, start, end, idle, GROUPS, BLOCK_M, TILES_N
+        )
+        idle_rows = idle_row + tl.arange(0, BLOCK_M)
+        idle_columns = idle_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(
+            y_ptr + idle_rows.to(tl.int64)[:, None] * HIDDEN + idle_columns[None, :],
+            tl.zeros((BLOCK_M, BLOCK_N), y_ptr.dtype.element_ty),
+            mask=(idle_rows < idle_end)[:, None] & (idle_columns < HIDDEN)[None, :],
+        )
+
+
+@triton.jit
+def grouped_gemm(
+    x_ptr, order_ptr, ends_ptr, expert_ids_ptr, weight_ptr, scale_ptr, factor_ptr, bias_ptr, y_ptr,
+    num_rows,
+    NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, N_MAJOR: tl.constexpr,
+    FORMAT: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """y [num_rows, HIDDEN] = x [num_rows, INNER], rows sorted by group, times the weight
+    [HIDDEN, INNER] of each group's expert (N_MAJOR: stored [INNER, HIDDEN]). Grid of any size.
+
+    order_ptr: where each sorted row goes in y. None: it stays where it is, group g's weight is
+    expert_ids[g], and rows without a weight are zero.
+    GROUPS: a power of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS.
+    SEARCH_STEPS: with order_ptr, not 0 where warps are specialised; see searched_place.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    x_desc = tl.make_tensor_descriptor(x_ptr, [num_rows, INNER], [X_STRIDE, 1], [BLOCK_M, BLOCK_K])
+    if N_MAJOR:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr, [NUM_EXPERTS, INNER, HIDDEN], [EXPERT_STRIDE, ROW_STRIDE, 1],
+            [1, BLOCK_K, BLOCK_N],
+        )  # fmt: skip
+    else:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr, [NUM_EXPERTS, HIDDEN, INNER // PER_BYTE], [EXPERT_STRIDE, ROW_STRIDE, 1],
+            [1, BLOCK_N, BLOCK_K // PER_BYTE],
+        )  # fmt: skip
+    TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    if order_ptr is None:
+        start, end, blocks, idle, experts = group_tiles(
+            ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS, GROUPS, NUM_EXPERTS, BLOCK_M
+        )
+    else:
+        start, end, blocks = expert_tiles(ends_ptr, NUM_GROUPS, GROUPS, BLOCK_M)
+    num_tiles = tl.sum(blocks, axis=0) * TILES_N
+    for tile in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0),
+        flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
+    ):  # fmt: skip
+        if SEARCH_STEPS > 0:
+            expert, first_row, last_row, tile_n = searched_place(
+                tile, ends_ptr, NUM_GROUPS, BLOCK_M, TILES_N, SEARCH_STEPS
+            )
+        else:
+            expert, first_row, last_row, tile_n = tile_place(
+                tile, start, end, blocks, GROUPS, BLOCK_M, TILES_N
+            )
+        if expert_ids_ptr is not None:
+            expert = tl.sum(tl.where(tl.arange(0, GROUPS) == expert, experts, 0), axis=0)
+        if SWAPPED:
+            accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for column in range(0, INNER, BLOCK_K):
+            # Rows past the expert's last are another's; they are not stored.
+            x = x_desc.load([first_row, column])
+            if N_MAJOR:
+                weight = weight_desc.load([expert, column, tile_n * BLOCK_N])
+                weight = tl.reshape(weight, (BLOCK_K, BLOCK_N)).T
+            else:
+                weight = weight_desc.load([expert, tile_n * BLOCK_N, column // PER_BYTE])
+                weight = tl.reshape(weight, (BLOCK_N, BLOCK_K // PER_BYTE))
+            if FORMAT != "dense":
+                weight_rows = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+                scales = block_scales(
+                    scale_ptr + expert * SCALE_STRIDES[0], weight_rows, weight_rows < HIDDEN,
+                    column, INNER, BLOCK_K, SCALE_STRIDES, SCALE_BLOCK, FORMAT,
+                )  # fmt: skip
+                weight = dequantize_tile(
+                    weight, scales, BLOCK_N, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
+                )
+            if SWAPPED:
+                accumulator = tl.dot(weight, x.T, accumulator)
+            else:
+                accumulator = tl.dot(x, weight.T, accumulator)
+        if SWAPPED:
+            accumulator = tl.trans(accumulator)
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < last_row
+        places = rows
+        if order_ptr is not None:
+            places = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = columns < HIDDEN
+        if factor_ptr is not None:
+            accumulator *= tl.load(factor_ptr + expert)
+        value = add_row_bias(
+            accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
+        )
+        tl.store(
+            y_ptr + places.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
+            value.to(y_ptr.dtype.element_ty),
+            mask=row_mask[:, None] & column_mask[None, :],
+        )
+    if order_ptr is None:
+        clear_rows(y_ptr, start, end, idle, GROUPS, HIDDEN, BLOCK_M, BLOCK_N)

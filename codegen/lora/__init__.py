@@ -1,0 +1,1 @@
+"""LoRA shrink and expand: problems, specs, plans."""

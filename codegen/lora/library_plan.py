@@ -1,0 +1,181 @@
+"""When a library's product makes the shrink: one adapter of many rows.
+
+One matrix for all rows is what libraries are best at: what they lack is the planar output. The
+bounds are where the two took equal time on an H200, torch 2.11 (docs/lora-performance.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.lora.shrink_specs import ShrinkProblem
+from tilewright.codegen.lora.specs import lora_spec
+from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
+from tilewright.codegen.spec import Constant, KernelSpec
+
+LIBRARY_DTYPES = ("bf16", "fp16")
+# Elements that rows start at whole multiples of.
+ALIGNED = 8
+# Elements that a program of `lora_planes` copies.
+PLANE_ELEMENTS = 2048
+
+# Rows from which on a way is the fastest; before the first, and from "kernels" on, the kernels are.
+Steps = tuple[tuple[int, str], ...]
+# Steps by K from which on, and columns of all planes up to which.
+Bounds = dict[int, dict[int, Steps]]
+
+MOST_COLUMNS = 1 << 30
+#: Weights that lie on a stack.
+STACKED: Bounds = {
+    0: {
+        32: (),
+        64: ((1025, "batch"), (3585, "kernels")),
+        128: ((513, "batch"), (2561, "rows")),
+        256: ((129, "batch"), (3585, "rows")),
+        MOST_COLUMNS: ((65, "batch"), (3585, "rows")),
+    },
+    3072: {
+        32: ((5121, "rows"),),
+        64: ((1025, "batch"), (2049, "kernels"), (4097, "rows")),
+        128: ((257, "rows"), (513, "batch"), (1793, "rows")),
+        256: ((129, "rows"), (449, "batch"), (1793, "rows")),
+        MOST_COLUMNS: ((89, "rows"), (225, "batch"), (1793, "rows")),
+    },
+    5120: {
+        32: ((129, "rows"),),
+        64: ((65, "rows"),),
+        128: ((33, "rows"),),
+        256: ((17, "rows"),),
+        MOST_COLUMNS: ((9, "rows"), (897, "batch"), (1793, "rows")),
+    },
+    12288: {32: ((65, "rows"),), MOST_COLUMNS: ((9, "rows"),)},
+}
+#: Weights that lie apart, and are joined first.
+APART: Bounds = {
+    0: {
+        96: (),
+        256: ((2049, "rows"), (6145, "kernels")),
+        MOST_COLUMNS: ((4097, "rows"),),
+    },
+    3072: {
+        64: (),
+        96: ((1025, "rows"), (2049, "kernels")),
+        256: ((2049, "rows"),),
+        MOST_COLUMNS: ((1025, "rows"),),
+    },
+    5120: {
+        32: ((65, "rows"), (769, "kernels")),
+        64: ((65, "rows"), (3073, "kernels"), (6145, "rows")),
+        96: ((33, "rows"),),
+        128: ((33, "rows"), (385, "kernels"), (2049, "rows")),
+        192: ((129, "rows"),),
+        256: ((129, "rows"), (257, "kernels"), (1025, "rows")),
+        MOST_COLUMNS: ((65, "rows"),),
+    },
+}
+#: One weight alone.
+ALONE: Bounds = {
+    0: {32: ((3073, "plane"),), 64: ((1025, "plane"),), MOST_COLUMNS: ((449, "plane"),)},
+    3072: {32: ((4097, "plane"),), 64: ((769, "plane"),), MOST_COLUMNS: ((385, "plane"),)},
+    5120: {32: ((65, "plane"),), 64: ((33, "plane"),), MOST_COLUMNS: ((17, "plane"),)},
+}
+
+
+@dataclass(frozen=True)
+class LibraryShrink:
+    """One way to call a library, and the rows from which on it is taken.
+
+    way: "plane": one weight, the product is the plane; "batch": a product for each plane, straight
+    to its place; "rows": one product with q, k and v side by side, then `lora_planes`.
+    joined: the weights are copied side by side first.
+    """
+
+    way: str
+    joined: bool
+    least_rows: int
+
+    def __str__(self) -> str:
+        how = {
+            "plane": "one product",
+            "batch": "a batch of a product for each plane",
+            "rows": "one product, then planes",
+        }[self.way]
+        joined = ", weights joined before" if self.joined else ""
+        return f"{how}{joined}: faster from {self.least_rows} rows of one adapter on"
+
+
+def library_shrink(
+    problem: ShrinkProblem, stacked: bool, one_group: bool, num_rows: int
+) -> LibraryShrink | None:
+    """How a library makes a shrink of `num_rows` rows; None where the kernels are to.
+
+    stacked: the weights lie as rows, or columns, of one matrix. one_group: all groups of rows are
+    one.
+    """
+    if not _takes(problem, stacked, one_group):
+        return None
+    bounds = STACKED if stacked else APART
+    if stacked and problem.planes == 1:
+        bounds = ALONE
+    least, way = _step(bounds, problem.hidden, problem.planes * problem.rank, num_rows)
+    if way == "kernels":
+        return None
+    if problem.form.addressing != "single":
+        way = "rows"  # whose copy leaves rows of no group out
+    return LibraryShrink(way, not stacked, least)
+
+
+def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
+    """Whether the library computes the same, at its best speed."""
+    form = problem.form
+    one = form.addressing == "single" or (form.addressing == "groups" and one_group)
+    if not one or form.num_adapters != 1 or form.id_dtype is not None:
+        return False
+    if problem.dtype not in LIBRARY_DTYPES or set(problem.ranks) != {problem.rank}:
+        return False
+    steps = [problem.a_stride, problem.hidden, problem.rank]
+    for _, row, column in problem.weight_strides:
+        if column == 1:
+            steps.append(row)
+        elif row == 1 and stacked:
+            steps.append(column)
+        else:
+            return False
+    aligned = not {"a_ptr", "weight_ptr"} & set(problem.unaligned)
+    return aligned and not any(step % ALIGNED for step in steps)
+
+
+def _step(bounds: Bounds, hidden: int, columns: int, num_rows: int) -> tuple[int, str]:
+    """The last of the steps up to num_rows: (rows it begins at, way)."""
+    by_columns = bounds[max(least for least in bounds if least <= hidden)]
+    steps = next(steps for most, steps in by_columns.items() if columns <= most)
+    return max(((0, "kernels"), *(step for step in steps if step[0] <= num_rows)))
+
+
+def planes_spec(problem: ShrinkProblem, target: str) -> KernelSpec:
+    """`lora_planes` over the product of a problem."""
+    form = problem.form
+    constants: dict[str, Constant] = {
+        "N": problem.rank,
+        "PLANES": problem.planes,
+        "WIDTH": next_power_of_2(problem.rank),
+        "INCLUSIVE": form.inclusive,
+        "BLOCK_M": _block_m(problem),
+    }
+    arguments: dict[str, str | None] = {
+        "rows_ptr": f"*{problem.dtype}",
+        "offsets_ptr": form.pointers()["offsets_ptr"],
+        "out_ptr": f"*{problem.dtype}",
+        "num_rows": "i32",
+    }
+    return lora_spec(
+        "lora.planes", "lora_planes", constants, arguments, {}, problem.unaligned, 4, 1, target
+    )
+
+
+def planes_grid(problem: ShrinkProblem, num_rows: int) -> tuple[int, int]:
+    return cdiv(num_rows, _block_m(problem)), problem.planes
+
+
+def _block_m(problem: ShrinkProblem) -> int:
+    return max(PLANE_ELEMENTS // next_power_of_2(problem.rank), 1)

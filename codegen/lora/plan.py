@@ -1,0 +1,164 @@
+"""Which kernel a LoRA shrink or expand runs: by its rows, its columns and K.
+
+The bounds are where kernels of these tiles took equal time on an H200 (docs/lora-performance.md).
+"""
+
+from __future__ import annotations
+
+from tilewright.codegen.lora.expand_specs import ExpandConfig, ExpandProblem
+from tilewright.codegen.lora.shrink_specs import (
+    FewShrink,
+    RowShrink,
+    ShrinkConfig,
+    ShrinkProblem,
+    TiledShrink,
+    padded_rank,
+)
+from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
+from tilewright.codegen.targets import Target
+
+# Rows in any order up to which each program finds its own; more are sorted first.
+UNSORTED_ROWS = 512
+# Rows, and products in all, up to which a tensor core is not worth its way: twice as many products
+# for WIDE_COLUMNS of q, k and v together.
+SINGLE_ROWS = 64
+ROW_PRODUCTS = 1536 * 4096
+WIDE_COLUMNS = 96
+# Rows up to which a program has all of K, by columns up to which.
+FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
+FEW_ROWS_WIDE = 256
+# Rows by columns up to which the row kernel takes weights whose columns lie side by side.
+ACROSS_PRODUCTS = 1024
+# Rows up to which tiles have the columns of one plane of rank 64, and K is split.
+COLUMN_BLOCK_ROWS = 2048
+# Programs for each multiprocessor up to which K is split further.
+PROGRAMS_PER_SM = 2.2
+MAX_SPLIT = 4
+# What a program reads of K at least.
+LEAST_PART = 512
+# Rows up to which they are planned in powers of two, and in steps of which then.
+ROUND_ROWS = 4096
+ROWS_STEP = 512
+
+
+def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
+    """Whether so few rows and products go to the kernel without tensor cores."""
+    most = ROW_PRODUCTS * (2 if columns > WIDE_COLUMNS else 1)
+    return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= most
+
+
+def planned_rows(num_rows: int) -> int:
+    """The count that rows are planned as: few enough counts, as each asks for a plan."""
+    if num_rows <= ROUND_ROWS:
+        return next_power_of_2(max(num_rows, 1))
+    return cdiv(num_rows, ROWS_STEP) * ROWS_STEP
+
+
+def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig:
+    """The kernel for up to `num_rows` rows on a target."""
+    columns, hidden = problem.planes * problem.rank, problem.hidden
+    wide = columns > WIDE_COLUMNS
+    if any(stride != 1 for *_, stride in problem.weight_strides):
+        across = _plan_across(problem, num_rows, target)
+        if across is not None:
+            return across
+    if takes_row_kernel(num_rows, columns, hidden):
+        if num_rows * columns * hidden > ROW_PRODUCTS:
+            return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
+        return RowShrink(1, 1, min(next_power_of_2(hidden), 8192), 8)
+    if problem.dtype == "fp32":
+        return TiledShrink(16, 32, _split(problem, num_rows, 16, 1, target), 4, 2)
+    if num_rows <= _few_rows(columns):
+        if num_rows * columns <= 64 * 48:
+            return FewShrink(16, 8, 256, 4, 4, 3)
+        return FewShrink(16, 16, 128, 4, 4, 3)
+    if not wide:
+        # K in two where tiles are for half of the multiprocessors.
+        split = 2 if num_rows <= 32 * target.num_sms else 1
+        if columns > 64 and split == 2 and (num_rows <= 2048 or problem.form.num_adapters > 1):
+            # Two of them to a multiprocessor.
+            return TiledShrink(64, 64, split, 4, 4, (128,))
+        return TiledShrink(64, 128, split, 4, 3)
+    if num_rows <= COLUMN_BLOCK_ROWS:
+        rows = 32 if num_rows <= 512 and columns <= 192 else 64
+        split = _split(problem, num_rows, rows, cdiv(columns, 64), target)
+        return TiledShrink(rows, 128, split, 4, 3, (64,))
+    return _plan_many_rows(problem, num_rows, target)
+
+
+def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
+    """For weights whose columns lie side by side, not their K: the fewer programs share what is
+    read of a row of them, the better. None where that makes no difference."""
+    columns, hidden = problem.planes * problem.rank, problem.hidden
+    single = problem.dtype == "fp32"
+    if (single and takes_row_kernel(num_rows, columns, hidden)) or (
+        num_rows <= SINGLE_ROWS and num_rows * columns <= ACROSS_PRODUCTS
+    ):
+        return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
+    if single or num_rows > COLUMN_BLOCK_ROWS:
+        return None
+    split = _split(problem, num_rows, 64, cdiv(columns, 64), target)
+    return TiledShrink(64, 128, split, 4, 3, (64,))
+
+
+def _few_rows(columns: int) -> int:
+    return next((rows for most, rows in FEW_ROWS.items() if columns <= most), FEW_ROWS_WIDE)
+
+
+def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> TiledShrink:
+    """Of wide problems: the tiles that are through first, each kind with the time it takes where
+    all run at once."""
+    columns = problem.planes * problem.rank
+    if columns <= 128:
+        return TiledShrink(64, 64, 1, 4, 4, (128,))
+    if columns <= 192:
+        choices = {
+            TiledShrink(64, 64, 1, 4, 4, (128, 64)): 1.0,
+            TiledShrink(128, 64, 1, 8, 4, (128, 64)): 1.55,
+        }
+    elif columns <= 256:
+        return TiledShrink(64, 64, 1, 8, 4, (256,))
+    else:
+        choices = {TiledShrink(128, 64, 1, 8, 4, (128,)): 1.0}
+        if columns <= 384:
+            choices[TiledShrink(128, 64, 1, 8, 4, (128, 64))] = 1.35
+            choices[TiledShrink(64, 64, 1, 8, 3, (256, 128))] = 1.6
+
+    def time(config: TiledShrink) -> float:
+        return cdiv(_programs(problem, num_rows, config), target.num_sms) * choices[config]
+
+    return min(choices, key=time)
+
+
+def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int:
+    """About how many programs have work: half a tile of each adapter is empty."""
+    apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
+    tiles = cdiv(num_rows, config.block_m) + apart // 2
+    return tiles * cdiv(problem.planes * problem.rank, sum(config.widths))
+
+
+def _split(
+    problem: ShrinkProblem, num_rows: int, block_m: int, column_blocks: int, target: Target
+) -> int:
+    """Over how many programs the K of each tile is split."""
+    apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
+    programs = (apart + cdiv(num_rows, block_m)) * column_blocks
+    split = 1
+    while split < MAX_SPLIT and 2 * split * programs <= PROGRAMS_PER_SM * target.num_sms:
+        if problem.hidden < 2 * split * LEAST_PART:
+            break
+        split *= 2
+    return split
+
+
+def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> ExpandConfig:
+    """The kernel for up to `num_rows` rows on a target."""
+    block_r = min(padded_rank(problem.rank), 64)
+    if num_rows * problem.rank <= 32 * 16:
+        return ExpandConfig(1, 128, block_r, 4)
+    if problem.dtype == "fp32":
+        rows = 1 if num_rows <= SINGLE_ROWS else 16
+        return ExpandConfig(rows, 128 if rows == 1 else 64, min(block_r, 32), 4)
+    if num_rows <= 256:
+        return ExpandConfig(16, 128, block_r, 4)
+    return ExpandConfig(32 if problem.rank <= 32 else 64, 128, block_r, 4)

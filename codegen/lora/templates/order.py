@@ -1,0 +1,54 @@
+"""Rows sorted by adapter, those without one last: a counting sort in one launch.
+
+Rows of an adapter keep their order, so the result does not depend on which program runs when.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.lora.templates.rows import adapter_of_ids
+
+
+@triton.jit
+def ids_of_rows(ids_ptr, rows, num_rows, rows_per_id, NUM_ADAPTERS: tl.constexpr):
+    """The adapter of each row; NUM_ADAPTERS: none."""
+    ids = tl.load(ids_ptr + rows // rows_per_id, mask=rows < num_rows, other=-1)
+    return adapter_of_ids(ids, NUM_ADAPTERS, NUM_ADAPTERS)
+
+
+@triton.jit
+def lora_order(
+    ids_ptr, order_ptr, ends_ptr, num_rows, total_rows, rows_per_id,
+    NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS_PER_LOAD: tl.constexpr, ROWS_PER_STEP: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """order [total_rows]: the row at each sorted place; ends [NUM_ADAPTERS]: where each ends.
+
+    Grid (cdiv(total_rows, CHUNK),): each program counts all rows, and places those of its chunk.
+    GROUPS is a power of two above NUM_ADAPTERS.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0) * CHUNK
+    groups = tl.arange(0, GROUPS)
+    total = tl.zeros((GROUPS,), tl.int32)
+    before = tl.zeros((GROUPS,), tl.int32)
+    for start in range(0, total_rows, ROWS_PER_LOAD):
+        every = start + tl.arange(0, ROWS_PER_LOAD)
+        ids = ids_of_rows(ids_ptr, every, num_rows, rows_per_id, NUM_ADAPTERS)
+        total += tl.histogram(ids, GROUPS, mask=every < total_rows)
+        before += tl.histogram(ids, GROUPS, mask=every < first)
+    ends = tl.cumsum(total, axis=0)
+    if first == 0:
+        tl.store(ends_ptr + groups, ends, mask=groups < NUM_ADAPTERS)
+    # A row's place: after all lower adapters, after its adapter's rows in earlier chunks, and after
+    # those that precede it in its own.
+    rows = first + tl.arange(0, CHUNK)
+    ids = ids_of_rows(ids_ptr, rows, num_rows, rows_per_id, NUM_ADAPTERS)
+    place = tl.gather(ends - total + before, ids, 0)
+    for step in range(0, CHUNK, ROWS_PER_STEP):
+        others = first + step + tl.arange(0, ROWS_PER_STEP)
+        other_ids = ids_of_rows(ids_ptr, others, num_rows, rows_per_id, NUM_ADAPTERS)
+        same = (ids[:, None] == other_ids[None, :]) & (others[None, :] < rows[:, None])
+        place += tl.sum(same.to(tl.int32), axis=1)
+    tl.store(order_ptr + place, rows, mask=rows < total_rows)

@@ -1,0 +1,323 @@
+"""The shrink of multi-LoRA: rows by their adapters' A matrices, planar for q, k and v.
+
+The columns of all planes are counted in a row: column c is column c % N of plane c // N. So one
+product makes q, k and v, and a row is read once, wherever the three weights lie.
+
+`lora_shrink` is for many rows. K may be split over programs; the last of a tile to arrive adds the
+parts in their order. `lora_shrink_few` splits K over the warps of a program, without an exchange
+through memory: for a few rows of an adapter. `lora_shrink_row` does without the tensor core: for a
+row or two, where the time is that of the first loads.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.lora.templates.rows import adapter_of_row, of_plane, tile_rows
+
+
+@triton.jit
+def weight_rows(
+    columns, adapter, weight_ptr, second_distance, third_distance,
+    N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr, ADAPTER_STRIDES: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """(pointers to the weight rows of columns, their stride along K, whether there is such a row).
+
+    The weights of the second and third plane lie so many elements from the first.
+    """
+    plane = columns // N
+    rank = columns % N
+    places = adapter.to(tl.int64) * of_plane(plane, ADAPTER_STRIDES)
+    places += rank.to(tl.int64) * of_plane(plane, ROW_STRIDES)
+    if PLANES > 1:
+        places += (plane == 1).to(tl.int64) * second_distance
+    if PLANES > 2:
+        places += (plane == 2).to(tl.int64) * third_distance
+    real = (plane < PLANES) & (rank < of_plane(plane, RANKS))
+    return weight_ptr + places, of_plane(plane, COLUMN_STRIDES), real
+
+
+@triton.jit
+def store_columns(
+    values, out_ptr, columns, rows, row_mask, num_rows, N: tl.constexpr, PLANES: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """Writes values [rows, columns] to their planes of out [PLANES, num_rows, N]."""
+    plane = columns // N
+    rank = columns % N
+    if RANKS[0] != N or RANKS[1] != N or RANKS[2] != N:
+        # Zero times an infinity is NaN.
+        values = tl.where((rank < of_plane(plane, RANKS))[None, :], values, 0.0)
+    places = (plane * num_rows)[None, :] + rows[:, None]
+    tl.store(
+        out_ptr + places.to(tl.int64) * N + rank[None, :],
+        values.to(out_ptr.dtype.element_ty),
+        mask=row_mask[:, None] & (plane < PLANES)[None, :],
+    )
+
+
+@triton.jit
+def weight_tile(
+    columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+    N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
+    ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """The weight rows of columns at ks, [columns, ks]; in_part: which of ks there are."""
+    weights, column_stride, real = weight_rows(
+        columns, adapter, weight_ptr, second_distance, third_distance,
+        N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+    )  # fmt: skip
+    pointers = weights[:, None] + ks[None, :] * column_stride
+    if COLUMN_STRIDES[0] != COLUMN_STRIDES[1] or COLUMN_STRIDES[0] != COLUMN_STRIDES[2]:
+        pointers = weights[:, None] + ks[None, :] * column_stride[:, None]
+    mask = real[:, None]
+    if in_part is not None:
+        mask = mask & in_part[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def part_places(first_column, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where columns from first_column on of a tile's part lie in its workspace."""
+    columns = first_column + tl.arange(0, WIDTH)
+    return tl.arange(0, BLOCK_M)[:, None] * COLUMNS + columns[None, :]
+
+
+@triton.jit
+def add_parts(
+    own, part, parts_ptr, first_column, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The sum of all parts of a tile's columns, in their order; part `part` is `own`."""
+    places = part_places(first_column, BLOCK_M, COLUMNS, WIDTH)
+    if SPLIT_K == 2:
+        # Whichever comes first: the sum of two is the same.
+        other = parts_ptr + (1 - part) * (BLOCK_M * COLUMNS)
+        total = own + tl.load(other + places, cache_modifier=".cg")
+    else:
+        total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        for index in tl.static_range(SPLIT_K):
+            other = tl.load(
+                parts_ptr + index * (BLOCK_M * COLUMNS) + places, mask=index != part, other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            total += tl.where(index == part, own, other)
+    return total
+
+
+@triton.jit
+def lora_shrink(
+    a_ptr, weight_ptr, ids_ptr, offsets_ptr, order_ptr, out_ptr, workspace_ptr, counters_ptr,
+    second_distance, third_distance, num_rows, num_groups, rows_per_id,
+    HIDDEN: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
+    A_STRIDE: tl.constexpr, ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr,
+    COLUMN_STRIDES: tl.constexpr,
+    ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """out [PLANES, num_rows, N] = rows of a [., HIDDEN] by their adapters' weights [G, R, HIDDEN].
+
+    Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). WIDTHS: the columns of a tile in up to three
+    accumulators, COLUMNS their sum. With SPLIT_K > 1 workspace holds fp32
+    [tiles, column blocks, SPLIT_K, BLOCK_M, COLUMNS] and counters a zeroed int32 for each of the
+    first two.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    part = tl.program_id(0)
+    tile = tl.program_id(1)
+    COLUMN_BLOCKS: tl.constexpr = (PLANES * N + COLUMNS - 1) // COLUMNS
+    first_column = 0
+    if COLUMN_BLOCKS > 1:
+        first_column = tl.program_id(2) * COLUMNS
+    adapter, rows, row_mask = tile_rows(
+        tile, ids_ptr, offsets_ptr, order_ptr, num_rows, num_rows, num_groups, rows_per_id,
+        ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
+    )  # fmt: skip
+    PART: tl.constexpr = (HIDDEN + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
+    x_rows = a_ptr + rows.to(tl.int64) * A_STRIDE
+    first_columns = first_column + tl.arange(0, WIDTHS[0])
+    first_sum = tl.zeros((BLOCK_M, WIDTHS[0]), tl.float32)
+    if WIDTHS[1] > 0:
+        second_columns = first_column + WIDTHS[0] + tl.arange(0, WIDTHS[1])
+        second_sum = tl.zeros((BLOCK_M, WIDTHS[1]), tl.float32)
+    if WIDTHS[2] > 0:
+        third_columns = first_column + WIDTHS[0] + WIDTHS[1] + tl.arange(0, WIDTHS[2])
+        third_sum = tl.zeros((BLOCK_M, WIDTHS[2]), tl.float32)
+    # No steps for a tile without an adapter.
+    for step in range(0, tl.where(adapter >= 0, PART, 0), BLOCK_K):
+        ks = part * PART + step + tl.arange(0, BLOCK_K)
+        x_mask = row_mask[:, None]
+        in_part = None
+        if HIDDEN % (BLOCK_K * SPLIT_K) != 0:
+            in_part = ks < HIDDEN
+            x_mask = x_mask & in_part[None, :]
+        x = tl.load(x_rows[:, None] + ks[None, :], mask=x_mask, other=0.0)
+        first_weight = weight_tile(
+            first_columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+            N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+        )  # fmt: skip
+        first_sum = tl.dot(x, first_weight.T, first_sum, input_precision="ieee")
+        if WIDTHS[1] > 0:
+            second_weight = weight_tile(
+                second_columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+                N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+            )  # fmt: skip
+            second_sum = tl.dot(x, second_weight.T, second_sum, input_precision="ieee")
+        if WIDTHS[2] > 0:
+            third_weight = weight_tile(
+                third_columns, ks, in_part, adapter, weight_ptr, second_distance, third_distance,
+                N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+            )  # fmt: skip
+            third_sum = tl.dot(x, third_weight.T, third_sum, input_precision="ieee")
+    complete = part == 0
+    if SPLIT_K > 1:  # noqa: SIM102
+        if adapter >= 0:
+            if COLUMN_BLOCKS > 1:
+                tile = tile * COLUMN_BLOCKS + tl.program_id(2)
+            parts = workspace_ptr + tile * (SPLIT_K * BLOCK_M * COLUMNS)
+            own = parts + part * (BLOCK_M * COLUMNS)
+            tl.store(own + part_places(0, BLOCK_M, COLUMNS, WIDTHS[0]), first_sum)
+            if WIDTHS[1] > 0:
+                tl.store(own + part_places(WIDTHS[0], BLOCK_M, COLUMNS, WIDTHS[1]), second_sum)
+            if WIDTHS[2] > 0:
+                places = part_places(WIDTHS[0] + WIDTHS[1], BLOCK_M, COLUMNS, WIDTHS[2])
+                tl.store(own + places, third_sum)
+            # All threads' stores come before the one thread's atomic.
+            tl.debug_barrier()
+            complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+            if complete:
+                first_sum = add_parts(
+                    first_sum, part, parts, 0, SPLIT_K, BLOCK_M, COLUMNS, WIDTHS[0]
+                )
+                if WIDTHS[1] > 0:
+                    second_sum = add_parts(
+                        second_sum, part, parts, WIDTHS[0], SPLIT_K, BLOCK_M, COLUMNS, WIDTHS[1]
+                    )
+                if WIDTHS[2] > 0:
+                    third_sum = add_parts(
+                        third_sum, part, parts, WIDTHS[0] + WIDTHS[1], SPLIT_K, BLOCK_M, COLUMNS,
+                        WIDTHS[2],
+                    )  # fmt: skip
+                # For the next launch.
+                tl.store(counters_ptr + tile, 0)
+    if complete:
+        store_columns(first_sum, out_ptr, first_columns, rows, row_mask, num_rows, N, PLANES, RANKS)
+        if WIDTHS[1] > 0:
+            store_columns(
+                second_sum, out_ptr, second_columns, rows, row_mask, num_rows, N, PLANES, RANKS
+            )
+        if WIDTHS[2] > 0:
+            store_columns(
+                third_sum, out_ptr, third_columns, rows, row_mask, num_rows, N, PLANES, RANKS
+            )
+
+
+@triton.jit
+def lora_shrink_few(
+    a_ptr, weight_ptr, ids_ptr, offsets_ptr, order_ptr, out_ptr,
+    second_distance, third_distance, num_rows, num_groups, rows_per_id,
+    HIDDEN: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
+    A_STRIDE: tl.constexpr, ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr,
+    COLUMN_STRIDES: tl.constexpr,
+    ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for few rows: COLUMNS columns per program, all of K.
+
+    Grid (cdiv(PLANES * N, COLUMNS), tiles). K is walked in steps of SLICES * BLOCK_K; each warp has
+    its slice of a step.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    adapter, rows, row_mask = tile_rows(
+        tl.program_id(1), ids_ptr, offsets_ptr, order_ptr, num_rows, num_rows, num_groups,
+        rows_per_id, ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
+    )  # fmt: skip
+    weights, column_stride, real = weight_rows(
+        columns, adapter, weight_ptr, second_distance, third_distance,
+        N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+    )  # fmt: skip
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    slices = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    x_ptrs = a_ptr + (rows.to(tl.int64) * A_STRIDE)[None, :, None] + slices[:, None, :]
+    accumulator = tl.zeros((SLICES, BLOCK_M, COLUMNS), tl.float32)
+    for step in range(0, tl.where(adapter >= 0, HIDDEN, 0), STEP):
+        ks = (slices + step)[:, None, :]
+        weight_mask = real[None, :, None]
+        x_mask = row_mask[None, :, None]
+        if HIDDEN % STEP != 0:
+            weight_mask = weight_mask & (ks < HIDDEN)
+            x_mask = x_mask & (ks < HIDDEN)
+        weight_ptrs = weights[None, :, None] + ks * column_stride
+        if COLUMN_STRIDES[0] != COLUMN_STRIDES[1] or COLUMN_STRIDES[0] != COLUMN_STRIDES[2]:
+            weight_ptrs = weights[None, :, None] + ks * column_stride[None, :, None]
+        weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0)
+        x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
+        accumulator = tl.dot(x, tl.permute(weight, (0, 2, 1)), accumulator, input_precision="ieee")
+    values = tl.sum(accumulator, axis=0)
+    store_columns(values, out_ptr, columns, rows, row_mask, num_rows, N, PLANES, RANKS)
+
+
+@triton.jit
+def lora_shrink_row(
+    a_ptr, weight_ptr, ids_ptr, offsets_ptr, order_ptr, out_ptr,
+    second_distance, third_distance, num_rows, num_groups, rows_per_id,
+    HIDDEN: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
+    A_STRIDE: tl.constexpr, ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr,
+    COLUMN_STRIDES: tl.constexpr,
+    ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """The same by products and sums. Grid (cdiv(PLANES * N, COLUMNS), tiles).
+
+    Where BLOCK_M is 1 a tile is a row.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if BLOCK_M == 1:
+        row = tl.program_id(1)
+        adapter = adapter_of_row(
+            row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id,
+            ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS,
+        )  # fmt: skip
+        rows = row + tl.arange(0, 1)
+        row_mask = rows < num_rows
+    else:
+        adapter, rows, row_mask = tile_rows(
+            tl.program_id(1), ids_ptr, offsets_ptr, order_ptr, num_rows, num_rows, num_groups,
+            rows_per_id, ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
+        )  # fmt: skip
+    weights, column_stride, real = weight_rows(
+        columns, adapter, weight_ptr, second_distance, third_distance,
+        N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
+    )  # fmt: skip
+    # An infinity in the row of no adapter would make its zeros NaN.
+    real = real & (adapter >= 0)
+    values = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    for step in tl.static_range(0, HIDDEN, BLOCK_K):
+        ks = step + tl.arange(0, BLOCK_K)
+        inside = ks < HIDDEN
+        weight_ptrs = weights[:, None] + ks[None, :] * column_stride
+        if COLUMN_STRIDES[0] != COLUMN_STRIDES[1] or COLUMN_STRIDES[0] != COLUMN_STRIDES[2]:
+            weight_ptrs = weights[:, None] + ks[None, :] * column_stride[:, None]
+        weight = tl.load(weight_ptrs, mask=real[:, None] & inside[None, :], other=0.0)
+        if BLOCK_M == 1:
+            x_ptrs = a_ptr + tl.program_id(1).to(tl.int64) * A_STRIDE + ks
+            x = tl.load(x_ptrs, mask=inside & (adapter >= 0), other=0.0)
+            products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
+            values += tl.sum(products, axis=1)[None, :]
+        else:
+            x_ptrs = a_ptr + (rows.to(tl.int64) * A_STRIDE)[:, None] + ks[None, :]
+            x_mask = (row_mask & (adapter >= 0))[:, None] & inside[None, :]
+            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+            products = x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
+            values += tl.sum(products, axis=2)
+    store_columns(values, out_ptr, columns, rows, row_mask, num_rows, N, PLANES, RANKS)

@@ -1,0 +1,142 @@
+"""How an MLA attention call is computed: by what the chip has, the operands' width and the extents.
+The bounds are where two ways took equal time on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright.codegen.mla.attention_specs import (
+    MAX_SORTED,
+    AttentionConfig,
+    AttentionProblem,
+    AttentionSizes,
+)
+from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv
+from tilewright.codegen.targets import Target
+
+# Shared memory for barriers and reductions.
+SPARE_BYTES = 4096
+# Where all warps load; the first that fits.
+BY_POINTERS = (
+    AttentionConfig(128, 64, 8, 3, tma=False),
+    AttentionConfig(128, 32, 8, 2, tma=False),
+    AttentionConfig(64, 64, 4, 2, tma=False),
+    AttentionConfig(64, 32, 4, 1, tma=False),
+)
+# Up to so many keys of a sequence short tiles are better: two programs on a multiprocessor, of
+# which one works while the other starts.
+SHORT_KEYS = 1024
+# Specialised warps take less time from so many keys of a sequence on; of ragged ones on average,
+# as their time is that of the longest.
+SPECIALISED_KEYS = 3072
+SPECIALISED_AVERAGE = 768
+# Share of the L2 cache that the keys and values of one group of heads may take.
+L2_SHARE = 0.6
+# A library's attention takes less time than ours from so many tiles of 128 queries on.
+LIBRARY_TILES = 1024
+# And from so many keys on: below, what goes before it is too much of the work.
+LIBRARY_KEYS = 1024
+
+
+def attention_config(
+    problem: AttentionProblem, sizes: AttentionSizes, target: Target
+) -> AttentionConfig:
+    """The tiles of a call that runs our kernel."""
+    reached = problem.tma and (problem.rope_tma or not problem.rope)
+    if target.tmem_columns:
+        return _in_tensor_memory(problem, target, reached)
+    if problem.is_fp8 and reached and _fits(problem, 64, 64, 3, target):
+        if not problem.v_by_key:
+            return AttentionConfig(128, 128, 8, 2, promote=True)
+        # Three programs on a multiprocessor take turns at the tensor core.
+        return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
+    if reached and _specialises(problem, sizes) and _fits(problem, 128, 128, 2, target):
+        return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
+    tried = (*_short(problem, sizes, target), *BY_POINTERS)
+    fitting = (c for c in tried if _fits(problem, c.block_m, c.block_n, c.num_stages, target))
+    return replace(next(fitting, tried[-1]), promote=problem.is_fp8)
+
+
+def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
+    """Whether producers and consumers are better apart, on Hopper.
+
+    Triton 3.6 does not compile it with a reduction over rows or sequences before the loop: of
+    positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor.
+    """
+    indices = [name for name, _ in problem.indices]
+    if problem.is_fp8 or problem.mask_kind != "none" or "positions_ptr" in indices:
+        return False
+    if not problem.ragged:
+        return sizes.num_keys >= SPECIALISED_KEYS
+    return problem.sequences <= MAX_SORTED and _average_keys(problem, sizes) >= SPECIALISED_AVERAGE
+
+
+def _average_keys(problem: AttentionProblem, sizes: AttentionSizes) -> int:
+    return sizes.num_keys // max(sizes.num_sequences, 1) if problem.ragged else sizes.num_keys
+
+
+def _short(
+    problem: AttentionProblem, sizes: AttentionSizes, target: Target
+) -> tuple[AttentionConfig, ...]:
+    """Tiles for sequences of few keys."""
+    if problem.is_fp8 or _average_keys(problem, sizes) > SHORT_KEYS:
+        return ()
+    programs = cdiv(sizes.num_queries, 64) * problem.num_heads
+    programs *= 1 if problem.ragged else sizes.num_sequences
+    # With a multiprocessor each, programs are better off with more keys on the way.
+    stages = 3 if programs <= target.num_sms else 2
+    return (AttentionConfig(64, 64, 4, stages, tma=False, one_loop=problem.ragged),)
+
+
+def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) -> AttentionConfig:
+    """Before Triton 3.9 two products may not go to one accumulator."""
+    wide = max(problem.blocks) > 128
+    if reached and problem.mask_kind == "none" and not wide:
+        return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=False)
+    if problem.mask_kind != "none":
+        return AttentionConfig(64, 32, 8, 2, tma=reached, chained=False)
+    if wide:
+        return AttentionConfig(128, 32, 8, 2, tma=reached, chained=False)
+    return AttentionConfig(128, 64, 8, 2, tma=reached, chained=False)
+
+
+def _fits(
+    problem: AttentionProblem, block_m: int, block_n: int, stages: int, target: Target
+) -> bool:
+    """Whether shared memory holds q's tile and the stages of keys and values."""
+    nope, rope, v = problem.blocks
+    rope = rope if problem.rope else 0
+    tiles = block_m * (nope + rope) + stages * block_n * (nope + rope + v)
+    return tiles * ELEMENT_BYTES[problem.dtype] + SPARE_BYTES <= target.max_shared_bytes
+
+
+def rotates_queries(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether the kernel rotates the queries that it loads; each has one program to load it.
+
+    Not where a descriptor brings them to shared memory, nor where both members of a pair leave
+    columns of the tile between them.
+    """
+    filled = problem.rope == problem.blocks[1]
+    return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
+
+
+def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
+    """Heads (of a dense batch: pairs of sequence and head) whose tiles run side by side.
+
+    As many as the L2 cache holds keys and values of: then each is read from memory once, and the
+    heaviest tiles of all of them come first.
+    """
+    pairs = problem.num_heads * (1 if problem.ragged else max(sizes.num_sequences, 1))
+    kept = max(sizes.num_keys, 1) * problem.key_bytes
+    fitting = max(int(L2_SHARE * target.l2_bytes / kept), 1)
+    # Groups of one size: a small last one would leave multiprocessors idle.
+    return -(-pairs // -(-pairs // fitting))
+
+
+def library_gains(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
+    """Whether a library's attention over joined keys takes less time than our kernel.
+
+    Asked only where it computes the same: dense 16-bit operands, a mask of shapes alone.
+    """
+    tiles = sizes.num_sequences * problem.num_heads * -(-sizes.num_queries // 128)
+    return tiles >= LIBRARY_TILES and sizes.num_keys >= LIBRARY_KEYS

@@ -1,0 +1,298 @@
+"""Entries of a latent cache: loaded, normed, rotated, quantised, stored.
+
+An entry is a tile of latents [rows, L] and two tiles of rope columns [rows, pairs], the two members
+of every pair.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.qkv.templates.finish import rounded
+
+
+@triton.jit
+def load_latents(
+    pointer, offsets, mask, RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr
+):  # fmt: skip
+    """pointer[offsets, columns] [rows, BLOCK_L]; zeros past RANK and where mask is false."""
+    columns = tl.arange(0, BLOCK_L)
+    inside = mask[:, None] & (columns < RANK)[None, :]
+    return tl.load(pointer + offsets[:, None] + (columns * STRIDE)[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_latents(
+    pointer, offsets, mask, values,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    # Eight to a lane also of codes: as latents are loaded, or all would go through other lanes.
+    columns = tl.max_contiguous(tl.arange(0, BLOCK_L), 8)
+    inside = mask[:, None] & (columns < RANK)[None, :]
+    tl.store(pointer + offsets[:, None] + (columns * STRIDE)[None, :], values, mask=inside)
+
+
+@triton.jit
+def load_pairs(
+    pointer, offsets, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Both members of the pairs of pointer[offsets]: neighbours, or half the columns apart."""
+    HALF: tl.constexpr = ROPE_DIM // 2
+    if NEIGHBOURS:
+        columns = tl.arange(0, 2 * PAIRS)
+        inside = mask[:, None] & (columns < ROPE_DIM)[None, :]
+        places = offsets[:, None] + (columns * STRIDE)[None, :]
+        values = tl.load(pointer + places, mask=inside, other=0.0)
+        low, high = tl.split(tl.reshape(values, (offsets.shape[0], PAIRS, 2)))
+    else:
+        pairs = tl.arange(0, PAIRS)
+        inside = mask[:, None] & (pairs < HALF)[None, :]
+        places = offsets[:, None] + (pairs * STRIDE)[None, :]
+        low = tl.load(pointer + places, mask=inside, other=0.0)
+        high = tl.load(pointer + places + HALF * STRIDE, mask=inside, other=0.0)
+    return low, high
+
+
+@triton.jit
+def store_pairs(
+    pointer, offsets, mask, low, high, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = ROPE_DIM // 2
+    if NEIGHBOURS:
+        columns = tl.arange(0, 2 * PAIRS)
+        inside = mask[:, None] & (columns < ROPE_DIM)[None, :]
+        places = offsets[:, None] + (columns * STRIDE)[None, :]
+        values = tl.reshape(tl.join(low, high), (offsets.shape[0], 2 * PAIRS))
+        tl.store(pointer + places, values, mask=inside)
+    else:
+        pairs = tl.arange(0, PAIRS)
+        inside = mask[:, None] & (pairs < HALF)[None, :]
+        places = offsets[:, None] + (pairs * STRIDE)[None, :]
+        tl.store(pointer + places, low, mask=inside)
+        tl.store(pointer + places + HALF * STRIDE, high, mask=inside)
+
+
+@triton.jit
+def settled(values, ROWS: tl.constexpr):
+    """Integers [ROWS], each made of a scalar.
+
+    What is read in several layouts, for latents, for rope columns and for tables, is worked out
+    once in each of them; a scalar is worked out once.
+    """
+    index = tl.arange(0, ROWS)
+    result = tl.zeros_like(values)
+    for row in tl.static_range(ROWS):
+        one = tl.sum(tl.where(index == row, values, 0), axis=0)
+        result = tl.where(index == row, one, result)
+    return result
+
+
+@triton.jit
+def entry_places(
+    page, slot, STRIDES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Where entries lie in a cache of STRIDES (page, slot, column), both multiples of UNIT."""
+    # A settled number is a multiple of nothing known; loads of 16 bytes need to know.
+    units = page * (STRIDES[0] // UNIT) + slot * (STRIDES[1] // UNIT)
+    return settled(units, ROWS) * UNIT
+
+
+@triton.jit
+def load_entries(
+    places, rope_places, mask, latent_cache_ptr, rope_cache_ptr,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Entries of a cache, or others that lie so; strides of columns."""
+    latent = load_latents(latent_cache_ptr, places, mask, RANK, BLOCK_L, STRIDE)
+    low, high = load_pairs(
+        rope_cache_ptr, rope_places, mask, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDE
+    )
+    return latent, low, high
+
+
+@triton.jit
+def store_entries(
+    places, rope_places, mask, latent, low, high, latent_cache_ptr, rope_cache_ptr,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, LATENT_STRIDES: tl.constexpr, ROPE_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Entries to their places in the cache; strides (page, slot, column)."""
+    store_latents(latent_cache_ptr, places, mask, latent, RANK, BLOCK_L, LATENT_STRIDES[2])
+    store_pairs(
+        rope_cache_ptr, rope_places, mask, low, high, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDES[2]
+    )
+
+
+@triton.jit
+def table_columns(
+    pointer, rows, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
+):  # fmt: skip
+    """What the first and the second members of all pairs take from a table, fp32 [rows, PAIRS].
+
+    Of a table of ROPE_DIM columns each member takes the column where it is after the rotation.
+    """
+    pairs = tl.arange(0, PAIRS)
+    inside = mask[:, None] & (pairs < ROPE_DIM // 2)[None, :]
+    starts = pointer + (rows * STRIDES[0])[:, None]
+    if FULL_WIDTH and NEIGHBOURS:
+        low = tl.load(starts + (2 * pairs * STRIDES[1])[None, :], mask=inside, other=0.0)
+        high = tl.load(starts + ((2 * pairs + 1) * STRIDES[1])[None, :], mask=inside, other=0.0)
+    else:
+        low = tl.load(starts + (pairs * STRIDES[1])[None, :], mask=inside, other=0.0)
+        high = low
+        if FULL_WIDTH:
+            second = (pairs + ROPE_DIM // 2) * STRIDES[1]
+            high = tl.load(starts + second[None, :], mask=inside, other=0.0)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def pair_angles(
+    cos_ptr, sin_ptr, rows, known,
+    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Cosines of first and second members of pairs, then sines, fp32 [rows, PAIRS] each; zeros
+    unless known.
+
+    No sin_ptr: a pair's sine follows its cosine in one table, which is read once.
+    """
+    TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
+    if sin_ptr is None:
+        low_cos, low_sin = load_pairs(
+            cos_ptr, rows * COS_STRIDES[0], known, ROPE_DIM, PAIRS, True, 1
+        )
+        low_cos = low_cos.to(tl.float32)
+        low_sin = low_sin.to(tl.float32)
+        high_cos = low_cos
+        high_sin = low_sin
+    else:
+        low_cos, high_cos = table_columns(
+            cos_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, COS_STRIDES
+        )
+        low_sin, high_sin = table_columns(
+            sin_ptr, rows, known, ROPE_DIM, PAIRS, TOGETHER, FULL_WIDTH, SIN_STRIDES
+        )
+    return low_cos, high_cos, low_sin, high_sin
+
+
+@triton.jit
+def turned_by(low, high, low_cos, high_cos, low_sin, high_sin):
+    """Members of pairs rotated, all fp32."""
+    # Which product is not rounded is said here: the compiler chooses another in each place.
+    turned_low = tl.fma(low, low_cos, -(high * low_sin))
+    return turned_low, tl.fma(high, high_cos, low * high_sin)
+
+
+@triton.jit
+def turned_pairs(
+    low, high, cos_ptr, sin_ptr, rows, known,
+    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known."""
+    low_cos, high_cos, low_sin, high_sin = pair_angles(
+        cos_ptr, sin_ptr, rows, known, ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
+        SIN_STRIDES,
+    )  # fmt: skip
+    return turned_by(low, high, low_cos, high_cos, low_sin, high_sin)
+
+
+@triton.jit
+def load_tokens(
+    tokens, mask, latent_ptr, k_rope_ptr,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, ROPE_STYLE: tl.constexpr,
+):  # fmt: skip
+    """(latents, first and second rope members) of new tokens as they are."""
+    tokens = tokens.to(tl.int64)
+    latent = load_latents(latent_ptr, tokens * LATENT_STRIDE, mask, RANK, BLOCK_L, 1)
+    low, high = load_pairs(
+        k_rope_ptr, tokens * ROPE_STRIDE, mask, ROPE_DIM, PAIRS,
+        ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
+    )  # fmt: skip
+    return latent, low, high
+
+
+@triton.jit
+def finished_entries(
+    latent, low, high, rows, known, norm_ptr, cos_ptr, sin_ptr,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Entries of new tokens, normed and rotated in fp32, each number rounded once to its dtype.
+
+    rows: of the tables, where known.
+    """
+    DTYPE: tl.constexpr = low.dtype
+    if ROPE_STYLE != "none":
+        low, high = turned_pairs(
+            low.to(tl.float32), high.to(tl.float32), cos_ptr, sin_ptr, rows, known,
+            ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
+        )  # fmt: skip
+        low = low.to(DTYPE)
+        high = high.to(DTYPE)
+    if norm_ptr is not None:
+        columns = tl.arange(0, BLOCK_L)
+        weight = tl.load(norm_ptr + columns, mask=columns < RANK, other=0.0).to(tl.float32)
+        wide = latent.to(tl.float32)
+        mean = tl.sum(wide * wide, axis=1) / RANK
+        wide = wide * tl.rsqrt(mean + NORM_EPS)[:, None]
+        latent = (wide * weight[None, :]).to(DTYPE)
+    return latent, low, high
+
+
+@triton.jit
+def quantized_groups(
+    latent, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_L: tl.constexpr
+):  # fmt: skip
+    """(codes [rows, BLOCK_L], scales [rows, BLOCK_L / GROUP]) of latents; CAP 0: none.
+
+    Zero codes where the scale's inverse is not a finite number.
+    """
+    ROWS: tl.constexpr = latent.shape[0]
+    groups = tl.reshape(latent.to(tl.float32), (ROWS, BLOCK_L // GROUP, GROUP))
+    largest = tl.max(tl.abs(groups), axis=2)
+    bound = largest
+    if CAP > 0.0:
+        bound = tl.minimum(largest, CAP)
+    scale = tl.math.div_rn(bound, tl.full(bound.shape, 448.0, tl.float32))
+    inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    inverse = tl.where((largest == 0.0) | (inverse == float("inf")), 0.0, inverse)
+    codes = rounded(groups * inverse[:, :, None], tl.float8e4nv)
+    return tl.reshape(codes, (ROWS, BLOCK_L)), scale
+
+
+@triton.jit
+def write_rows(
+    rows, mask, latent, low, high, latent_out_ptr, rope_out_ptr, scale_out_ptr, scale_stride,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    CAP: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Entries to their rows of the buffers: latents or codes [K, OUT_STRIDE], scales [groups, K],
+    rope columns [K, ROPE_DIM]."""
+    starts = rows.to(tl.int64)
+    if latent_out_ptr is not None:
+        if scale_out_ptr is not None:
+            codes, scales = quantized_groups(latent, CAP, GROUP, BLOCK_L)
+            groups = tl.arange(0, BLOCK_L // GROUP)
+            inside = mask[:, None] & (groups < (RANK + GROUP - 1) // GROUP)[None, :]
+            places = groups.to(tl.int64)[None, :] * scale_stride + starts[:, None]
+            tl.store(scale_out_ptr + places, scales, mask=inside)
+            latent = codes
+        store_latents(latent_out_ptr, starts * OUT_STRIDE, mask, latent, OUT_STRIDE, BLOCK_L, 1)
+    if rope_out_ptr is not None:
+        DTYPE: tl.constexpr = rope_out_ptr.dtype.element_ty
+        if ROPE_SCALE != 1.0:
+            low = low.to(tl.float32) / ROPE_SCALE
+            high = high.to(tl.float32) / ROPE_SCALE
+        store_pairs(
+            rope_out_ptr, starts * ROPE_DIM, mask,
+            rounded(low.to(tl.float32), DTYPE), rounded(high.to(tl.float32), DTYPE),
+            ROPE_DIM, PAIRS, NEIGHBOURS, 1,
+        )  # fmt: skip

@@ -1,0 +1,325 @@
+"""Everything about latents in one launch: norm, rotation, cache write, gather, quantisation.
+
+The last `row_programs` programs take rows of keys: they find each key's place in the cache and copy
+its entry to the key's row of a buffer, quantised where that is wanted. The others take new tokens:
+they norm and rotate them and write them to the cache, to a buffer, or both. With FUSED a row that
+is a new token is computed from the token itself and not read back, so that neither part waits for
+the other.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.mla.templates.entries import (
+    entry_places,
+    finished_entries,
+    load_entries,
+    load_tokens,
+    settled,
+    store_entries,
+    write_rows,
+)
+from tilewright.codegen.templates.places import cache_places, sequence_of
+
+
+@triton.jit
+def sequence_places(
+    rows, mask, offsets_ptr, num_sequences, run,
+    STRIDE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """(sequence, place in it, whether there is one) of each row; by offsets, or by equal runs."""
+    if offsets_ptr is not None:
+        sequence = sequence_of(rows, offsets_ptr, num_sequences, STRIDE, SEARCH_STEPS)
+        valid = mask & (sequence < num_sequences)
+        first = tl.load(offsets_ptr + sequence * STRIDE, mask=valid, other=0)
+        place = rows - first.to(tl.int32)
+        valid = valid & (place >= 0)
+    else:
+        sequence = rows // run
+        place = rows % run
+        valid = mask
+    return sequence, place.to(tl.int64), valid
+
+
+@triton.jit
+def token_positions(
+    tokens, mask, row_offsets_ptr, lengths_ptr, token_positions_ptr, num_sequences, token_run,
+    OFFSETS_STRIDE: tl.constexpr, LENGTHS_STRIDE: tl.constexpr, POSITIONS_STRIDE: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """The position of each token: given, or after its sequence's tokens in the cache."""
+    if token_positions_ptr is not None:
+        places = token_positions_ptr + (tokens % token_run) * POSITIONS_STRIDE
+        position = tl.load(places, mask=mask, other=0).to(tl.int64)
+    else:
+        sequence, position, valid = sequence_places(
+            tokens, mask, row_offsets_ptr, num_sequences, token_run, OFFSETS_STRIDE, SEARCH_STEPS
+        )
+        if lengths_ptr is not None:
+            length = tl.load(lengths_ptr + sequence * LENGTHS_STRIDE, mask=valid, other=0)
+            position += length.to(tl.int64)
+    return position
+
+
+@triton.jit
+def key_places(
+    rows, mask, lookup_ptr, key_offsets_ptr, key_starts_ptr, key_slots_ptr,
+    num_sequences, key_run, num_pages, lookup_columns, lookup_stride,
+    KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LOOKUP_STRIDE: tl.constexpr, KEY_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """(page, slot in the page, sequence, position, whether there is such a key) of each row.
+
+    KEYS "slots": by a flat slot for each row; "table": by a lookup table of pages; "pages": page b
+    is sequence b. KEY_STRIDES: of offsets, starts and slots.
+    """
+    if KEYS == "slots":
+        flat = tl.load(key_slots_ptr + rows * KEY_STRIDES[2], mask=mask, other=0).to(tl.int64)
+        page = flat // PAGE_SIZE
+        slot = flat % PAGE_SIZE
+        valid = mask & (flat >= 0) & (page < num_pages)
+        sequence = rows
+        position = flat
+    else:
+        sequence, position, valid = sequence_places(
+            rows, mask, key_offsets_ptr, num_sequences, key_run, KEY_STRIDES[0], SEARCH_STEPS
+        )
+        if key_starts_ptr is not None:
+            start = tl.load(key_starts_ptr + sequence * KEY_STRIDES[1], mask=valid, other=0)
+            position += start.to(tl.int64)
+        slot = position % PAGE_SIZE
+        if KEYS == "table":
+            column = position // PAGE_SIZE
+            valid = valid & (column < lookup_columns)
+            entry = lookup_ptr + sequence.to(tl.int64) * lookup_stride + column * LOOKUP_STRIDE
+            page = tl.load(entry, mask=valid, other=0).to(tl.int64)
+            valid = valid & (page >= 0) & (page < num_pages)
+        else:
+            page = sequence.to(tl.int64)
+    return page, slot, sequence, position, valid
+
+
+@triton.jit
+def are_keys(
+    tokens, mask, row_offsets_ptr, lengths_ptr, key_offsets_ptr, key_starts_ptr,
+    num_sequences, token_run, key_run,
+    BATCH_STRIDES: tl.constexpr, KEY_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """Whether each new token is one of the keys that other programs take."""
+    sequence, place, valid = sequence_places(
+        tokens, mask, row_offsets_ptr, num_sequences, token_run, BATCH_STRIDES[0], SEARCH_STEPS
+    )
+    length = tl.load(lengths_ptr + sequence * BATCH_STRIDES[1], mask=valid, other=0)
+    position = place + length.to(tl.int64)
+    if key_offsets_ptr is not None:
+        offsets = key_offsets_ptr + sequence * KEY_STRIDES[0]
+        first = tl.load(offsets, mask=valid, other=0).to(tl.int64)
+        count = tl.load(offsets + KEY_STRIDES[0], mask=valid, other=0).to(tl.int64) - first
+    else:
+        count = tl.zeros_like(position) + key_run
+    if key_starts_ptr is not None:
+        start = tl.load(key_starts_ptr + sequence * KEY_STRIDES[1], mask=valid, other=0)
+        position -= start.to(tl.int64)
+    return valid & (position >= 0) & (position < count)
+
+
+@triton.jit
+def mla_latents(
+    latent_ptr, k_rope_ptr, norm_ptr, cos_ptr, sin_ptr, latent_cache_ptr, rope_cache_ptr,
+    slots_ptr, sequences_ptr, positions_ptr, row_offsets_ptr, lengths_ptr, token_positions_ptr,
+    lookup_ptr, key_offsets_ptr, key_starts_ptr, key_slots_ptr,
+    latent_out_ptr, rope_out_ptr, scale_out_ptr,
+    num_tokens, num_rows, row_programs, rope_rows, token_run, key_run, sequence_tokens, num_pages,
+    num_sequences, table_rows, table_width, table_stride, lookup_columns, lookup_stride,
+    scale_stride,
+    RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
+    NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, LATENT_STRIDES: tl.constexpr, ROPE_STRIDES: tl.constexpr,
+    UNITS: tl.constexpr, ONE_SOURCE: tl.constexpr,
+    ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr, ADDRESS_STRIDES: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr, BATCH_STRIDES: tl.constexpr,
+    KEYS: tl.constexpr, LOOKUP_STRIDE: tl.constexpr, KEY_STRIDES: tl.constexpr,
+    STORE: tl.constexpr, KEEP: tl.constexpr, GATHER: tl.constexpr, FUSED: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """latent [T, RANK] and k_rope [T, ROPE_DIM] to their slots of the cache (STORE) and to rows of
+    the buffers (KEEP); keys of the cache to rows of the buffers (GATHER).
+
+    table_*: the lookup table that new tokens are written by; lookup_*: the one of keys.
+
+    Grid (cdiv(T, BLOCK_T) + row_programs), row_programs = cdiv(num_rows, BLOCK_T) or 0; FUSED:
+    (cdiv(T, CHECKED) + row_programs). Cache strides are (page, slot, column); addresses of tokens
+    as in `places.cache_places`, keys as in `key_places`. BATCH_STRIDES: of row_offsets, lengths
+    and token_positions. NEIGHBOURS: how the members of a pair lie in the cache and the buffers.
+    UNITS divide the cache's strides of pages and slots, of latents and of rope columns. ONE_SOURCE:
+    tokens and the cache's slots differ in nothing but their addresses. FUSED: keys from position
+    lengths[b] on are the new tokens of sequence b; whoever takes such a key writes it to the cache
+    as well, and the programs of tokens are left with those that are no keys. BLOCK_L, a power of
+    two, covers RANK, and PAIRS half of ROPE_DIM.
+    """
+    # Tokens come first: those that are no keys, if there are any, take a program longest.
+    program = tl.program_id(0) - (tl.num_programs(0) - row_programs)
+    if GATHER and program >= 0:
+        rows = program * BLOCK_T + tl.arange(0, BLOCK_T)
+        mask = rows < num_rows
+        page, slot, sequence, position, valid = key_places(
+            rows, mask, lookup_ptr, key_offsets_ptr, key_starts_ptr, key_slots_ptr,
+            num_sequences, key_run, num_pages, lookup_columns, lookup_stride,
+            KEYS, PAGE_SIZE, LOOKUP_STRIDE, KEY_STRIDES, SEARCH_STEPS,
+        )  # fmt: skip
+        places = entry_places(page, slot, LATENT_STRIDES, UNITS[0], BLOCK_T)
+        rope_places = entry_places(page, slot, ROPE_STRIDES, UNITS[1], BLOCK_T)
+        if FUSED:
+            length = tl.load(lengths_ptr + sequence * BATCH_STRIDES[1], mask=valid, other=0)
+            bounds = row_offsets_ptr + sequence * BATCH_STRIDES[0]
+            first = tl.load(bounds, mask=valid, other=0).to(tl.int64)
+            end = tl.load(bounds + BATCH_STRIDES[0], mask=valid, other=0).to(tl.int64)
+            token = first + position - length.to(tl.int64)
+            is_cached = valid & (token < first)
+            is_new = valid & (token >= first) & (token < end)
+            token = settled(token, BLOCK_T)
+            new = settled(is_new.to(tl.int32), BLOCK_T) > 0
+            cached = settled(is_cached.to(tl.int32), BLOCK_T) > 0
+            if BY_POSITION:
+                table_row = settled(position, BLOCK_T)
+                known = new & (table_row >= 0) & (table_row < rope_rows)
+            else:
+                table_row = token % rope_rows
+                known = new
+            if tl.sum(known.to(tl.int32), axis=0) == BLOCK_T:
+                # The usual case: all are new, nothing is masked or selected.
+                everyone = tl.full((BLOCK_T,), 1, tl.int1)
+                latent, low, high = load_tokens(
+                    token, everyone, latent_ptr, k_rope_ptr,
+                    RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, ROPE_STYLE,
+                )  # fmt: skip
+                latent, low, high = finished_entries(
+                    latent, low, high, table_row, everyone, norm_ptr, cos_ptr, sin_ptr,
+                    RANK, BLOCK_L, ROPE_DIM, PAIRS, NORM_EPS, ROPE_STYLE, FULL_WIDTH,
+                    COS_STRIDES, SIN_STRIDES,
+                )  # fmt: skip
+                store_entries(
+                    places, rope_places, everyone, latent, low, high,
+                    latent_cache_ptr, rope_cache_ptr,
+                    RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES, ROPE_STRIDES,
+                )  # fmt: skip
+                write_rows(
+                    rows, everyone, latent, low, high, latent_out_ptr, rope_out_ptr, scale_out_ptr,
+                    scale_stride, RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, OUT_STRIDE,
+                    CAP, GROUP, ROPE_SCALE,
+                )  # fmt: skip
+            else:
+                entries, starts = latent_cache_ptr, places
+                ropes, rope_starts = rope_cache_ptr, rope_places
+                there = cached
+                if ONE_SOURCE:
+                    entries = tl.where(new, latent_ptr, latent_cache_ptr)[:, None]
+                    starts = tl.where(new, token * LATENT_STRIDE, places)
+                    ropes = tl.where(new, k_rope_ptr, rope_cache_ptr)[:, None]
+                    rope_starts = tl.where(new, token * ROPE_STRIDE, rope_places)
+                    there = cached | new
+                latent, low, high = load_entries(
+                    starts, rope_starts, there, entries, ropes,
+                    RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES[2], ROPE_STRIDES[2],
+                )  # fmt: skip
+                if tl.sum(new.to(tl.int32), axis=0) > 0:
+                    new_latent, new_low, new_high = latent, low, high
+                    if not ONE_SOURCE:
+                        new_latent, new_low, new_high = load_tokens(
+                            tl.where(new, token, 0), new, latent_ptr, k_rope_ptr,
+                            RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, ROPE_STYLE,
+                        )  # fmt: skip
+                    new_latent, new_low, new_high = finished_entries(
+                        new_latent, new_low, new_high, table_row, known, norm_ptr, cos_ptr, sin_ptr,
+                        RANK, BLOCK_L, ROPE_DIM, PAIRS, NORM_EPS, ROPE_STYLE, FULL_WIDTH,
+                        COS_STRIDES, SIN_STRIDES,
+                    )  # fmt: skip
+                    latent = tl.where(new[:, None], new_latent, latent)
+                    low = tl.where(new[:, None], new_low, low)
+                    high = tl.where(new[:, None], new_high, high)
+                    store_entries(
+                        places, rope_places, new, latent, low, high,
+                        latent_cache_ptr, rope_cache_ptr,
+                        RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES, ROPE_STRIDES,
+                    )  # fmt: skip
+                write_rows(
+                    rows, mask, latent, low, high, latent_out_ptr, rope_out_ptr, scale_out_ptr,
+                    scale_stride, RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, OUT_STRIDE,
+                    CAP, GROUP, ROPE_SCALE,
+                )  # fmt: skip
+        else:
+            latent, low, high = load_entries(
+                places, rope_places, settled(valid.to(tl.int32), BLOCK_T) > 0,
+                latent_cache_ptr, rope_cache_ptr,
+                RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES[2], ROPE_STRIDES[2],
+            )  # fmt: skip
+            write_rows(
+                rows, mask, latent, low, high, latent_out_ptr, rope_out_ptr, scale_out_ptr,
+                scale_stride, RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, OUT_STRIDE,
+                CAP, GROUP, ROPE_SCALE,
+            )  # fmt: skip
+    elif STORE or KEEP:
+        start = tl.program_id(0) * BLOCK_T
+        last = start + BLOCK_T
+        if FUSED:
+            # Mostly there is none, and fewer programs find out.
+            start = tl.program_id(0) * CHECKED
+            checked = start + tl.arange(0, CHECKED)
+            inside = checked < num_tokens
+            left = inside & ~are_keys(
+                checked, inside, row_offsets_ptr, lengths_ptr, key_offsets_ptr, key_starts_ptr,
+                num_sequences, token_run, key_run, BATCH_STRIDES, KEY_STRIDES, SEARCH_STEPS,
+            )  # fmt: skip
+            last = tl.max(tl.where(left, checked + 1, 0), axis=0)
+        for block in range(start, last, BLOCK_T):
+            tokens = block + tl.arange(0, BLOCK_T)
+            taken = tokens < num_tokens
+            if FUSED:
+                apart = ~are_keys(
+                    tokens, taken, row_offsets_ptr, lengths_ptr, key_offsets_ptr, key_starts_ptr,
+                    num_sequences, token_run, key_run, BATCH_STRIDES, KEY_STRIDES, SEARCH_STEPS,
+                )  # fmt: skip
+                taken = settled((taken & apart).to(tl.int32), BLOCK_T) > 0
+            new_latent, new_low, new_high = load_tokens(
+                tokens, taken, latent_ptr, k_rope_ptr,
+                RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, ROPE_STYLE,
+            )  # fmt: skip
+            if BY_POSITION:
+                place = token_positions(
+                    tokens, taken, row_offsets_ptr, lengths_ptr, token_positions_ptr,
+                    num_sequences, token_run,
+                    BATCH_STRIDES[0], BATCH_STRIDES[1], BATCH_STRIDES[2], SEARCH_STEPS,
+                )  # fmt: skip
+                place = settled(place, BLOCK_T)
+                known = taken & (place >= 0) & (place < rope_rows)
+            else:
+                place = (tokens % rope_rows).to(tl.int64)
+                known = taken
+            new_latent, new_low, new_high = finished_entries(
+                new_latent, new_low, new_high, place, known, norm_ptr, cos_ptr, sin_ptr,
+                RANK, BLOCK_L, ROPE_DIM, PAIRS, NORM_EPS, ROPE_STYLE, FULL_WIDTH,
+                COS_STRIDES, SIN_STRIDES,
+            )  # fmt: skip
+            if KEEP:
+                write_rows(
+                    tokens, taken, new_latent, new_low, new_high, latent_out_ptr, rope_out_ptr,
+                    scale_out_ptr, scale_stride, RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS,
+                    OUT_STRIDE, CAP, GROUP, ROPE_SCALE,
+                )  # fmt: skip
+            if STORE:
+                page, slot, valid = cache_places(
+                    tokens, taken, slots_ptr, sequences_ptr, positions_ptr,
+                    sequence_tokens, num_pages, table_rows, table_width, table_stride,
+                    PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
+                )  # fmt: skip
+                store_entries(
+                    entry_places(page, slot, LATENT_STRIDES, UNITS[0], BLOCK_T),
+                    entry_places(page, slot, ROPE_STRIDES, UNITS[1], BLOCK_T),
+                    settled(valid.to(tl.int32), BLOCK_T) > 0, new_latent, new_low, new_high,
+                    latent_cache_ptr, rope_cache_ptr,
+                    RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES, ROPE_STRIDES,
+                )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Loads of MLA attention's operands: rows, queries and their rotation, places of rope keys."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.mla.templates.entries import load_pairs, pair_angles, turned_by
+from tilewright.codegen.qkv.templates.finish import rounded
+
+
+@triton.jit
+def load_rows(rows, row_mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """WIDTH contiguous elements at each pointer of `rows`, zeros up to BLOCK columns."""
+    columns = tl.arange(0, BLOCK)
+    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_queries(
+    base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Queries [BLOCK_M, BLOCK] of a tile, zeros behind the sequence's last."""
+    if TMA:
+        # Where warps are specialised, Triton 3.6 moves the row that is loaded by each group's
+        # share, and with it whatever else was made of that number: so it is one of its own, and
+        # zero. A descriptor needs a row; of none, nothing is stored.
+        source = tl.make_tensor_descriptor(
+            base + first_row.to(tl.int64) * token_stride,
+            [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
+        )  # fmt: skip
+        queries = source.load([tl.minimum(own_queries, 0), 0])
+    else:
+        rows = first_row + tl.arange(0, BLOCK_M)
+        queries = load_rows(
+            base + rows.to(tl.int64) * token_stride, rows < own_queries, WIDTH, BLOCK
+        )
+    return queries
+
+
+@triton.jit
+def column_angles(
+    pointer, rows, known, ROPE: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr
+):
+    """What columns take from a table where pairs lie half of them apart, fp32 [rows, ROPE]; zeros
+    unless known."""
+    columns = tl.arange(0, ROPE)
+    taken = columns if FULL_WIDTH else columns % (ROPE // 2)
+    places = pointer + (rows * STRIDES[0])[:, None] + (taken * STRIDES[1])[None, :]
+    return tl.load(places, mask=known[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_rotation(
+    base, cos_ptr, sin_ptr, first_row, own_queries, token_stride, positions, first_token, rope_rows,
+    ROPE: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What `rotated_queries` makes a tile's rope columns of: (first and second members of pairs,
+    their cosines, their sines).
+
+    A row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows;
+    first_token: the number of the sequence's first. ROPE fills its tile. Where pairs lie half the
+    columns apart: (all columns, the other member of each one's pair, ..).
+    """
+    rows = first_row + tl.arange(0, BLOCK_M)
+    real = rows < own_queries
+    places = rows.to(tl.int64) * token_stride
+    if BY_POSITION:
+        turns = positions.to(tl.int64)
+        known = real & (turns >= 0) & (turns < rope_rows)
+    else:
+        turns = ((first_token.to(tl.int32) + rows) % rope_rows).to(tl.int64)
+        known = real
+    if ROPE_STYLE == "half" and sin_ptr is not None:
+        columns = tl.arange(0, ROPE)
+        first = tl.load(base + places[:, None] + columns[None, :], mask=real[:, None], other=0.0)
+        others = (columns + ROPE // 2) % ROPE
+        second = tl.load(base + places[:, None] + others[None, :], mask=real[:, None], other=0.0)
+        first_cos = column_angles(cos_ptr, turns, known, ROPE, FULL_WIDTH, COS_STRIDES)
+        first_sin = column_angles(sin_ptr, turns, known, ROPE, FULL_WIDTH, SIN_STRIDES)
+        second_cos = first_cos
+        second_sin = first_sin
+    else:
+        first, second = load_pairs(
+            base, places, real, ROPE, ROPE // 2,
+            ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
+        )  # fmt: skip
+        first_cos, second_cos, first_sin, second_sin = pair_angles(
+            cos_ptr, sin_ptr, turns, known, ROPE, ROPE // 2, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
+            SIN_STRIDES,
+        )  # fmt: skip
+    return first, second, first_cos, second_cos, first_sin, second_sin
+
+
+@triton.jit
+def rotated_queries(
+    first, second, first_cos, second_cos, first_sin, second_sin, base, first_row, token_stride,
+    ROPE: tl.constexpr, ROPE_STYLE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Rope columns [BLOCK_M, ROPE] of a tile's queries, rotated in fp32 and rounded once."""
+    DTYPE: tl.constexpr = base.dtype.element_ty
+    columns = tl.arange(0, ROPE)
+    wide = first.to(tl.float32)
+    other = second.to(tl.float32)
+    if first.shape[1] == ROPE:
+        other = tl.where(columns < ROPE // 2, -other, other)
+        turned = rounded(tl.fma(wide, first_cos, other * first_sin), DTYPE)
+    else:
+        low, high = turned_by(wide, other, first_cos, second_cos, first_sin, second_sin)
+        pairs = tl.join(rounded(low, DTYPE), rounded(high, DTYPE))
+        if ROPE_STYLE != "interleaved":
+            pairs = tl.permute(pairs, (0, 2, 1))
+        turned = tl.reshape(pairs, (BLOCK_M, ROPE))
+    # On Hopper Triton keeps an operand in shared memory for a whole loop if a load made it; any
+    # other goes to registers again in each step, which costs a tenth. So this one is loaded, from
+    # nowhere.
+    rows = first_row + tl.arange(0, BLOCK_M)
+    places = base + rows.to(tl.int64)[:, None] * token_stride + columns[None, :]
+    return tl.load(places, mask=(rows < 0)[:, None], other=turned)
+
+
+@triton.jit
+def rope_rows(
+    rope_base, block_table_ptr, sequence, keys, own_keys, key_start, table_stride, num_pages,
+    ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """(pointers to the rope keys of `keys`, which of them there are)."""
+    real = keys < own_keys
+    if block_table_ptr is None:
+        return rope_base + keys.to(tl.int64) * ROPE_STRIDE, real
+    else:
+        slots = key_start + keys
+        table = block_table_ptr + sequence.to(tl.int64) * table_stride
+        pages = tl.load(table + slots // PAGE_SIZE, mask=real, other=-1).to(tl.int64)
+        real = real & (pages >= 0) & (pages < num_pages)
+        return rope_base + pages * PAGE_STRIDE + slots % PAGE_SIZE * ROPE_STRIDE, real

@@ -1,0 +1,91 @@
+"""Queries as attention wants them: the rope part rotated; with the rest, or cast to 8 bits, where
+that is asked."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.mla.templates.entries import load_pairs, store_pairs, turned_pairs
+from tilewright.codegen.mla.templates.latent import token_positions
+from tilewright.codegen.qkv.templates.finish import rounded
+
+
+@triton.jit
+def mla_query(
+    q_ptr, cos_ptr, sin_ptr, row_offsets_ptr, starts_ptr, positions_ptr, scale_ptr, k_rope_ptr,
+    joined_ptr, out_ptr,
+    num_rows, token_run, rope_rows, num_sequences,
+    q_sequence_stride, q_token_stride, q_head_stride,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, NOPE_BLOCK: tl.constexpr,
+    ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
+    FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
+    BY_POSITION: tl.constexpr, BATCH_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    WHOLE: tl.constexpr, KEY_STRIDES: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out [rows, ROPE_DIM], a row being one head of one token: q's last ROPE_DIM columns, rotated
+    in fp32 and rounded once. WHOLE: out [rows, NOPE + ROPE_DIM], all columns, over q's scale and
+    saturating where they are cast.
+
+    With joined_ptr, WHOLE: the rotated columns come before the others, of queries and of joined
+    keys: its rows, one for each of q, get those of k_rope [tokens, ROPE_DIM]. KEY_STRIDES: of
+    k_rope's and of joined's rows.
+
+    Grid (cdiv(num_rows, BLOCK_R),). A row of cos and sin is the token's position (BY_POSITION) or
+    its number modulo rope_rows. token_run: tokens of one sequence, where they are equally many.
+    """
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = rows < num_rows
+    tokens = rows // NUM_HEADS
+    starts = (tokens // token_run).to(tl.int64) * q_sequence_stride
+    starts += (tokens % token_run).to(tl.int64) * q_token_stride
+    starts += (rows % NUM_HEADS).to(tl.int64) * q_head_stride
+    WIDTH: tl.constexpr = NOPE + ROPE_DIM if WHOLE else ROPE_DIM
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    places = rows.to(tl.int64) * WIDTH
+    inverse = 1.0
+    if scale_ptr is not None:
+        inverse = 1.0 / tl.load(scale_ptr)
+    low, high = load_pairs(
+        q_ptr + NOPE, starts, mask, ROPE_DIM, PAIRS,
+        ROPE_STYLE == "interleaved" or ROPE_STYLE == "interleaved_to_half", 1,
+    )  # fmt: skip
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    if ROPE_STYLE != "none":
+        if BY_POSITION:
+            turns = token_positions(
+                tokens, mask, row_offsets_ptr, starts_ptr, positions_ptr, num_sequences, token_run,
+                BATCH_STRIDES[0], BATCH_STRIDES[1], BATCH_STRIDES[2], SEARCH_STEPS,
+            )  # fmt: skip
+            known = mask & (turns >= 0) & (turns < rope_rows)
+        else:
+            turns = (tokens % rope_rows).to(tl.int64)
+            known = mask
+        low, high = turned_pairs(
+            low, high, cos_ptr, sin_ptr, turns, known,
+            ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
+        )  # fmt: skip
+    if WHOLE:
+        columns = tl.arange(0, NOPE_BLOCK)
+        inside = mask[:, None] & (columns < NOPE)[None, :]
+        values = tl.load(q_ptr + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+        codes = rounded(values.to(tl.float32) * inverse, DTYPE)
+        first = places
+        if joined_ptr is None:
+            places += NOPE
+        else:
+            first += ROPE_DIM
+        tl.store(out_ptr + first[:, None] + columns[None, :], codes, mask=inside)
+        # The rotation is rounded to q's own type first, as if it had been stored.
+        low = low.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
+        high = high.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
+    store_pairs(
+        out_ptr, places, mask, rounded(low, DTYPE), rounded(high, DTYPE), ROPE_DIM, PAIRS,
+        ROPE_STYLE == "interleaved", 1,
+    )  # fmt: skip
+    if joined_ptr is not None:
+        columns = tl.arange(0, 2 * PAIRS)
+        inside = mask[:, None] & (columns < ROPE_DIM)[None, :]
+        sources = tokens.to(tl.int64)[:, None] * KEY_STRIDES[0] + columns[None, :]
+        keys = tl.load(k_rope_ptr + sources, mask=inside, other=0.0)
+        targets = rows.to(tl.int64)[:, None] * KEY_STRIDES[1] + columns[None, :]
+        tl.store(joined_ptr + targets, keys, mask=inside)

@@ -1,0 +1,187 @@
+"""Keys and values out of latents: kv [K, H, N + V] = latents [K, L] times the weight's rows.
+
+One persistent GEMM. With scales, operands are e4m3 codes and every block of columns is promoted to
+fp32 and scaled on its own. The epilogue writes what the attention kernel reads: keys and values
+side by side as the weight has them, or each to its own place and in its own order, rounded to the
+values' dtype or saturated to 8-bit floats.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.qkv.templates.finish import rounded
+
+
+@triton.jit
+def weight_scales(
+    pointer, first_row, column, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, STRIDES: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """The scales of weight rows [first_row, first_row + BLOCK_N) in a block of columns: one number
+    where UNIFORM, else [1, BLOCK_N]."""
+    place = pointer + column // SCALE_BLOCK[1] * STRIDES[1]
+    if UNIFORM:
+        scale = tl.load(place + first_row // SCALE_BLOCK[0] * STRIDES[0]).to(tl.float32)
+    else:
+        rows = first_row + tl.arange(0, BLOCK_N)
+        places = place + rows // SCALE_BLOCK[0] * STRIDES[0]
+        scale = tl.load(places, mask=rows < ROWS, other=0.0).to(tl.float32)[None, :]
+    return scale
+
+
+@triton.jit
+def tile_rows(
+    tile_n, HEAD_ROWS: tl.constexpr, NOPE: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, JOINT: tl.constexpr,
+):  # fmt: skip
+    """(first row of the weight, head, whether they are values, first column of the part) of a
+    column tile; JOINT: tiles know no heads."""
+    if JOINT:
+        return tile_n * BLOCK_N, tile_n, tile_n < 0, tile_n
+    else:
+        K_TILES: tl.constexpr = (NOPE + BLOCK_N - 1) // BLOCK_N
+        TILES: tl.constexpr = K_TILES + (V_DIM + BLOCK_N - 1) // BLOCK_N
+        head = tile_n // TILES
+        part = tile_n % TILES
+        is_value = part >= K_TILES
+        column = tl.where(is_value, part - K_TILES, part) * BLOCK_N
+        first = head * HEAD_ROWS + tl.where(is_value, NOPE, 0) + column
+        return first, head, is_value, column
+
+
+@triton.jit
+def mla_up_projection(
+    latent_ptr, weight_ptr, latent_scale_ptr, weight_scale_ptr, k_ptr, v_ptr, limit_ptr,
+    num_rows, run, scale_stride, v_head_stride, v_column_stride,
+    RANK: tl.constexpr, LATENT_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, V_DIM: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, LATENT_SCALE_STRIDE: tl.constexpr,
+    WEIGHT_SCALE_STRIDES: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_ROW_STRIDE: tl.constexpr, JOINT: tl.constexpr,
+    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """k [K, H, NOPE] and v [K, H, V_DIM] of latents [K, RANK] and weight [H * (NOPE + V_DIM),
+    RANK], rows of both contiguous.
+
+    Grid of any size; with limit_ptr one program for each tile. latent_scale and weight_scale: fp32,
+    strides (column block: scale_stride, row: LATENT_SCALE_STRIDE) and (row block, column block);
+    None for operands that are values.
+    JOINT: v follows k, whose strides are K_STRIDES (row, head); where heads are not side by side a
+    tile is of one head. Else k has strides K_STRIDES, v
+    (V_ROW_STRIDE, v_head_stride, v_column_stride); V_TRANSPOSED: V_ROW_STRIDE is 1, and K is padded
+    to 16, by zeros. Keys are divided by K_SCALE and values by V_SCALE.
+    limit: one int64; rows of which K % run is not below it are not made, in tiles that have none.
+    """
+    HEAD_ROWS: tl.constexpr = NOPE + V_DIM
+    ROWS: tl.constexpr = NUM_HEADS * HEAD_ROWS
+    HEAD_TILES: tl.constexpr = (NOPE + BLOCK_N - 1) // BLOCK_N + (V_DIM + BLOCK_N - 1) // BLOCK_N
+    TILES_N: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N if JOINT else NUM_HEADS * HEAD_TILES
+    UNIFORM: tl.constexpr = SCALE_BLOCK[0] % BLOCK_N == 0 and (
+        JOINT or (NOPE % BLOCK_N == 0 and V_DIM % BLOCK_N == 0)
+    )
+    latent_desc = tl.make_tensor_descriptor(
+        latent_ptr, [num_rows, RANK], [LATENT_STRIDE, 1], [BLOCK_M, BLOCK_K]
+    )
+    weight_desc = tl.make_tensor_descriptor(
+        weight_ptr, [ROWS, RANK], [WEIGHT_STRIDE, 1], [BLOCK_N, BLOCK_K]
+    )
+    if JOINT:
+        LAST: tl.constexpr = (NUM_HEADS - 1) * K_STRIDES[1] + HEAD_ROWS
+        out_desc = tl.make_tensor_descriptor(
+            k_ptr, [num_rows, LAST], [K_STRIDES[0], 1], [BLOCK_M, BLOCK_N]
+        )
+    tiles_m = (num_rows + BLOCK_M - 1) // BLOCK_M
+    num_tiles = tiles_m * TILES_N
+    if limit_ptr is not None:
+        # One tile for each program here: what is not wanted ends before its loop.
+        own = tl.program_id(0)
+        group = own // (GROUP_M * TILES_N)
+        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
+        own_row = (group * GROUP_M + own % (GROUP_M * TILES_N) % group_rows) * BLOCK_M
+        limit = tl.load(limit_ptr)
+        whole = own_row % run + BLOCK_M <= run
+        if whole and own_row % run >= limit:
+            num_tiles = 0
+    for tile in tl.range(
+        tl.program_id(0), num_tiles, tl.num_programs(0),
+        flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
+    ):  # fmt: skip
+        # Tiles of GROUP_M row blocks run side by side, so that a weight tile is read while in L2.
+        group = tile // (GROUP_M * TILES_N)
+        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
+        within = tile % (GROUP_M * TILES_N)
+        first_row = (group * GROUP_M + within % group_rows) * BLOCK_M
+        weight_row, head, is_value, column = tile_rows(
+            within // group_rows, HEAD_ROWS, NOPE, V_DIM, BLOCK_N, JOINT
+        )
+        rows = first_row + tl.arange(0, BLOCK_M)
+        row_mask = rows < num_rows
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(0, RANK, BLOCK_K):
+            latent = latent_desc.load([first_row, step])
+            weight = weight_desc.load([weight_row, step])
+            if latent_scale_ptr is None:
+                accumulator = tl.dot(latent, weight.T, accumulator)
+            else:
+                product = tl.dot(latent, weight.T)
+                places = latent_scale_ptr + step // SCALE_BLOCK[1] * scale_stride
+                own_scales = tl.load(
+                    places + rows * LATENT_SCALE_STRIDE, mask=row_mask, other=0.0
+                ).to(tl.float32)
+                scales = weight_scales(
+                    weight_scale_ptr, weight_row, step, ROWS, BLOCK_N, SCALE_BLOCK,
+                    WEIGHT_SCALE_STRIDES, UNIFORM,
+                )  # fmt: skip
+                accumulator += product * (own_scales[:, None] * scales)
+        if JOINT:
+            place = weight_row
+            if K_STRIDES[1] != HEAD_ROWS:
+                place += weight_row // HEAD_ROWS * (K_STRIDES[1] - HEAD_ROWS)
+            out_desc.store([first_row, place], accumulator.to(k_ptr.dtype.element_ty))
+        else:
+            columns = column + tl.arange(0, BLOCK_N)
+            starts = rows.to(tl.int64)[:, None]
+            if is_value:
+                if V_SCALE != 1.0:
+                    accumulator = accumulator / V_SCALE
+                places = v_ptr + head.to(tl.int64) * v_head_stride + starts * V_ROW_STRIDE
+                if V_TRANSPOSED:
+                    places += columns.to(tl.int64)[None, :] * v_column_stride
+                    # Up to whole vectors: rows past the last are zeros.
+                    row_mask = rows < (num_rows + 15) // 16 * 16
+                else:
+                    places += columns[None, :]
+                inside = row_mask[:, None] & (columns < V_DIM)[None, :]
+                tl.store(places, rounded(accumulator, v_ptr.dtype.element_ty), mask=inside)
+            else:
+                if K_SCALE != 1.0:
+                    accumulator = accumulator / K_SCALE
+                places = k_ptr + starts * K_STRIDES[0] + head * K_STRIDES[1] + columns[None, :]
+                inside = row_mask[:, None] & (columns < NOPE)[None, :]
+                tl.store(places, rounded(accumulator, k_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mla_weight_numbers(
+    weight_ptr, weight_scale_ptr, out_ptr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, WEIGHT_STRIDE: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, WEIGHT_SCALE_STRIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [ROWS, RANK] = codes times the scales of their blocks, rounded to out's dtype.
+
+    Grid (cdiv(ROWS, BLOCK_N), cdiv(RANK, BLOCK_K)).
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (rows < ROWS)[:, None] & (columns < RANK)[None, :]
+    places = rows.to(tl.int64)[:, None] * WEIGHT_STRIDE + columns[None, :]
+    codes = tl.load(weight_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    row_blocks = rows // SCALE_BLOCK[0] * WEIGHT_SCALE_STRIDES[0]
+    column_blocks = columns // SCALE_BLOCK[1] * WEIGHT_SCALE_STRIDES[1]
+    scale_places = row_blocks[:, None] + column_blocks[None, :]
+    scales = tl.load(weight_scale_ptr + scale_places, mask=mask, other=0.0).to(tl.float32)
+    out = rows.to(tl.int64)[:, None] * RANK + columns[None, :]
+    tl.store(out_ptr + out, (codes * scales).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,1 @@
+"""The templates of a mixture's own kernels."""

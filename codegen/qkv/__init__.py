@@ -1,0 +1,1 @@
+"""QKV projections with norm, RoPE and cache write: problems, specs, plans."""

@@ -1,0 +1,174 @@
+"""Configs worth a try for quantised weights, and how long they should take.
+
+Times come from `measured_quantized.json` (written by `benchmarks/qkv_quantized.py`) where it has
+the problem's dims and format, else from the model here: the memory's time, the time to make codes
+of words, that of the tensor cores, and what every launch costs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.qkv.quantized_specs import (
+    number_dtype,
+    quantization_of,
+    quantized_shared_bytes,
+)
+from tilewright.codegen.qkv.specs import QkvProblem, SwappedConfig, tiles_per_head
+from tilewright.codegen.targets import Target
+
+# Codes that an SM unpacks in a second, by bytes of a code; fitted on an H200.
+_CODES_PER_SM_S = {0.5: 9.0e10, 1.0: 9.0e10}
+# Share of the tensor cores' rate that tiles of few tokens and of more reach; those of fewer than 64
+# take as long as those of 64.
+_MMA_SHARES = (0.75, 0.55)
+_FILL_S = 1.5e-6
+_SPLIT_S = 1.0e-6
+# Of the kernel that puts x in order.
+_ORDER_S = 1.5e-6
+
+
+def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
+    """What was worth its while on an H200, in any format measured.
+
+    Few tokens: small tiles in many parts of K. More: x put in order once, and not by every program.
+    """
+    q = quantization_of(problem)
+    whole = next_power_of_2(problem.finish.pairs_per_head)
+    slices = sorted({min(32, whole), whole})
+    block_k = _step(problem)
+    free = q.packed_rows or q.coded_x
+    block_t = max(16, next_power_of_2(num_tokens))
+    if num_tokens <= 32:
+        for block_p in slices:
+            for split_k in (2, 3, 4, 8):
+                yield SwappedConfig(block_p, block_t, block_k, 4, 3, split_k)
+                if not free:
+                    yield SwappedConfig(block_p, block_t, block_k, 4, 3, split_k, ordered_x=True)
+            yield SwappedConfig(block_p, block_t, block_k, 4, 6)
+            yield SwappedConfig(block_p, block_t, 2 * block_k, 4, 6)
+        return
+    tiles = [(block_p, tokens, 4) for block_p in slices for tokens in (32, 64)]
+    tiles += [(whole, 64, 8)]
+    if num_tokens > 64:
+        tiles = [(block_p, tokens, 4) for block_p in slices for tokens in (64, 128)]
+        tiles += [(whole, 64, 8), (whole, 128, 8)]
+    for block_p, tokens, warps in tiles:
+        for split_k in (1, 2) if num_tokens <= 256 else (1,):
+            for stages in (3, 4):
+                yield SwappedConfig(block_p, tokens, block_k, warps, stages, split_k, not free)
+
+
+def _step(problem: QkvProblem) -> int:
+    """The longest step of K, up to 128, that scales allow."""
+    columns = quantization_of(problem).block[1]
+    return 128 if columns >= problem.hidden or 128 % columns == 0 else columns & -columns
+
+
+def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:
+    """Least bytes of global memory: codes, scales and x read once, q and the slots written once."""
+    q, size = quantization_of(problem), ELEMENT_BYTES[problem.finish.dtype]
+    blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
+    per_token = ELEMENT_BYTES[q.x_dtype] * problem.hidden + size * problem.num_rows
+    codes = q.code_bytes * problem.hidden * problem.num_rows
+    return codes + blocks * ELEMENT_BYTES[q.scale_dtype] + num_tokens * per_token
+
+
+def quantized_estimate(
+    problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
+) -> float:
+    """Expected seconds of `qkv_quantized`."""
+    q = quantization_of(problem)
+    rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
+    row_tiles = problem.finish.heads_in_all * tiles_per_head(problem, config)
+    tiles = row_tiles * cdiv(num_tokens, columns) * split
+    per_sm = cdiv(tiles, target.num_sms)
+    overhead = target.launch_s + _FILL_S
+    if split > 1:
+        overhead += _SPLIT_S + 8 * rows * columns * tiles / target.hbm_bytes_per_s
+    depth = problem.hidden / split
+    together = max(min(per_sm, _resident(problem, config, target)), 1)
+    unpacked = 0.0 if q.coded_x else per_sm * rows * depth / _CODES_PER_SM_S[q.code_bytes]
+    # One program alone hides little of what it waits for.
+    unpacked *= 1.6 if together == 1 and config.num_warps == 4 else 1.0
+    if config.ordered_x:
+        overhead += _ORDER_S
+    elif not (q.coded_x or q.packed_rows):
+        unpacked += per_sm * columns * depth / (2 * _CODES_PER_SM_S[1.0])
+    # Words along the rows reach the tensor core by way of shared memory.
+    unpacked *= 2.0 if q.packed_rows else 1.0
+    share = _MMA_SHARES[columns > 32]
+    rate = target.flops_per_s(q.x_dtype) / target.num_sms * share
+    multiplied = per_sm * 2 * rows * max(columns, 64) * depth / rate
+    staged = (
+        config.num_stages
+        * config.block_k
+        * (rows * q.code_bytes + columns * ELEMENT_BYTES[q.x_dtype])
+    )
+    in_flight = together * staged * (1 - 1 / config.num_stages)
+    reach = min(in_flight / target.bytes_in_flight_per_sm, 1.0)
+    busy = min(tiles / target.num_sms, 1.0)
+    memory = quantized_bytes(problem, num_tokens) / (target.hbm_bytes_per_s * reach * busy)
+    return overhead + max(memory, unpacked, multiplied)
+
+
+def _resident(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
+    """Programs that one SM holds, by shared memory and by registers."""
+    by_shared = target.max_shared_bytes // (quantized_shared_bytes(problem, config) + 1024)
+    elements = 2 * config.block_p * config.block_t // (32 * config.num_warps)
+    registers = min(80 + 2 * elements, target.max_registers)
+    by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)
+    return max(min(by_shared, by_registers), 1)
+
+
+def numbers_estimate(problem: QkvProblem, target: Target) -> float:
+    """Expected seconds of making numbers of the weights: codes read, numbers written."""
+    size = quantization_of(problem).code_bytes + ELEMENT_BYTES[number_dtype(problem)]
+    kinds = problem.finish.kinds
+    moved = problem.hidden * problem.num_rows * size
+    return kinds * target.launch_s + moved / (0.7 * target.hbm_bytes_per_s)
+
+
+# --- the measured table -------------------------------------------------------------------------
+
+MEASURED_FILE = Path(__file__).with_name("measured_quantized.json")
+
+
+@cache
+def measured_table() -> tuple[dict, ...]:
+    """Rows of the measured table, shipped with the package."""
+    return tuple(json.loads(MEASURED_FILE.read_text("utf-8"))["rows"])
+
+
+def row_key(problem: QkvProblem, target: Target) -> dict:
+    """What a row of the table is for, beside the token count."""
+    q, finish = quantization_of(problem), problem.finish
+    strides = problem.weight_strides[0]
+    return {
+        "target": target.name,
+        "hidden": problem.hidden,
+        "num_heads": finish.num_heads,
+        "num_kv_heads": finish.num_kv_heads,
+        "head_dim": finish.head_dim,
+        "norm": finish.has_norm,
+        "weight_format": q.weight_format,
+        "word_dtype": q.word_dtype,
+        "k_major": strides.column == 1,
+        "block": list(q.block),
+        "zeros": q.zero_dtype is not None,
+        "coded_x": q.coded_x,
+    }
+
+
+def quantized_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
+    """The row for the problem's dims and format at the smallest count that is not below."""
+    if problem.finish.dtype not in ("bf16", "fp16") or problem.finish.v_cache is None:
+        return None
+    key = row_key(problem, target)
+    same = [row for row in measured_table() if key.items() <= row.items()]
+    above = [row for row in same if row["num_tokens"] >= num_tokens]
+    return min(above, key=lambda row: row["num_tokens"], default=None)

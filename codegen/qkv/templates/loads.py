@@ -1,0 +1,315 @@
+"""What a tile of projected heads needs beside its values: bias, norm weights, rope, scales.
+
+Values travel as two tiles, `low` and `high`, of shape [tokens, heads, pairs]: the two partners of
+every rotation. So the rotation is elementwise and needs no exchange between threads. Which head
+dims a pair stands for is the rotation style's own affair (`pair_dims`); dims that do not rotate are
+paired the same way, so every dim is in exactly one tile.
+
+`head_limit` is None, or the tile holds all heads of its kind, of which the first head_limit are
+real.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.places import KEY, QUERY, VALUE
+
+
+@triton.jit
+def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The head dims (low, high) of `pairs`: (2p, 2p + 1), or PAIR_HALF apart inside each chunk."""
+    if INTERLEAVED:
+        low = 2 * pairs
+        high = 2 * pairs + 1
+    else:
+        low = pairs // PAIR_HALF * (2 * PAIR_HALF) + pairs % PAIR_HALF
+        high = pairs // PAIR_HALF * (2 * PAIR_HALF) + pairs % PAIR_HALF + PAIR_HALF
+    return low, high
+
+
+@triton.jit
+def output_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr):
+    """The head dims that rotated pairs are stored to: HALVES apart where that is not 0."""
+    low, high = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
+    if HALVES > 0:
+        low = tl.where(pairs < HALVES, pairs, low)
+        high = tl.where(pairs < HALVES, pairs + HALVES, high)
+    return low, high
+
+
+@triton.jit
+def load_partners(
+    rows, first_pair, low_dims, high_dims, mask, dim_stride,
+    BOUND: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Both partners of pairs at `rows` [tokens, heads, 1] of pointers: two [tokens, heads, pairs].
+
+    mask broadcasts over rows; dims from BOUND on give zeros.
+    """
+    if INTERLEAVED:
+        # Partners are neighbours in memory: one dense load in place of two strided ones.
+        PAIRS: tl.constexpr = low_dims.shape[0]
+        dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
+        values = tl.load(rows + dims * dim_stride, mask=mask & (dims < BOUND), other=0.0)
+        low, high = tl.split(tl.reshape(values, (values.shape[0], values.shape[1], PAIRS, 2)))
+    else:
+        low_dims = low_dims[None, None, :]
+        high_dims = high_dims[None, None, :]
+        low = tl.load(rows + low_dims * dim_stride, mask=mask & (low_dims < BOUND), other=0.0)
+        high = tl.load(rows + high_dims * dim_stride, mask=mask & (high_dims < BOUND), other=0.0)
+    return low, high
+
+
+@triton.jit
+def grouped(
+    heads, GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
+):  # fmt: skip
+    """Offsets of heads that lie GROUP to a group; GROUP 0: all in a row."""
+    if GROUP > 0 and GROUP_STRIDE != GROUP * HEAD_STRIDE:
+        return heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
+    else:
+        return heads * HEAD_STRIDE
+
+
+@triton.jit
+def token_rows(tokens, STRIDE: tl.constexpr):
+    """Offsets of the rows of tokens [tokens, 1]: 64-bit where rows are so far apart that few of
+    them would pass 2 ** 31."""
+    if STRIDE > 2**15:
+        return tokens[:, None].to(tl.int64) * STRIDE
+    else:
+        return tokens[:, None] * STRIDE
+
+
+@triton.jit
+def load_vectors(
+    pointer, kind_mask, heads, head_limit, first_pair, low_dims, high_dims,
+    GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """pointer[heads, dims] of both partners as fp32 [1, heads, pairs]; zeros unless kind_mask."""
+    rows = pointer + grouped(heads[None, :, None], GROUP, GROUP_STRIDE, HEAD_STRIDE)
+    mask = kind_mask
+    if head_limit is not None:
+        mask = kind_mask & (heads < head_limit)[None, :, None]
+    low, high = load_partners(rows, first_pair, low_dims, high_dims, mask, 1, HEAD_DIM, INTERLEAVED)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def load_bias(
+    kind, heads, head_limit, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, BIAS_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """The bias of heads of one `kind`, both partners: fp32 [1, heads, pairs].
+
+    BIAS_STRIDES: (q's group, q's head, k's head, v's head).
+    """
+    low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+    if (
+        q_bias_ptr is not None and k_bias_ptr is not None and v_bias_ptr is not None
+        and (GROUP == 0 or BIAS_STRIDES[0] == GROUP * BIAS_STRIDES[1])
+        and BIAS_STRIDES[1] == BIAS_STRIDES[2] and BIAS_STRIDES[1] == BIAS_STRIDES[3]
+        and q_bias_ptr.dtype.element_ty == k_bias_ptr.dtype.element_ty
+        and q_bias_ptr.dtype.element_ty == v_bias_ptr.dtype.element_ty
+    ):  # fmt: skip
+        # One load in place of three that are masked and added.
+        pointer = tl.where(kind == VALUE, v_bias_ptr, k_bias_ptr)
+        low_bias, high_bias = load_vectors(
+            tl.where(kind == QUERY, q_bias_ptr, pointer), kind >= 0, heads, head_limit,
+            first_pair, low_dims, high_dims, 0, 0, BIAS_STRIDES[1], HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        low_bias = tl.zeros((1, 1, PAIRS), tl.float32)
+        high_bias = tl.zeros((1, 1, PAIRS), tl.float32)
+        if q_bias_ptr is not None:
+            low, high = load_vectors(
+                q_bias_ptr, kind == QUERY, heads, head_limit, first_pair, low_dims, high_dims,
+                GROUP, BIAS_STRIDES[0], BIAS_STRIDES[1], HEAD_DIM, INTERLEAVED,
+            )  # fmt: skip
+            low_bias += low
+            high_bias += high
+        if k_bias_ptr is not None:
+            low, high = load_vectors(
+                k_bias_ptr, kind == KEY, heads, head_limit, first_pair, low_dims, high_dims,
+                0, 0, BIAS_STRIDES[2], HEAD_DIM, INTERLEAVED,
+            )  # fmt: skip
+            low_bias += low
+            high_bias += high
+        if v_bias_ptr is not None:
+            low, high = load_vectors(
+                v_bias_ptr, kind == VALUE, heads, head_limit, first_pair, low_dims, high_dims,
+                0, 0, BIAS_STRIDES[3], HEAD_DIM, INTERLEAVED,
+            )  # fmt: skip
+            low_bias += low
+            high_bias += high
+    return low_bias, high_bias
+
+
+@triton.jit
+def load_delta(
+    delta_ptr, kind, tokens, token_mask, heads, head_limit, first_pair,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    DELTA_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """What is added to heads of one `kind`, both partners: fp32 [tokens, heads, pairs].
+
+    delta [T, heads * HEAD_DIM]: heads of q, then k, then v; rows DELTA_STRIDE apart.
+    """
+    before = (kind == KEY) * NUM_HEADS + (kind == VALUE) * (NUM_HEADS + NUM_KV_HEADS)
+    rows = delta_ptr + tokens.to(tl.int64)[:, None, None] * DELTA_STRIDE
+    rows += (before + heads)[None, :, None] * HEAD_DIM
+    low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+    mask = token_mask[:, None, None]
+    if head_limit is not None:
+        mask = mask & (heads < head_limit)[None, :, None]
+    low, high = load_partners(rows, first_pair, low_dims, high_dims, mask, 1, HEAD_DIM, INTERLEAVED)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def norm_vectors(
+    pointer, is_kind, heads, head_limit, first_pair, low_dims, high_dims,
+    HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """NORM_OFFSET + pointer[heads, dims], both partners; zeros unless is_kind."""
+    if HEAD_STRIDE == 0:
+        low, high = load_vectors(
+            pointer, is_kind, tl.zeros((1,), tl.int32), None, first_pair, low_dims, high_dims,
+            0, 0, 0, HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        low, high = load_vectors(
+            pointer, is_kind, heads, head_limit, first_pair, low_dims, high_dims,
+            0, 0, HEAD_STRIDE, HEAD_DIM, INTERLEAVED,
+        )  # fmt: skip
+    if NORM_OFFSET != 0.0:
+        low += tl.where(is_kind, NORM_OFFSET, 0.0)
+        high += tl.where(is_kind, NORM_OFFSET, 0.0)
+    return low, high
+
+
+@triton.jit
+def load_norm(
+    kind, heads, head_limit, first_pair, q_norm_ptr, k_norm_ptr,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr,
+    NORM_STRIDES: tl.constexpr, NORM_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """The norm weight of one `kind`, both partners: fp32 [1, heads or 1, pairs]; 1 without one.
+
+    NORM_STRIDES: head strides of q's and k's; 0: all heads share one vector. NORM_HALVES: that of
+    `output_dims` where the norm follows the rotation, else 0.
+    """
+    DENSE: tl.constexpr = INTERLEAVED and NORM_HALVES == 0
+    pairs = first_pair + tl.arange(0, PAIRS)
+    low_dims, high_dims = output_dims(pairs, PAIR_HALF, INTERLEAVED, NORM_HALVES)
+    if (
+        q_norm_ptr is not None and k_norm_ptr is not None
+        and NORM_STRIDES[0] == NORM_STRIDES[1]
+        and q_norm_ptr.dtype.element_ty == k_norm_ptr.dtype.element_ty
+    ):  # fmt: skip
+        low_norm, high_norm = norm_vectors(
+            tl.where(kind == QUERY, q_norm_ptr, k_norm_ptr), kind != VALUE, heads, head_limit,
+            first_pair, low_dims, high_dims, NORM_STRIDES[0], HEAD_DIM, DENSE, NORM_OFFSET,
+        )  # fmt: skip
+    else:
+        low_norm = tl.zeros((1, 1, PAIRS), tl.float32)
+        high_norm = tl.zeros((1, 1, PAIRS), tl.float32)
+        if q_norm_ptr is not None:
+            low, high = norm_vectors(
+                q_norm_ptr, kind == QUERY, heads, head_limit, first_pair, low_dims, high_dims,
+                NORM_STRIDES[0], HEAD_DIM, DENSE, NORM_OFFSET,
+            )  # fmt: skip
+            low_norm += low
+            high_norm += high
+        else:
+            low_norm += tl.where(kind == QUERY, 1.0, 0.0)
+            high_norm += tl.where(kind == QUERY, 1.0, 0.0)
+        if k_norm_ptr is not None:
+            low, high = norm_vectors(
+                k_norm_ptr, kind == KEY, heads, head_limit, first_pair, low_dims, high_dims,
+                NORM_STRIDES[1], HEAD_DIM, DENSE, NORM_OFFSET,
+            )  # fmt: skip
+            low_norm += low
+            high_norm += high
+        else:
+            low_norm += tl.where(kind == KEY, 1.0, 0.0)
+            high_norm += tl.where(kind == KEY, 1.0, 0.0)
+    return low_norm, high_norm
+
+
+@triton.jit
+def load_rope(
+    kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALVES: tl.constexpr, ROTARY_DIM: tl.constexpr, FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """(cos and sin of the low partners, of the high ones, which pairs rotate): [tokens, 1, pairs].
+
+    The tables have a column per dim that is stored (FULL_WIDTH) or a column per pair. They keep
+    their dtype here: Triton moves a change of layout up to the widening, and so would wait for the
+    loads there.
+    """
+    pairs = first_pair + tl.arange(0, PAIRS)
+    rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)
+    low_cos = 0.0
+    low_sin = 0.0
+    high_cos = 0.0
+    high_sin = 0.0
+    if ROTARY_DIM > 0:
+        rows = (tokens % rope_tokens)[:, None, None]
+        cos_rows = cos_ptr + rows * COS_STRIDE
+        sin_rows = sin_ptr + rows * SIN_STRIDE
+        mask = token_mask[:, None, None] & (kind != VALUE)
+        if FULL_WIDTH:
+            DENSE: tl.constexpr = INTERLEAVED and HALVES == 0
+            if HALVES > 0:
+                low_dims = pairs
+                high_dims = pairs + HALVES
+                mask = mask & rotates
+            else:
+                low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
+            low_cos, high_cos = load_partners(
+                cos_rows, first_pair, low_dims, high_dims, mask, 1, ROTARY_DIM, DENSE
+            )
+            low_sin, high_sin = load_partners(
+                sin_rows, first_pair, low_dims, high_dims, mask, 1, ROTARY_DIM, DENSE
+            )
+        else:
+            low_cos = tl.load(cos_rows + pairs[None, None, :], mask=mask & rotates, other=0.0)
+            low_sin = tl.load(sin_rows + pairs[None, None, :], mask=mask & rotates, other=0.0)
+            high_cos = low_cos
+            high_sin = low_sin
+    return low_cos, low_sin, high_cos, high_sin, rotates
+
+
+@triton.jit
+def head_scales(pointer, is_kind, heads, head_limit, STRIDE: tl.constexpr):
+    """pointer[heads] [1, heads, 1]; 1 unless is_kind."""
+    mask = is_kind
+    if head_limit is not None:
+        mask = is_kind & (heads < head_limit)[None, :, None]
+    return tl.load(pointer + heads[None, :, None] * STRIDE, mask=mask, other=1.0)
+
+
+@triton.jit
+def load_cache_scale(
+    kind, heads, head_limit, k_scale_ptr, v_scale_ptr, SCALE_STRIDES: tl.constexpr
+):  # fmt: skip
+    """The scale of heads of one `kind` in the cache: fp32 [1, heads, 1], or None; 1 for q.
+
+    SCALE_STRIDES: from one head to the next in k's and v's; 0: one scale for all.
+    """
+    scale = None
+    if k_scale_ptr is not None or v_scale_ptr is not None:
+        scale = tl.full((1, 1, 1), 1.0, tl.float32)
+        if k_scale_ptr is not None:
+            scale *= head_scales(k_scale_ptr, kind == KEY, heads, head_limit, SCALE_STRIDES[0])
+        if v_scale_ptr is not None:
+            scale *= head_scales(v_scale_ptr, kind == VALUE, heads, head_limit, SCALE_STRIDES[1])
+    return scale

@@ -1,0 +1,422 @@
+"""One kernel for `q, k, v = x @ [Wq; Wk; Wv]^T` with everything that follows, into a paged cache.
+
+The weights stay three tensors. Every output tile lies wholly in q, k or v, so the helpers of
+`qkv_finish` run on the accumulator: bias, QK-norm, rotary embedding, the one rounding, and the
+store to q or to the token's place in the cache. Nothing between the GEMM and the cache touches
+memory. K or the head dim may be the weights' contiguous dim (k-major, n-major).
+
+`qkv_projection` puts tokens on the tensor core's M side and loads both operands by TMA: for many
+tokens. One descriptor reaches all three weights: its two outer dims have extent 2, and their
+strides are the distances from the lowest of the three addresses to the other two.
+
+`qkv_projection_swapped` puts weight rows on the M side, which must be at least 64 for wgmma and
+tcgen05, and tokens on the N side, which may be as small as 16: for few tokens, where the time is
+that of streaming the weights once. Its tiles may be a slice of a head, always with both partners
+of a rotation, and K may be split with a reduction of fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.qkv.templates.finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.qkv.templates.loads import (
+    grouped,
+    load_bias,
+    load_cache_scale,
+    load_delta,
+    load_norm,
+    load_rope,
+    pair_dims,
+    token_rows,
+)
+from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
+
+
+@triton.jit
+def split_pairs(
+    values, ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """[rows, heads * head_dim] into the two partner tiles [rows, heads, head_dim / 2]."""
+    if INTERLEAVED:
+        low, high = tl.split(tl.reshape(values, (ROWS, HEADS, HEAD_DIM // 2, 2)))
+    else:
+        chunks = tl.reshape(values, (ROWS, HEADS, HEAD_DIM // (2 * PAIR_HALF), 2, PAIR_HALF))
+        low, high = tl.split(tl.permute(chunks, (0, 1, 2, 4, 3)))
+        low = tl.reshape(low, (ROWS, HEADS, HEAD_DIM // 2))
+        high = tl.reshape(high, (ROWS, HEADS, HEAD_DIM // 2))
+    return low, high
+
+
+@triton.jit
+def part_of(values, part: tl.constexpr, PARTS: tl.constexpr):
+    """Columns of the part-th of PARTS (1, 2 or 4) equal parts of [rows, columns]."""
+    if PARTS > 1:
+        ROWS: tl.constexpr = values.shape[0]
+        WIDTH: tl.constexpr = values.shape[1] // 2
+        first, second = tl.split(tl.permute(tl.reshape(values, (ROWS, 2, WIDTH)), (0, 2, 1)))
+        values = first if part < PARTS // 2 else second
+        if PARTS == 4:
+            halves = tl.permute(tl.reshape(values, (ROWS, 2, WIDTH // 2)), (0, 2, 1))
+            first, second = tl.split(halves)
+            values = first if part % 2 == 0 else second
+    return values
+
+
+@triton.jit
+def pairs_part(values, part: tl.constexpr, PARTS: tl.constexpr):
+    """The part-th of PARTS (1, 2 or 4) slices of the pairs of [tokens, heads, pairs]."""
+    if PARTS > 1:
+        TOKENS: tl.constexpr = values.shape[0]
+        HEADS: tl.constexpr = values.shape[1]
+        PAIRS: tl.constexpr = values.shape[2] // PARTS
+        flat = tl.reshape(values, (TOKENS * HEADS, PAIRS * PARTS))
+        values = tl.reshape(part_of(flat, part, PARTS), (TOKENS, HEADS, PAIRS))
+    return values
+
+
+@triton.jit
+def place_in_weight(kind, head, GROUP: tl.constexpr, HEAD_STEPS: tl.constexpr):
+    """Where a head of one `kind` begins; HEAD_STEPS: (q's group, q's head, k's head, v's head)."""
+    IN_ROW: tl.constexpr = GROUP == 0 or HEAD_STEPS[0] == GROUP * HEAD_STEPS[1]
+    if IN_ROW and HEAD_STEPS[1] == HEAD_STEPS[2] and HEAD_STEPS[1] == HEAD_STEPS[3]:
+        return head * HEAD_STEPS[1]
+    else:
+        q_head = grouped(head, GROUP, HEAD_STEPS[0], HEAD_STEPS[1])
+        kv_head = head * tl.where(kind == KEY, HEAD_STEPS[2], HEAD_STEPS[3])
+        return tl.where(kind == QUERY, q_head, kv_head)
+
+
+@triton.jit
+def qkv_projection(
+    x_ptr, weight_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
+    slots_ptr, sequences_ptr, positions_ptr, k_cache_scale_ptr, v_cache_scale_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, delta_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    num_tokens, sequence_tokens, rope_tokens, num_pages,
+    num_sequences, lookup_columns, lookup_stride,
+    second_distance, third_distance, q_place, k_place, v_place,
+    HIDDEN: tl.constexpr, X_STRIDE: tl.constexpr, N_MAJOR: tl.constexpr,
+    WEIGHT_EXTENT: tl.constexpr, WEIGHT_STRIDES: tl.constexpr, HEAD_STEPS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr, KV_REPEAT: tl.constexpr,
+    PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, DELTA_STRIDE: tl.constexpr, CLIP: tl.constexpr,
+    NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr, NORMED: tl.constexpr,
+    NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    NORM_HALVES: tl.constexpr, NORM_STRIDES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROW_UNIT: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
+    BLOCK_M: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
+    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """x [T, HIDDEN] by weights [H, D, HIDDEN]; grid of any size, persistent.
+
+    weight_ptr is the lowest address of the three weights; second_distance and third_distance, in
+    elements, lead to the other two, and q_place, k_place, v_place (0, 1, 2) say who lies where.
+    k-major: WEIGHT_STRIDES is (unit, row), and heads begin at multiples of `unit`: HEAD_STEPS
+    counts those, WEIGHT_EXTENT too. N_MAJOR: it is (column of K,), and both count elements.
+    HEAD_DIM is a power of two and a multiple of 2 * PAIR_HALF; HEADS_PER_TILE divides both head
+    counts (and GROUP), and above 1 asks for heads that lie side by side, one unit apart. The other
+    arguments are those of `qkv_epilogue`.
+    """
+    # Before the descriptors: where they are made, the kernel before may still be reading.
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    x_desc = tl.make_tensor_descriptor(
+        x_ptr, [num_tokens, HIDDEN], [X_STRIDE, 1], [BLOCK_M, BLOCK_K]
+    )
+    if N_MAJOR:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr,
+            [2, 2, HIDDEN, WEIGHT_EXTENT],
+            [third_distance, second_distance, WEIGHT_STRIDES[0], 1],
+            [1, 1, BLOCK_K, HEADS_PER_TILE * HEAD_DIM],
+        )
+    else:
+        weight_desc = tl.make_tensor_descriptor(
+            weight_ptr,
+            [2, 2, WEIGHT_EXTENT, HEAD_DIM, HIDDEN],
+            [third_distance, second_distance, WEIGHT_STRIDES[0], WEIGHT_STRIDES[1], 1],
+            [1, 1, HEADS_PER_TILE, HEAD_DIM, BLOCK_K],
+        )
+    KV_TENSORS: tl.constexpr = 1 if v_cache_ptr is None else 2
+    TILES_N: tl.constexpr = (NUM_HEADS + KV_TENSORS * NUM_KV_HEADS) // HEADS_PER_TILE
+    tiles_m = tl.cdiv(num_tokens, BLOCK_M)
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * TILES_N, tl.num_programs(0),
+        flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
+    ):  # fmt: skip
+        # Tiles of GROUP_M token blocks run side by side, so that a weight tile is read while in L2.
+        group = tile // (GROUP_M * TILES_N)
+        group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
+        in_group = tile % (GROUP_M * TILES_N)
+        first_token = (group * GROUP_M + in_group % group_rows) * BLOCK_M
+        kind, head = head_of_tile(in_group // group_rows * HEADS_PER_TILE, NUM_HEADS, NUM_KV_HEADS)
+        place = tl.where(kind == QUERY, q_place, tl.where(kind == KEY, k_place, v_place))
+        second = (place == 1).to(tl.int32)
+        third = (place == 2).to(tl.int32)
+        weight_head = place_in_weight(kind, head, GROUP, HEAD_STEPS)
+        accumulator = tl.zeros((BLOCK_M, HEADS_PER_TILE * HEAD_DIM), tl.float32)
+        for column in range(0, HIDDEN, BLOCK_K):
+            x = x_desc.load([first_token, column])
+            if N_MAJOR:
+                weight = weight_desc.load([third, second, column, weight_head])
+                weight = tl.reshape(weight, (BLOCK_K, HEADS_PER_TILE * HEAD_DIM))
+                accumulator = tl.dot(x, weight, accumulator)
+            else:
+                weight = weight_desc.load([third, second, weight_head, 0, column])
+                weight = tl.reshape(weight, (HEADS_PER_TILE * HEAD_DIM, BLOCK_K))
+                accumulator = tl.dot(x, weight.T, accumulator)
+        tokens = first_token + tl.arange(0, BLOCK_M)
+        token_mask = tokens < num_tokens
+        pointer, row_offsets, row_mask, head_stride, dim_stride = store_target(
+            kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr,
+            slots_ptr, sequences_ptr, positions_ptr,
+            sequence_tokens, num_pages, num_sequences, lookup_columns, lookup_stride,
+            NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
+            SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
+        )  # fmt: skip
+        # A tile is finished in parts where the whole would not fit the registers: head by head,
+        # then by slices of the pairs.
+        HEAD_PARTS: tl.constexpr = 1 if PAIRS_FIRST else min(EPILOGUE_PARTS, HEADS_PER_TILE)
+        PAIR_PARTS: tl.constexpr = EPILOGUE_PARTS // HEAD_PARTS
+        HEADS: tl.constexpr = HEADS_PER_TILE // HEAD_PARTS
+        PAIRS: tl.constexpr = HEAD_DIM // 2 // PAIR_PARTS
+        for head_part in tl.static_range(HEAD_PARTS):
+            values = part_of(accumulator, head_part, HEAD_PARTS)
+            low, high = split_pairs(values, BLOCK_M, HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED)
+            heads = head + head_part * HEADS + tl.arange(0, HEADS)
+            low_bias, high_bias = load_bias(
+                kind, heads, None, 0, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+                HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, GROUP, BIAS_STRIDES,
+            )  # fmt: skip
+            low_norm, high_norm = load_norm(
+                kind, heads, None, 0, q_norm_ptr, k_norm_ptr,
+                HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED,
+                NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
+            )  # fmt: skip
+            cache_scale = load_cache_scale(
+                kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
+            )
+            if delta_ptr is not None:
+                low_delta, high_delta = load_delta(
+                    delta_ptr, kind, tokens, token_mask, heads, None, 0,
+                    HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS,
+                    DELTA_STRIDE,
+                )  # fmt: skip
+            if delta_ptr is not None:
+                low += low_delta
+                high += high_delta
+            low, high = add_bias_and_norm(
+                low, high, kind, low_bias, high_bias, low_norm, high_norm, None,
+                HEAD_DIM, PAIR_HALF, INTERLEAVED,
+                q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
+                CLIP, NORM_BEFORE, NORMED, NORM_EPS,
+            )  # fmt: skip
+            for pair_part in tl.static_range(PAIR_PARTS):
+                low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
+                    kind, tokens, token_mask, pair_part * PAIRS, cos_ptr, sin_ptr, rope_tokens,
+                    PAIRS, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
+                    COS_STRIDE, SIN_STRIDE,
+                )  # fmt: skip
+                rotate_and_store(
+                    pairs_part(low, pair_part, PAIR_PARTS),
+                    pairs_part(high, pair_part, PAIR_PARTS),
+                    kind, tokens, token_mask, heads, None, pair_part * PAIRS,
+                    low_cos, low_sin, high_cos, high_sin, rotates,
+                    low_norm, high_norm, cache_scale,
+                    q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
+                    NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
+                    NORM_AFTER, NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+                )  # fmt: skip
+
+
+@triton.jit
+def reduce_partials(
+    partial, workspace_ptr, counters_ptr, tile, part,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """(sum over the SPLIT_K parts of `tile`, whether this program is the one that finishes it).
+
+    Every program writes its part; the last to arrive adds them in the order of the parts, so the
+    sum does not depend on who was last. It also leaves the counter at zero for the next launch.
+    """
+    offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    parts = workspace_ptr + tile * (SPLIT_K * ROWS * COLUMNS)
+    tl.store(parts + part * (ROWS * COLUMNS) + offsets, partial)
+    # All threads' stores come before the one thread's atomic.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if is_last:
+        for index in tl.static_range(SPLIT_K):
+            total += tl.load(parts + index * (ROWS * COLUMNS) + offsets, cache_modifier=".cg")
+        tl.store(counters_ptr + tile, 0)
+    return total, is_last
+
+
+@triton.jit
+def stride_of(kind, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """The stride of `kind`; a constant where the three agree."""
+    stride = Q
+    if K != Q:
+        stride += (kind == KEY) * (K - Q)
+    if V != Q:
+        stride += (kind == VALUE) * (V - Q)
+    return stride
+
+
+@triton.jit
+def qkv_projection_swapped(
+    x_ptr, q_weight_ptr, k_weight_ptr, v_weight_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
+    slots_ptr, sequences_ptr, positions_ptr, k_cache_scale_ptr, v_cache_scale_ptr,
+    q_bias_ptr, k_bias_ptr, v_bias_ptr, delta_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    workspace_ptr, counters_ptr,
+    num_tokens, sequence_tokens, rope_tokens, num_pages,
+    num_sequences, lookup_columns, lookup_stride,
+    HIDDEN: tl.constexpr, X_STRIDE: tl.constexpr,
+    Q_WEIGHT_STRIDES: tl.constexpr, K_WEIGHT_STRIDES: tl.constexpr,
+    V_WEIGHT_STRIDES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr, KV_REPEAT: tl.constexpr,
+    PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, ROPE_FULL_WIDTH: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+    BIAS_STRIDES: tl.constexpr, DELTA_STRIDE: tl.constexpr, CLIP: tl.constexpr,
+    NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr, NORMED: tl.constexpr,
+    NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    NORM_HALVES: tl.constexpr, NORM_STRIDES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
+    ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROW_UNIT: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
+    BLOCK_P: tl.constexpr, TILES_PER_HEAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for few tokens: 2 * BLOCK_P weight rows by BLOCK_T tokens per program.
+
+    Grid ((Hq + 2 Hkv) * TILES_PER_HEAD * SPLIT_K, cdiv(T, BLOCK_T)). BLOCK_P is a power of two, at
+    least 8, and TILES_PER_HEAD * BLOCK_P covers the pairs of a head; a norm needs TILES_PER_HEAD 1.
+    With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, 2 * BLOCK_P, BLOCK_T] and counters one
+    zeroed int32 per tile, both for this launch alone. The weights may have any strides (group,
+    head, row, column of K); K_WEIGHT_STRIDES and V_WEIGHT_STRIDES have no use for the first.
+    """
+    row_tile = tl.program_id(0) // SPLIT_K
+    part = tl.program_id(0) % SPLIT_K
+    kind, head = head_of_tile(row_tile // TILES_PER_HEAD, NUM_HEADS, NUM_KV_HEADS)
+    first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
+    # Rows go by eight: 8 low partners, then their 8 high ones. In the layouts of mma and wgmma
+    # rows r and r + 8 belong to one thread, so that the split below moves nothing.
+    rows = tl.arange(0, 2 * BLOCK_P)
+    # But neighbours stay together where they are neighbours in memory too.
+    IN_ORDER: tl.constexpr = INTERLEAVED and Q_WEIGHT_STRIDES[3] != 1
+    if IN_ORDER:
+        dims = 2 * first_pair + rows
+    else:
+        low_dims, high_dims = pair_dims(
+            first_pair + rows // 16 * 8 + rows % 8, PAIR_HALF, INTERLEAVED
+        )
+        dims = tl.where(rows // 8 % 2 == 0, low_dims, high_dims)
+    row_mask = dims < HEAD_DIM
+    # A branch over whole tensors of pointers would lose what is known of their alignment.
+    if kind == QUERY:
+        weight_ptr = q_weight_ptr + grouped(head, GROUP, Q_WEIGHT_STRIDES[0], Q_WEIGHT_STRIDES[1])
+    elif v_weight_ptr is None or kind == KEY:
+        weight_ptr = k_weight_ptr + head * K_WEIGHT_STRIDES[1]
+    else:
+        weight_ptr = v_weight_ptr + head * V_WEIGHT_STRIDES[1]
+    row_stride = stride_of(kind, Q_WEIGHT_STRIDES[2], K_WEIGHT_STRIDES[2], V_WEIGHT_STRIDES[2])
+    column_stride = stride_of(kind, Q_WEIGHT_STRIDES[3], K_WEIGHT_STRIDES[3], V_WEIGHT_STRIDES[3])
+    weight_rows = weight_ptr + dims * row_stride
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_mask = tokens < num_tokens
+    PART: tl.constexpr = (HIDDEN + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
+    columns = part * PART + tl.arange(0, BLOCK_K)
+    weight_ptrs = weight_rows[:, None] + columns[None, :] * column_stride
+    x_ptrs = x_ptr + token_rows(tokens, X_STRIDE) + columns[None, :]
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    # Before the loop: after it nothing would hide the time these loads take.
+    heads = head + tl.arange(0, 1)
+    low_bias, high_bias = load_bias(
+        kind, heads, None, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, GROUP, BIAS_STRIDES,
+    )  # fmt: skip
+    low_norm, high_norm = load_norm(
+        kind, heads, None, first_pair, q_norm_ptr, k_norm_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
+    )  # fmt: skip
+    cache_scale = load_cache_scale(
+        kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
+    )
+    low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
+        kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+        BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
+        COS_STRIDE, SIN_STRIDE,
+    )  # fmt: skip
+    if delta_ptr is not None:
+        low_delta, high_delta = load_delta(
+            delta_ptr, kind, tokens, token_mask, heads, None, first_pair,
+            BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
+        )  # fmt: skip
+    pointer, row_offsets, target_mask, head_stride, dim_stride = store_target(
+        kind, tokens, token_mask, q_out_ptr, k_cache_ptr, v_cache_ptr,
+        slots_ptr, sequences_ptr, positions_ptr,
+        sequence_tokens, num_pages, num_sequences, lookup_columns, lookup_stride,
+        NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
+        SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
+    )  # fmt: skip
+    accumulator = tl.zeros((2 * BLOCK_P, BLOCK_T), tl.float32)
+    for step in range(0, PART, BLOCK_K):
+        if HIDDEN % (BLOCK_K * SPLIT_K) == 0:
+            weight_mask = row_mask[:, None]
+            x_mask = token_mask[:, None]
+        else:
+            column_mask = (columns + step < HIDDEN)[None, :]
+            weight_mask = row_mask[:, None] & column_mask
+            x_mask = token_mask[:, None] & column_mask
+        weight = tl.load(
+            weight_ptrs + step * column_stride,
+            mask=weight_mask,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
+        accumulator = tl.dot(weight, x.T, accumulator)
+    is_finisher = True
+    if SPLIT_K > 1:
+        tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + row_tile
+        accumulator, is_finisher = reduce_partials(
+            accumulator, workspace_ptr, counters_ptr, tile, part, 2 * BLOCK_P, BLOCK_T, SPLIT_K
+        )
+    if is_finisher:
+        if IN_ORDER:
+            groups = tl.reshape(accumulator, (BLOCK_P, 2, BLOCK_T))
+            low, high = tl.split(tl.permute(groups, (0, 2, 1)))
+        else:
+            groups = tl.reshape(accumulator, (BLOCK_P // 8, 2, 8, BLOCK_T))
+            low, high = tl.split(tl.permute(groups, (0, 2, 3, 1)))
+        low = tl.reshape(tl.trans(tl.reshape(low, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
+        high = tl.reshape(tl.trans(tl.reshape(high, (BLOCK_P, BLOCK_T))), (BLOCK_T, 1, BLOCK_P))
+        if delta_ptr is not None:
+            low += low_delta
+            high += high_delta
+        low, high = add_bias_and_norm(
+            low, high, kind, low_bias, high_bias, low_norm, high_norm, None,
+            HEAD_DIM, PAIR_HALF, INTERLEAVED,
+            q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
+            CLIP, NORM_BEFORE, NORMED, NORM_EPS,
+        )  # fmt: skip
+        rotate_and_store(
+            low, high, kind, tokens, token_mask, heads, None, first_pair,
+            low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
+            q_out_ptr, pointer, row_offsets, target_mask, head_stride, dim_stride,
+            NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
+            NORM_AFTER, NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+        )  # fmt: skip

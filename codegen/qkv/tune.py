@@ -1,0 +1,172 @@
+"""Choosing a lowering by measuring it: which to try, and what is kept of it on disk.
+
+Nothing here touches a GPU. Whoever has one gives a `Timer`; the times of all candidates are kept
+beside the kernels, under what decided them: the machine, the problem, and every byte that the
+candidates' kernels are emitted from. What was measured here goes before the shipped table, and the
+table before the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from tilewright.codegen.build.cache import Entry, KernelCache, key_of
+from tilewright.codegen.emit import source_fingerprint
+from tilewright.codegen.qkv.plan import (
+    HERE,
+    TOKEN_BUCKETS,
+    LoweringChoice,
+    candidates,
+    choose,
+    estimate,
+    fused_choice,
+    library_choice,
+)
+from tilewright.codegen.qkv.specs import QkvProblem
+from tilewright.codegen.targets import Target
+
+#: Fused kernels that are tried, the model's best ones: compiling them is most of the cost.
+MAX_FUSED = 8
+
+_FORMAT = "1"
+_FILE = "times.json"
+
+#: Seconds of each choice, in order; infinity for one that fails or is wrong.
+Timer = Callable[[Sequence[LoweringChoice]], Sequence[float]]
+
+
+class NothingMeasuredError(RuntimeError):
+    """Not one of the candidates could be timed."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What times depend on beside the problem: the GPU's name, and versions by library."""
+
+    gpu: str
+    versions: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem at one token count. packed: the weights are rows of one tensor."""
+
+    problem: QkvProblem
+    num_tokens: int
+    target: Target
+    packed: bool
+
+
+def bucket(num_tokens: int) -> int:
+    """The token count that stands for all counts which share a kernel with `num_tokens`."""
+    return next((b for b in TOKEN_BUCKETS if num_tokens <= b), 2 * TOKEN_BUCKETS[-1])
+
+
+@lru_cache(maxsize=256)
+def trials(case: Case) -> Mapping[str, LoweringChoice]:
+    """The choices worth measuring, by name: what is chosen unmeasured, the model's best, library.
+
+    Each is what a plan holds for up to `case.num_tokens` tokens.
+    """
+    problem, tokens, target = case.problem, case.num_tokens, case.target
+    ranked = sorted(
+        (estimate(problem, config, tokens, target), str(config), config)
+        for config in candidates(problem, tokens, target)
+    )
+    found = [choose(problem, tokens, target, case.packed)]
+    found += [
+        fused_choice(problem, config, target, seconds, measured=False)
+        for seconds, _, config in ranked[:MAX_FUSED]
+    ]
+    found.append(library_choice(problem, tokens, target, case.packed, None))
+    named: dict[str, LoweringChoice] = {}
+    for choice in found:
+        named.setdefault(name_of(choice), choice)
+    return MappingProxyType(named)
+
+
+def name_of(choice: LoweringChoice) -> str:
+    """A choice's name among the trials of one case."""
+    return choice.name if choice.config is None else f"{choice.name} {choice.config}"
+
+
+def tuned(
+    case: Case, machine: Machine, timer: Timer, store: KernelCache | None = None
+) -> LoweringChoice:
+    """The fastest trial of a case as measured on this machine, measured now where that is new; the
+    only one there is unmeasured.
+
+    Processes that ask at once wait for the one that measures. Raises NothingMeasuredError where no
+    trial could be timed, and what the timer raises; nothing is kept then.
+    """
+    tried = trials(case)
+    if len(tried) == 1:
+        return _only(tried)
+
+    def measure() -> dict[str, bytes]:
+        times = [float(seconds) for seconds in timer(tuple(tried.values()))]
+        good = {
+            name: seconds
+            for name, seconds in zip(tried, times, strict=True)
+            if math.isfinite(seconds) and seconds > 0
+        }
+        if not good:
+            raise NothingMeasuredError(f"none of {len(tried)} lowerings could be timed")
+        text = json.dumps({"machine": machine.gpu, "seconds": good}, indent=1)
+        return {_FILE: text.encode()}
+
+    entry = (store or KernelCache()).get_or_make(
+        "tuned", _key(case, machine, tried), measure, lambda found: _times(found, tried) != {}
+    )
+    return _fastest(tried, _times(entry, tried))
+
+
+def remembered(
+    case: Case, machine: Machine, store: KernelCache | None = None
+) -> LoweringChoice | None:
+    """What `tuned` has kept for a case, None where that is nothing (or nothing that is whole)."""
+    tried = trials(case)
+    if len(tried) == 1:
+        return _only(tried)
+    entry = (store or KernelCache()).find("tuned", _key(case, machine, tried))
+    times = {} if entry is None else _times(entry, tried)
+    return _fastest(tried, times) if times else None
+
+
+def _only(tried: Mapping[str, LoweringChoice]) -> LoweringChoice:
+    (choice,) = tried.values()
+    return replace(choice, reason=f"{choice.reason}; there is no other to measure it with")
+
+
+def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> str:
+    sources = sorted({source_fingerprint(s) for choice in tried.values() for s in choice.specs})
+    facts = (repr(case.problem), str(case.num_tokens), case.target.name, str(case.packed))
+    return key_of(_FORMAT, repr(machine), *facts, *tried, *sources)
+
+
+def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:
+    """The times an entry holds; empty where they are not times of these trials."""
+    try:
+        seconds = json.loads(entry.files[_FILE])["seconds"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    if not isinstance(seconds, dict) or not set(seconds) <= set(tried):
+        return {}
+    numbers = all(isinstance(s, float) and 0 < s < math.inf for s in seconds.values())
+    return seconds if numbers else {}
+
+
+def _fastest(tried: Mapping[str, LoweringChoice], seconds: Mapping[str, float]) -> LoweringChoice:
+    best = min(seconds, key=lambda name: seconds[name])
+    chosen = tried[best]
+    what = str(chosen.config) if chosen.config else "library GEMMs and an epilogue"
+    reason = f"{what}: {seconds[best] * 1e6:.1f} us {HERE}, best of {len(seconds)}"
+    unfused = seconds.get("library")
+    if unfused is not None and best != "library":
+        reason += f" (library {unfused * 1e6:.1f} us)"
+    return replace(chosen, reason=reason, seconds=seconds[best], source=HERE)

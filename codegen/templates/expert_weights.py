@@ -1,0 +1,240 @@
+"""Tiles of quantised expert weights, as the numbers that the tensor core multiplies."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.codes import nibble_pair
+from tilewright.codegen.templates.fp4 import e2m1_value, unpack_codes
+
+
+@triton.jit
+def block_scales(
+    scale_ptr, rows, row_mask, first_k, K: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDES: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """fp32 scales [rows, COLUMNS / BLOCK[1]] of weight rows from k = first_k on.
+
+    BLOCK: (rows, columns) that share a scale; COLUMNS is a multiple of BLOCK[1] or divides it.
+    e8m0 becomes the power of two that it stands for.
+    """
+    WIDTH: tl.constexpr = max(COLUMNS // BLOCK[1], 1)
+    columns = first_k // BLOCK[1] + tl.arange(0, WIDTH)
+    places = (rows // BLOCK[0])[:, None] * STRIDES[1] + columns[None, :] * STRIDES[2]
+    mask = row_mask[:, None] & (columns * BLOCK[1] < K)[None, :]
+    if FORMAT == "mxfp4":
+        # 2 ** -127, code 0, has no exponent bits of its own.
+        exponent = tl.load(scale_ptr + places, mask=mask, other=0).to(tl.int32)
+        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+        return bits.to(tl.float32, bitcast=True)
+    values = tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    if FORMAT == "nvfp4":
+        values = tl.abs(values)
+    return values
+
+
+@triton.jit
+def dequantize_tile(
+    stored, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Weights [ROWS, COLUMNS] of DTYPE out of their storage and their scales.
+
+    NVFP4 and MXFP4 are exact; int4 and fp8 are rounded once, after the product with the scale.
+    """
+    if FORMAT == "fp8":
+        values = stored.to(tl.float32)
+    elif FORMAT == "int4":
+        values = unpack_codes(stored, ROWS, COLUMNS).to(tl.float32) - 8.0
+    else:
+        values = e2m1_value(unpack_codes(stored, ROWS, COLUMNS)).to(tl.float32)
+    GROUPS: tl.constexpr = scales.shape[1]
+    blocks = tl.reshape(values, (ROWS, GROUPS, COLUMNS // GROUPS)) * scales[:, :, None]
+    return tl.reshape(blocks, (ROWS, COLUMNS)).to(DTYPE)
+
+
+@triton.jit
+def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes at `position` and `position` + 4 of each word of eight, in both halves of a word.
+
+    Exact, but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa go where
+    DTYPE has them, for both codes at once; so does the one subnormal.
+    """
+    if tl.bfloat16 == DTYPE:
+        # A product puts the sign and the rest into their places at once, and garbage beside them:
+        # one instruction less than shifts, and not of the unit that has most of them.
+        if position >= 2:
+            words = words >> 8
+        if position % 2 == 0:
+            both = (words & 0x000F000F) * ((1 << 12) + (1 << 6))
+        else:
+            both = (words & 0x00F000F0) * ((1 << 8) + (1 << 2))
+        both &= -0x7E3F7E40
+    else:
+        top = words << (12 - 4 * position)
+        both = ((top >> 3) & 0x0E000E00) | (top & -0x7FFF8000)
+    return both
+
+
+@triton.jit
+def times(pair, factor):
+    """Words of two bf16 numbers times such words. The compiler pairs products of single numbers
+    too, but by another order, and takes two instructions more to exchange the halves."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
+    )
+
+
+@triton.jit
+def halves_of(pair, DTYPE: tl.constexpr):
+    """Words of two numbers: one more axis, of two."""
+    low = pair.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def scale_codes(scales, COUNT: tl.constexpr):
+    """Integers [rows, 4] that begin with COUNT bytes as integers [rows, 4, COUNT] that begin with
+    one."""
+    codes = scales.to(tl.int32)
+    if COUNT == 4:
+        pair = tl.join(codes, codes >> 16)
+        codes = tl.join(pair, pair >> 8)
+    elif COUNT == 2:
+        codes = tl.join(codes, codes >> 8)
+    return codes
+
+
+@triton.jit
+def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
+    """Scales [rows, 4] as integers with a few of one byte each, by word: [rows, 4, WORDS], fp32."""
+    ROWS: tl.constexpr = scales.shape[0]
+    COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
+    codes = scale_codes(scales, COUNT)
+    if FORMAT == "nvfp4":
+        # e4m3 without its sign: bits of an fp32 that is 2 ** 120 times too small.
+        values = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    else:
+        exponent = codes & 0xFF
+        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+        values = bits.to(tl.float32, bitcast=True)
+    REPEAT: tl.constexpr = WORDS // COUNT
+    values = tl.broadcast_to(tl.reshape(values, (ROWS, 4, COUNT, 1)), (ROWS, 4, COUNT, REPEAT))
+    return tl.reshape(values, (ROWS, 4, WORDS))
+
+
+@triton.jit
+def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.constexpr,
+                    SWAPPED: tl.constexpr):  # fmt: skip
+    """Codes [ROWS, 4, WORDS, half of the word, low bit, high bit of the place in it] as [ROWS, K],
+    [K, ROWS] where not SWAPPED, K in the order of `rows_in_order`."""
+    K: tl.constexpr = 32 * WORDS
+    if SWAPPED:
+        order: tl.constexpr = (
+            (0, 2, 5, 4, 1, 3) if RUN == 2 else (0, 2, 5, 1, 4, 3) if RUN == 4
+            else (0, 2, 1, 5, 4, 3)
+        )  # fmt: skip
+        codes = tl.reshape(tl.permute(pairs, order), (ROWS, K))
+    else:
+        turned: tl.constexpr = (
+            (2, 5, 4, 1, 3, 0) if RUN == 2 else (2, 5, 1, 4, 3, 0) if RUN == 4
+            else (2, 1, 5, 4, 3, 0)
+        )  # fmt: skip
+        codes = tl.reshape(tl.permute(pairs, turned), (K, ROWS))
+    return codes
+
+
+@triton.jit
+def rows_in_order(x, RUN: tl.constexpr):
+    """x [tokens, K] with K as words of eight codes give it to a tensor core whose threads hold RUN
+    (2, 4, 8) columns in a row: a quarter of the words each."""
+    TOKENS: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    order: tl.constexpr = (
+        (0, 2, 4, 5, 1, 3) if RUN == 2 else (0, 2, 4, 1, 5, 3) if RUN == 4
+        else (0, 2, 1, 4, 5, 3)
+    )  # fmt: skip
+    x = tl.reshape(x, (TOKENS, 4, K // 32, 2, 2, 2))
+    return tl.reshape(tl.permute(x, order), (TOKENS, K))
+
+
+@triton.jit
+def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
+    """Where `rows_in_order` puts columns of a row that goes by steps of STEP."""
+    column = columns % STEP
+    quarter = column // (STEP // 4)
+    word = column // 8 % (STEP // 32)
+    half = column // 4 % 2
+    high = column // 2 % 2
+    low = column % 2
+    if RUN == 2:
+        place = high * 16 + low * 8 + quarter * 2 + half
+    elif RUN == 4:
+        place = high * 16 + quarter * 4 + low * 2 + half
+    else:
+        place = quarter * 8 + high * 4 + low * 2 + half
+    return columns - column + word * 32 + place
+
+
+@triton.jit
+def e2m1_unit(DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """What products of `e2m1_codes` have to be multiplied with."""
+    return 256.0 if FORMAT == "nvfp4" and tl.bfloat16 == DTYPE else 1.0
+
+
+@triton.jit
+def e4m3_pairs(scales, WORDS: tl.constexpr):
+    """Scales [rows, 4], see `word_scales`, for every word [rows, 4 * WORDS]: twice in a word, bf16
+    numbers 2 ** 118 times too large, as much as the largest scale leaves of bf16's powers of two.
+    """
+    ROWS: tl.constexpr = scales.shape[0]
+    COUNT: tl.constexpr = WORDS // 2
+    # Bits of a bf16 number that is 2 ** 120 times too small.
+    pairs = (scale_codes(scales, COUNT) & 0x7F) * 0x00100010
+    power = tl.full(pairs.shape, 0x7B007B00, tl.int32)  # 2 ** 119
+    pairs = times(pairs, power)
+    pairs = times(pairs, power)
+    pairs = tl.broadcast_to(tl.reshape(pairs, (ROWS, 4, COUNT, 1)), (ROWS, 4, COUNT, 2))
+    return tl.reshape(pairs, (ROWS, 4 * WORDS))
+
+
+@triton.jit
+def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
+               SWAPPED: tl.constexpr):  # fmt: skip
+    """Words [rows, K / 8] of E2M1 codes times their scales, see `joined_in_order`, in parts of
+    `e2m1_unit`.
+
+    scales: see `word_scales`. Exact, unless a power of two is beyond DTYPE's.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1] // 4
+    first = e2m1_pair(words, 0, DTYPE)
+    second = e2m1_pair(words, 1, DTYPE)
+    third = e2m1_pair(words, 2, DTYPE)
+    fourth = e2m1_pair(words, 3, DTYPE)
+    if FORMAT == "nvfp4" and tl.bfloat16 == DTYPE:
+        factor = e4m3_pairs(scales, WORDS)
+        first = times(first, factor)
+        second = times(second, factor)
+        third = times(third, factor)
+        fourth = times(fourth, factor)
+    even = tl.join(halves_of(first, DTYPE), halves_of(second, DTYPE))
+    odd = tl.join(halves_of(third, DTYPE), halves_of(fourth, DTYPE))
+    codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
+    if not (FORMAT == "nvfp4" and tl.bfloat16 == DTYPE):
+        # By itself, though a scale might have it: both halves of a register stay in it.
+        codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
+        factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
+        codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
+    return joined_in_order(codes, ROWS, WORDS, RUN, SWAPPED)
+
+
+@triton.jit
+def int4_codes(words, DTYPE: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr):
+    """Words [rows, K / 8] of int4 codes less 8, in parts of `code_unit`, see `joined_in_order`."""
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1] // 4
+    even = tl.join(nibble_pair(words, 0, 8.0, DTYPE), nibble_pair(words, 1, 8.0, DTYPE))
+    odd = tl.join(nibble_pair(words, 2, 8.0, DTYPE), nibble_pair(words, 3, 8.0, DTYPE))
+    codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
+    return joined_in_order(codes, ROWS, WORDS, RUN, SWAPPED)

@@ -1,0 +1,1 @@
+"""Where a cache write goes: addresses, their checks, the write itself."""

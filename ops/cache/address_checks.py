@@ -1,0 +1,177 @@
+"""Checks of the values that address a cache. Each raises ArgumentError and names the token.
+
+They run where the tensors are: on a GPU a check computes there and reads one number back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tilewright.ops.cache.addressing import (
+    AddressArguments,
+    resolve_places,
+    table_slots,
+    token_positions,
+)
+from tilewright.ops.cache.ragged_batch import check_row_offsets
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
+
+
+def check_address_values(
+    op: str,
+    a: AddressArguments,
+    window: CacheWindow,
+    num_tokens: int,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Checks that every token's place is in the cache and, where negative slots are skipped, that
+    no two tokens have the same. `names`: the op's own words for `row_offsets` and its like."""
+    if a.slots in ("flat", "per_sequence"):
+        _check_slots(op, a, window)
+        return
+    named = _Names(names or {})
+    if a.slots == "ragged":
+        _check_offsets(op, a, num_tokens, named)
+    if num_tokens == 0:
+        return
+    sequence, position, _ = token_positions(a, num_tokens)
+    if a.slots == "block_table":
+        _check_sequences(op, a, sequence)
+    _check_positions(op, a, sequence, position, window.page_size, named)
+    _check_entries(op, a, sequence, position, window, named)
+    if a.indexing == "paged":
+        _check_once(op, named["lookup_table"], resolve_places(a, window, num_tokens), window)
+
+
+class _Names(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return key
+
+
+def first(bad: torch.Tensor) -> int | None:
+    """The index of the first True of a flattened mask; None where there is none."""
+    flat = bad.flatten()
+    if flat.numel() == 0:
+        return None
+    where = int(torch.where(flat.any(), flat.int().argmax(), -1))
+    return None if where < 0 else where
+
+
+def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
+    slots = a.slot_mapping
+    assert slots is not None
+    limit = slot_limit(window, a.slots)
+    where = first(slots >= limit)
+    if where is not None:
+        expected = f"slots below {limit}"
+        raise ArgumentError(op, "slot_mapping", expected, f"{int(slots[where])} at {where}")
+    if a.indexing == "torch":
+        where = first(slots < -limit)
+        if where is not None:
+            expected = f"slots from {-limit} (a negative slot counts from the end)"
+            raise ArgumentError(op, "slot_mapping", expected, f"{int(slots[where])} at {where}")
+        return
+    kept = slots[slots >= 0]
+    unique, counts = kept.unique(return_counts=True)
+    if unique.numel() != kept.numel():
+        expected = "every slot at most once"
+        actual = f"slot {int(unique[counts > 1][0])} {int(counts[counts > 1][0])} times"
+        raise ArgumentError(op, "slot_mapping", expected, actual)
+
+
+def _check_offsets(op: str, a: AddressArguments, num_tokens: int, names: _Names) -> None:
+    assert a.row_offsets is not None
+    assert a.cache_lengths is not None
+    name = names["row_offsets"]
+    check_row_offsets(op, name, a.row_offsets, num_tokens, "the number of tokens")
+    lengths = a.cache_lengths.to(torch.int64)
+    where = first(lengths < 0)
+    if where is not None:
+        actual = f"{int(lengths[where])} of sequence {where}"
+        raise ArgumentError(op, names["cache_lengths"], "no negative length", actual)
+
+
+def _check_sequences(op: str, a: AddressArguments, sequence: torch.Tensor) -> None:
+    assert a.lookup_table is not None
+    rows = a.lookup_table.shape[0]
+    bad, expected = sequence >= rows, f"sequences below {rows}"
+    if a.indexing == "torch":
+        bad, expected = bad | (sequence < -rows), f"sequences from {-rows} to {rows - 1}"
+    where = first(bad)
+    if where is not None:
+        actual = f"{int(sequence[where])} of token {where}"
+        raise ArgumentError(op, "sequence_ids", expected, actual)
+
+
+def _check_positions(
+    op: str,
+    a: AddressArguments,
+    sequence: torch.Tensor,
+    position: torch.Tensor,
+    page_size: int,
+    names: _Names,
+) -> None:
+    """Positions past a sequence's row of the table."""
+    assert a.lookup_table is not None
+    columns = a.lookup_table.shape[1]
+    bad, expected = position >= columns * page_size, f"positions below {columns * page_size}"
+    if a.indexing == "torch":
+        bad = bad | (position < -columns * page_size)
+        expected = f"positions from {-columns * page_size} to {columns * page_size - 1}"
+    else:
+        bad = bad & (sequence >= 0)
+    where = first(bad)
+    if where is not None:
+        name = names["cache_lengths"] if a.slots == "ragged" else "positions"
+        expected += f" ({columns} columns of lookup_table, {page_size} slots a page)"
+        actual = f"{int(position[where])} of token {where} (sequence {int(sequence[where])})"
+        raise ArgumentError(op, name, expected, actual)
+
+
+def _check_entries(
+    op: str,
+    a: AddressArguments,
+    sequence: torch.Tensor,
+    position: torch.Tensor,
+    window: CacheWindow,
+    names: _Names,
+) -> None:
+    """The pages that tokens need; what no token needs may hold anything."""
+    pages, size = window.num_pages, window.page_size
+    slot, named = table_slots(a, sequence, position, size)
+    entry = slot.div(size, rounding_mode="floor")
+    lowest = -pages if a.indexing == "torch" else 0
+    bad = named & (entry >= pages)
+    if a.indexing == "torch" or a.slots == "ragged":
+        bad = bad | (named & (entry < lowest))
+    where = first(bad)
+    if where is not None:
+        place = f"sequence {int(sequence[where])}, position {int(position[where])}"
+        raise ArgumentError(
+            op,
+            names["lookup_table"],
+            f"pages from {lowest} to {pages - 1} where a token goes",
+            f"{int(entry[where])} for token {where} ({place})",
+        )
+
+
+def _check_once(
+    op: str,
+    argument: str,
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    window: CacheWindow,
+) -> None:
+    page, offset, written = places
+    token = torch.arange(page.numel(), device=page.device)
+    # What is not written gets a number of its own.
+    slot = torch.where(written, page * window.page_size + offset, -1 - token)
+    order = slot.argsort(stable=True)
+    ordered = slot[order]
+    where = first(ordered[1:] == ordered[:-1])
+    if where is not None:
+        one, two = order[where : where + 2].tolist()
+        actual = f"slot {int(ordered[where])} for tokens {one} and {two}"
+        raise ArgumentError(op, argument, "every slot for at most one token", actual)

@@ -1,0 +1,213 @@
+"""Checks shared by the ops that write a K and V cache. Each raises ArgumentError.
+
+Everything is checked before anything is written. What only real memory shows (slots, aliases) is
+apart from the metadata, which tracing with fake tensors checks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.address_checks import check_address_values
+from tilewright.ops.cache.addressing import ADDRESS_TENSORS, check_addressing
+from tilewright.ops.cache.scale_values import check_scale_values
+from tilewright.ops.cache.writes import WriteArguments
+from tilewright.ops.checks import ArgumentError, check_device, check_dtype, check_tensor, holds
+from tilewright.ops.contract import debug_values
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.formats.paged_cache import CacheWindow, axes_nest, in_bytes, strided_disjoint
+
+CACHE_SCALES = ("k_cache_scale", "v_cache_scale")
+
+
+@dataclass(frozen=True)
+class HeadValues:
+    """The K or V that an op writes, before each head is repeated `kv_repeat` times."""
+
+    num_tokens: Any
+    num_kv_heads: Any
+    head_dim: Any
+    dtype: torch.dtype
+    device: torch.device
+    kv_repeat: int = 1
+
+
+def check_caches(op: str, a: WriteArguments, values: HeadValues, writes_v: bool = True) -> None:
+    """Checks caches, windows, scales and addressing against what is written. Metadata only."""
+    k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
+    if writes_v:
+        base, name = (a.k_cache, "k_cache") if a.v_cache is None else (a.v_cache, "v_cache")
+        v_window = _check_cache(op, "v", base, a.v_window, name, values)
+        check_dtype(op, name, base, (a.k_cache.dtype,))
+        for axis in ("num_pages", "page_size"):
+            k_size, v_size = getattr(k_window, axis), getattr(v_window, axis)
+            if not holds(k_size == v_size):
+                raise ArgumentError(op, "v_window", f"{axis} = {k_size}, as in k_window", v_size)
+        _check_one_base(op, a, k_window, v_window)
+    elif a.v_cache is not None:
+        raise ArgumentError(op, "v_cache", "None, since no V is written", "a tensor")
+    elif a.v_cache_scale is not None:
+        raise ArgumentError(op, "v_cache_scale", "None, since no V is written", "a tensor")
+    for name in CACHE_SCALES:
+        _check_scale(op, name, getattr(a, name), values)
+    check_addressing(op, a, values.num_tokens, k_window, values.device)
+
+
+def _check_cache(
+    op: str,
+    letter: str,
+    base: torch.Tensor,
+    integers: Sequence[Any],
+    base_argument: str,
+    values: HeadValues,
+) -> CacheWindow:
+    check_device(op, base_argument, base, values.device)
+    # 64-bit floats would be rounded twice on their way to 8 bits.
+    narrow = () if values.dtype == torch.float64 else FP8_DTYPES
+    check_dtype(op, base_argument, base, (values.dtype, *narrow))
+    window = check_window(op, f"{letter}_window", integers, base_argument, base)
+    heads = values.num_kv_heads * values.kv_repeat
+    for axis, want in (("num_kv_heads", heads), ("head_dim", values.head_dim)):
+        if not holds(getattr(window, axis) == want):
+            raise ArgumentError(op, f"{letter}_window", f"{axis} = {want}", getattr(window, axis))
+    return window
+
+
+def _check_scale(op: str, name: str, scale: torch.Tensor | None, values: HeadValues) -> None:
+    if scale is None:
+        return
+    check_dtype(op, name, scale, (torch.float32,))
+    check_device(op, name, scale, values.device)
+    shape = tuple(scale.shape)
+    if len(shape) > 1 or not (len(shape) == 0 or shape[0] in (1, values.num_kv_heads)):
+        expected = f"shape [], [1] or [Hkv] = [{values.num_kv_heads}]"
+        raise ArgumentError(op, name, expected, f"shape {list(shape)}")
+
+
+def _check_one_base(op: str, a: WriteArguments, k: CacheWindow, v: CacheWindow) -> None:
+    integers = all(isinstance(value, int) for value in (*a.k_window, *a.v_window))
+    if a.v_cache is None and integers and k.overlaps(v):
+        expected = "a window that shares no element with k_window"
+        raise ArgumentError(op, "v_window", expected, list(a.v_window))
+
+
+def window_integers(
+    op: str, argument: str, window: CacheWindow | None, cache: torch.Tensor | None
+) -> list[Any]:
+    """The nine integers of a window; of None, those of the window that is all of a cache
+    [num_pages, page_size, num_kv_heads, head_dim]. Raises ArgumentError."""
+    expected = "a CacheWindow, or a cache [num_pages, page_size, num_kv_heads, head_dim]"
+    if isinstance(window, CacheWindow):
+        return window.to_ints()
+    if window is not None:
+        raise ArgumentError(op, argument, expected, repr(window))
+    check_tensor(op, argument, cache, expected)
+    assert cache is not None
+    if cache.dim() != 4:
+        raise ArgumentError(op, argument, expected, f"shape {list(cache.shape)}")
+    return CacheWindow.page_major(cache).to_ints()
+
+
+def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
+    """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
+    and the cache scales. `a`: a WriteArguments that is a dataclass, whose tensors are all sources
+    but the caches.
+
+    Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
+    """
+    if a.v_cache is a.k_cache:
+        # Two mutated arguments for one tensor: a functionalised graph would update two copies.
+        raise ArgumentError(
+            op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
+        )
+    written = [("k_cache", a.k_cache, a.k_window)]
+    if writes_v:
+        v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
+        written.append((*v_base, a.v_window))
+    check_aliases(op, written, _sources(a))
+    if a.v_cache is not None and len(written) == 2 and _storage(a.k_cache) == _storage(a.v_cache):
+        v_view = CacheWindow(*a.v_window).view(a.v_cache)
+        if _shares_memory(v_view, a.k_cache, CacheWindow(*a.k_window)):
+            expected = "a window that shares no memory with the window on k_cache"
+            raise ArgumentError(op, "v_cache", expected, "overlapping windows on one storage")
+    if readable(getattr(a, name) for name in ADDRESS_TENSORS):
+        check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
+    for name in CACHE_SCALES:
+        if readable([getattr(a, name)]):
+            check_scale_values(op, name, getattr(a, name))
+
+
+def check_aliases(
+    op: str,
+    written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]],
+    sources: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Checks that no source shares memory with what is written: (name, base, window) each."""
+    storages = {_storage(base) for _, base, _ in written}
+    for name, source in sources:
+        if _storage(source) not in storages:
+            continue
+        for cache_name, base, window in written:
+            if _shares_memory(source, base, CacheWindow(*window)):
+                expected = f"memory apart from what is written in {cache_name}"
+                raise ArgumentError(op, name, expected, f"a tensor that aliases {cache_name}")
+
+
+def readable(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether the values of all these tensors may be looked at: on the CPU, or debugging."""
+    return debug_values() or all(t is None or t.device.type == "cpu" for t in tensors)
+
+
+def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for field in fields(a):
+        value = getattr(a, field.name)
+        if isinstance(value, torch.Tensor) and field.name not in ("k_cache", "v_cache"):
+            yield field.name, value
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow) -> bool:
+    if _storage(tensor) != _storage(base) or tensor.numel() == 0 or window.num_pages == 0:
+        return False
+    itemsize = base.element_size()
+    distance = tensor.data_ptr() - base.data_ptr() - window.offset * itemsize
+    # Elements of another size are compared byte by byte along the last axis.
+    return not strided_disjoint(
+        *in_bytes(window.shape, window.strides, itemsize),
+        *in_bytes(tensor.shape, tensor.stride(), tensor.element_size()),
+        distance,
+    )
+
+
+def check_window(
+    op: str, argument: str, values: Sequence[Any], base_argument: str, base: torch.Tensor
+) -> CacheWindow:
+    """The window, once it is known to lie inside the base and not to overlap itself.
+
+    Raises ArgumentError naming `argument`.
+    """
+    if len(values) != 9:
+        names = ", ".join(CacheWindow.__dataclass_fields__)
+        raise ArgumentError(op, argument, f"9 integers ({names})", f"{len(values)} integers")
+    window = CacheWindow(*values)
+    if not all(holds(value >= 0) for value in values):
+        raise ArgumentError(op, argument, "no negative size, stride or offset", list(values))
+    if not all(holds(size >= 1) for size in window.shape[1:]):
+        raise ArgumentError(op, argument, "at least one slot, head and dim", list(values))
+    if not axes_nest(window):
+        expected = "strides that give every [page, slot, head, dim] its own element"
+        raise ArgumentError(op, argument, expected, f"strides {list(window.strides)}")
+    last = sum((n - 1) * s for n, s in zip(base.shape, base.stride(), strict=True))
+    elements = last + 1 if holds(base.numel() > 0) else 0
+    if holds(window.num_pages > 0) and not holds(window.offset + window.extent <= elements):
+        expected = f"a window inside {base_argument}, which spans {elements} elements"
+        actual = f"offset {window.offset} and extent {window.extent}: {list(values)}"
+        raise ArgumentError(op, argument, expected, actual)
+    return window

@@ -1,0 +1,65 @@
+"""What the references do to K and V on their way into the cache."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from tilewright.ops.cache.addressing import AddressArguments, Places, resolve_places
+from tilewright.ops.formats.fp8 import FP8_DTYPES, saturating_cast
+from tilewright.ops.formats.paged_cache import CacheWindow
+
+
+class WriteArguments(AddressArguments, Protocol):
+    """The arguments that say where K and V go and how they are stored."""
+
+    @property
+    def k_cache(self) -> torch.Tensor: ...
+    @property
+    def v_cache(self) -> torch.Tensor | None: ...
+    @property
+    def k_window(self) -> Any: ...
+    @property
+    def v_window(self) -> Any: ...
+    @property
+    def k_cache_scale(self) -> torch.Tensor | None: ...
+    @property
+    def v_cache_scale(self) -> torch.Tensor | None: ...
+    @property
+    def cache_scale_multiplies(self) -> bool: ...
+
+
+def write_kv(
+    a: WriteArguments, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1
+) -> None:
+    """Writes k and v [T, Hkv, D], of compute precision, to their slots: scaled, each head repeated
+    `kv_repeat` times, and rounded once."""
+    k_window = CacheWindow.from_ints(a.k_window)
+    places = resolve_places(a, k_window, k.shape[0])
+    scales = (a.k_cache_scale, a.v_cache_scale)
+    k = _scaled(k, scales[0], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
+    write_rows(k, a.k_cache, k_window, places)
+    if v is not None:
+        v = _scaled(v, scales[1], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
+        base = a.k_cache if a.v_cache is None else a.v_cache
+        write_rows(v, base, CacheWindow.from_ints(a.v_window), places)
+
+
+def _scaled(values: torch.Tensor, scale: torch.Tensor | None, multiplies: bool) -> torch.Tensor:
+    if scale is None:
+        return values
+    factor = scale.to(values.dtype).reshape(-1, 1)
+    return values * factor if multiplies else values / factor
+
+
+def write_rows(
+    values: torch.Tensor, base: torch.Tensor, window: CacheWindow, places: Places
+) -> None:
+    """Writes values [T, H, D] to their places on a window, saturated and rounded to its dtype."""
+    page, offset, written = places
+    rows, cache = saturating_cast(values[written], base.dtype), window.view(base)
+    if base.dtype in FP8_DTYPES:
+        # Not every backend indexes 8-bit floats; bytes it does.
+        rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
+    cache.index_put_((page[written], offset[written]), rows)

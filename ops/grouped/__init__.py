@@ -1,0 +1,1 @@
+"""Grouped GEMMs, and the NVFP4 quantiser."""

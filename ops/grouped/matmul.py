@@ -1,0 +1,221 @@
+"""`grouped_matmul`: rows in groups, each group times the weight of its expert.
+
+    for every row m of group g with e = expert_ids[g] >= 0:
+        out[m] = x[m] @ weight[e]^T (+ bias[e])          fp32, rounded once
+
+x may be float8_e4m3fn codes with a scale per row and 128 columns, for weights in fp8 blocks. Rows
+of expert -1, and rows that belong to no group, are zero: the memory of the result is defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, debug_values, register
+from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
+from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, expert_of_rows
+from tilewright.ops.grouped.cases import GROUPED_CASES, GroupedCase, sample_grouped
+from tilewright.ops.grouped.operands import unsupported
+from tilewright.ops.reference.expert_matmul import multiply_by_expert
+
+NAME = "grouped_matmul"
+SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor group_offsets, Tensor? expert_ids=None, *, "
+    'Tensor? bias=None, bool end_offsets=False, str weight_format="dense", int[] scale_block=[], '
+    "Tensor? weight_scale=None, Tensor? weight_expert_scale=None, Tensor? x_scale=None, "
+    "ScalarType? out_dtype=None) -> Tensor"
+)
+X_BLOCK = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ERROR_MODEL = (
+    "fp32 accumulation, then one rounding of the result; int4 and fp8 weights are rounded to the "
+    "activations' dtype after the product with their scale, which errs by its unit in the last "
+    "place times a random walk over the inner dimension, measured against the rms of the output"
+)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
+    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+}
+
+
+@dataclass(frozen=True)
+class GroupedMatmulArguments:
+    """The arguments of `grouped_matmul`: M rows, K inner, N outer, E experts, G groups.
+
+    x [M, K], rows sorted by group. weight [E, N, K], any strides with N or K contiguous.
+    group_offsets int [G + 1], exclusive: group g has rows [offsets[g], offsets[g + 1]), the first
+    is 0; with end_offsets int [G], where each group ends (`offs` of torch's grouped_mm).
+    expert_ids int [G], -1: none; None: group g's expert is g, and G is at most E. bias [E, N].
+    weight_format, scale_block, weight_scale, weight_expert_scale: see ops.formats.expert_weight.
+    x_scale fp32 [M, ceil(K/128)]: of an x of float8_e4m3fn codes, whose weights have the format
+    "fp8" with blocks of 128 columns. Result [M, N] of out_dtype (None: x's; of codes bfloat16).
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    group_offsets: torch.Tensor
+    expert_ids: torch.Tensor | None = None
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    end_offsets: bool = False
+    weight_format: str = "dense"
+    scale_block: Sequence[int] = ()
+    weight_scale: torch.Tensor | None = None
+    weight_expert_scale: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def experts(self) -> ExpertWeight:
+        scales = (self.weight_scale, self.scale_block, self.weight_expert_scale)
+        return ExpertWeight(self.weight, self.weight_format, *scales)
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """Where each group ends [G]."""
+        return self.group_offsets if self.end_offsets else self.group_offsets[1:]
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return torch.bfloat16 if self.x_scale is not None else self.x.dtype
+
+
+def validate(a: GroupedMatmulArguments) -> None:
+    check_dtype(NAME, "x", a.x, DTYPES if a.x_scale is None else (torch.float8_e4m3fn,))
+    check_shape(NAME, "x", a.x, "[M, K]", (None, None))
+    check_last_dim_dense(NAME, "x", a.x)
+    check_expert_weight(NAME, "weight", a.experts, a.x.dtype)
+    num_experts, rows, inner = a.experts.shape
+    if not holds(inner == a.x.shape[1]):
+        raise ArgumentError(NAME, "weight", f"{a.x.shape[1]} columns, as x has", inner)
+    check_device(NAME, "weight", a.weight, a.x.device)
+    if a.x_scale is not None:
+        _check_codes(a, a.x_scale)
+    if a.bias is not None:
+        check_shape(NAME, "bias", a.bias, "[E, N]", (num_experts, rows))
+        check_dtype(NAME, "bias", a.bias, (a.result_dtype, a.x.dtype, torch.float32))
+        check_device(NAME, "bias", a.bias, a.x.device)
+    _check_groups(a, num_experts)
+    if a.result_dtype not in DTYPES:
+        expected = " or ".join(str(dtype) for dtype in DTYPES)
+        raise ArgumentError(NAME, "out_dtype", expected, a.out_dtype)
+
+
+def _check_codes(a: GroupedMatmulArguments, scale: torch.Tensor) -> None:
+    if a.weight_format != "fp8" or a.scale_block[1] != X_BLOCK:
+        expected = f"fp8 with blocks of {X_BLOCK} columns, as x is codes"
+        given = f"{a.weight_format} with {list(a.scale_block)}"
+        raise ArgumentError(NAME, "weight_format", expected, given)
+    blocks = -(-a.x.shape[1] // X_BLOCK)
+    check_shape(NAME, "x_scale", scale, "[M, K/128]", (a.x.shape[0], blocks))
+    check_dtype(NAME, "x_scale", scale, (torch.float32,))
+    check_device(NAME, "x_scale", scale, a.x.device)
+
+
+def _check_groups(a: GroupedMatmulArguments, num_experts: int) -> None:
+    check_shape(NAME, "group_offsets", a.group_offsets, "[G + 1]", (None,))
+    check_dtype(NAME, "group_offsets", a.group_offsets, INDEX_DTYPES)
+    check_device(NAME, "group_offsets", a.group_offsets, a.x.device)
+    if not a.end_offsets and not holds(a.group_offsets.shape[0] >= 1):
+        raise ArgumentError(NAME, "group_offsets", "at least the first offset, 0", "no elements")
+    num_groups = a.group_offsets.shape[0] - (0 if a.end_offsets else 1)
+    if a.expert_ids is not None:
+        check_shape(NAME, "expert_ids", a.expert_ids, "[G]", (num_groups,))
+        check_dtype(NAME, "expert_ids", a.expert_ids, INDEX_DTYPES)
+        check_device(NAME, "expert_ids", a.expert_ids, a.x.device)
+    elif not holds(num_groups <= num_experts):
+        expected = f"at most {num_experts} groups, as there are weights, or expert_ids"
+        raise ArgumentError(NAME, "group_offsets", expected, f"{num_groups} groups")
+
+
+def validate_values(a: GroupedMatmulArguments) -> None:
+    if a.x.device.type != "cpu" and not debug_values():
+        return
+    if not a.end_offsets and int(a.group_offsets[0]) != 0:
+        raise ArgumentError(NAME, "group_offsets", "0 as the first", int(a.group_offsets[0]))
+    num_experts, num_rows = a.weight.shape[0], a.x.shape[0]
+    check_group_values(NAME, a.ends, a.expert_ids, num_experts, num_rows, "group_offsets")
+
+
+def fake(a: GroupedMatmulArguments) -> torch.Tensor:
+    return a.x.new_empty((a.x.shape[0], a.weight.shape[1]), dtype=a.result_dtype)
+
+
+def reference(a: GroupedMatmulArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 x), for the rows m of group g and its expert e = expert_ids[g]:
+
+        out[m] = x[m] @ weight[e]^T + bias[e]
+
+    Quantised x and weights are dequantised first. Rows of expert -1 and of no group are zero.
+    """
+    given = a.x.dtype if a.x_scale is None else a.x_scale.dtype
+    compute = torch.promote_types(given, torch.float32)
+    x = a.x.to(compute)
+    if a.x_scale is not None:
+        x = x * a.x_scale.repeat_interleave(X_BLOCK, 1)[:, : x.shape[1]]
+    expert = expert_of_rows(a.ends, a.expert_ids, a.x.shape[0])
+    return multiply_by_expert(x, expert, a.experts, a.bias).to(a.result_dtype)
+
+
+def sample_inputs(
+    case: GroupedCase, device: str | torch.device = "cpu", seed: int = 0
+) -> GroupedMatmulArguments:
+    """Random arguments of a case."""
+    return GroupedMatmulArguments(**sample_grouped(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=GroupedMatmulArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.grouped.lowering:launch_grouped_matmul",
+                frozenset({"cuda"}),
+                unsupported,
+            ),
+        ),
+        cases=GROUPED_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
+        plan="tilewright.ops.grouped.lowering:plan_grouped_matmul",
+    )
+)
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_offsets: torch.Tensor,
+    expert_ids: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand: x [M, K], sorted by group, times weight [E, N, K], [M, N].
+
+    The arguments and options are those of GroupedMatmulArguments. Raises ArgumentError. Not
+    differentiable.
+    """
+    return OP.torch_op(x, weight, group_offsets, expert_ids, **options)

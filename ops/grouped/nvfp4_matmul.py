@@ -1,0 +1,290 @@
+"""`grouped_matmul_dynamic_scaled_nvfp4`: NVFP4 activations times NVFP4 expert weights, with MAX's
+signature.
+
+    for every row m of group g with e = expert_ids[g] >= 0:
+        acc = sum_k  a[m, k] * sa(m, k // 16) * b[e, n, k] * sb(e, n, k // 16)
+        out[m, n] = bfloat16(expert_scales[e] * acc)
+
+fp32 accumulation, the expert's factor in fp32 before the one rounding. Signs of block scales are
+ignored, as the tensor core ignores them. Where MAX leaves the rows of a group with id -1 untouched,
+they are zero here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.codegen.grouped.specs import TMA_BYTES
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, debug_values, register
+from tilewright.ops.formats import nvfp4
+from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.formats.row_groups import (
+    INDEX_DTYPES,
+    check_expert_values,
+    check_group_values,
+    expert_of_rows,
+)
+from tilewright.ops.formats.scale_layout import (
+    group_scale_offsets,
+    layout_shape,
+    swizzle,
+    unswizzle,
+)
+from tilewright.ops.reference.expert_matmul import multiply_by_expert
+
+NAME = "grouped_matmul_dynamic_scaled_nvfp4"
+SCHEMA = (
+    "(Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor group_offsets, "
+    "Tensor group_scale_offsets, Tensor expert_ids, Tensor expert_scales, *, "
+    "SymInt? num_active_experts=None, ScalarType? out_dtype=None) -> Tensor"
+)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# MAX has the offsets in uint32.
+OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
+
+
+@dataclass(frozen=True)
+class Nvfp4MatmulArguments:
+    """T rows, K inner (32 divides K), N outer, E experts, G groups.
+
+    a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn
+    [S, ceil(K/64), 32, 4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see
+    ops.formats.scale_layout. group_offsets int or uint32 [>= G + 1], exclusive;
+    group_scale_offsets likewise [>= G]: the delta form of
+    ops.formats.scale_layout.group_scale_offsets, of empty groups too; expert_ids int [>= G], -1:
+    none; expert_scales fp32 [E], by expert id. num_active_experts: G; None: all the offsets given.
+    Result [T, N] of out_dtype (None: bfloat16).
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scales: torch.Tensor
+    b_scales: torch.Tensor
+    group_offsets: torch.Tensor
+    group_scale_offsets: torch.Tensor
+    expert_ids: torch.Tensor
+    expert_scales: torch.Tensor
+    _: KW_ONLY
+    num_active_experts: int | None = None
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.out_dtype is None else self.out_dtype
+
+    @property
+    def num_groups(self) -> int:
+        given = self.group_offsets.shape[0] - 1
+        return given if self.num_active_experts is None else self.num_active_experts
+
+
+def validate(a: Nvfp4MatmulArguments) -> None:
+    check_shape(NAME, "a", a.a, "[T, K/2]", (None, None))
+    packed = a.a.shape[1]
+    if packed % 16:
+        expected = "K that 32 divides (rows of whole 16 bytes)"
+        raise ArgumentError(NAME, "a", expected, f"K = {2 * packed}")
+    check_shape(NAME, "b", a.b, "[E, N, K/2]", (None, None, packed))
+    for name in ("a", "b"):
+        check_dtype(NAME, name, getattr(a, name), (torch.uint8,))
+        check_last_dim_dense(NAME, name, getattr(a, name))
+    _check_scales(a, 2 * packed)
+    _check_groups(a)
+    if a.result_dtype not in OUT_DTYPES:
+        expected = " or ".join(str(dtype) for dtype in OUT_DTYPES)
+        raise ArgumentError(NAME, "out_dtype", expected, a.out_dtype)
+
+
+def _check_scales(a: Nvfp4MatmulArguments, inner: int) -> None:
+    num_experts, rows = a.b.shape[:2]
+    columns = inner // nvfp4.BLOCK
+    _, *a_shape = layout_shape(0, columns)
+    check_shape(NAME, "a_scales", a.a_scales, "[S, K/64, 32, 4, 4]", (None, *a_shape))
+    b_shape = layout_shape(rows, columns, (num_experts,))
+    check_shape(NAME, "b_scales", a.b_scales, "[E, N/128, K/64, 32, 4, 4]", b_shape)
+    check_shape(NAME, "expert_scales", a.expert_scales, "[E]", (num_experts,))
+    for name in ("a_scales", "b_scales"):
+        check_dtype(NAME, name, getattr(a, name), (torch.float8_e4m3fn,))
+        check_device(NAME, name, getattr(a, name), a.a.device)
+        if not getattr(a, name).is_contiguous():
+            raise ArgumentError(NAME, name, "a contiguous layout", "another")
+    check_dtype(NAME, "expert_scales", a.expert_scales, (torch.float32,))
+    for name in ("b", "expert_scales"):
+        check_device(NAME, name, getattr(a, name), a.a.device)
+
+
+def _check_groups(a: Nvfp4MatmulArguments) -> None:
+    check_shape(NAME, "group_offsets", a.group_offsets, "[G + 1]", (None,))
+    if not holds(a.group_offsets.shape[0] >= 1):
+        raise ArgumentError(NAME, "group_offsets", "at least the first offset, 0", "no elements")
+    if not holds(a.num_groups >= 0):
+        expected = "a number of groups, not negative"
+        raise ArgumentError(NAME, "num_active_experts", expected, a.num_active_experts)
+    for name, least in (("group_offsets", 1), ("group_scale_offsets", 0), ("expert_ids", 0)):
+        tensor = getattr(a, name)
+        check_shape(NAME, name, tensor, "[G]", (None,))
+        allowed = INDEX_DTYPES if name == "expert_ids" else OFFSET_DTYPES
+        check_dtype(NAME, name, tensor, allowed)
+        check_device(NAME, name, tensor, a.a.device)
+        wanted = a.num_groups + least
+        if not holds(tensor.shape[0] >= wanted):
+            expected = f"at least {wanted} elements for {a.num_groups} groups"
+            raise ArgumentError(NAME, name, expected, tensor.shape[0])
+
+
+def validate_values(a: Nvfp4MatmulArguments) -> None:
+    if a.num_groups == 0 or not (a.a.device.type == "cpu" or debug_values()):
+        return
+    groups = a.num_groups
+    offsets = a.group_offsets[: groups + 1].long()
+    if int(offsets[0]) != 0:
+        raise ArgumentError(NAME, "group_offsets", "0 as the first", int(offsets[0]))
+    check_group_values(NAME, offsets[1:], None, 0, a.a.shape[0], "group_offsets")
+    check_expert_values(NAME, "expert_ids", a.expert_ids[:groups], a.b.shape[0])
+    expected = group_scale_offsets(offsets)
+    given = a.group_scale_offsets[:groups].to(torch.int32)
+    if not torch.equal(given, expected):
+        group = int((given != expected).nonzero()[0])
+        wanted = f"the delta {int(expected[group])} for group {group} (see group_scale_offsets)"
+        raise ArgumentError(NAME, "group_scale_offsets", wanted, int(given[group]))
+    blocks = int(((offsets.diff() + 127) // 128).sum())
+    if blocks > a.a_scales.shape[0]:
+        raise ArgumentError(NAME, "a_scales", f"{blocks} blocks of 128 rows", a.a_scales.shape[0])
+
+
+def unsupported(a: Nvfp4MatmulArguments) -> str | None:
+    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    for name, steps in (("a", a.a.stride()[:-1]), ("b", a.b.stride()[:-1])):
+        if any(step % TMA_BYTES for step in steps):
+            return f"{name}: strides {list(steps)} are not whole {TMA_BYTES} bytes"
+    return None
+
+
+def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
+    return a.a.new_empty((a.a.shape[0], a.b.shape[1]), dtype=a.result_dtype)
+
+
+def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
+    """In fp32, for the rows t of group g and its expert e = expert_ids[g]:
+
+        A[t, k] = e2m1(a[t, k]) * a_scales[t, k // 16]
+        B[n, k] = e2m1(b[e, n, k]) * b_scales[e, n, k // 16] * expert_scales[e]
+        out[t] = A[t] @ B^T
+
+    Rows of expert -1 and of no group are zero. With float64 expert_scales all is float64.
+    """
+    compute = a.expert_scales.dtype
+    num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
+    offsets = a.group_offsets[: a.num_groups + 1]
+    deltas = a.group_scale_offsets[: a.num_groups]
+    scales = nvfp4.read_scales(a.a_scales, offsets, deltas, (num_rows, columns))
+    x = nvfp4.dequantize(a.a, scales, dtype=compute)
+    b_scales = unswizzle(a.b_scales.view(torch.uint8), a.b.shape[1], columns)
+    weight = ExpertWeight(
+        a.b, "nvfp4", b_scales.view(torch.float8_e4m3fn), expert_scale=a.expert_scales
+    )
+    expert = expert_of_rows(offsets[1:], a.expert_ids[: a.num_groups], num_rows)
+    out = multiply_by_expert(x, expert, weight, None)
+    return out if compute == torch.float64 else out.to(a.result_dtype)
+
+
+@dataclass(frozen=True)
+class Nvfp4Case:
+    """Rows per group and each group's expert; rows (N) and inner (K) of the weights. spare: rows
+    that belong to no group."""
+
+    name: str
+    sizes: tuple[int, ...]
+    ids: tuple[int, ...]
+    rows: int = 144
+    inner: int = 160
+    num_experts: int = 5
+    spare: int = 0
+    dtype: torch.dtype = torch.bfloat16
+
+
+CASES = (
+    Nvfp4Case("one_block_each", (31, 97, 63), (0, 3, 2)),
+    Nvfp4Case("across_blocks", (65, 130, 3), (2, 0, 1)),
+    Nvfp4Case("empty_first", (0, 1, 2, 3), (0, 3, 2, 4), dtype=torch.float32),
+    Nvfp4Case("no_expert", (20, 40, 10), (-1, 0, 2), dtype=torch.float16),
+    Nvfp4Case("repeated", (5, 0, 129), (1, 1, 1), rows=256, inner=64, spare=3),
+)
+
+
+def sample_inputs(
+    case: Nvfp4Case, device: str | torch.device = "cpu", seed: int = 0
+) -> Nvfp4MatmulArguments:
+    """Random arguments of a case: quantised normal activations and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *case.sizes]).cumsum(0).to(torch.int32)
+    x = torch.randn(int(offsets[-1]) + case.spare, case.inner, generator=generator)
+    w = torch.randn(case.num_experts, case.rows, case.inner, generator=generator)
+    a, a_scales = nvfp4.quantize_grouped(x, offsets)
+    b, b_scales = nvfp4.quantize(w * case.inner**-0.5)
+    factors = 1 + (torch.arange(case.num_experts) + 1.0) / case.num_experts
+    layout = swizzle(b_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+    ids = torch.tensor(case.ids, dtype=torch.int32)
+    tensors = (a, b, a_scales, layout, offsets, group_scale_offsets(offsets), ids, factors)
+    return Nvfp4MatmulArguments(*(t.to(device) for t in tensors), out_dtype=case.dtype)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=Nvfp4MatmulArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.grouped.nvfp4_lowering:launch_grouped_nvfp4",
+                frozenset({"cuda"}),
+                unsupported,
+            ),
+        ),
+        cases=CASES,
+        sample_inputs=sample_inputs,
+        tolerances={
+            torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
+            torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
+            torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
+        },
+        error_model="products are exact in fp32; sums of them in fp32, one rounding of the result",
+        plan="tilewright.ops.grouped.nvfp4_lowering:plan_grouped_nvfp4",
+    )
+)
+
+
+def grouped_matmul_dynamic_scaled_nvfp4(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    group_offsets: torch.Tensor,
+    group_scale_offsets: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_scales: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand; arguments and options are those of Nvfp4MatmulArguments.
+
+    `ops.formats.nvfp4.quantize_grouped` makes `a` and `a_scales` of sorted rows. Raises
+    ArgumentError. Not differentiable.
+    """
+    scales = (a_scales, b_scales, group_offsets, group_scale_offsets, expert_ids, expert_scales)
+    return OP.torch_op(a, b, *scales, **options)

@@ -1,0 +1,279 @@
+"""`quantize_nvfp4`: rows to NVFP4, with the scales where the tensor core reads them.
+
+The order of operations is written down in ops.formats.nvfp4, bit for bit. What it returns is what
+`grouped_matmul_dynamic_scaled_nvfp4` takes as `a` and `a_scales`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.codegen.grouped.nvfp4_specs import (
+    QuantizeConfig,
+    QuantizeProblem,
+    quantize_grid,
+    quantize_spec,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM90
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    check_tensor,
+    holds,
+)
+from tilewright.ops.contract import (
+    FusedOp,
+    Lowering,
+    LoweringReport,
+    Tolerance,
+    debug_values,
+    register,
+)
+from tilewright.ops.formats import nvfp4
+from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, dense
+from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
+from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.qkv.operands import TRITON_TYPES, unaligned
+from tilewright.ops.runtime.launch import launch
+
+NAME = "quantize_nvfp4"
+SCHEMA = "(Tensor x, Tensor? group_offsets=None, Tensor? tensor_scales=None) -> (Tensor, Tensor)"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class QuantizeNvfp4Arguments:
+    """The arguments of `quantize_nvfp4`: T rows, K inner (16 divides K), G groups.
+
+    x [T, K]. group_offsets int [G + 1], exclusive, as the grouped GEMM takes them; None: all rows
+    are one group. tensor_scales fp32 [G] (one group: [1]), positive; None: 1.
+    Result: packed uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4], every group
+    in blocks of its own (ops.formats.scale_layout; `group_scale_offsets` has their deltas). S is
+    ceil(T/128), with groups ceil(T/128) + G. Rows of no group are zero codes without scales;
+    scales past the data are zero.
+    """
+
+    x: torch.Tensor
+    group_offsets: torch.Tensor | None = None
+    tensor_scales: torch.Tensor | None = None
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.group_offsets is None else self.group_offsets.shape[0] - 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of 128 rows in the scale space."""
+        return max_scale_blocks(
+            self.x.shape[0], 0 if self.group_offsets is None else self.num_groups
+        )
+
+
+def validate(a: QuantizeNvfp4Arguments) -> None:
+    check_dtype(NAME, "x", a.x, DTYPES)
+    check_shape(NAME, "x", a.x, "[T, K]", (None, None))
+    check_last_dim_dense(NAME, "x", a.x)
+    if a.x.shape[1] % nvfp4.BLOCK:
+        raise ArgumentError(NAME, "x", f"K that {nvfp4.BLOCK} divides", f"K = {a.x.shape[1]}")
+    if a.group_offsets is not None:
+        check_shape(NAME, "group_offsets", a.group_offsets, "[G + 1]", (None,))
+        check_dtype(NAME, "group_offsets", a.group_offsets, INDEX_DTYPES)
+        check_device(NAME, "group_offsets", a.group_offsets, a.x.device)
+        if not holds(a.group_offsets.shape[0] >= 1):
+            raise ArgumentError(NAME, "group_offsets", "at least the first offset, 0", "none")
+    if a.tensor_scales is not None:
+        check_shape(NAME, "tensor_scales", a.tensor_scales, "[G]", (a.num_groups,))
+        check_dtype(NAME, "tensor_scales", a.tensor_scales, (torch.float32,))
+        check_device(NAME, "tensor_scales", a.tensor_scales, a.x.device)
+
+
+def validate_values(a: QuantizeNvfp4Arguments) -> None:
+    if a.x.device.type != "cpu" and not debug_values():
+        return
+    if a.group_offsets is not None:
+        if int(a.group_offsets[0]) != 0:
+            raise ArgumentError(NAME, "group_offsets", "0 as the first", int(a.group_offsets[0]))
+        ends = a.group_offsets[1:]
+        check_group_values(NAME, ends, None, 0, a.x.shape[0], "group_offsets")
+    if a.tensor_scales is not None:
+        wrong = ~((a.tensor_scales > 0) & a.tensor_scales.isfinite())
+        if bool(wrong.any()):
+            group = int(wrong.nonzero()[0])
+            actual = f"{float(a.tensor_scales[group])} for group {group}"
+            raise ArgumentError(NAME, "tensor_scales", "positive numbers", actual)
+
+
+def fake(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, inner = a.x.shape
+    _, *tail = layout_shape(0, inner // nvfp4.BLOCK)
+    packed = a.x.new_empty((num_rows, inner // 2), dtype=torch.uint8)
+    return packed, a.x.new_empty((a.num_blocks, *tail), dtype=torch.float8_e4m3fn)
+
+
+def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """In fp32 with IEEE division, for each row's blocks of 16 columns; s is its tensor scale:
+
+        scale = e4m3(s * max |x of the block| / 6)        nearest even, at most 448
+        code = e2m1(x * (s / scale))                      0 where scale is 0
+
+    so that x is about code * scale / s.
+    """
+    if a.x.numel() == 0:
+        packed, scales = fake(a)
+        return packed, scales.view(torch.uint8).zero_().view(scales.dtype)
+    if a.group_offsets is not None:
+        return nvfp4.quantize_grouped(a.x, a.group_offsets, a.tensor_scales)
+    packed, scales = nvfp4.quantize(a.x, 1.0 if a.tensor_scales is None else a.tensor_scales)
+    return packed, nvfp4.layout_scales(scales)
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def problem_of(a: QuantizeNvfp4Arguments) -> QuantizeProblem:
+    """The static part of a call; metadata and addresses only."""
+    tensors = {"x_ptr": a.x, "offsets_ptr": a.group_offsets, "tensor_scales_ptr": a.tensor_scales}
+    offsets = a.group_offsets
+    return QuantizeProblem(
+        dtype=TRITON_TYPES[a.x.dtype],
+        inner=a.x.shape[1],
+        x_stride=a.x.stride(0),
+        num_groups=None if offsets is None else a.num_groups,
+        offsets_dtype=None if offsets is None else TRITON_TYPES[offsets.dtype],
+        tensor_scales=a.tensor_scales is not None,
+        unaligned=unaligned(tensors),
+    )
+
+
+@cache
+def cached_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
+    return quantize_spec(problem, config, target)
+
+
+def launch_quantize_nvfp4(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_nvfp4` on CUDA tensors; see QuantizeNvfp4Arguments."""
+    a = QuantizeNvfp4Arguments(*args, **kwargs)
+    packed, scales = fake(a)
+    target = device_target(a.x.device) or SM90
+    problem, config = problem_of(a), QuantizeConfig()
+    spec = cached_spec(problem, config, target.name)
+    grid = quantize_grid(problem, config, a.num_blocks)
+    launch(spec, grid, kernel_values(a, packed, scales), a.x.device)
+    return packed, scales
+
+
+def kernel_values(
+    a: QuantizeNvfp4Arguments, packed: torch.Tensor, scales: torch.Tensor
+) -> dict[str, Any]:
+    """The run-time arguments of the kernel by name."""
+    return {
+        "x_ptr": a.x,
+        "offsets_ptr": dense(a.group_offsets),
+        "tensor_scales_ptr": dense(a.tensor_scales),
+        "packed_ptr": packed,
+        "scales_ptr": scales,
+        "num_rows": a.x.shape[0],
+    }
+
+
+def plan_quantize_nvfp4(a: Any, target: str) -> LoweringReport:
+    """What a call will run on a target; `a` may hold meta tensors."""
+    spec = cached_spec(problem_of(a), QuantizeConfig(), target)
+    return LoweringReport("quantisation kernel", "one pass over x", (spec,))
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuantizeCase:
+    """Rows per group (None: no groups, `spare` rows) and K. scales: tensor scales of the groups."""
+
+    name: str
+    sizes: tuple[int, ...] | None = None
+    inner: int = 96
+    spare: int = 0
+    scales: tuple[float, ...] | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+
+CASES = (
+    QuantizeCase("plain", spare=130),
+    QuantizeCase("plain_scaled", spare=5, scales=(0.43,), dtype=torch.float16, inner=176),
+    QuantizeCase("grouped", sizes=(100, 20, 50), scales=(0.5, 1.0, 0.43)),
+    QuantizeCase("empty_groups", sizes=(0, 13, 0, 129, 0), dtype=torch.float32, inner=16),
+    QuantizeCase("spare_rows", sizes=(60, 7), spare=140, inner=64),
+    QuantizeCase("no_groups", sizes=(), spare=3),
+    QuantizeCase("no_rows", sizes=(0, 0)),
+)
+
+
+def sample_inputs(
+    case: QuantizeCase, device: str | torch.device = "cpu", seed: int = 0
+) -> QuantizeNvfp4Arguments:
+    """Random rows; some of their blocks are zero, tiny, huge or infinite."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = sum(case.sizes or ()) + case.spare
+    x = torch.randn(num_rows, case.inner, generator=generator) * 3
+    for row, value in enumerate((0.0, 1e-5, 6e4, float("inf"), float("-inf"))):
+        x[row::11, 2:16] *= value
+    offsets = None
+    if case.sizes is not None:
+        offsets = torch.tensor([0, *case.sizes]).cumsum(0).to(torch.int32).to(device)
+    scales = None if case.scales is None else torch.tensor(case.scales, device=device)
+    return QuantizeNvfp4Arguments(x.to(case.dtype).to(device), offsets, scales)
+
+
+EXACT = Tolerance(relative=0.0, of_rms=0.0)
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=QuantizeNvfp4Arguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.grouped.quantize_nvfp4:launch_quantize_nvfp4",
+                frozenset({"cuda"}),
+                lambda arguments: None,
+            ),
+        ),
+        cases=CASES,
+        sample_inputs=sample_inputs,
+        tolerances={torch.uint8: EXACT, torch.float8_e4m3fn: EXACT},
+        error_model="the order of operations is fixed, so every device gives the same bits",
+        plan="tilewright.ops.grouped.quantize_nvfp4:plan_quantize_nvfp4",
+    )
+)
+
+
+def quantize_nvfp4(
+    x: torch.Tensor,
+    group_offsets: torch.Tensor | None = None,
+    tensor_scales: torch.Tensor | float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op, called by hand: (packed, scales) of x [T, K]; see QuantizeNvfp4Arguments.
+
+    A number for tensor_scales is that of every group. Raises ArgumentError. Not differentiable.
+    """
+    if isinstance(tensor_scales, (int, float)):
+        check_tensor(NAME, "x", x)
+        groups = 1
+        if group_offsets is not None:
+            check_shape(NAME, "group_offsets", group_offsets, "[G + 1]", (None,))
+            groups = max(group_offsets.shape[0] - 1, 0)
+        tensor_scales = torch.full((groups,), float(tensor_scales), device=x.device)
+    return OP.torch_op(x, group_offsets, tensor_scales)

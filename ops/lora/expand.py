@@ -1,0 +1,278 @@
+"""`lora_expand_add`: the second half of multi-LoRA, added onto the projections q, k and v.
+
+    for every row t with adapter e >= 0, and each projection p of q, k, v:
+        out_p[t] = base_p[t] + scale_p * scales[e] * (s[plane, t, :R] @ weight_p[e]^T)
+    rows of no adapter: base_p[t]
+
+fp32, rounded once. Nothing is mutated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_number,
+    check_shape,
+    check_tensor,
+    holds,
+)
+from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.lora.cases import EXPAND_CASES, LoraCase, sample_expand
+from tilewright.ops.lora.rows import adapter_of_rows, check_row_values, check_rows
+from tilewright.ops.lora.shrink import DTYPES, ERROR_MODEL, KERNEL_DTYPES, LETTERS, TOLERANCES
+
+NAME = "lora_expand_add"
+SCHEMA = (
+    "(Tensor s, Tensor? q, Tensor? k, Tensor? v, Tensor? q_weight, Tensor? k_weight, "
+    "Tensor? v_weight, Tensor? a_offsets=None, Tensor? expert_ids=None, *, Tensor? scales=None, "
+    "float[] scale=[], bool inclusive_offsets=False, SymInt? num_active_experts=None, "
+    "bool packed=False) -> (Tensor, Tensor, Tensor)"
+)
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ExpandArguments:
+    """The arguments of `lora_expand_add`: M rows of T, G adapters, W columns of a projection.
+
+    s [P, M, N], last dim contiguous: what `shrink_qkv_permute_3mn` gives, a plane for each weight
+    given. q_weight, k_weight, v_weight [G, W, R], R <= N: any strides; None where a projection has
+    no adapter. q, k, v [T, W], last dim contiguous: what is added to; T >= M, and rows from M on
+    are copied; None: nothing, the result is the delta alone (T = M). All of s's dtype. scales [G]:
+    float, a factor for each adapter; scale: one number, or one for each of q, k, v; empty: 1.
+    a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora_rows.
+
+    Results [T, W] for q, k and v: without a weight a copy of the base, without either [0]. packed:
+    the first is [T, W_q + W_k + W_v], columns one projection after the other; the others are [0].
+    Bad values raise as in ShrinkArguments.
+    """
+
+    s: torch.Tensor
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    v_weight: torch.Tensor | None
+    a_offsets: torch.Tensor | None = None
+    expert_ids: torch.Tensor | None = None
+    _: KW_ONLY
+    scales: torch.Tensor | None = None
+    scale: Sequence[float] = ()
+    inclusive_offsets: bool = False
+    num_active_experts: int | None = None
+    packed: bool = False
+
+    @property
+    def weights(self) -> tuple[torch.Tensor | None, ...]:
+        return self.q_weight, self.k_weight, self.v_weight
+
+    @property
+    def bases(self) -> tuple[torch.Tensor | None, ...]:
+        return self.q, self.k, self.v
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """The numbers that the deltas of q, k and v are multiplied by."""
+        given = tuple(self.scale) or (1.0,)
+        return (given * 3)[:3] if len(given) == 1 else given  # type: ignore[return-value]
+
+    @property
+    def widths(self) -> tuple[Any, Any, Any]:
+        """Columns of q, k and v; 0 where there is neither base nor weight."""
+        pairs = zip(self.weights, self.bases, strict=True)
+        widths = [
+            weight.shape[1] if weight is not None else 0 if base is None else base.shape[1]
+            for weight, base in pairs
+        ]
+        return widths[0], widths[1], widths[2]
+
+    @property
+    def num_tokens(self) -> Any:
+        """T."""
+        base = next((base for base in self.bases if base is not None), None)
+        return self.s.shape[1] if base is None else base.shape[0]
+
+
+def validate(a: ExpandArguments) -> None:
+    check_dtype(NAME, "s", a.s, DTYPES)
+    planes = sum(weight is not None for weight in a.weights)
+    if planes == 0:
+        raise ArgumentError(NAME, "q_weight", "a weight of q, k or v at least", None)
+    check_shape(NAME, "s", a.s, "[P, M, N]", (planes, None, None))
+    check_last_dim_dense(NAME, "s", a.s)
+    first = next(weight for weight in a.weights if weight is not None)
+    num_adapters = first.shape[0] if first.dim() else None
+    for letter, weight, base in zip(LETTERS, a.weights, a.bases, strict=True):
+        if weight is not None:
+            _check_weight(a, f"{letter}_weight", weight, num_adapters)
+        if base is not None:
+            _check_base(a, letter, base, None if weight is None else weight.shape[1])
+    if not holds(a.num_tokens >= a.s.shape[1]):
+        expected = f"at least the {a.s.shape[1]} rows of s"
+        raise ArgumentError(NAME, "q", expected, f"{a.num_tokens} rows")
+    if len(a.scale) not in (0, 1, 3):
+        raise ArgumentError(NAME, "scale", "no, one or three finite numbers", list(a.scale))
+    for factor in a.scale:
+        check_number(NAME, "scale", factor)
+    if a.scales is not None:
+        check_shape(NAME, "scales", a.scales, "[G]", (num_adapters,))
+        check_dtype(NAME, "scales", a.scales, DTYPES)
+        check_device(NAME, "scales", a.scales, a.s.device)
+    check_rows(NAME, a, a.s.shape[1], num_adapters, a.s.device)
+
+
+def _check_weight(a: ExpandArguments, name: str, weight: torch.Tensor, num_adapters: Any) -> None:
+    check_shape(NAME, name, weight, "[G, W, R]", (num_adapters, None, None))
+    check_dtype(NAME, name, weight, (a.s.dtype,))
+    check_device(NAME, name, weight, a.s.device)
+    if not holds(weight.shape[2] <= a.s.shape[2]):
+        expected = f"rank of at most {a.s.shape[2]}, as s has it"
+        raise ArgumentError(NAME, name, expected, weight.shape[2])
+
+
+def _check_base(a: ExpandArguments, name: str, base: torch.Tensor, width: Any) -> None:
+    check_shape(NAME, name, base, "[T, W]", (None, width))
+    check_shape(NAME, name, base, "[T, W]", (a.num_tokens, None))
+    check_dtype(NAME, name, base, (a.s.dtype,))
+    check_device(NAME, name, base, a.s.device)
+    check_last_dim_dense(NAME, name, base)
+
+
+def validate_values(a: ExpandArguments) -> None:
+    weight = next(w for w in a.weights if w is not None)
+    check_row_values(NAME, a, a.s.shape[1], weight.shape[0])
+
+
+def fake(a: ExpandArguments) -> Outputs:
+    widths = a.widths
+    if a.packed:
+        return a.s.new_empty((a.num_tokens, sum(widths))), a.s.new_empty(0), a.s.new_empty(0)
+    given = [w is not None or b is not None for w, b in zip(a.weights, a.bases, strict=True)]
+    made = [
+        a.s.new_empty((a.num_tokens, width) if there else 0)
+        for width, there in zip(widths, given, strict=True)
+    ]
+    return made[0], made[1], made[2]
+
+
+def reference(a: ExpandArguments) -> Outputs:
+    """In fp32 (float64 for float64 s), for p of q, k and v, row t and its adapter e:
+
+        out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
+
+    base_p is the argument `q`, `k` or `v` (0 where it is None), weight_p `q_weight`, `k_weight` or
+    `v_weight`. A row without an adapter is its base.
+    """
+    outputs = fake(a)
+    widths = a.widths
+    targets = outputs[0].split(widths, dim=1) if a.packed else outputs
+    num_rows = a.s.shape[1]
+    adapter = adapter_of_rows(a, num_rows, a.s.device)
+    compute = torch.promote_types(a.s.dtype, torch.float32)
+    planes = iter(a.s)
+    parts = zip(targets, a.weights, a.bases, a.factors, strict=True)
+    for target, weight, base, factor in parts:
+        if base is None and weight is None:
+            continue
+        total = target.new_zeros(target.shape, dtype=compute) if base is None else base.to(compute)
+        if weight is not None:
+            delta = _deltas(a, next(planes).to(compute), adapter, weight, factor)
+            total = total.index_add(0, torch.arange(num_rows, device=a.s.device), delta)
+        target.copy_(total)
+    return outputs
+
+
+def _deltas(
+    a: ExpandArguments,
+    rows: torch.Tensor,
+    adapter: torch.Tensor,
+    weight: torch.Tensor,
+    factor: float,
+) -> torch.Tensor:
+    """[M, W] of one projection, scaled, in the precision of `rows` [M, N]."""
+    out = rows.new_zeros(rows.shape[0], weight.shape[1])
+    for index in range(weight.shape[0]):
+        own = (adapter == index).nonzero().flatten()
+        if own.numel() == 0:
+            continue
+        delta = rows[own, : weight.shape[2]] @ weight[index].to(rows.dtype).mT
+        scale = factor if a.scales is None else factor * a.scales[index].to(rows.dtype)
+        out[own] = scale * delta
+    return out
+
+
+def unsupported(a: ExpandArguments) -> str | None:
+    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    if a.s.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {a.s.dtype}"
+    if a.scales is not None and a.scales.dtype == torch.float64:
+        return "no kernel for scales of torch.float64"
+    return None
+
+
+def sample_inputs(
+    case: LoraCase, device: str | torch.device = "cpu", seed: int = 0
+) -> ExpandArguments:
+    """Random arguments of a case."""
+    return ExpandArguments(**sample_expand(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=ExpandArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.lora.lowering:launch_expand",
+                frozenset({"cuda"}),
+                unsupported,
+                repeatable="tilewright.ops.lora.lowering:repeatable_expand",
+            ),
+        ),
+        cases=EXPAND_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
+        plan="tilewright.ops.lora.lowering:plan_expand",
+    )
+)
+
+
+def lora_expand_add(
+    s: torch.Tensor,
+    bases: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor | None],
+    a_offsets: torch.Tensor | None = None,
+    expert_ids: torch.Tensor | None = None,
+    **options: Any,
+) -> Outputs:
+    """The op, called by hand: what `shrink_qkv_permute_3mn` gave, by the B matrices of q, k and v,
+    added to q, k and v.
+
+    The arguments and options are those of ExpandArguments. Raises ArgumentError. Not
+    differentiable.
+    """
+    for name, three in (("bases", bases), ("weights", weights)):
+        if not isinstance(three, (list, tuple)) or len(three) != 3:
+            actual = f"{len(three)}" if isinstance(three, (list, tuple)) else repr(three)
+            raise ArgumentError(NAME, name, "three, of q, k and v (tensors or None)", actual)
+        for one in three:
+            if one is not None:
+                check_tensor(NAME, name, one, "tensors or None")
+    return OP.torch_op(s, *bases, *weights, a_offsets, expert_ids, **options)

@@ -1,0 +1,114 @@
+"""Which adapter each row of a batch has, in the forms that engines and models give it.
+
+    a_offsets   expert_ids
+    none        none          one adapter, of all rows
+    none        [B]           row m has adapter expert_ids[m // (M / B)]: B = M gives every row its
+                              own, in any order; fewer, one to each sequence of M / B rows
+    [n + 1]     [>= n]        rows [a_offsets[g], a_offsets[g + 1]) have adapter expert_ids[g]
+    [n + 1]     none          group g has adapter g
+
+With `inclusive_offsets` a_offsets are the n ends alone (torch's `offs`). `num_active_experts` says
+how many groups there are where the vectors are longer. Adapter -1, and rows of no group: none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.checks import readable
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_shape,
+    holds,
+)
+from tilewright.ops.formats.row_groups import (
+    INDEX_DTYPES,
+    check_expert_values,
+    check_group_values,
+    expert_of_rows,
+)
+
+OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
+
+
+def num_groups(a: Any) -> Any:
+    """Groups of rows that a call with a_offsets has."""
+    if a.num_active_experts is not None:
+        return a.num_active_experts
+    return a.a_offsets.shape[0] - (0 if a.inclusive_offsets else 1)
+
+
+def check_rows(op: str, a: Any, num_rows: Any, num_adapters: Any, device: torch.device) -> None:
+    """Metadata of a_offsets and expert_ids; raises ArgumentError."""
+    for name, dtypes in (("a_offsets", OFFSET_DTYPES), ("expert_ids", INDEX_DTYPES)):
+        vector = getattr(a, name)
+        if vector is not None:
+            check_shape(op, name, vector, "[n]", (None,))
+            check_dtype(op, name, vector, dtypes)
+            check_device(op, name, vector, device)
+    if a.a_offsets is not None:
+        return _check_groups(op, a, num_adapters)
+    for name in ("num_active_experts", "inclusive_offsets"):
+        if getattr(a, name):
+            raise ArgumentError(op, name, "a_offsets with it", getattr(a, name))
+    if a.expert_ids is None:
+        if not holds(num_adapters == 1):
+            expected = f"the adapter of each row, as there are {num_adapters}"
+            raise ArgumentError(op, "expert_ids", expected, None)
+        return None
+    count = a.expert_ids.shape[0]
+    if not (holds(count > 0) and holds(num_rows % count == 0)) and not holds(num_rows == 0):
+        expected = f"one id for each of {num_rows} rows, or for sequences of equal length"
+        raise ArgumentError(op, "expert_ids", expected, f"{count} ids")
+    return None
+
+
+def _check_groups(op: str, a: Any, num_adapters: Any) -> None:
+    groups = num_groups(a)
+    if a.num_active_experts is not None and not holds(groups >= 0):
+        expected = "a number of groups, not negative"
+        raise ArgumentError(op, "num_active_experts", expected, groups)
+    least = groups if a.inclusive_offsets else groups + 1
+    if not (holds(groups >= 0) and holds(a.a_offsets.shape[0] >= least)):
+        expected = f"at least {least} offsets for {groups} groups"
+        raise ArgumentError(op, "a_offsets", expected, a.a_offsets.shape[0])
+    if a.expert_ids is not None and not holds(a.expert_ids.shape[0] >= groups):
+        expected = f"at least {groups} ids for {groups} groups"
+        raise ArgumentError(op, "expert_ids", expected, a.expert_ids.shape[0])
+    if a.expert_ids is None and not holds(groups <= num_adapters):
+        expected = f"ids, as {groups} groups are more than {num_adapters} adapters"
+        raise ArgumentError(op, "expert_ids", expected, None)
+
+
+def check_row_values(op: str, a: Any, num_rows: int, num_adapters: int) -> None:
+    """Offsets from 0 that do not decrease nor pass the rows, ids from -1 to the last adapter."""
+    if not readable([a.a_offsets, a.expert_ids]):
+        return
+    ids = a.expert_ids
+    if a.a_offsets is not None:
+        if not a.inclusive_offsets and int(a.a_offsets[0]) != 0:
+            raise ArgumentError(op, "a_offsets", "0 as the first", int(a.a_offsets[0]))
+        check_group_values(op, group_ends(a), None, 0, num_rows, name="a_offsets")
+        ids = None if ids is None else ids[: num_groups(a)]
+    if ids is not None:
+        check_expert_values(op, "expert_ids", ids, num_adapters)
+
+
+def group_ends(a: Any) -> torch.Tensor:
+    """Inclusive ends of the groups, int64 [n]."""
+    first = 0 if a.inclusive_offsets else 1
+    ends: torch.Tensor = a.a_offsets.long()[first : first + num_groups(a)]
+    return ends
+
+
+def adapter_of_rows(a: Any, num_rows: int, device: torch.device) -> torch.Tensor:
+    """The adapter of each row, int64 [num_rows]; -1 where the row has none."""
+    if a.a_offsets is not None:
+        return expert_of_rows(group_ends(a), a.expert_ids, num_rows)
+    if a.expert_ids is None or num_rows == 0:
+        return torch.zeros(num_rows, dtype=torch.int64, device=device)
+    return a.expert_ids.long().repeat_interleave(num_rows // a.expert_ids.shape[0])

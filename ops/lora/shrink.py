@@ -1,0 +1,214 @@
+"""`shrink_qkv_permute_3mn`: the first half of multi-LoRA on an attention layer's projections.
+
+    for every row m < M with adapter e >= 0, and each projection p of q, k, v:
+        out[p, m, :] = a[m] @ weight_p[e]^T        fp32 accumulation, rounded once
+    rows of no adapter: 0
+
+All projections are made in one pass over `a`, and stored planar. This is Modular MAX's op of the
+same name; where MAX leaves rows without an adapter unwritten, they are zero here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.lora.cases import SHRINK_CASES, LoraCase, sample_shrink
+from tilewright.ops.lora.rows import adapter_of_rows, check_row_values, check_rows
+
+NAME = "shrink_qkv_permute_3mn"
+SCHEMA = (
+    "(Tensor a, Tensor? b=None, Tensor? a_offsets=None, Tensor? expert_ids=None, *, "
+    "Tensor? q_weight=None, Tensor? k_weight=None, Tensor? v_weight=None, "
+    "bool inclusive_offsets=False, SymInt? num_active_experts=None, SymInt? num_rows=None) "
+    "-> Tensor"
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
+    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+}
+ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"
+LETTERS = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class ShrinkArguments:
+    """The arguments of `shrink_qkv_permute_3mn`: M rows, K columns, G adapters of rank N.
+
+    a [M_a, K], last dim contiguous, M_a >= M. b [G, 3N, K]: rows of q, then k, then v; or in its
+    place any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
+    dtype and any strides, so that transposed ones and parts of one stack are views. An adapter of
+    lower rank has zero rows. a_offsets, expert_ids, inclusive_offsets, num_active_experts: the rows
+    of each adapter, see ops.lora_rows. num_rows: M; None: M_a.
+
+    Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v; N is the
+    largest rank, and the columns past a smaller one are zero. Bad values (offsets that decrease or
+    pass M, adapters that are not there) raise ArgumentError where they are on the CPU, and under
+    TILEWRIGHT_DEBUG=1 on a GPU; else their rows have no adapter.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor | None = None
+    a_offsets: torch.Tensor | None = None
+    expert_ids: torch.Tensor | None = None
+    _: KW_ONLY
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    v_weight: torch.Tensor | None = None
+    inclusive_offsets: bool = False
+    num_active_experts: int | None = None
+    num_rows: int | None = None
+
+    @property
+    def weights(self) -> tuple[torch.Tensor | None, ...]:
+        """The weights of q, k and v [G, R, K]; None where there is none."""
+        if self.b is None:
+            return self.q_weight, self.k_weight, self.v_weight
+        rank = self.b.shape[1] // 3
+        return tuple(self.b[:, i * rank : (i + 1) * rank] for i in range(3))
+
+    @property
+    def rows(self) -> Any:
+        """M."""
+        return self.a.shape[0] if self.num_rows is None else self.num_rows
+
+    @property
+    def rank(self) -> Any:
+        """N, the largest rank."""
+        return max(weight.shape[1] for weight in self.weights if weight is not None)
+
+
+def validate(a: ShrinkArguments) -> None:
+    check_dtype(NAME, "a", a.a, DTYPES)
+    check_shape(NAME, "a", a.a, "[M_a, K]", (None, None))
+    check_last_dim_dense(NAME, "a", a.a)
+    num_adapters = _check_weights(a)
+    if not (holds(a.rows >= 0) and holds(a.rows <= a.a.shape[0])):
+        raise ArgumentError(NAME, "num_rows", f"at most the {a.a.shape[0]} rows of a", a.num_rows)
+    check_rows(NAME, a, a.rows, num_adapters, a.a.device)
+
+
+def _check_weights(a: ShrinkArguments) -> Any:
+    """How many adapters there are."""
+    given = [n for n in ("q_weight", "k_weight", "v_weight") if getattr(a, n) is not None]
+    if a.b is not None:
+        if given:
+            raise ArgumentError(NAME, given[0], "none beside b, which has all three", "a tensor")
+        given = ["b"]
+    if not given:
+        raise ArgumentError(NAME, "b", "a weight, or q_weight, k_weight, v_weight", None)
+    num_adapters = getattr(a, given[0]).shape[0] if getattr(a, given[0]).dim() else None
+    for name in given:
+        weight = getattr(a, name)
+        letters = "[G, 3N, K]" if name == "b" else "[G, R, K]"
+        check_shape(NAME, name, weight, letters, (num_adapters, None, a.a.shape[1]))
+        check_dtype(NAME, name, weight, (a.a.dtype,))
+        check_device(NAME, name, weight, a.a.device)
+    if a.b is not None and not holds(a.b.shape[1] % 3 == 0):
+        expected = "rows of q, k and v, as many of each"
+        raise ArgumentError(NAME, "b", expected, f"{a.b.shape[1]} rows")
+    return num_adapters
+
+
+def validate_values(a: ShrinkArguments) -> None:
+    weight = next(w for w in a.weights if w is not None)
+    check_row_values(NAME, a, a.rows, weight.shape[0])
+
+
+def fake(a: ShrinkArguments) -> torch.Tensor:
+    planes = sum(weight is not None for weight in a.weights)
+    return a.a.new_empty((planes, a.rows, a.rank))
+
+
+def reference(a: ShrinkArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 a), for p of q, k and v, row m and its adapter e:
+
+        out[p, m] = a[m] @ weight_p[e]^T
+
+    weight_p is `q_weight`, `k_weight` or `v_weight`, or a third of `b`. A row without an adapter is
+    zero.
+    """
+    out = fake(a).zero_()
+    compute = torch.promote_types(a.a.dtype, torch.float32)
+    adapter = adapter_of_rows(a, a.rows, a.a.device)
+    weights = [weight for weight in a.weights if weight is not None]
+    for index in range(weights[0].shape[0]):
+        rows = (adapter == index).nonzero().flatten()
+        if rows.numel() == 0:
+            continue
+        x = a.a[rows].to(compute)
+        for plane, weight in enumerate(weights):
+            values = x @ weight[index].to(compute).mT
+            out[plane, rows, : weight.shape[1]] = values.to(out.dtype)
+    return out
+
+
+def unsupported(a: ShrinkArguments) -> str | None:
+    """Why the emitted kernels cannot take a call; None where they can. Metadata only."""
+    if a.a.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {a.a.dtype}"
+    return None
+
+
+def sample_inputs(
+    case: LoraCase, device: str | torch.device = "cpu", seed: int = 0
+) -> ShrinkArguments:
+    """Random arguments of a case."""
+    return ShrinkArguments(**sample_shrink(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=ShrinkArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.lora.lowering:launch_shrink",
+                frozenset({"cuda"}),
+                unsupported,
+                repeatable="tilewright.ops.lora.lowering:repeatable_shrink",
+            ),
+        ),
+        cases=SHRINK_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
+        plan="tilewright.ops.lora.lowering:plan_shrink",
+    )
+)
+
+
+def shrink_qkv_permute_3mn(
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    a_offsets: torch.Tensor | None = None,
+    expert_ids: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand: rows of a [M_a, K] by their adapters' A matrices, planar [3, M, N].
+
+    The arguments and options are those of ShrinkArguments. Raises ArgumentError. Not
+    differentiable.
+    """
+    return OP.torch_op(a, b, a_offsets, expert_ids, **options)

@@ -1,0 +1,1 @@
+"""The ops of multi-head latent attention."""

@@ -1,0 +1,271 @@
+"""`mla_prefill_branch_fp8`: Modular MAX's op of that name, idempotent, on `mla_prefill`'s parts.
+
+    latents -> norm of the latent part, RoPE of the rope part -> the layer's pages
+    keys' latents -> float8_e4m3fn per row and 128 columns, scale = min(amax, 1200) / 448
+    kv = latents @ kv_b_proj^T      block-scaled, fp32; rounded once
+    out = softmax(scale * q @ k^T, masked) @ v
+
+Unlike there, the raw latents are an argument and q is not changed, so that the same call twice is
+the same as once; norm and RoPE are computed in fp32 and rounded once (there: in bf16, step by
+step); codes saturate; zero rows and rows below fp32's normal numbers give zero codes; a query that
+sees no key gives zeros; chunks of keys may be several, and merge exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.checks import readable
+from tilewright.ops.checks import ArgumentError, in_words_of
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.branch_checks import (
+    NAME,
+    PREFILL_WORDS,
+    check_branch,
+    check_branch_values,
+)
+from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
+from tilewright.ops.mla.checks import check_prefill_values
+from tilewright.ops.mla.obstacles import branch_obstacle
+from tilewright.ops.mla.prefill import TOLERANCES, MlaPrefillArguments
+from tilewright.ops.mla.reference import prefill_reference
+from tilewright.ops.mla.samples import sample_branch
+
+SCHEMA = (
+    "(Tensor q, Tensor latents, Tensor input_row_offsets, Tensor freqs_cis, "
+    "Tensor kv_norm_gamma, Tensor(a!) blocks, Tensor cache_lengths, Tensor lookup_table, "
+    "int layer_idx, float scale, float epsilon, Tensor buffer_row_offsets, Tensor cache_offsets, "
+    "SymInt[] buffer_length, Tensor kv_b_proj, Tensor kv_b_proj_scale, *, SymInt v_dim=128, "
+    'str mask="causal", int window=0, str rope_style="interleaved", int granularity=128, '
+    "ScalarType? attention_dtype=None, float q_scale=1.0, float k_scale=1.0, "
+    "float v_scale=1.0) -> Tensor"
+)
+SCALE_CAP = 1200.0
+ERROR_MODEL = (
+    "as `mla_prefill`; and a latent next to the middle of two 8-bit codes may take either, after "
+    "its rounding to the values' dtype: a sixteenth of a few of the terms of each sum"
+)
+BRANCH_TOLERANCES = {
+    **TOLERANCES,
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-3),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-4),
+}
+
+
+@dataclass(frozen=True)
+class MlaBranchArguments:
+    """The arguments of `mla_prefill_branch_fp8`. T new tokens of B sequences, H heads, N, R and V
+    the widths of a head's unrotated part, rotated part and values, L the latent rank, C chunks.
+
+    q [T, H, N + R]: unrotated columns first, not rotated yet; bf16, fp16, fp32 or fp64, last
+    dimension contiguous. latents [T, L + R]: the new tokens' entries as they leave their
+    projection, of q's dtype.
+    input_row_offsets [B + 1], cache_lengths [B] (tokens in the cache before this call) and
+    lookup_table [B, columns], uint32, int32 or int64, as in
+    `fused_qkv_matmul_kv_cache_paged_ragged`; a sequence without new tokens has no part.
+    freqs_cis [positions, R], of q's dtype or float32: cos and sin of each pair in turn.
+    rope_style: "interleaved", "half" or "interleaved_to_half", for q and the cache.
+    kv_norm_gamma [L], of q's dtype or float32.
+    blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written at layer_idx.
+    scale: of the logits. epsilon: of the norm.
+
+    buffer_row_offsets [B + 1] or [C, B + 1]: the rows of a chunk that each sequence's keys take;
+    cache_offsets [B or B + 1] or [C, ..]: the position of its first; buffer_length: rows of each
+    chunk, C integers of which those without keys are -1 (as `mla_prefill_plan` gives them). A
+    sequence's chunks follow each other without a gap from position 0 and hold all its keys; rows
+    past them are not seen. All lengths below 1: nothing is written and the result is zeros.
+
+    kv_b_proj [H * (N + V), L] float8_e4m3fn, kv_b_proj_scale [ceil(rows / g), ceil(L / g)] float32
+    for blocks of granularity g = 128 or 64. V = v_dim.
+    mask, window, attention_dtype, q_scale, k_scale, v_scale: as for `mla_prefill`.
+
+    ArgumentError, before anything is written: a layer, granularity, shape, dtype or device that
+    does not fit. And by value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1: offsets that
+    disagree, a buffer shorter than the keys, pages outside the pool, positions past freqs_cis or
+    past the table.
+    """
+
+    q: torch.Tensor
+    latents: torch.Tensor
+    input_row_offsets: torch.Tensor
+    freqs_cis: torch.Tensor
+    kv_norm_gamma: torch.Tensor
+    blocks: torch.Tensor
+    cache_lengths: torch.Tensor
+    lookup_table: torch.Tensor
+    layer_idx: int
+    scale: float
+    epsilon: float
+    buffer_row_offsets: torch.Tensor
+    cache_offsets: torch.Tensor
+    buffer_length: Sequence[Any]
+    kv_b_proj: torch.Tensor
+    kv_b_proj_scale: torch.Tensor
+    _: KW_ONLY
+    v_dim: Any = 128
+    mask: str = "causal"
+    window: int = 0
+    rope_style: str = "interleaved"
+    granularity: int = 128
+    attention_dtype: torch.dtype | None = None
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+def validate(a: MlaBranchArguments) -> None:
+    check_branch(a, as_mla_prefill)
+
+
+def validate_values(a: MlaBranchArguments) -> None:
+    index = (a.input_row_offsets, a.cache_lengths, a.lookup_table)
+    if not readable((*index, a.buffer_row_offsets, a.cache_offsets)):
+        return
+    if check_branch_values(a):
+        with in_words_of(NAME, PREFILL_WORDS):
+            check_prefill_values(NAME, with_all_keys(a))
+
+
+def fake(a: MlaBranchArguments) -> torch.Tensor:
+    return a.q.new_empty((a.q.shape[0], a.q.shape[1], a.v_dim))
+
+
+def reference(a: MlaBranchArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 q), for each head of each sequence, all its keys at once:
+
+        latent, k_rope = norm(latents[:, :L]), rope(latents[:, L:])   rounded; to blocks
+        q = q_nope | rope(q_rope)                                     N and R columns of q
+        k_nope | v = fp8(latents of all keys) @ kv_b_proj^T           rounded to q's dtype
+        logits = scale * q @ (k_nope | k_rope)^T                      -inf where masked
+        out = softmax(logits) @ v                                     rounded to q's dtype
+
+    fp8(...) quantises each row in blocks of `granularity` columns and dequantises it again, as
+    kv_b_proj is dequantised by its scales. Without keys in any chunk nothing is written and the
+    result is zeros. The chunks change nothing but the order of sums.
+    """
+    if all(length <= 0 for length in a.buffer_length):
+        return fake(a).zero_()
+    return prefill_reference(with_all_keys(a))
+
+
+def with_all_keys(a: MlaBranchArguments) -> MlaPrefillArguments:
+    """The same call of `mla_prefill`; reads the lengths."""
+    lengths = a.cache_lengths.to(torch.int64) + a.input_row_offsets.to(torch.int64).diff()
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return replace(as_mla_prefill(a), key_offsets=offsets, num_keys=int(offsets[-1]))
+
+
+def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
+    """The same call of `mla_prefill`, on views of the same tensors; the keys of every sequence are
+    whole rows of the table still."""
+    rank = a.kv_b_proj.shape[1]
+    entries = a.blocks[:, 0, a.layer_idx]
+    return MlaPrefillArguments(
+        q=a.q,
+        latent=a.latents[:, :rank],
+        k_rope=a.latents[:, rank:],
+        kv_b_weight=a.kv_b_proj,
+        latent_cache=a.blocks,
+        latent_window=CacheWindow.of(entries[..., :rank], a.blocks).to_ints(),
+        rope_window=CacheWindow.of(entries[..., rank:], a.blocks).to_ints(),
+        v_dim=a.v_dim,
+        scale=a.scale,
+        row_offsets=a.input_row_offsets,
+        keys="table",
+        slots="ragged",
+        lookup_table=a.lookup_table,
+        cache_lengths=a.cache_lengths,
+        norm_weight=a.kv_norm_gamma,
+        norm_eps=a.epsilon,
+        cos=a.freqs_cis[:, ::2],
+        sin=a.freqs_cis[:, 1::2],
+        rope_style=a.rope_style,
+        rope_by_position=True,
+        mask=a.mask,
+        window=a.window,
+        kv_b_scale=a.kv_b_proj_scale,
+        scale_block=(a.granularity, a.granularity),
+        quantize_latent=True,
+        latent_scale_cap=SCALE_CAP,
+        attention_dtype=a.attention_dtype,
+        q_scale=a.q_scale,
+        k_scale=a.k_scale,
+        v_scale=a.v_scale,
+    )
+
+
+def sample_inputs(
+    case: BranchCase, device: str | torch.device = "cpu", seed: int = 0
+) -> MlaBranchArguments:
+    """Random arguments of a case; the blocks hold random numbers, so a stray write shows."""
+    return MlaBranchArguments(**sample_branch(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=MlaBranchArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.mla.lowering:launch_mla_branch",
+                frozenset({"cuda"}),
+                branch_obstacle,
+                repeatable="tilewright.ops.mla.lowering:repeatable_mla_branch",
+            ),
+        ),
+        cases=BRANCH_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=BRANCH_TOLERANCES,
+        error_model=ERROR_MODEL,
+        plan="tilewright.ops.mla.lowering:plan_mla_branch",
+    )
+)
+
+
+def mla_prefill_branch_fp8(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    input_row_offsets: torch.Tensor,
+    freqs_cis: torch.Tensor,
+    kv_norm_gamma: torch.Tensor,
+    blocks: torch.Tensor,
+    cache_lengths: torch.Tensor,
+    lookup_table: torch.Tensor,
+    layer_idx: int,
+    scale: float,
+    epsilon: float,
+    buffer_row_offsets: torch.Tensor,
+    cache_offsets: torch.Tensor,
+    buffer_length: int | Sequence[int] | torch.Tensor,
+    kv_b_proj: torch.Tensor,
+    kv_b_proj_scale: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand: the prefill branch of multi-head latent attention, [T, H, V].
+
+    Writes the new tokens' normed and rotated latents [T, L + R] to their pages and attends to all
+    keys of each sequence. buffer_length: the rows of the one chunk, or of each, as
+    `mla_prefill_plan` gives them (a tensor is read, which waits for a GPU). Arguments and options:
+    MlaBranchArguments. Raises ArgumentError before anything is written. Not differentiable.
+    """
+    if isinstance(buffer_length, torch.Tensor):
+        if buffer_length.is_floating_point() or buffer_length.is_complex():
+            raise ArgumentError(NAME, "buffer_length", "integers", buffer_length.dtype)
+        buffer_length = buffer_length.flatten().tolist()
+    lengths = [buffer_length] if isinstance(buffer_length, int) else buffer_length
+    return OP.torch_op(
+        q, latents, input_row_offsets, freqs_cis, kv_norm_gamma, blocks, cache_lengths,
+        lookup_table, layer_idx, scale, epsilon, buffer_row_offsets, cache_offsets, lengths,
+        kv_b_proj, kv_b_proj_scale, **options,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Checks of the arguments of `mla_prefill_branch_fp8`, in its own words; each raises ArgumentError
+before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.ragged_batch import check_batch, check_layer, check_row_offsets
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+    in_words_of,
+    shape_text,
+)
+from tilewright.ops.mla.checks import FP8, check_prefill
+from tilewright.ops.mla.latents import DTYPES
+from tilewright.ops.mla.positions import check_positions, token_positions
+from tilewright.ops.reference.rope import ROPE_STYLES
+
+NAME = "mla_prefill_branch_fp8"
+GRANULARITIES = (128, 64)
+#: What the arguments of `mla_prefill` are called here.
+PREFILL_WORDS = {
+    "latent": "latents",
+    "k_rope": "latents",
+    "kv_b_weight": "kv_b_proj",
+    "kv_b_scale": "kv_b_proj_scale",
+    "scale_block": "granularity",
+    "latent_cache": "blocks",
+    "latent_window": "blocks",
+    "rope_window": "blocks",
+    "row_offsets": "input_row_offsets",
+    "key_offsets": "buffer_length",
+    "num_keys": "buffer_length",
+    "norm_weight": "kv_norm_gamma",
+    "norm_eps": "epsilon",
+    "cos": "freqs_cis",
+    "sin": "freqs_cis",
+}
+
+
+def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
+    """Checks a MlaBranchArguments. Metadata only."""
+    check_dtype(NAME, "q", a.q, DTYPES)
+    check_shape(NAME, "q", a.q, "[T, H, N + R]", (None, None, None))
+    rank, rope_dim = _check_weight(a)
+    _check_blocks(a, rank, rope_dim)
+    num_tokens, device = a.q.shape[0], a.q.device
+    check_shape(NAME, "latents", a.latents, "[T, L + R]", (num_tokens, rank + rope_dim))
+    check_dtype(NAME, "latents", a.latents, (a.q.dtype,))
+    check_device(NAME, "latents", a.latents, device)
+    check_last_dim_dense(NAME, "latents", a.latents)
+    check_shape(NAME, "freqs_cis", a.freqs_cis, "[positions, R]", (None, rope_dim))
+    check_dtype(NAME, "freqs_cis", a.freqs_cis, (a.q.dtype, torch.float32))
+    check_device(NAME, "freqs_cis", a.freqs_cis, device)
+    check_shape(NAME, "kv_norm_gamma", a.kv_norm_gamma, "[L]", (rank,))
+    check_choice(NAME, "rope_style", a.rope_style, ROPE_STYLES[1:])
+    check_batch(NAME, a, a.q.device, ("buffer_row_offsets", "cache_offsets"))
+    _check_chunks(a)
+    # Weights of unknown size cannot be split; the same check decides at run time.
+    sizes = (*a.kv_b_proj.shape, *a.blocks.shape, *a.q.shape[1:], a.v_dim)
+    if all(isinstance(size, int) for size in sizes):
+        with in_words_of(NAME, PREFILL_WORDS):
+            check_prefill(NAME, as_mla_prefill(a))
+
+
+def _check_weight(a: Any) -> tuple[Any, Any]:
+    """L and R."""
+    if a.granularity not in GRANULARITIES:
+        expected = " or ".join(map(str, GRANULARITIES))
+        raise ArgumentError(NAME, "granularity", expected, a.granularity)
+    weight, heads, width = a.kv_b_proj, a.q.shape[1], a.q.shape[2]
+    check_shape(NAME, "kv_b_proj", weight, "[H * (N + V), L]", (None, None))
+    check_dtype(NAME, "kv_b_proj", weight, (FP8,))
+    check_device(NAME, "kv_b_proj", weight, a.q.device)
+    rows, rank = weight.shape
+    whole = holds(heads >= 1) and holds(rows % heads == 0)
+    if (
+        not whole
+        or not holds(rows // heads - a.v_dim > 0)
+        or not holds(rows // heads - a.v_dim < width)
+    ):
+        expected = f"H * (N + V) rows, H = {heads}, V = {a.v_dim}, 0 < N < {width}"
+        raise ArgumentError(NAME, "kv_b_proj", expected, f"shape {shape_text(weight.shape)}")
+    grid = (-(-rows // a.granularity), -(-rank // a.granularity))
+    letters = f"per {a.granularity} x {a.granularity} block"
+    check_shape(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, letters, grid)
+    check_dtype(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, (torch.float32, torch.float64))
+    check_device(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, a.q.device)
+    return rank, width - (rows // heads - a.v_dim)
+
+
+def _check_blocks(a: Any, rank: Any, rope_dim: Any) -> None:
+    letters = "[P, 1, layers, page_size, 1, L + R]"
+    check_shape(NAME, "blocks", a.blocks, letters, (None, 1, None, None, 1, rank + rope_dim))
+    check_dtype(NAME, "blocks", a.blocks, (a.q.dtype,))
+    check_device(NAME, "blocks", a.blocks, a.q.device)
+    check_layer(NAME, a)
+
+
+def _check_chunks(a: Any) -> None:
+    batch, chunks = a.lookup_table.shape[0], len(a.buffer_length)
+    rows, starts = a.buffer_row_offsets, a.cache_offsets
+    if rows.dim() == 1:
+        check_shape(NAME, "buffer_row_offsets", rows, "[B + 1]", (batch + 1,))
+        if chunks != 1:
+            expected = "one length, since buffer_row_offsets is of one chunk"
+            raise ArgumentError(NAME, "buffer_length", expected, list(a.buffer_length))
+    else:
+        check_shape(NAME, "buffer_row_offsets", rows, "[C, B + 1]", (chunks, batch + 1))
+        if starts.dim() == 2:
+            check_shape(NAME, "cache_offsets", starts, "[C, B + 1]", (chunks, None))
+    fits = starts.dim() == rows.dim() and any(
+        holds(starts.shape[-1] == batch + more) for more in (0, 1)
+    )
+    if not fits:
+        expected = f"shape {'' if rows.dim() == 1 else '[C] x '}[{batch}] or [{batch + 1}]"
+        raise ArgumentError(NAME, "cache_offsets", expected, f"shape {shape_text(starts.shape)}")
+    for length in a.buffer_length:
+        if not holds(length >= -1):
+            raise ArgumentError(NAME, "buffer_length", "rows, or -1", list(a.buffer_length))
+
+
+def check_branch_values(a: Any) -> bool:
+    """Checks offsets, chunks and positions by value. Whether there is anything to do."""
+    if all(length <= 0 for length in a.buffer_length):
+        return False
+    batch, num_tokens = a.lookup_table.shape[0], a.q.shape[0]
+    given = a.input_row_offsets
+    check_row_offsets(NAME, "input_row_offsets", given, num_tokens, "the number of tokens")
+    lengths = a.cache_lengths.to(torch.int64)
+    totals = lengths + given.to(torch.int64).diff()
+    covered = torch.zeros_like(totals)
+    starts, offsets = a.cache_offsets.reshape(len(a.buffer_length), -1), a.buffer_row_offsets
+    for chunk, length in enumerate(a.buffer_length):
+        if length <= 0:
+            continue
+        rows = offsets.reshape(len(a.buffer_length), -1)[chunk]
+        check_row_offsets(NAME, "buffer_row_offsets", rows, length, "buffer_length")
+        sizes = rows.to(torch.int64).diff()
+        start = starts[chunk, :batch].to(torch.int64)
+        wrong = ((start != covered) & (sizes > 0)).nonzero().flatten()
+        if wrong.numel():
+            b = int(wrong[0])
+            where = "where its keys so far end" if chunk else "its first key"
+            expected = f"{int(covered[b])} for sequence {b} in chunk {chunk}, {where}"
+            raise ArgumentError(NAME, "cache_offsets", expected, int(start[b]))
+        covered = covered + sizes
+    short = (covered < totals).nonzero().flatten()
+    if short.numel():
+        b = int(short[0])
+        expected = f"rows for all {int(totals[b])} keys of sequence {b}"
+        raise ArgumentError(NAME, "buffer_length", expected, f"{int(covered[b])} rows")
+    if num_tokens:
+        position = token_positions(num_tokens, given, 1, None, a.cache_lengths, a.q.device)
+        check_positions(NAME, "freqs_cis", position, a.freqs_cis.shape[0])
+    return True

@@ -1,0 +1,160 @@
+"""`mla_prefill_plan`: cuts the keys of a ragged batch into chunks that fit a buffer of latents.
+
+Greedy, sequence after sequence: chunk c holds the keys from c * buffer_size on of all sequences'
+keys in a row. With page_size a sequence takes whole pages, the last one's tail with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.ops.cache.address_checks import first
+from tilewright.ops.cache.checks import readable
+from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
+from tilewright.ops.checks import (
+    INT32_MAX,
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_shape,
+)
+from tilewright.ops.contract import FusedOp, Tolerance, register
+from tilewright.ops.mla.cases import PLAN_CASES, PlanCase
+from tilewright.ops.mla.chunks import Plan, cut, row_ends
+
+NAME = "mla_prefill_plan"
+SCHEMA = (
+    "(Tensor input_row_offsets, Tensor cache_lengths, int buffer_size, int max_chunks=16, "
+    "int page_size=1) -> (Tensor, Tensor, Tensor)"
+)
+#: The result has a row for every chunk, used or not.
+MAX_CHUNKS = 2**16
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """The arguments of `mla_prefill_plan`: B sequences, C = max_chunks.
+
+    input_row_offsets [B + 1] and cache_lengths [B], as for `mla_prefill_branch_fp8`. buffer_size:
+    rows of a chunk, a multiple of page_size, below 2^31. max_chunks: at most MAX_CHUNKS, as the
+    result has a row for each.
+
+    The result, int32: buffer_row_offsets [C, B + 1], the rows that each sequence's keys take;
+    cache_offsets [C, B + 1], the position of the first of them (the last column is 0); and
+    buffer_lengths [C], the rows in use, -1 for chunks that are not needed (0 for the first of a
+    batch without keys).
+
+    Keys that do not fit into max_chunks chunks raise ArgumentError where the lengths are on the
+    CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else the last ones are in no chunk.
+    """
+
+    input_row_offsets: torch.Tensor
+    cache_lengths: torch.Tensor
+    buffer_size: int
+    max_chunks: int = 16
+    page_size: int = 1
+
+
+def validate(a: PlanArguments) -> None:
+    check_shape(NAME, "cache_lengths", a.cache_lengths, "[B]", (None,))
+    rows = a.cache_lengths.shape[0] + 1
+    check_shape(NAME, "input_row_offsets", a.input_row_offsets, "[B + 1]", (rows,))
+    for name in ("input_row_offsets", "cache_lengths"):
+        check_dtype(NAME, name, getattr(a, name), INDEX_DTYPES)
+        check_device(NAME, name, getattr(a, name), a.cache_lengths.device)
+    for name, most in (("max_chunks", MAX_CHUNKS), ("page_size", INT32_MAX)):
+        if not 1 <= getattr(a, name) <= most:
+            raise ArgumentError(NAME, name, f"at least 1, at most {most}", getattr(a, name))
+    if not 1 <= a.buffer_size <= INT32_MAX or a.buffer_size % a.page_size:
+        expected = f"a multiple of page_size = {a.page_size}, at least that, at most {INT32_MAX}"
+        raise ArgumentError(NAME, "buffer_size", expected, a.buffer_size)
+
+
+def validate_values(a: PlanArguments) -> None:
+    if not readable((a.input_row_offsets, a.cache_lengths)):
+        return
+    _check_lengths(a)
+    ends = row_ends(a.input_row_offsets, a.cache_lengths, a.page_size)
+    total, room = int(ends[-1]), a.buffer_size * a.max_chunks
+    if total > room:
+        expected = f"room for {total} rows of keys (buffer_size * max_chunks)"
+        raise ArgumentError(NAME, "buffer_size", expected, f"{a.buffer_size} * {a.max_chunks}")
+
+
+def _check_lengths(a: PlanArguments) -> None:
+    """Offsets that do not decrease, and of each sequence a number of keys from 0 to INT32_MAX."""
+    offsets, cached = (t.to(torch.int64) for t in (a.input_row_offsets, a.cache_lengths))
+    check_row_offsets(NAME, "input_row_offsets", offsets, int(offsets[-1]), "the number of tokens")
+    wrong = first((cached < 0) | (cached > INT32_MAX - offsets.diff()))
+    if wrong is not None:
+        expected = f"numbers of tokens from 0, with the new ones at most {INT32_MAX}"
+        raise ArgumentError(NAME, "cache_lengths", expected, f"{int(cached[wrong])} at {wrong}")
+
+
+def fake(a: PlanArguments) -> Plan:
+    shape = (a.max_chunks, a.input_row_offsets.shape[0])
+    made = [a.cache_lengths.new_empty(shape, dtype=torch.int32) for _ in range(2)]
+    return made[0], made[1], a.cache_lengths.new_empty(a.max_chunks, dtype=torch.int32)
+
+
+def reference(a: PlanArguments) -> Plan:
+    """Exact integers, for chunk c and sequence b:
+
+        length[b] = cache_lengths[b] + its new tokens, rounded up to whole pages
+        start[b] = sum of length[:b]
+        buffer_row_offsets[c, b] = clamp(start[b] - c * buffer_size, 0, buffer_size)
+        cache_offsets[c, b] = clamp(c * buffer_size - start[b], 0, length[b])
+        buffer_lengths[c] = buffer_row_offsets[c, B]      -1 where that is 0 and c > 0
+
+    The only lowering too: some small PyTorch kernels, run once per step.
+    """
+    given = (a.input_row_offsets, a.cache_lengths)
+    return cut(*given, a.buffer_size, a.max_chunks, a.page_size)
+
+
+def sample_inputs(
+    case: PlanCase, device: str | torch.device = "cpu", seed: int = 0
+) -> PlanArguments:
+    """The arguments of a case."""
+    new = torch.tensor((0, *case.new_tokens)).cumsum(0)
+    cached = torch.tensor(case.cached_tokens, dtype=torch.int64)
+    new, cached = (t.to(case.index_dtype).to(device) for t in (new, cached))
+    return PlanArguments(new, cached, case.buffer_size, case.max_chunks, case.page_size)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=PlanArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(),
+        cases=PLAN_CASES,
+        sample_inputs=sample_inputs,
+        tolerances={torch.int32: Tolerance(relative=0.0, of_rms=0.0)},
+        error_model="exact integers",
+    )
+)
+
+
+def mla_prefill_plan(
+    input_row_offsets: torch.Tensor,
+    cache_lengths: torch.Tensor,
+    buffer_size: int,
+    max_chunks: int = 16,
+    page_size: int = 1,
+) -> Plan:
+    """The op, called by hand: (buffer_row_offsets [C, B + 1], cache_offsets [C, B + 1],
+    buffer_lengths [C]) for `mla_prefill_branch_fp8`. See PlanArguments. Raises ArgumentError.
+
+        >>> rows, starts, lengths = mla_prefill_plan(
+        ...     torch.tensor([0, 10, 40]), torch.tensor([0, 0]), buffer_size=32, max_chunks=2)
+        >>> rows.tolist(), starts.tolist(), lengths.tolist()
+        ([[0, 10, 32], [0, 0, 8]], [[0, 0, 0], [10, 22, 0]], [32, 8])
+    """
+    return OP.torch_op(input_row_offsets, cache_lengths, buffer_size, max_chunks, page_size)

@@ -1,0 +1,232 @@
+"""Where an MLA op finds the keys of a sequence, and which of them a query sees.
+
+    given   rows of this call's latents
+    pages   page b of the cache, from its first slot on (a Hugging Face StaticCache)
+    table   lookup_table[b, j // page_size], offset by the remainder, for key j
+    slots   flat slot key_slots[i] of the cache, for the i-th key of all sequences
+
+Keys lie in rows of one buffer, sequence after sequence: from key_offsets[b] to key_offsets[b + 1],
+or in equal runs without key_offsets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.address_checks import first
+from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
+from tilewright.ops.checks import (
+    INT32_MAX,
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.latents import cache_views
+from tilewright.ops.mla.positions import token_sequences
+
+KEY_FORMS = ("given", "pages", "table", "slots")
+MASKS = ("causal", "none", "sliding_window", "chunked")
+
+
+def sequences(a: Any) -> Any:
+    """B."""
+    return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
+
+
+def buffer_rows(a: Any) -> Any:
+    """Keys of all sequences together."""
+    if a.keys == "given":
+        return a.latent.shape[0]
+    if a.keys == "slots":
+        return a.key_slots.shape[0]
+    window = CacheWindow.from_ints(a.latent_window)
+    if a.keys == "pages":
+        return window.capacity
+    if a.key_offsets is not None:
+        return a.num_keys
+    return sequences(a) * a.lookup_table.shape[1] * window.page_size
+
+
+def row_key_offsets(a: Any) -> torch.Tensor | None:
+    """The offsets of each sequence's keys in the buffer; None for equal runs."""
+    if a.keys == "given" and a.key_offsets is None and a.row_offsets is not None:
+        return a.row_offsets
+    return a.key_offsets
+
+
+def check_keys(op: str, a: Any) -> None:
+    """Checks the arguments that say where keys are. Metadata only; raises ArgumentError."""
+    check_choice(op, "keys", a.keys, KEY_FORMS)
+    if a.keys == "given":
+        if a.latent is None:
+            raise ArgumentError(op, "latent", "a tensor, since keys is 'given'", None)
+    elif a.latent_cache is None:
+        raise ArgumentError(op, "latent_cache", f"a tensor, since keys is {a.keys!r}", None)
+    batch, device = sequences(a), a.q.device
+    _check_index(op, a, "key_offsets", "[B + 1]", (batch + 1,))
+    _check_index(op, a, "key_lengths", "[B]", (batch,))
+    _check_needed(op, a, "key_slots", a.keys == "slots")
+    _check_index(op, a, "key_slots", "[K]", (None,))
+    if a.keys == "pages":
+        _check_pages(op, a, batch)
+    if a.keys == "table":
+        _check_needed(op, a, "lookup_table", True)
+        check_shape(op, "lookup_table", a.lookup_table, "[B, columns]", (batch, None))
+        check_dtype(op, "lookup_table", a.lookup_table, INDEX_DTYPES)
+        check_device(op, "lookup_table", a.lookup_table, device)
+        check_last_dim_dense(op, "lookup_table", a.lookup_table)
+    if a.key_lengths is not None and a.keys == "given":
+        raise ArgumentError(op, "key_lengths", "None, since keys is 'given'", "a tensor")
+    counted = a.keys == "table" and a.key_offsets is not None
+    if not counted and not _zero(a.num_keys):
+        expected = "0, since keys is not 'table' with key_offsets"
+        raise ArgumentError(op, "num_keys", expected, a.num_keys)
+    if counted and not holds(a.num_keys >= 0):
+        raise ArgumentError(op, "num_keys", "the number of keys, not negative", a.num_keys)
+    if a.keys in ("given", "slots") and row_key_offsets(a) is None:
+        name = "latent" if a.keys == "given" else "key_slots"
+        rows = buffer_rows(a)
+        if holds(batch > 0) and not holds(rows % batch == 0):
+            expected = f"as many keys for each of {batch} sequences, since key_offsets is None"
+            raise ArgumentError(op, name, expected, f"{rows} rows")
+
+
+def _check_pages(op: str, a: Any, batch: Any) -> None:
+    pages = CacheWindow.from_ints(a.latent_window).num_pages
+    if not holds(pages == batch):
+        expected = f"num_pages = {batch} sequences, since keys is 'pages'"
+        raise ArgumentError(op, "latent_window", expected, pages)
+    if a.key_offsets is not None:
+        raise ArgumentError(op, "key_offsets", "None, since keys is 'pages'", "a tensor")
+
+
+def _zero(value: Any) -> bool:
+    return isinstance(value, int) and value == 0
+
+
+def _check_needed(op: str, a: Any, name: str, needed: bool) -> None:
+    given = getattr(a, name) is not None
+    if given != needed:
+        expected = "a tensor" if needed else "None"
+        actual = "a tensor" if given else None
+        raise ArgumentError(op, name, f"{expected}, since keys is {a.keys!r}", actual)
+
+
+def _check_index(op: str, a: Any, name: str, letters: str, shape: tuple[Any, ...]) -> None:
+    tensor = getattr(a, name)
+    if tensor is not None:
+        check_shape(op, name, tensor, letters, shape)
+        check_dtype(op, name, tensor, INDEX_DTYPES)
+        check_device(op, name, tensor, a.q.device)
+
+
+def check_mask(op: str, a: Any) -> None:
+    """Checks mask, window and attn_mask. Metadata only; raises ArgumentError."""
+    check_choice(op, "mask", a.mask, MASKS)
+    windowed = a.mask in ("sliding_window", "chunked")
+    if windowed and not 1 <= a.window <= INT32_MAX:
+        expected = f"at least 1 and at most {INT32_MAX}, since mask is {a.mask!r}"
+        raise ArgumentError(op, "window", expected, a.window)
+    if not windowed and a.window != 0:
+        raise ArgumentError(op, "window", f"0, since mask is {a.mask!r}", a.window)
+    mask = a.attn_mask
+    if mask is None:
+        return
+    if a.row_offsets is not None:
+        expected = "None, since row_offsets is given"
+        raise ArgumentError(op, "attn_mask", expected, "a tensor")
+    if row_key_offsets(a) is not None:
+        expected = "None, since key_offsets is given"
+        raise ArgumentError(op, "attn_mask", expected, "a tensor")
+    check_dtype(op, "attn_mask", mask, (torch.bool, a.q.dtype, torch.float32))
+    check_device(op, "attn_mask", mask, a.q.device)
+    batch, heads, queries = a.num_sequences, a.q.shape[1], a.q.shape[0] // a.num_sequences
+    keys = buffer_rows(a) // a.num_sequences
+    fits = mask.dim() == 4 and all(
+        holds(have == want) or holds(have == 1)
+        for have, want in zip(mask.shape[:3], (batch, heads, queries), strict=True)
+    )
+    if not fits or not holds(mask.shape[3] >= keys):
+        expected = f"shape [{batch} or 1, {heads} or 1, {queries} or 1, {keys}]"
+        raise ArgumentError(op, "attn_mask", expected, f"shape {list(mask.shape)}")
+
+
+def check_key_values(op: str, a: Any) -> None:
+    """Checks offsets, pages and slots of keys by value. Raises ArgumentError."""
+    total = buffer_rows(a)
+    if a.key_offsets is not None:
+        check_row_offsets(op, "key_offsets", a.key_offsets, total, "the number of keys")
+    if a.keys == "given" and a.key_offsets is None and a.row_offsets is not None:
+        check_row_offsets(op, "row_offsets", a.row_offsets, total, "the number of keys")
+    if a.keys not in ("table", "slots"):
+        return
+    window = CacheWindow.from_ints(a.latent_window)
+    if a.keys == "slots":
+        slots = a.key_slots.to(torch.int64)
+        where = first((slots < 0) | (slots >= window.capacity))
+        if where is not None:
+            expected = f"slots from 0 to {window.capacity - 1}"
+            raise ArgumentError(op, "key_slots", expected, f"{int(slots[where])} at {where}")
+        return
+    sequence, place = key_places(a)
+    column = place // window.page_size
+    columns = a.lookup_table.shape[1]
+    where = first(column >= columns)
+    if where is not None:
+        room = columns * window.page_size
+        expected = f"at most {room} keys for a sequence ({columns} columns of lookup_table)"
+        actual = f"{int(place[where]) + 1} or more for sequence {int(sequence[where])}"
+        raise ArgumentError(op, "key_offsets", expected, actual)
+    entry = a.lookup_table.to(torch.int64)[sequence, column]
+    seen = entry < 0
+    if a.key_lengths is not None:
+        bounded = place < a.key_lengths.to(torch.int64)[sequence]
+        seen, entry = seen & bounded, torch.where(bounded, entry, 0)
+    where = first(seen | (entry >= window.num_pages))
+    if where is not None:
+        expected = f"pages from 0 to {window.num_pages - 1} where a key is"
+        place_text = f"sequence {int(sequence[where])}, key {int(place[where])}"
+        actual = f"{int(entry[where])} for {place_text}"
+        raise ArgumentError(op, "lookup_table", expected, actual)
+
+
+def key_places(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequence and place in it of each row of the buffer, int64 [K]."""
+    return token_sequences(buffer_rows(a), row_key_offsets(a), sequences(a), a.q.device)
+
+
+def gathered_keys(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(latent [K, L], k_rope [K, R]) of every key in the cache, as it is now."""
+    latent, rope = cache_views(a)
+    pages, size = latent.shape[:2]
+    if a.keys == "pages":
+        return latent.flatten(0, 1), rope.flatten(0, 1)
+    if a.keys == "slots":
+        slots = a.key_slots.to(torch.int64)
+    else:
+        sequence, place = key_places(a)
+        table = a.lookup_table.to(torch.int64)
+        entry = table[sequence, (place // size).clamp(max=table.shape[1] - 1)]
+        slots = entry * size + place % size
+    slots = slots.clamp(0, max(pages * size - 1, 0))
+    return latent[slots // size, slots % size], rope[slots // size, slots % size]
+
+
+def visible(
+    a: Any, queries: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None
+) -> torch.Tensor:
+    """Whether the query at each position [S] sees the key at each position [K]: [S, K]."""
+    p, j = queries[:, None], keys[None, :]
+    seen = torch.ones_like(p - j, dtype=torch.bool) if a.mask == "none" else j <= p
+    if a.mask == "sliding_window":
+        seen = seen & (j > p - a.window)
+    elif a.mask == "chunked":
+        seen = seen & (j // a.window == p.div(a.window, rounding_mode="floor"))
+    return seen if limit is None else seen & (j < limit)

@@ -1,0 +1,214 @@
+"""`mla_latent_store`: norm, RoPE and cache write of the latents of multi-head latent attention.
+
+    latent -> norm(latent)      fp32, where a weight is given
+    k_rope -> rope(k_rope)      fp32, where a table is given
+    both -> the token's slot, each rounded once
+
+The latents come in as they leave their projection and are not changed, so that the same call twice
+leaves the same cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.address_checks import check_address_values
+from tilewright.ops.cache.addressing import ADDRESS_TENSORS
+from tilewright.ops.cache.checks import check_aliases, readable
+from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_shape,
+)
+from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.cases import STORE_CASES, StoreCase
+from tilewright.ops.mla.latents import (
+    DTYPES,
+    WritePlaces,
+    check_finish,
+    check_latent_cache,
+    check_latents,
+    check_write,
+    finished_latents,
+    pool_windows,
+    write_latents,
+)
+from tilewright.ops.mla.obstacles import store_obstacle
+from tilewright.ops.mla.positions import check_positions, token_positions
+from tilewright.ops.mla.samples import sample_store
+from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES
+
+NAME = "mla_latent_store"
+SCHEMA = (
+    "(Tensor latent, Tensor k_rope, Tensor(a!) latent_cache, Tensor(b!)? rope_cache, "
+    "Tensor? slot_mapping, SymInt[] latent_window, SymInt[] rope_window, *, "
+    "Tensor? norm_weight=None, float norm_eps=1e-06, Tensor? cos=None, Tensor? sin=None, "
+    'str rope_style="none", bool rope_by_position=False, str slots="flat", '
+    'str indexing="paged", Tensor? lookup_table=None, Tensor? sequence_ids=None, '
+    "Tensor? positions=None, Tensor? row_offsets=None, Tensor? cache_lengths=None) -> ()"
+)
+
+
+@dataclass(frozen=True)
+class LatentStoreArguments:
+    """The arguments of `mla_latent_store`: T tokens, L latent rank, R rope width.
+
+    latent [T, L] and k_rope [T, R]: last dimension contiguous, rows any distance apart, so that
+    slices of one projection serve; bf16, fp16, fp32 or fp64, as are the caches.
+    latent_cache, rope_cache: base tensors, written; rope_cache None: both parts live in
+    latent_cache. latent_window, rope_window: the nine integers of a CacheWindow on the base, of one
+    head and head_dim L and R.
+
+    norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
+    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in `ops.rope`; or
+    rope_by_position: any strides, a token's row is its position.
+
+    slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
+    cache_lengths: as in `ops.addressing`. A token's position: `positions` [T] where given, else
+    cache_lengths[b] + i for the i-th token of sequence b.
+
+    Bad values (slots, positions, pages; positions without a row of cos) raise ArgumentError before
+    anything is written where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a
+    token without a place on a GPU is not written.
+    """
+
+    latent: torch.Tensor
+    k_rope: torch.Tensor
+    latent_cache: torch.Tensor
+    rope_cache: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
+    latent_window: Sequence[Any]
+    rope_window: Sequence[Any]
+    _: KW_ONLY
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-06
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rope_style: str = "none"
+    rope_by_position: bool = False
+    slots: str = "flat"
+    indexing: str = "paged"
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+
+
+def validate(a: LatentStoreArguments) -> None:
+    check_dtype(NAME, "latent", a.latent, DTYPES)
+    check_shape(NAME, "latent", a.latent, "[T, L]", (None, None))
+    check_shape(NAME, "k_rope", a.k_rope, "[T, R]", (None, None))
+    rank, rope_dim = a.latent.shape[1], a.k_rope.shape[1]
+    num_tokens = check_latents(NAME, a, rank, rope_dim, a.latent)
+    check_finish(NAME, a, num_tokens, rank, rope_dim, a.latent)
+    window = check_latent_cache(NAME, a, rank, rope_dim, a.latent)
+    check_write(NAME, a, num_tokens, window)
+    if a.rope_by_position:
+        if a.positions is None and a.slots != "ragged":
+            raise ArgumentError(NAME, "positions", "a tensor, since rope_by_position", None)
+        if a.positions is not None:
+            check_shape(NAME, "positions", a.positions, "[T]", (num_tokens,))
+            check_dtype(NAME, "positions", a.positions, INDEX_DTYPES)
+            check_device(NAME, "positions", a.positions, a.latent.device)
+    elif a.positions is not None and a.slots != "block_table" and not a.rope_by_position:
+        expected = "None, since neither the slots nor a rope table are found by them"
+        raise ArgumentError(NAME, "positions", expected, "a tensor")
+
+
+def validate_values(a: LatentStoreArguments) -> None:
+    base = ("latent_cache", a.latent_cache)
+    written = [(*base, a.latent_window)]
+    rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
+    written.append((*rope_base, a.rope_window))
+    sources = {n: t for n, t in vars(a).items() if isinstance(t, torch.Tensor)}
+    check_aliases(NAME, written, [(n, t) for n, t in sources.items() if not n.endswith("_cache")])
+    places = WritePlaces.of(a)
+    if readable(getattr(a, name) for name in ADDRESS_TENSORS):
+        window = CacheWindow.from_ints(a.latent_window)
+        check_address_values(NAME, places, window, a.latent.shape[0])
+        if a.rope_by_position and a.cos is not None:
+            name = "cache_lengths" if a.positions is None else "positions"
+            check_positions(NAME, name, _positions(a), a.cos.shape[0])
+
+
+def fake(a: LatentStoreArguments) -> None:
+    return None
+
+
+def reference(a: LatentStoreArguments) -> None:
+    """In fp32 (float64 for float64 latents), for token t; rounded once, when it is stored:
+
+        latent_cache[slot of t] = norm(latent[t])
+        rope_cache[slot of t] = rope(k_rope[t])
+
+    with norm(z) = z / sqrt(mean(z²) + norm_eps) * norm_weight.
+    """
+    positions = _positions(a) if a.rope_by_position else None
+    write_latents(a, *finished_latents(a, positions))
+
+
+def _positions(a: LatentStoreArguments) -> torch.Tensor:
+    given = (a.row_offsets, 1, a.positions, a.cache_lengths, a.latent.device)
+    return token_positions(a.latent.shape[0], *given)
+
+
+def sample_inputs(
+    case: StoreCase, device: str | torch.device = "cpu", seed: int = 0
+) -> LatentStoreArguments:
+    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
+    return LatentStoreArguments(**sample_store(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=LatentStoreArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.mla.lowering:launch_latent_store",
+                frozenset({"cuda"}),
+                store_obstacle,
+                repeatable="tilewright.ops.mla.lowering:repeatable_latent_store",
+            ),
+        ),
+        cases=STORE_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ONE_ROUNDING,
+        plan="tilewright.ops.mla.lowering:plan_latent_store",
+    )
+)
+
+
+def mla_latent_store(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
+    """The op, called by hand: writes latents [T, L], normed, and k_rope [T, R], rotated.
+
+    latent_cache [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]; other layouts
+    by `latent_window` and `rope_window` (CacheWindow.to_ints). The other options are the op's own:
+    see LatentStoreArguments. Raises ArgumentError before anything is written.
+    """
+    windows = options.pop("latent_window", None), options.pop("rope_window", None)
+    if any(window is None for window in windows):
+        windows = pool_windows(NAME, latent_cache, rope_cache, ("latent", latent))
+    OP.torch_op(latent, k_rope, latent_cache, rope_cache, slot_mapping, *windows, **options)

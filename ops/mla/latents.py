@@ -1,0 +1,257 @@
+"""What MLA ops do to latents: norm of the latent part, RoPE of the rope part, one cache entry each.
+
+A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [.., 1, R], on one base
+(`[latent | rope]` entries) or on two (Hugging Face's "keys" and "values").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tilewright.ops.cache.addressing import (
+    ADDRESS_TENSORS,
+    SLOT_FORMS,
+    AddressArguments,
+    check_addressing,
+    resolve_places,
+)
+from tilewright.ops.cache.checks import check_window
+from tilewright.ops.cache.writes import write_rows
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_number,
+    check_shape,
+    check_tensor,
+    holds,
+)
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.reference.norm import apply_norm, check_norm_weight
+from tilewright.ops.reference.rope import ROPE_STYLES, apply_rope, check_rope
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class LatentArguments(AddressArguments, Protocol):
+    """The arguments that latents, their cache and their places have in all MLA ops."""
+
+    @property
+    def latent(self) -> torch.Tensor | None: ...
+    @property
+    def k_rope(self) -> torch.Tensor | None: ...
+    @property
+    def latent_cache(self) -> torch.Tensor | None: ...
+    @property
+    def rope_cache(self) -> torch.Tensor | None: ...
+    @property
+    def latent_window(self) -> Any: ...
+    @property
+    def rope_window(self) -> Any: ...
+    @property
+    def norm_weight(self) -> torch.Tensor | None: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def cos(self) -> torch.Tensor | None: ...
+    @property
+    def sin(self) -> torch.Tensor | None: ...
+    @property
+    def rope_style(self) -> str: ...
+    @property
+    def rope_by_position(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class WritePlaces:
+    """Just the address tensors that the form of writing reads."""
+
+    slots: str
+    indexing: str
+    slot_mapping: torch.Tensor | None = None
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, a: AddressArguments) -> WritePlaces:
+        named = SLOT_FORMS.get(a.slots, ADDRESS_TENSORS)
+        return cls(a.slots, a.indexing, **{name: getattr(a, name) for name in named})
+
+
+def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
+    """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
+    assert a.latent is not None
+    check_shape(op, "latent", a.latent, "[Tk, L]", (None, rank))
+    rows = a.latent.shape[0]
+    if a.k_rope is None:
+        raise ArgumentError(op, "k_rope", "a tensor, since latent is one", None)
+    check_shape(op, "k_rope", a.k_rope, "[Tk, R]", (rows, rope_dim))
+    coded = getattr(a, "latent_scale", None) is not None
+    for name, tensor in (("latent", a.latent), ("k_rope", a.k_rope)):
+        codes = coded and name == "latent"
+        check_dtype(op, name, tensor, (torch.float8_e4m3fn if codes else like.dtype,))
+        check_device(op, name, tensor, like.device)
+        check_last_dim_dense(op, name, tensor)
+    return rows
+
+
+def check_finish(
+    op: str, a: LatentArguments, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
+) -> None:
+    """Checks norm and rope."""
+    check_number(op, "norm_eps", a.norm_eps, 0)
+    weight = a.norm_weight
+    check_norm_weight(op, "norm_weight", weight, "head", 1, rank, like.dtype, like.device)
+    if weight is not None and weight.dim() != 1:
+        check_shape(op, "norm_weight", weight, "[L]", (rank,))
+    check_choice(op, "rope_style", a.rope_style, ROPE_STYLES)
+    if a.rope_style != "none" and not (holds(rope_dim >= 2) and holds(rope_dim % 2 == 0)):
+        expected = f"'none', as {rope_dim} columns are no pairs"
+        raise ArgumentError(op, "rope_style", expected, repr(a.rope_style))
+    width = 0 if a.rope_style == "none" else rope_dim
+    if not a.rope_by_position or a.rope_style == "none":
+        if a.rope_by_position:
+            raise ArgumentError(op, "rope_by_position", 'False, since rope_style is "none"', True)
+        rope = (a.cos, a.sin, width, a.rope_style)
+        check_rope(op, num_tokens, rope_dim, *rope, like.dtype, like.device)
+        return
+    _check_position_tables(op, a, rope_dim, like)
+
+
+def _check_position_tables(op: str, a: LatentArguments, rope_dim: Any, like: torch.Tensor) -> None:
+    for name in ("cos", "sin"):
+        table = getattr(a, name)
+        if table is None:
+            expected = f"a tensor, since rope_style is {a.rope_style!r}"
+            raise ArgumentError(op, name, expected, None)
+        check_dtype(op, name, table, (like.dtype, torch.float32))
+        check_device(op, name, table, like.device)
+        fits = table.dim() == 2 and any(
+            holds(table.shape[1] == width) for width in (rope_dim, rope_dim // 2)
+        )
+        if not fits:
+            expected = f"shape [positions, {rope_dim}] or [positions, {rope_dim // 2}]"
+            raise ArgumentError(op, name, expected, f"shape {list(table.shape)}")
+    assert a.cos is not None
+    assert a.sin is not None
+    check_shape(op, "sin", a.sin, "of cos", a.cos.shape)
+
+
+def check_latent_cache(
+    op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor
+) -> CacheWindow:
+    """Checks bases and windows; returns the latent window."""
+    assert a.latent_cache is not None
+    bases = {"latent": ("latent_cache", a.latent_cache), "rope": ("rope_cache", a.rope_cache)}
+    if a.rope_cache is None:
+        bases["rope"] = bases["latent"]
+    windows = {}
+    for part, width in (("latent", rank), ("rope", rope_dim)):
+        name, base = bases[part]
+        assert base is not None
+        check_device(op, name, base, like.device)
+        check_dtype(op, name, base, (like.dtype,))
+        argument = f"{part}_window"
+        window = check_window(op, argument, getattr(a, argument), name, base)
+        for axis, want in (("num_kv_heads", 1), ("head_dim", width)):
+            if not holds(getattr(window, axis) == want):
+                raise ArgumentError(op, argument, f"{axis} = {want}", getattr(window, axis))
+        windows[part] = window
+    latent, rope = windows["latent"], windows["rope"]
+    for axis in ("num_pages", "page_size"):
+        if not holds(getattr(latent, axis) == getattr(rope, axis)):
+            expected = f"{axis} = {getattr(latent, axis)}, as in latent_window"
+            raise ArgumentError(op, "rope_window", expected, getattr(rope, axis))
+    integers = all(isinstance(value, int) for value in (*a.latent_window, *a.rope_window))
+    if a.rope_cache is None and integers and latent.overlaps(rope):
+        expected = "a window that shares no element with latent_window"
+        raise ArgumentError(op, "rope_window", expected, list(a.rope_window))
+    return latent
+
+
+def check_write(op: str, a: LatentArguments, num_tokens: Any, window: CacheWindow) -> None:
+    """Checks the address tensors of the form of writing."""
+    assert a.latent_cache is not None
+    check_addressing(op, WritePlaces.of(a), num_tokens, window, a.latent_cache.device)
+
+
+def rotated(a: LatentArguments, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """x [T, H, R] rotated in its dtype; positions [T] where the tables go by position."""
+    if a.cos is None or a.sin is None:
+        return x
+    cos, sin = a.cos, a.sin
+    if a.rope_by_position:
+        assert positions is not None
+        rows = positions.clamp(0, max(cos.shape[0] - 1, 0))
+        cos, sin = cos[rows], sin[rows]
+    return apply_rope(x, cos, sin, x.shape[-1], a.rope_style)
+
+
+def finished_latents(
+    a: LatentArguments, positions: torch.Tensor | None, *, rotates: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(latent [Tk, L], k_rope [Tk, R]) as a cache holds them: computed in fp32 or float64, each
+    rounded once to its dtype."""
+    assert a.latent is not None
+    assert a.k_rope is not None
+    dtype = a.k_rope.dtype
+    compute = torch.promote_types(dtype, torch.float32)
+    latent = a.latent
+    if a.norm_weight is not None:
+        normed = apply_norm(latent.to(compute).unsqueeze(1), a.norm_weight, a.norm_eps)
+        latent = normed.squeeze(1).to(dtype)
+    if not rotates:
+        return latent, a.k_rope
+    return latent, rotated(a, a.k_rope.to(compute).unsqueeze(1), positions).squeeze(1).to(dtype)
+
+
+def cache_views(a: LatentArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent and the rope window as tensors [num_pages, page_size, L or R] on their bases."""
+    assert a.latent_cache is not None
+    rope_base = a.latent_cache if a.rope_cache is None else a.rope_cache
+    latent = CacheWindow.from_ints(a.latent_window).view(a.latent_cache)
+    rope = CacheWindow.from_ints(a.rope_window).view(rope_base)
+    return latent.squeeze(2), rope.squeeze(2)
+
+
+def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
+    """Writes finished latents to their places."""
+    assert a.latent_cache is not None
+    window = CacheWindow.from_ints(a.latent_window)
+    places = resolve_places(WritePlaces.of(a), window, latent.shape[0])
+    write_rows(latent.unsqueeze(1), a.latent_cache, window, places)
+    base = a.latent_cache if a.rope_cache is None else a.rope_cache
+    write_rows(k_rope.unsqueeze(1), base, CacheWindow.from_ints(a.rope_window), places)
+
+
+def pool_windows(
+    op: str,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor | None,
+    ranked: tuple[str, torch.Tensor],
+) -> tuple[list[Any], list[Any]]:
+    """The windows of a pool [num_pages, page_size, L + R], or of two pools. `ranked`: name and
+    tensor of the argument [.., L]. Raises ArgumentError."""
+    expected = "windows, or a cache [num_pages, page_size, width]"
+    for name, base in (("latent_cache", latent_cache), ("rope_cache", rope_cache)):
+        if name == "latent_cache" or base is not None:
+            check_tensor(op, name, base, expected)
+        if base is not None and base.dim() != 3:
+            raise ArgumentError(op, name, expected, f"shape {list(base.shape)}")
+    check_tensor(op, *ranked)
+    if ranked[1].dim() != 2:
+        raise ArgumentError(op, ranked[0], "[.., L]", f"shape {list(ranked[1].shape)}")
+    rank = ranked[1].shape[1]
+    base = latent_cache if rope_cache is None else rope_cache
+    first = rank if rope_cache is None else 0
+    latent = CacheWindow.of(latent_cache[..., :rank].unsqueeze(2), latent_cache)
+    rope = CacheWindow.of(base[..., first:].unsqueeze(2), base)
+    return latent.to_ints(), rope.to_ints()

@@ -1,0 +1,54 @@
+"""Which sequence a query of an MLA op belongs to, and at which position of its keys it stands."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.ops.cache.address_checks import first
+from tilewright.ops.checks import ArgumentError
+
+
+def token_sequences(
+    num_tokens: int,
+    row_offsets: torch.Tensor | None,
+    num_sequences: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequence and place in it for each token, int64 [T]. Equal runs without row_offsets; a token
+    outside the offsets gets a sequence outside [0, B)."""
+    token = torch.arange(num_tokens, device=device)
+    if row_offsets is None:
+        run = max(num_tokens // max(num_sequences, 1), 1)
+        return token // run, token % run
+    offsets = row_offsets.to(torch.int64).contiguous()
+    # The last sequence that starts at or before the token: those of length zero are passed over.
+    sequence = torch.searchsorted(offsets, token, right=True) - 1
+    return sequence, token - offsets[sequence.clamp(0, max(offsets.shape[0] - 2, 0))]
+
+
+def token_positions(
+    num_tokens: int,
+    row_offsets: torch.Tensor | None,
+    num_sequences: int,
+    positions: torch.Tensor | None,
+    cache_lengths: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """The position of each token, int64 [T]: `positions` [T] or, the same for every sequence,
+    [T / B]; else cache_lengths[b] + i for the i-th token of sequence b; else i."""
+    if positions is not None:
+        repeats = num_tokens // max(positions.shape[0], 1)
+        return positions.to(torch.int64).repeat(max(repeats, 1))[:num_tokens]
+    sequence, place = token_sequences(num_tokens, row_offsets, num_sequences, device)
+    if cache_lengths is None or num_tokens == 0:
+        return place
+    lengths = cache_lengths.to(torch.int64)
+    return place + lengths[sequence.clamp(0, lengths.shape[0] - 1)]
+
+
+def check_positions(op: str, argument: str, positions: torch.Tensor, rows: int) -> None:
+    """Checks that the tables of cos and sin have a row for each position. Raises ArgumentError."""
+    where = first((positions < 0) | (positions >= rows))
+    if where is not None:
+        expected = f"positions from 0 to {rows - 1}, the rows of cos and sin"
+        raise ArgumentError(op, argument, expected, f"{int(positions[where])} of token {where}")

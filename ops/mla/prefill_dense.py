@@ -1,0 +1,48 @@
+"""`mla_prefill_dense`: `mla_prefill` of latents that a graph gives, without a cache.
+
+The same arguments, meaning and kernels. It is an op of its own because it writes nothing: Inductor
+cannot take an op whose written arguments are all None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.contract import get_op, register
+from tilewright.ops.mla.checks import check_prefill, check_prefill_values
+from tilewright.ops.mla.prefill import MlaPrefillArguments
+
+NAME = "mla_prefill_dense"
+_CACHE = ("latent_cache", "rope_cache")
+
+
+def validate(a: MlaPrefillArguments) -> None:
+    """As `mla_prefill`; raises ArgumentError for a cache, too."""
+    for name in _CACHE:
+        if getattr(a, name) is not None:
+            raise ArgumentError(NAME, name, "None (mla_prefill takes a cache)", "a tensor")
+    check_prefill(NAME, a)
+
+
+def validate_values(a: MlaPrefillArguments) -> None:
+    check_prefill_values(NAME, a)
+
+
+def _without_writes(schema: str) -> str:
+    return schema.replace("(a!)", "").replace("(b!)", "")
+
+
+_PREFILL: Any = get_op("tilewright::mla_prefill")
+
+OP = register(
+    replace(
+        _PREFILL,
+        name=NAME,
+        schema=_without_writes(_PREFILL.schema),
+        validate=validate,
+        validate_values=validate_values,
+        cases=tuple(case for case in _PREFILL.cases if case.keys == "given"),
+    )
+)

@@ -1,0 +1,133 @@
+"""What `mla_prefill` means, in plain PyTorch; fp32, or float64 where q is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.formats import fp8_block
+from tilewright.ops.formats.fp8 import saturating_cast
+from tilewright.ops.mla.checks import FP8, positions_of, widths
+from tilewright.ops.mla.keys import gathered_keys, key_places, sequences, visible
+from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
+from tilewright.ops.mla.positions import token_sequences
+
+# Logits made at once.
+LOGITS = 1 << 26
+
+
+def prefill_reference(a: Any) -> torch.Tensor:
+    """[T, H, V]; writes the new latents into the cache first, where there is one."""
+    positions = positions_of(a)
+    latent, k_rope = a.latent, a.k_rope
+    if latent is not None:
+        by_position = positions if a.rope_by_position else None
+        rotates = "k" in a.rope_on
+        latent, k_rope = finished_latents(a, by_position, rotates=rotates)
+        if a.slots != "none":
+            write_latents(a, latent, k_rope)
+    if a.keys != "given":
+        latent, k_rope = gathered_keys(a)
+    out = a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
+    if out.numel() == 0:
+        return out
+    q = _queries(a, positions)
+    key_sequence, key_position = key_places(a)
+    sequence, _ = token_sequences(a.q.shape[0], a.row_offsets, a.num_sequences, a.q.device)
+    lengths = None if a.key_lengths is None else a.key_lengths.to(torch.int64)
+    weight, latent = up_weight(a, q.dtype), _key_latents(a, latent, q.dtype)
+    for b in range(sequences(a)):
+        queries, keys = sequence == b, key_sequence == b
+        limit = None if lengths is None else lengths[b]
+        seen = visible(a, positions[queries], key_position[keys], limit)
+        # Keys that no query may see are not looked at: their rows may hold anything.
+        used = int(seen.any(0).nonzero().max()) + 1 if bool(seen.any()) else 0
+        rows = keys.nonzero().flatten()[:used]
+        kv = _up_projected(a, latent[rows], weight)
+        bias = None if a.attn_mask is None else _bias(a, b, used)
+        out[queries] = _attention(a, q[queries], kv, k_rope[rows], seen[:, :used], bias)
+    return out
+
+
+def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:
+    """[T, H, N + R] in compute precision, rotated."""
+    q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
+    if a.rope_style == "none" or "q" not in a.rope_on:
+        return q
+    nope = widths(a)[0]
+    turned = rotated(a, q[..., nope:], positions if a.rope_by_position else None)
+    return torch.cat((q[..., :nope], turned), dim=-1)
+
+
+def up_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
+    """kv_b_weight as numbers: codes times their scales, rounded to q's dtype where latents are not
+    quantised."""
+    if a.kv_b_scale is None:
+        return a.kv_b_weight.to(compute)
+    block = (a.scale_block[0], a.scale_block[1])
+    weight = fp8_block.dequantize(a.kv_b_weight, a.kv_b_scale, block, compute)
+    coded = a.quantize_latent or a.latent_scale is not None
+    return weight if coded else weight.to(a.q.dtype).to(compute)
+
+
+def _key_latents(a: Any, latent: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """The latents of all keys as numbers, [K, L]; quantised where they are to be."""
+    if not a.quantize_latent and a.latent_scale is None:
+        return latent.to(compute)
+    codes, scales, block = latent, a.latent_scale, a.scale_block[1]
+    if scales is None:
+        codes, scales = fp8_block.quantize_rows(latent, block, a.latent_scale_cap or float("inf"))
+    return fp8_block.dequantize(codes, scales, (1, block), compute)
+
+
+def _up_projected(a: Any, latent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[K, H, N + V] in compute precision, rounded to q's dtype on the way."""
+    compute = weight.dtype
+    kv = latent @ weight.T
+    if a.attention_dtype != FP8:
+        kv = kv.to(a.q.dtype).to(compute)
+    return kv.unflatten(-1, (a.q.shape[1], -1))
+
+
+def _bias(a: Any, b: int, keys: int) -> torch.Tensor:
+    """attn_mask of sequence b as numbers to add, [H or 1, S or 1, K]."""
+    mask = a.attn_mask[b if a.attn_mask.shape[0] > 1 else 0, :, :, :keys]
+    compute = torch.promote_types(a.q.dtype, torch.float32)
+    if mask.dtype != torch.bool:
+        return mask.to(compute)
+    return torch.zeros(mask.shape, dtype=compute, device=mask.device).masked_fill(
+        ~mask, float("-inf")
+    )
+
+
+def _attention(
+    a: Any,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    seen: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [S, H, N + R], kv [K, H, N + V], k_rope [K, R], seen [S, K] -> [S, H, V]."""
+    nope, _, v_dim = widths(a)
+    heads = q.shape[1]
+    rope = k_rope.to(q.dtype).unsqueeze(1).expand(-1, heads, -1)
+    k, v = torch.cat((kv[..., :nope], rope), dim=-1), kv[..., nope:]
+    if a.attention_dtype == FP8:
+        q, k, v = (
+            saturating_cast(x / scale, FP8).to(q.dtype) * scale
+            for x, scale in ((q, a.q_scale), (k, a.k_scale), (v, a.v_scale))
+        )
+    out = torch.empty((q.shape[0], heads, v_dim), dtype=q.dtype, device=q.device)
+    step = max(LOGITS // max(seen.numel(), 1), 1)
+    for first in range(0, heads, step):
+        part = slice(first, first + step)
+        logits = torch.einsum("shd,khd->hsk", q[:, part], k[:, part]) * a.scale
+        if bias is not None:
+            logits = logits + (bias if bias.shape[0] == 1 else bias[part])
+        logits = logits.masked_fill(~seen, float("-inf"))
+        blind = (logits == float("-inf")).all(-1, keepdim=True)
+        weights = torch.where(blind, 0.0, logits.softmax(-1))
+        out[:, part] = torch.einsum("hsk,khd->shd", weights, v[:, part])
+    return out.to(a.q.dtype)

@@ -1,0 +1,161 @@
+"""Sample inputs for the grouped GEMM and mixture-of-experts ops: small, random, and together
+reaching every option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.formats import fp4, fp8_block, mxfp4, nvfp4
+from tilewright.ops.formats.division import divided
+from tilewright.ops.qkv.samples import Sampler
+
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True)
+class MoeCase:
+    """One setting of `fused_moe`.
+
+    layout: how gate and up lie: "halves" or "interleaved" of one tensor [E, 2I, H], "transposed"
+    halves of [E, H, 2I] (down then [E, I, H]), "up_first" halves, "separate" tensors, "plain" (no
+    up).
+    routing: "random"; "one" (every route to one expert); "none" (some slots have expert -1).
+    """
+
+    name: str
+    num_tokens: int = 7
+    hidden: int = 64
+    inner: int = 48
+    num_experts: int = 5
+    num_slots: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "halves"
+    activation: str = "silu"
+    limit: float = 0.0
+    bias: bool = False
+    weight_on_input: bool = False
+    weight_format: str = "dense"
+    activation_format: str = "dense"
+    routing: str = "random"
+
+
+MOE_CASES = (
+    MoeCase("halves"),
+    MoeCase("interleaved_clamped", layout="interleaved", activation="clamped_swiglu", limit=1.0,
+            bias=True),
+    MoeCase("transposed", layout="transposed", activation="gelu_tanh", dtype=torch.float16),
+    MoeCase("separate", layout="separate", activation="gelu", dtype=torch.float32),
+    MoeCase("plain", layout="plain", activation="relu_squared", bias=True),
+    MoeCase("up_first", layout="up_first", weight_format="fp8", hidden=160, inner=144),
+    MoeCase("one_expert", routing="one", num_slots=1),
+    MoeCase("no_expert", routing="none", bias=True),
+    MoeCase("no_tokens", num_tokens=0),
+    MoeCase("weight_on_input", weight_on_input=True, activation="relu"),
+    MoeCase("double", dtype=torch.float64, layout="transposed"),
+    MoeCase("fp8", weight_format="fp8", hidden=160, inner=144),
+    MoeCase("fp8_fp8", weight_format="fp8", activation_format="fp8", hidden=160, inner=144,
+            dtype=torch.float32),
+    MoeCase("fp8_fp8_interleaved", weight_format="fp8", activation_format="fp8", hidden=256,
+            inner=256, layout="interleaved", activation="clamped_swiglu", limit=1.0, bias=True,
+            dtype=torch.float32),
+    MoeCase("int4", weight_format="int4", inner=64),
+    MoeCase("nvfp4", weight_format="nvfp4", inner=96),
+    MoeCase("mxfp4", weight_format="mxfp4", inner=64, layout="separate"),
+)  # fmt: skip
+
+
+def sample_moe(case: MoeCase, device: str | torch.device, seed: int) -> dict[str, Any]:
+    """Arguments of `fused_moe` by name."""
+    sampler = Sampler(device, seed)
+    routes = (case.num_tokens, case.num_slots)
+    weights = sampler.normal(*routes, dtype=torch.float64).sigmoid().to(case.dtype)
+    return {
+        "x": sampler.normal(case.num_tokens, case.hidden, dtype=case.dtype),
+        "expert_ids": sample_experts(case.routing, routes, case.num_experts, sampler),
+        "expert_weights": weights,
+        **_joint_weights(case, sampler),
+        "activation": case.activation,
+        "limit": case.limit,
+        "weight_on_input": case.weight_on_input,
+        "weight_format": case.weight_format,
+        "activation_format": case.activation_format,
+    }
+
+
+def sample_experts(
+    routing: str, shape: tuple[int, int], num_experts: int, sampler: Sampler
+) -> torch.Tensor:
+    """Experts [T, S], distinct within a token; see MoeCase.routing."""
+    rows = [sampler.permutation(num_experts)[: shape[1]] for _ in range(shape[0])]
+    ids = torch.stack(rows) if rows else torch.zeros(shape, dtype=torch.int64)
+    if routing == "one":
+        ids = torch.full(shape, 2)
+    elif routing == "none":
+        ids[::2, 0] = -1
+    return ids.to(sampler.device)
+
+
+def _joint_weights(case: MoeCase, sampler: Sampler) -> dict[str, Any]:
+    experts, inner, hidden = case.num_experts, case.inner, case.hidden
+    names = ("gate", "down") if case.layout == "plain" else ("gate", "up", "down")
+    sizes = dict.fromkeys(names, (inner, hidden)) | {"down": (hidden, inner)}
+    made: dict[str, Any] = {"up_weight": None}
+    for name in names:
+        made |= _weight(case, sampler, name, (experts, *sizes[name]))
+        if case.bias:
+            made[f"{name}_bias"] = sampler.normal(experts, sizes[name][0], dtype=case.dtype)
+    return _laid_out(case.layout, made)
+
+
+def _weight(case: MoeCase, sampler: Sampler, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    dense = sampler.normal(*shape, dtype=case.dtype, scale=shape[-1] ** -0.5)
+    if case.weight_format == "dense":
+        return {f"{name}_weight": dense}
+    data, scale, block = quantize_weight(case.weight_format, dense)
+    made: dict[str, Any] = {f"{name}_weight": data, f"{name}_scale": scale, "scale_block": block}
+    if case.weight_format == "nvfp4":
+        factor = 1 + torch.arange(shape[0], device=dense.device) / shape[0]
+        made[f"{name}_expert_scale"] = factor.float()
+    return made
+
+
+def quantize_weight(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """(data, scale, scale_block) of dense [E, N, K] in a format of ops.formats.expert_weight.
+
+    Made on the CPU, so that codes are the same wherever they go.
+    """
+    data, scale, block = _quantized(name, dense.cpu())
+    return data.to(dense.device), scale.to(dense.device), block
+
+
+def _quantized(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    if name == "fp8":
+        codes, scale = fp8_block.quantize_blocks(dense)
+        return codes, scale, [fp8_block.BLOCK, fp8_block.BLOCK]
+    if name in ("nvfp4", "mxfp4"):
+        data, scale = (nvfp4 if name == "nvfp4" else mxfp4).quantize(dense)
+        return data, scale, []
+    groups = dense.float().unflatten(-1, (-1, INT4_GROUP))
+    scale = divided(groups.abs().amax(-1), 7)
+    codes = (groups / scale[..., None]).round().clamp(-8, 7) + 8
+    return fp4.pack(codes.flatten(-2).to(torch.uint8)), scale.to(dense.dtype), [1, INT4_GROUP]
+
+
+def _laid_out(layout: str, made: dict[str, Any]) -> dict[str, Any]:
+    """gate and up as views of one tensor where the layout has them so."""
+    gate, up = made["gate_weight"], made["up_weight"]
+    if layout == "halves":
+        made["gate_weight"], made["up_weight"] = torch.cat((gate, up), 1).chunk(2, 1)
+    elif layout == "up_first":
+        made["up_weight"], made["gate_weight"] = torch.cat((up, gate), 1).chunk(2, 1)
+    elif layout == "interleaved":
+        joint = torch.stack((gate, up), 2).flatten(1, 2)
+        made["gate_weight"], made["up_weight"] = joint[:, 0::2], joint[:, 1::2]
+    elif layout == "transposed":
+        joint = torch.cat((gate, up), 1).mT.contiguous().mT
+        made["gate_weight"], made["up_weight"] = joint.chunk(2, 1)
+        made["down_weight"] = made["down_weight"].mT.contiguous().mT
+    return made

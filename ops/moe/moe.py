@@ -1,0 +1,303 @@
+"""`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing stays outside.
+
+    for every token t and slot s, with e = expert_ids[t, s] and w = expert_weights[t, s]:
+        gate = x[t] @ gate_weight[e]^T (+ bias)          fp32
+        up   = x[t] @ up_weight[e]^T (+ bias)
+        h    = activation(gate, up)                      fp32, then rounded to x's dtype
+        y    = h @ down_weight[e]^T (+ bias)             fp32
+        out[t] += w * y                                  fp32, slots in order; rounded once
+
+`weight_on_input` scales x[t] by w instead (rounded to x's dtype, as Llama-4 does). Expert -1: the
+slot adds nothing. activation_format "fp8": x and h are quantised to float8_e4m3fn, a scale per row
+and 128 columns (ops/formats/fp8_block.py), before they are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    FLOAT32,
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_number,
+    check_shape,
+)
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.formats import fp8_block
+from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
+from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
+from tilewright.ops.moe.cases import MOE_CASES, MoeCase, sample_moe
+from tilewright.ops.moe.operands import unsupported
+from tilewright.ops.reference.expert_matmul import multiply_by_expert
+
+NAME = "fused_moe"
+SCHEMA = (
+    "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_weight, Tensor? up_weight, "
+    "Tensor down_weight, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "
+    'str activation="silu", float alpha=1.702, float limit=0.0, bool weight_on_input=False, '
+    'str weight_format="dense", int[] scale_block=[], Tensor? gate_scale=None, '
+    "Tensor? up_scale=None, Tensor? down_scale=None, Tensor? gate_expert_scale=None, "
+    "Tensor? up_expert_scale=None, Tensor? down_expert_scale=None, "
+    'str activation_format="dense") -> Tensor'
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ACTIVATION_FORMATS = ("dense", "fp8")
+ERROR_MODEL = (
+    "fp32 accumulation; the hidden activation is rounded to the activations' dtype, which errs by "
+    "its unit in the last place times a random walk over the inner dimension, measured against the "
+    "rms of the output; then one rounding of the result. Of hidden numbers quantised to e4m3, one "
+    "next to the middle of two codes may take either: a sixteenth of a few of each sum's terms"
+)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
+    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+}
+
+Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.Tensor]
+
+
+def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
+    def apply(
+        gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
+    ) -> torch.Tensor:
+        value = function(gate)
+        return value if up is None else value * up
+
+    return apply
+
+
+def _clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
+) -> torch.Tensor:
+    """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within ±limit."""
+    assert up is not None
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": _gated(torch.nn.functional.silu),
+    "gelu": _gated(torch.nn.functional.gelu),
+    "gelu_tanh": _gated(lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    "relu": _gated(torch.relu),
+    "relu_squared": _gated(lambda x: torch.relu(x).square()),
+    "clamped_swiglu": _clamped_swiglu,
+}
+
+
+@dataclass(frozen=True)
+class FusedMoeArguments:
+    """The arguments of `fused_moe`: T tokens, H hidden, S slots (top-k), E experts, I inner.
+
+    x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
+    (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
+    weight, concatenated or interleaved, stored either way round, is two views of one tensor.
+    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha and limit are
+    clamped_swiglu's. weight_format, scale_block, *_scale, *_expert_scale: of all weights, see
+    ops.formats.expert_weight. activation_format: one of ACTIVATION_FORMATS, what x and the hidden
+    activation are quantised to here; "fp8" for weights of format "fp8" with blocks of 128 columns.
+    Result [T, H] of x's dtype.
+    """
+
+    x: torch.Tensor
+    expert_ids: torch.Tensor
+    expert_weights: torch.Tensor
+    gate_weight: torch.Tensor
+    up_weight: torch.Tensor | None
+    down_weight: torch.Tensor
+    _: KW_ONLY
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 0.0
+    weight_on_input: bool = False
+    weight_format: str = "dense"
+    scale_block: Sequence[int] = ()
+    gate_scale: torch.Tensor | None = None
+    up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    gate_expert_scale: torch.Tensor | None = None
+    up_expert_scale: torch.Tensor | None = None
+    down_expert_scale: torch.Tensor | None = None
+    activation_format: str = "dense"
+
+    def experts(self, name: str) -> ExpertWeight | None:
+        """The weight called `gate`, `up` or `down`; None where there is none."""
+        data = getattr(self, f"{name}_weight")
+        if data is None:
+            return None
+        scales = (getattr(self, f"{name}_scale"), getattr(self, f"{name}_expert_scale"))
+        return ExpertWeight(data, self.weight_format, scales[0], self.scale_block, scales[1])
+
+
+def validate(a: FusedMoeArguments) -> None:
+    check_dtype(NAME, "x", a.x, DTYPES)
+    check_shape(NAME, "x", a.x, "[T, H]", (None, None))
+    check_last_dim_dense(NAME, "x", a.x)
+    check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
+    for name in ("alpha", "limit"):
+        check_number(NAME, name, getattr(a, name), 0 if name == "limit" else -FLOAT32.max)
+    _check_routes(a)
+    _check_weights(a)
+    check_choice(NAME, "activation_format", a.activation_format, ACTIVATION_FORMATS)
+    coded = a.weight_format == "fp8" and a.scale_block[1] == fp8_block.BLOCK
+    if a.activation_format == "fp8" and not coded:
+        expected = f"dense, or weights of fp8 with blocks of {fp8_block.BLOCK} columns"
+        given = f"fp8, with {a.weight_format} weights in blocks of {list(a.scale_block)}"
+        raise ArgumentError(NAME, "activation_format", expected, given)
+
+
+def _check_routes(a: FusedMoeArguments) -> None:
+    routes = (a.x.shape[0], None)
+    check_shape(NAME, "expert_ids", a.expert_ids, "[T, S]", routes)
+    check_dtype(NAME, "expert_ids", a.expert_ids, INDEX_DTYPES)
+    check_shape(NAME, "expert_weights", a.expert_weights, "[T, S]", a.expert_ids.shape)
+    check_dtype(NAME, "expert_weights", a.expert_weights, DTYPES)
+    for name in ("expert_ids", "expert_weights"):
+        check_device(NAME, name, getattr(a, name), a.x.device)
+
+
+def _check_weights(a: FusedMoeArguments) -> None:
+    for name in ("gate", "up", "down"):
+        weight = a.experts(name)
+        if weight is not None:
+            check_expert_weight(NAME, f"{name}_weight", weight, a.x.dtype, scales=name)
+    gate = a.experts("gate")
+    assert gate is not None
+    num_experts, inner, _ = gate.shape
+    hidden = a.x.shape[1]
+    wanted = {"gate": (num_experts, inner, hidden), "up": (num_experts, inner, hidden)}
+    wanted["down"] = (num_experts, hidden, inner)
+    if a.up_weight is None and a.activation == "clamped_swiglu":
+        raise ArgumentError(NAME, "up_weight", "a weight, as clamped_swiglu is gated", None)
+    for name, shape in wanted.items():
+        weight, bias = a.experts(name), getattr(a, f"{name}_bias")
+        if weight is None:
+            if bias is not None:
+                raise ArgumentError(NAME, f"{name}_bias", "none without the weight", "a tensor")
+            continue
+        check_device(NAME, f"{name}_weight", weight.data, a.x.device)
+        if weight.shape != shape:
+            expected = f"experts, rows and columns {list(shape)}"
+            raise ArgumentError(NAME, f"{name}_weight", expected, list(weight.shape))
+        if bias is not None:
+            check_shape(NAME, f"{name}_bias", bias, "[E, N]", shape[:2])
+            check_dtype(NAME, f"{name}_bias", bias, (a.x.dtype, torch.float32))
+            check_device(NAME, f"{name}_bias", bias, a.x.device)
+
+
+def validate_values(a: FusedMoeArguments) -> None:
+    if a.expert_ids.device.type == "cpu":
+        check_expert_values(NAME, "expert_ids", a.expert_ids, a.gate_weight.shape[0])
+
+
+def fake(a: FusedMoeArguments) -> torch.Tensor:
+    return a.x.new_empty(a.x.shape)
+
+
+def reference(a: FusedMoeArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 x), for token t, slot s and its expert e = expert_ids[t, s]:
+
+        gate = x[t] @ gate_weight[e]^T + gate_bias[e]
+        up = x[t] @ up_weight[e]^T + up_bias[e]
+        h = activation(gate, up)                        rounded to x's dtype
+        y[t, s] = h @ down_weight[e]^T + down_bias[e]
+        out[t] = sum over s of expert_weights[t, s] * y[t, s]
+
+    up_weight None: h = activation(gate). weight_on_input: x[t] is multiplied by
+    expert_weights[t, s], and y is not. Quantised weights are dequantised first; with
+    activation_format "fp8" x and h are quantised and dequantised again. Expert -1 adds nothing.
+    """
+    compute = torch.promote_types(a.x.dtype, torch.float32)
+    num_tokens, num_slots = a.expert_ids.shape
+    expert = a.expert_ids.long().flatten()
+    weight = a.expert_weights.to(compute)
+    rows = a.x.to(compute)[:, None].expand(-1, num_slots, -1)
+    if a.weight_on_input:
+        rows = (rows * weight[..., None]).to(a.x.dtype).to(compute)
+    rows = _multiplied(a, rows.reshape(-1, a.x.shape[1]))
+    gate, up, down = (a.experts(name) for name in ("gate", "up", "down"))
+    assert gate is not None
+    assert down is not None
+    gated = multiply_by_expert(rows, expert, gate, a.gate_bias)
+    upper = None if up is None else multiply_by_expert(rows, expert, up, a.up_bias)
+    hidden = ACTIVATIONS[a.activation](gated, upper, a.alpha, a.limit)
+    hidden = _multiplied(a, hidden.to(a.x.dtype).to(compute))
+    out = multiply_by_expert(hidden, expert, down, a.down_bias)
+    out = out.view(num_tokens, num_slots, a.x.shape[1])
+    if not a.weight_on_input:
+        out = torch.where(expert.view(num_tokens, num_slots, 1) < 0, 0, out * weight[..., None])
+    return out.sum(1).to(a.x.dtype)
+
+
+def _multiplied(a: FusedMoeArguments, rows: torch.Tensor) -> torch.Tensor:
+    """Rows as they are multiplied: codes times scales where activations are quantised."""
+    if a.activation_format == "dense":
+        return rows
+    codes, scale = fp8_block.quantize_rows(rows)
+    return fp8_block.dequantize(codes, scale, (1, fp8_block.BLOCK), rows.dtype)
+
+
+def sample_inputs(
+    case: MoeCase, device: str | torch.device = "cpu", seed: int = 0
+) -> FusedMoeArguments:
+    """Random arguments of a case."""
+    return FusedMoeArguments(**sample_moe(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=FusedMoeArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                "tilewright.ops.moe.lowering:launch_fused_moe",
+                frozenset({"cuda"}),
+                unsupported,
+                repeatable="tilewright.ops.moe.lowering:repeatable_fused_moe",
+            ),
+        ),
+        cases=MOE_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
+        plan="tilewright.ops.moe.lowering:plan_fused_moe",
+    )
+)
+
+
+def fused_moe(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand: x [T, H] through the experts that its slots name, [T, H].
+
+    The arguments and options are those of FusedMoeArguments. Raises ArgumentError. Not
+    differentiable.
+    """
+    weights = (gate_weight, up_weight, down_weight)
+    return OP.torch_op(x, expert_ids, expert_weights, *weights, **options)

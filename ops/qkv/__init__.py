@@ -1,0 +1,1 @@
+"""The attention ops: QKV projection, RoPE and cache write."""

@@ -1,0 +1,158 @@
+"""`paged_kv_store`: writes K (rotated where a rope is given) and V to their cache slots.
+
+For what was not fusable with its projection: even then a step touches only the slots it writes.
+
+    k -> rope(k), fp32          where given; K only
+    k, v -> divided by the cache's scale -> the token's slot; each rounded once, and saturated where
+            the cache has 8-bit floats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.checks import HeadValues, check_caches, check_values, window_integers
+from tilewright.ops.cache.writes import write_kv
+from tilewright.ops.checks import check_device, check_dtype, check_shape
+from tilewright.ops.contract import FusedOp, register
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.qkv.cases import ATTENTION_CASES
+from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES, emitted_kernel
+from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_cache
+from tilewright.ops.reference.rope import apply_rope, check_rope
+
+NAME = "paged_kv_store"
+SCHEMA = (
+    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? slot_mapping, "
+    "SymInt[] k_window, SymInt[] v_window, *, Tensor? cos=None, Tensor? sin=None, "
+    'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
+    "bool static_tokens=False, Tensor? k_cache_scale=None, Tensor? v_cache_scale=None, "
+    "bool cache_scale_multiplies=False, Tensor? lookup_table=None, Tensor? sequence_ids=None, "
+    "Tensor? positions=None, Tensor? row_offsets=None, Tensor? cache_lengths=None) -> ()"
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class KvStoreArguments:
+    """The arguments of `paged_kv_store`; T tokens, D head_dim.
+
+    k, v [T, Hkv, D], any strides; v None: K alone is written, v_cache is None and v_window is not
+    read. The rest is as for `fused_qkv_paged` (FusedQkvArguments).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
+    k_window: Sequence[Any]
+    v_window: Sequence[Any]
+    _: KW_ONLY
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rotary_dim: int = 0
+    rope_style: str = "none"
+    slots: str = "flat"
+    indexing: str = "paged"
+    static_tokens: bool = False
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+
+
+def validate(a: KvStoreArguments) -> None:
+    check_dtype(NAME, "k", a.k, DTYPES)
+    check_shape(NAME, "k", a.k, "[T, Hkv, D]", (None, None, None))
+    num_tokens, num_kv_heads, head_dim = a.k.shape
+    if a.v is not None:
+        check_shape(NAME, "v", a.v, "[T, Hkv, D]", a.k.shape)
+        check_dtype(NAME, "v", a.v, (a.k.dtype,))
+        check_device(NAME, "v", a.v, a.k.device)
+    rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
+    check_rope(NAME, num_tokens, head_dim, *rope, a.k.dtype, a.k.device)
+    values = HeadValues(num_tokens, num_kv_heads, head_dim, a.k.dtype, a.k.device)
+    check_caches(NAME, a, values, writes_v=a.v is not None)
+
+
+def validate_values(a: KvStoreArguments) -> None:
+    check_values(NAME, a, a.k.shape[0], writes_v=a.v is not None)
+
+
+def fake(a: KvStoreArguments) -> None:
+    return None
+
+
+def reference(a: KvStoreArguments) -> None:
+    """In fp32 (float64 for float64 k), for token t; rounded once, when it is stored:
+
+        k_cache[slot of t] = rope(k[t]) / k_cache_scale
+        v_cache[slot of t] = v[t] / v_cache_scale
+
+    A step without its arguments is left out. cache_scale_multiplies: times the scale.
+    """
+    compute = torch.promote_types(a.k.dtype, torch.float32)
+    k, v = a.k.to(compute), None if a.v is None else a.v.to(compute)
+    if a.cos is not None and a.sin is not None:
+        k = apply_rope(k, a.cos, a.sin, a.rotary_dim, a.rope_style)
+    write_kv(a, k, v)
+
+
+def sample_inputs(
+    case: AttentionCase, device: str | torch.device = "cpu", seed: int = 0
+) -> KvStoreArguments:
+    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
+    sampler = Sampler(device, seed)
+    shape = (case.num_tokens, case.num_kv_heads, case.head_dim)
+    k, v = (sampler.normal(*shape, dtype=case.dtype) for _ in range(2))
+    cache = sample_cache(case, sampler)
+    return KvStoreArguments(k=k, v=v if case.writes_v else None, **cache)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=KvStoreArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(emitted_kernel("paged_kv_store"),),
+        cases=(*ATTENTION_CASES, AttentionCase("k_only", writes_v=False)),
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ONE_ROUNDING,
+        plan="tilewright.ops.qkv.plans:plan_paged_kv_store",
+    )
+)
+
+
+def paged_kv_store(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None = None,
+    *,
+    k_window: CacheWindow | None = None,
+    v_window: CacheWindow | None = None,
+    **options: Any,
+) -> None:
+    """The op, called by hand: writes k and v [T, Hkv, D] to their slots.
+
+    A window left out means a cache [num_pages, page_size, num_kv_heads, head_dim]. The other
+    options are the op's own: see KvStoreArguments. Raises ArgumentError before anything is written.
+    """
+    k_ints = window_integers(NAME, "k_window", k_window, k_cache)
+    v_ints = [] if v is None else window_integers(NAME, "v_window", v_window, v_cache)
+    OP.torch_op(k, v, k_cache, v_cache, slot_mapping, k_ints, v_ints, **options)

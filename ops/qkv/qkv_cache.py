@@ -1,0 +1,366 @@
+"""`fused_qkv_paged`: the QKV projection, QK-norm and RoPE of one attention layer, with K and V
+written straight into the caller's cache.
+
+    acc = x @ weight^T          fp32; codes times their scales
+    acc = acc + bias            where given
+    acc = acc + delta           where given
+    acc = clip(acc)             where given
+    acc = rope(norm(acc))       q and k, where given; or norm(rope(acc))
+    q -> result; k, v -> divided by the cache's scale -> the token's slot; each rounded once,
+    and saturated where the cache has 8-bit floats
+
+The three weights stay where the user has them: strided views [heads, head_dim, hidden], so that
+separate, packed and per-head interleaved projections are one op and no weight is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.checks import (
+    HeadValues,
+    check_caches,
+    check_values,
+    readable,
+    window_integers,
+)
+from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
+from tilewright.ops.cache.writes import write_kv
+from tilewright.ops.checks import ArgumentError, check_number, check_tensor
+from tilewright.ops.contract import FusedOp, register
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
+from tilewright.ops.qkv.cases import QKV_CASES
+from tilewright.ops.qkv.checks import (
+    ACTIVATION_BLOCK,
+    check_delta,
+    check_projection,
+    value_dtype,
+)
+from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES, emitted_kernel
+from tilewright.ops.qkv.sample_weights import sample_projection
+from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_cache
+from tilewright.ops.reference.norm import apply_norm, check_norm, check_norm_weight
+from tilewright.ops.reference.rope import apply_rope, check_rope
+
+NAME = "fused_qkv_paged"
+SCHEMA = (
+    "(Tensor x, Tensor q_weight, Tensor k_weight, Tensor? v_weight, Tensor(a!) k_cache, "
+    "Tensor(b!)? v_cache, Tensor? slot_mapping, SymInt[] k_window, SymInt[] v_window, *, "
+    "Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? delta=None, "
+    "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float norm_eps=1e-06, "
+    "Tensor? cos=None, Tensor? sin=None, "
+    'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
+    "bool static_tokens=False, int kv_repeat=1, float clip=0.0, bool weightless_norm=False, "
+    'str norm_kind="rms", str norm_width="head", bool norm_after_rope=False, '
+    'float norm_offset=0.0, str weight_format="dense", Tensor? q_scale=None, '
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_zero=None, Tensor? k_zero=None, "
+    "Tensor? v_zero=None, int zero_point=0, int[] scale_block=[], int[] nibble_order=[], "
+    "Tensor? x_scale=None, ScalarType? out_dtype=None, Tensor? k_cache_scale=None, "
+    "Tensor? v_cache_scale=None, bool cache_scale_multiplies=False, Tensor? lookup_table=None, "
+    "Tensor? sequence_ids=None, Tensor? positions=None, Tensor? row_offsets=None, "
+    "Tensor? cache_lengths=None, bool tune=False) -> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class FusedQkvArguments:
+    """The arguments of `fused_qkv_paged`. T tokens, K hidden, D head_dim, N = H * D rows of a
+    projection; "values" are of x's dtype, or of `out_dtype` where given.
+
+    x [T, K], last dimension contiguous: values, or float8_e4m3fn codes (then weight_format="fp8",
+    out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]).
+    q_weight [Hq, D, K], or [Hkv, G, D, K] where q heads lie in groups beside others;
+    k_weight, v_weight [Hkv, D, K]. v_weight None: K alone is made and written. Biases [H, D], for a
+    grouped q [Hkv, G, D]; they and other parameters are values or float32.
+
+    weight_format:
+      "dense"   values, with K or D contiguous, other strides free.
+      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
+      "int4_k"  nibbles packed along K: [H, D, K / 2] uint8 or [H, D, K / 8] int32, any strides.
+      "int4_n"  nibbles packed along D: [H, D / 2, K] uint8 or [H, D / 8, K] int32, any strides.
+    A code means (code - zero) * scale. q_scale, k_scale, v_scale: float, [ceil(N / bn),
+    ceil(K / bk)] with scale_block = [bn, bk]; a block as large as the weight is one scale per
+    tensor. For int4, bk divides K. zero: zero_point, plus q_zero, k_zero, v_zero where given, of
+    the shape of the scales, or int32 words of eight rows [N / (8 bn), K / bk].
+    nibble_order: as in `formats.quantized_weight`; empty: counting up.
+
+    delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
+    then k, then v; what `lora_expand_add` packs. Values or float32.
+
+    clip: values are held to [-clip, clip] after bias and delta; 0: not. Norm: of q where
+    q_norm_weight is given, of k where k_norm_weight is, of both where weightless_norm. norm_kind
+    "rms" or "layer" (mean subtracted; no bias); norm_width "head" or "row" (all heads of the
+    projection together); norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset +
+    weight; norm_after_rope. cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style
+    as in `apply_rope`.
+
+    k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
+    V lives in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
+    Hkv * kv_repeat heads: head h is written to the heads from h * kv_repeat on. k_cache_scale,
+    v_cache_scale: float32 [], [1] or [Hkv]; stored is value / scale, or value * scale where
+    cache_scale_multiplies, and for 8-bit floats the largest number stands for all beyond it.
+
+    slots, indexing, slot_mapping [T] or [T / num_pages], lookup_table [B, columns], sequence_ids
+    and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.addressing`; int32 or
+    int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
+    kernel may be built for it alone. tune: measure the lowerings on the GPU at first need.
+
+    Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,
+    scales that are NaN, infinite or 0) raise ArgumentError before anything is written where they
+    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a token without a place on a GPU is
+    not written.
+    """
+
+    x: torch.Tensor
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    v_weight: torch.Tensor | None
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
+    k_window: Sequence[Any]
+    v_window: Sequence[Any]
+    _: KW_ONLY
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    q_norm_weight: torch.Tensor | None = None
+    k_norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-06
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rotary_dim: int = 0
+    rope_style: str = "none"
+    slots: str = "flat"
+    indexing: str = "paged"
+    static_tokens: bool = False
+    kv_repeat: int = 1
+    clip: float = 0.0
+    weightless_norm: bool = False
+    norm_kind: str = "rms"
+    norm_width: str = "head"
+    norm_after_rope: bool = False
+    norm_offset: float = 0.0
+    weight_format: str = "dense"
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    q_zero: torch.Tensor | None = None
+    k_zero: torch.Tensor | None = None
+    v_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+    tune: bool = False
+
+
+def validate(a: FusedQkvArguments) -> None:
+    check_projection(NAME, a)
+    dtype, device = value_dtype(a), a.x.device
+    num_tokens, head_dim, num_kv_heads = a.x.shape[0], _head_dim(a), a.k_weight.shape[0]
+    check_delta(NAME, a.delta, num_tokens, _num_rows(a), dtype, device)
+    check_number(NAME, "kv_repeat", a.kv_repeat, 1)
+    check_number(NAME, "clip", a.clip, 0.0)
+    check_norm(NAME, a.norm_kind, a.norm_width, a.norm_eps, a.norm_offset)
+    for letter, heads in (("q", _num_heads(a)), ("k", num_kv_heads)):
+        name = f"{letter}_norm_weight"
+        weight = getattr(a, name)
+        check_norm_weight(NAME, name, weight, a.norm_width, heads, head_dim, dtype, device)
+    rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
+    check_rope(NAME, num_tokens, head_dim, *rope, dtype, device)
+    values = HeadValues(num_tokens, num_kv_heads, head_dim, dtype, device, a.kv_repeat)
+    check_caches(NAME, a, values, writes_v=a.v_weight is not None)
+
+
+def _num_heads(a: FusedQkvArguments) -> Any:
+    shape = a.q_weight.shape
+    return shape[0] if len(shape) == 3 else shape[0] * shape[1]
+
+
+def _num_rows(a: FusedQkvArguments) -> Any:
+    """Rows of q, k and v together."""
+    kinds = 1 if a.v_weight is None else 2
+    return (_num_heads(a) + kinds * a.k_weight.shape[0]) * _head_dim(a)
+
+
+def _head_dim(a: FusedQkvArguments) -> Any:
+    return logical_shape(a.q_weight, a.weight_format)[-2]
+
+
+def validate_values(a: FusedQkvArguments) -> None:
+    check_values(NAME, a, a.x.shape[0], writes_v=a.v_weight is not None)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        if readable([getattr(a, name)]):
+            check_scale_values(NAME, name, getattr(a, name))
+    if readable([a.x_scale]):
+        check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
+
+
+def fake(a: FusedQkvArguments) -> torch.Tensor:
+    shape = (a.x.shape[0], _num_heads(a), _head_dim(a))
+    return a.x.new_empty(shape, dtype=value_dtype(a))
+
+
+def reference(a: FusedQkvArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 values), for token t; quantised inputs are dequantised first:
+
+        q = rope(norm(clip(x @ q_weight^T + q_bias + delta[q columns])))
+        k = rope(norm(clip(x @ k_weight^T + k_bias + delta[k columns])))
+        v = clip(x @ v_weight^T + v_bias + delta[v columns])
+        result[t] = q[t]
+        k_cache[slot of t] = k[t] / k_cache_scale
+        v_cache[slot of t] = v[t] / v_cache_scale
+
+    A step without its arguments is left out. norm_after_rope: norm(rope(...)).
+    cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
+    """
+    x = _input(a)
+    q = _normed_and_rotated(a, _project(a, x, "q"), a.q_norm_weight)
+    k = _normed_and_rotated(a, _project(a, x, "k"), a.k_norm_weight)
+    v = None if a.v_weight is None else _project(a, x, "v")
+    write_kv(a, k, v, a.kv_repeat)
+    return fake(a).copy_(q)
+
+
+def _compute_dtype(a: FusedQkvArguments) -> torch.dtype:
+    return torch.promote_types(value_dtype(a), torch.float32)
+
+
+def _input(a: FusedQkvArguments) -> torch.Tensor:
+    """x in compute precision, its codes scaled."""
+    x = a.x.to(_compute_dtype(a))
+    if a.x_scale is None:
+        return x
+    block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)
+    return x * expand_blocks(a.x_scale.to(x.dtype), x.shape, block)
+
+
+def _project(a: FusedQkvArguments, x: torch.Tensor, letter: str) -> torch.Tensor:
+    """[T, H, D]: product, bias, delta, clip."""
+    weight, bias = getattr(a, f"{letter}_weight"), getattr(a, f"{letter}_bias")
+    if a.weight_format != "dense":
+        scale, zero = getattr(a, f"{letter}_scale"), getattr(a, f"{letter}_zero")
+        code = (a.zero_point, a.scale_block, a.nibble_order, x.dtype)
+        weight = dequantize(weight, a.weight_format, scale, zero, *code)
+    weight = weight.flatten(0, -3)
+    out = torch.einsum("tk,hdk->thd", x, weight.to(x.dtype))
+    if bias is not None:
+        out = out + bias.to(x.dtype).flatten(0, -2)
+    if a.delta is not None:
+        q, kv = (heads * _head_dim(a) for heads in (_num_heads(a), a.k_weight.shape[0]))
+        first = {"q": 0, "k": q, "v": q + kv}[letter]
+        part = a.delta[:, first : first + (q if letter == "q" else kv)]
+        out = out + part.to(x.dtype).view(out.shape)
+    return out.clamp(-a.clip, a.clip) if a.clip else out
+
+
+def _normed_and_rotated(
+    a: FusedQkvArguments, x: torch.Tensor, weight: torch.Tensor | None
+) -> torch.Tensor:
+    if a.norm_after_rope:
+        return _norm(a, _rotate(a, x), weight)
+    return _rotate(a, _norm(a, x, weight))
+
+
+def _norm(a: FusedQkvArguments, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    if weight is None and not a.weightless_norm:
+        return x
+    return apply_norm(x, weight, a.norm_eps, a.norm_kind, a.norm_width, a.norm_offset)
+
+
+def _rotate(a: FusedQkvArguments, x: torch.Tensor) -> torch.Tensor:
+    if a.cos is None or a.sin is None:
+        return x
+    return apply_rope(x, a.cos, a.sin, a.rotary_dim, a.rope_style)
+
+
+def sample_inputs(
+    case: AttentionCase, device: str | torch.device = "cpu", seed: int = 0
+) -> FusedQkvArguments:
+    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
+    sampler = Sampler(device, seed)
+    values = {**sample_projection(case, sampler), **sample_cache(case, sampler)}
+    if not case.writes_v:
+        values |= {"v_weight": None, "v_bias": None, "v_scale": None, "v_zero": None}
+    return FusedQkvArguments(**values)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=FusedQkvArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(emitted_kernel("fused_qkv_paged"),),
+        cases=(*QKV_CASES, AttentionCase("k_only", writes_v=False, bias=True)),
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ONE_ROUNDING,
+        plan="tilewright.ops.qkv.plans:plan_fused_qkv_paged",
+    )
+)
+
+
+def fused_qkv_paged(
+    x: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    v_weight: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None = None,
+    *,
+    head_dim: int | None = None,
+    k_window: CacheWindow | None = None,
+    v_window: CacheWindow | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand: projects x, writes K and V to their slots, returns q [T, Hq, D].
+
+    Weights are [H, D, K], or [H * D, K] with `head_dim` given (nn.Linear's layout; biases then
+    [H * D]). A window left out means a cache [num_pages, page_size, num_kv_heads, head_dim]. The
+    other options are the op's own: see FusedQkvArguments. Raises ArgumentError before anything is
+    written. Not differentiable.
+    """
+    given = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
+    weights = [_by_head(name, weight, 2, head_dim) for name, weight in given.items()]
+    for name in ("q_bias", "k_bias", "v_bias"):
+        if name in options:
+            options[name] = _by_head(name, options[name], 1, head_dim)
+    k_ints = window_integers(NAME, "k_window", k_window, k_cache)
+    v_ints = [] if v_weight is None else window_integers(NAME, "v_window", v_window, v_cache)
+    return OP.torch_op(x, *weights, k_cache, v_cache, slot_mapping, k_ints, v_ints, **options)
+
+
+def _by_head(
+    name: str, tensor: torch.Tensor | None, joint_rank: int, head_dim: int | None
+) -> torch.Tensor | None:
+    """A weight or bias whose first axis has heads and their columns in one, [H, D, ...]."""
+    if tensor is None or head_dim is None:
+        return tensor
+    check_tensor(NAME, name, tensor)
+    if tensor.dim() != joint_rank:
+        return tensor
+    if not (isinstance(head_dim, int) and head_dim >= 1 and tensor.shape[0] % head_dim == 0):
+        expected = f"a head_dim that divides the {tensor.shape[0]} rows of {name}"
+        raise ArgumentError(NAME, "head_dim", expected, repr(head_dim))
+    return tensor.unflatten(0, (-1, head_dim))

@@ -1,0 +1,360 @@
+"""`fused_qkv_matmul_kv_cache_paged_ragged`: Modular MAX's op of that name, on the kernels of
+`fused_qkv_paged`.
+
+    y = hidden_state @ weight^T + bias          fp32
+    columns below q_dim -> result; then K, then V -> the layer's pages, where lookup_table says
+
+The projection is rounded once, to the result's or the cache's dtype. MAX rounds to its output dtype
+first, adds the bias in that dtype and so rounds twice; it takes GPTQ scales as bf16, cut off, where
+they are fp16 here. No rope and no norm, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, fields
+from math import gcd
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.address_checks import check_address_values
+from tilewright.ops.cache.checks import check_aliases, readable
+from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
+from tilewright.ops.checks import ArgumentError, in_words_of
+from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.formats.gptq_buffer import SYMMETRIC_ZERO, sections
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.qkv import qkv_cache
+from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES, kernel_obstacle
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.ragged_checks import NAME, check_metadata, kv_rows
+from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_inputs
+
+SCHEMA = (
+    "(Tensor hidden_state, Tensor input_row_offsets, Tensor weight, Tensor(a!) blocks, "
+    "Tensor cache_lengths, Tensor lookup_table, int layer_idx, *, Tensor? bias=None, "
+    "Tensor? input_scale=None, Tensor? weight_scale=None, ScalarType? out_dtype=None, "
+    "int group_size=0, bool has_zp=False, Tensor? k_cache_scale=None, "
+    "Tensor? v_cache_scale=None, bool cache_scale_multiplies=False, bool static_tokens=False, "
+    "bool tune=False) -> Tensor"
+)
+KERNELS = "tilewright.ops.qkv.ragged_lowering"
+#: What the arguments of `fused_qkv_paged` are called here.
+FUSED_WORDS = {
+    "x": "hidden_state",
+    "x_scale": "input_scale",
+    "scale_block": "group_size",
+    "k_cache": "blocks",
+    "k_window": "blocks",
+    "v_window": "blocks",
+    "row_offsets": "input_row_offsets",
+    **{f"{letter}_weight": "weight" for letter in "qkv"},
+    **{f"{letter}_scale": "weight_scale" for letter in "qkv"},
+    **{f"{letter}_zero": "weight" for letter in "qkv"},
+    **{f"{letter}_bias": "bias" for letter in "qkv"},
+}
+
+
+@dataclass(frozen=True)
+class RaggedQkvArguments:
+    """The arguments of `fused_qkv_matmul_kv_cache_paged_ragged`. T tokens of B sequences, K hidden.
+
+    hidden_state [T, K]: the sequences' new tokens one after the other; bf16, fp16, fp32 or fp64, or
+    float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32).
+    input_row_offsets [B + 1]: where each sequence starts, from 0 to T; equal neighbours are a
+    sequence without new tokens. cache_lengths [B]: the tokens each has in the cache already.
+    lookup_table [B, columns]: the page of each sequence's j-th page of tokens; entries that no new
+    token needs may hold anything. These three are uint32, int32 or int64. Token i of sequence b
+    goes to page lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
+
+    blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at 0 of
+    the second axis, V at 1. With 1 there (MLA) all columns past q_dim are K, for head 0. dtype: the
+    result's, float8_e4m3fn or float8_e5m2 (not from fp64); values beyond an 8-bit float's range
+    become its largest number. k_cache_scale, v_cache_scale float32 [], [1] or [heads]: stored is
+    value / scale, or value * scale where cache_scale_multiplies.
+
+    weight, N = q_dim + 2 * heads * head_dim rows (MLA: q_dim + head_dim), Q, K, V in this order:
+      [N, K] of hidden_state's dtype, either dimension contiguous;
+      [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or
+      [ceil(N / 128), ceil(K / 128)] (blocks), and where hidden_state is float8 too, input_scale
+      [1, 1], [T, 1] or [T, ceil(K / 128)]; a scale per tensor may be [] or [1];
+      uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous, symmetric
+      (zero point 8), or has_zp with the zero points as they are (GPTQ v1 files store one less).
+    bias [N]: of the result's dtype or float32.
+    static_tokens, tune: as in FusedQkvArguments.
+
+    ArgumentError, before anything is written: layer_idx outside the layers; a scale of another
+    granularity; K not a multiple of the group; a shape, dtype or device that does not fit. And by
+    value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1 (by a check that runs there and
+    names the token): offsets that do not start at 0, decrease, or do not end at T; positions past
+    the table; pages outside the pool; a slot for two tokens; scales that are NaN, infinite or 0.
+    """
+
+    hidden_state: torch.Tensor
+    input_row_offsets: torch.Tensor
+    weight: torch.Tensor
+    blocks: torch.Tensor
+    cache_lengths: torch.Tensor
+    lookup_table: torch.Tensor
+    layer_idx: int
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    weight_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    group_size: int = 0
+    has_zp: bool = False
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    static_tokens: bool = False
+    tune: bool = False
+
+
+def validate(a: RaggedQkvArguments) -> None:
+    check_metadata(a)
+    sizes = (*a.weight.shape, *a.blocks.shape, a.hidden_state.shape[1])
+    # Weights of unknown size cannot be split; the same check decides at run time.
+    if all(isinstance(size, int) for size in sizes):
+        with in_words_of(NAME, FUSED_WORDS):
+            qkv_cache.validate(as_fused_qkv(a))
+
+
+def validate_values(a: RaggedQkvArguments) -> None:
+    fused = as_fused_qkv(a)
+    windows = [window for window in (fused.k_window, fused.v_window) if window]
+    check_aliases(NAME, [("blocks", a.blocks, window) for window in windows], _sources(a))
+    if readable((a.input_row_offsets, a.cache_lengths, a.lookup_table)):
+        names = {"row_offsets": "input_row_offsets"}
+        window = CacheWindow.from_ints(fused.k_window)
+        check_address_values(NAME, fused, window, a.hidden_state.shape[0], names)
+    for name in ("weight_scale", "k_cache_scale", "v_cache_scale"):
+        if readable([getattr(a, name)]):
+            check_scale_values(NAME, name, getattr(a, name))
+    if readable([a.input_scale]):
+        check_token_scale_values(NAME, "input_scale", fused.x_scale, a.hidden_state)
+    if a.group_size and readable([a.weight]):
+        parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
+        check_scale_values(NAME, "weight", parts.scales)
+
+
+def _sources(a: RaggedQkvArguments) -> Iterator[tuple[str, torch.Tensor]]:
+    for field in fields(a):
+        value = getattr(a, field.name)
+        if isinstance(value, torch.Tensor) and field.name != "blocks":
+            yield field.name, value
+
+
+def fake(a: RaggedQkvArguments) -> torch.Tensor:
+    dtype = a.out_dtype or a.hidden_state.dtype
+    return a.hidden_state.new_empty((a.hidden_state.shape[0], _split(a)["q"][1]), dtype=dtype)
+
+
+def reference(a: RaggedQkvArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 values); quantised inputs are dequantised first:
+
+        q | k | v = hidden_state @ weight^T + bias       columns, in this order
+        result = q
+        p = cache_lengths[b] + i                         for token i of sequence b
+        page, slot = lookup_table[b, p // page_size], p % page_size
+        blocks[page, 0, layer_idx, slot] = k / k_cache_scale
+        blocks[page, 1, layer_idx, slot] = v / v_cache_scale
+
+    cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
+    """
+    return qkv_cache.reference(as_fused_qkv(a)).flatten(1)
+
+
+def as_fused_qkv(a: RaggedQkvArguments) -> FusedQkvArguments:
+    """The same call of `fused_qkv_paged`, on views of the same tensors."""
+    mla = a.blocks.shape[1] == 1
+    rows = _split(a)
+    head_dim = _head_dim(a)
+    parts = {**_weights(a, rows, head_dim), **_biases(a, rows, head_dim)}
+    if mla:
+        parts = {name: part for name, part in parts.items() if not name.startswith("v_")}
+    return FusedQkvArguments(
+        x=a.hidden_state,
+        v_weight=parts.pop("v_weight", None),
+        k_cache=a.blocks,
+        v_cache=None,
+        slot_mapping=None,
+        k_window=_window(a, 0, head_dim),
+        v_window=[] if mla else _window(a, 1, head_dim),
+        slots="ragged",
+        lookup_table=a.lookup_table,
+        row_offsets=a.input_row_offsets,
+        cache_lengths=a.cache_lengths,
+        x_scale=_as_matrix(a.input_scale),
+        out_dtype=a.out_dtype,
+        k_cache_scale=a.k_cache_scale,
+        v_cache_scale=a.v_cache_scale,
+        cache_scale_multiplies=a.cache_scale_multiplies,
+        static_tokens=a.static_tokens,
+        tune=a.tune,
+        **parts,
+    )
+
+
+def _split(a: RaggedQkvArguments) -> dict[str, tuple[int, int]]:
+    """First row and end of q, k and v (empty for MLA) in the weight."""
+    total = a.weight.shape[1] if a.group_size else a.weight.shape[0]
+    size = kv_rows(a.blocks)
+    ends = [total - size * a.blocks.shape[1], total - size * (a.blocks.shape[1] - 1), total]
+    return {"q": (0, ends[0]), "k": (ends[0], ends[1]), "v": (ends[1], ends[2])}
+
+
+def _head_dim(a: RaggedQkvArguments) -> int:
+    """The cache's, or where q's columns are no whole heads of it (MLA), a part of it that divides
+    both: without rope and norm any will do, and kernels like powers of two."""
+    head_dim, q_dim = a.blocks.shape[5], _split(a)["q"][1]
+    if q_dim % head_dim == 0:
+        return head_dim
+    common = gcd(head_dim, q_dim)
+    power = common & -common
+    return power if power >= 16 else common
+
+
+def _window(a: RaggedQkvArguments, part: int, head_dim: int) -> list[Any]:
+    view = a.blocks[:, part, a.layer_idx]
+    if a.blocks.shape[1] == 1:
+        view = view[:, :, :1]
+    if head_dim != a.blocks.shape[5]:
+        view = view.squeeze(2).unflatten(-1, (-1, head_dim))
+    return CacheWindow.of(view, a.blocks).to_ints()
+
+
+def _weights(
+    a: RaggedQkvArguments, rows: dict[str, tuple[int, int]], head_dim: int
+) -> dict[str, Any]:
+    if a.group_size:
+        return _gptq(a, rows, head_dim)
+    named: dict[str, Any] = {
+        f"{letter}_weight": a.weight[first:end].unflatten(0, (-1, head_dim))
+        for letter, (first, end) in rows.items()
+        if end > first
+    }
+    if a.weight_scale is None:
+        return named
+    scale, block = _scale_blocks(a, rows)
+    for letter, (first, end) in rows.items():
+        part = scale[first // block[0] : -(-end // block[0])] if block[0] < end else scale
+        named[f"{letter}_scale"] = part
+    return {**named, "weight_format": "fp8", "scale_block": block}
+
+
+def _scale_blocks(
+    a: RaggedQkvArguments, rows: dict[str, tuple[int, int]]
+) -> tuple[torch.Tensor, list[int]]:
+    """The weight's scales and their block, such that no block has rows of two projections."""
+    scale = _as_matrix(a.weight_scale)
+    assert scale is not None
+    total, hidden = a.weight.shape
+    if scale.numel() == 1:
+        return scale, [total, hidden]
+    if scale.shape[0] == total and scale.shape[1] == 1:
+        return scale, [1, hidden]
+    block = gcd(128, *(first for first, _ in rows.values()))
+    if block < 128:
+        scale = scale.repeat_interleave(128 // block, dim=0)[: -(-total // block)]
+    return scale, [block, 128]
+
+
+def _gptq(a: RaggedQkvArguments, rows: dict[str, tuple[int, int]], head_dim: int) -> dict[str, Any]:
+    parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
+    named: dict[str, Any] = {
+        "weight_format": "int4_k",
+        "scale_block": [1, a.group_size],
+        "zero_point": 0 if a.has_zp else SYMMETRIC_ZERO,
+    }
+    for letter, (first, end) in rows.items():
+        if end == first:
+            continue
+        named[f"{letter}_weight"] = parts.words[first:end].unflatten(0, (-1, head_dim))
+        named[f"{letter}_scale"] = parts.scales[first:end]
+        if parts.zeros is not None:
+            named[f"{letter}_zero"] = parts.zeros[first // 8 : end // 8]
+    return named
+
+
+def _biases(
+    a: RaggedQkvArguments, rows: dict[str, tuple[int, int]], head_dim: int
+) -> dict[str, Any]:
+    if a.bias is None:
+        return {}
+    return {
+        f"{letter}_bias": a.bias[first:end].unflatten(0, (-1, head_dim))
+        for letter, (first, end) in rows.items()
+        if end > first
+    }
+
+
+def _as_matrix(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return scale.view(1, 1) if scale is not None and scale.dim() < 2 else scale
+
+
+def _unsupported(a: RaggedQkvArguments) -> str | None:
+    return kernel_obstacle(as_fused_qkv(a))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        schema=SCHEMA,
+        arguments=RaggedQkvArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            Lowering(
+                "emitted_kernel",
+                f"{KERNELS}:launch",
+                frozenset({"cuda"}),
+                _unsupported,
+                repeatable=f"{KERNELS}:repeatable",
+            ),
+        ),
+        cases=RAGGED_CASES,
+        sample_inputs=lambda case, device="cpu", seed=0: RaggedQkvArguments(
+            **sample_inputs(case, device, seed)
+        ),
+        tolerances=TOLERANCES,
+        error_model=ONE_ROUNDING,
+        plan=f"{KERNELS}:plan",
+    )
+)
+
+
+def fused_qkv_matmul_kv_cache_paged_ragged(
+    hidden_state: torch.Tensor,
+    input_row_offsets: torch.Tensor,
+    weight: torch.Tensor,
+    blocks: torch.Tensor,
+    cache_lengths: torch.Tensor,
+    lookup_table: torch.Tensor,
+    layer_idx: int | torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The op, called by hand: projects the new tokens of a ragged batch, writes K and V to their
+    pages of one layer, and returns q [T, q_dim].
+
+    hidden_state [T, K]; input_row_offsets [B + 1]; weight [N, K]; blocks [P, 2, layers, page_size,
+    heads, head_dim], written; cache_lengths [B]; lookup_table [B, columns]; layer_idx: a number, or
+    a tensor of one on the CPU. Options, dtypes and quantised weights: RaggedQkvArguments.
+    cache_lengths is not advanced. Raises ArgumentError before anything is written. Not
+    differentiable.
+
+        >>> q = fused_qkv_matmul_kv_cache_paged_ragged(
+        ...     hidden, torch.tensor([0, 3, 3, 4]), w_qkv, blocks, lengths, table, layer_idx=1)
+    """
+    if isinstance(layer_idx, torch.Tensor):
+        if layer_idx.device.type != "cpu" or layer_idx.numel() != 1:
+            actual = f"shape {list(layer_idx.shape)} on {layer_idx.device}"
+            raise ArgumentError(NAME, "layer_idx", "one number on the CPU", actual)
+        if layer_idx.is_floating_point() or layer_idx.is_complex():
+            raise ArgumentError(NAME, "layer_idx", "an integer", layer_idx.dtype)
+        layer_idx = int(layer_idx)
+    tensors = (hidden_state, input_row_offsets, weight, blocks, cache_lengths, lookup_table)
+    return OP.torch_op(*tensors, layer_idx, **options)

@@ -1,0 +1,190 @@
+"""Checks of the arguments of `fused_qkv_matmul_kv_cache_paged_ragged`, in its own words.
+
+Metadata only; each raises ArgumentError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.ragged_batch import check_batch, check_layer
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+    shape_text,
+)
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.formats.gptq_buffer import buffer_rows
+from tilewright.ops.qkv.checks import ACTIVATION_CODES, DTYPES
+
+NAME = "fused_qkv_matmul_kv_cache_paged_ragged"
+WEIGHT_BLOCK = 128
+
+
+def check_metadata(a: Any) -> None:
+    """Checks a RaggedQkvArguments."""
+    _check_hidden(a)
+    _check_blocks(a)
+    check_batch(NAME, a, a.hidden_state.device)
+    _check_weight(a)
+    _check_cache_scales(a)
+
+
+def kv_rows(blocks: torch.Tensor) -> Any:
+    """Rows of the weight that make K: one head's for MLA, else those of all heads."""
+    return blocks.shape[5] * (1 if blocks.shape[1] == 1 else blocks.shape[4])
+
+
+def _result_dtype(a: Any) -> torch.dtype:
+    coded = a.hidden_state.dtype == ACTIVATION_CODES
+    return a.out_dtype if coded else a.hidden_state.dtype
+
+
+def _check_hidden(a: Any) -> None:
+    check_shape(NAME, "hidden_state", a.hidden_state, "[T, K]", (None, None))
+    check_dtype(NAME, "hidden_state", a.hidden_state, (*DTYPES, ACTIVATION_CODES))
+    check_last_dim_dense(NAME, "hidden_state", a.hidden_state)
+    dtype = a.hidden_state.dtype
+    allowed = DTYPES[:3] if dtype == ACTIVATION_CODES else (None, dtype)
+    if a.out_dtype not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise ArgumentError(NAME, "out_dtype", f"{expected} for {dtype}", a.out_dtype)
+
+
+def _check_blocks(a: Any) -> None:
+    letters = "[P, 2 or 1, layers, page_size, heads, head_dim]"
+    check_shape(NAME, "blocks", a.blocks, letters, (None,) * 6)
+    check_device(NAME, "blocks", a.blocks, a.hidden_state.device)
+    dtype = _result_dtype(a)
+    narrow = () if dtype == torch.float64 else FP8_DTYPES
+    check_dtype(NAME, "blocks", a.blocks, (dtype, *narrow))
+    if not (holds(a.blocks.shape[1] == 1) or holds(a.blocks.shape[1] == 2)):
+        actual = f"shape {shape_text(a.blocks.shape)}"
+        raise ArgumentError(NAME, "blocks", "2 (K and V) or 1 (MLA) on the second axis", actual)
+    if not all(holds(size >= 1) for size in a.blocks.shape[2:]):
+        actual = f"shape {shape_text(a.blocks.shape)}"
+        raise ArgumentError(NAME, "blocks", "at least one layer, slot, head and dim", actual)
+    check_layer(NAME, a)
+
+
+def _check_weight(a: Any) -> None:
+    check_shape(NAME, "weight", a.weight, "[R, N]" if a.group_size else "[N, K]", (None, None))
+    check_device(NAME, "weight", a.weight, a.hidden_state.device)
+    total = a.weight.shape[1] if a.group_size else a.weight.shape[0]
+    q_dim = total - kv_rows(a.blocks) * a.blocks.shape[1]
+    heads, head_dim = a.blocks.shape[4:]
+    if not holds(q_dim >= 1):
+        expected = f"more than the {total - q_dim} rows that K and V of blocks take"
+        raise ArgumentError(NAME, "weight", expected, f"{total} rows")
+    if a.blocks.shape[1] == 2 and not holds(q_dim % (heads * head_dim) == 0):
+        expected = f"q_dim a multiple of heads * head_dim = {heads * head_dim}"
+        raise ArgumentError(NAME, "weight", expected, f"q_dim {q_dim} ({total} rows)")
+    if a.group_size:
+        _check_gptq(a, q_dim)
+    else:
+        _check_rows(a)
+    if a.bias is not None:
+        check_shape(NAME, "bias", a.bias, "[N]", (total,))
+        check_dtype(NAME, "bias", a.bias, (_result_dtype(a), torch.float32))
+        check_device(NAME, "bias", a.bias, a.hidden_state.device)
+        check_last_dim_dense(NAME, "bias", a.bias)
+
+
+def _check_rows(a: Any) -> None:
+    check_shape(NAME, "weight", a.weight, "[N, K]", (None, a.hidden_state.shape[1]))
+    coded = a.hidden_state.dtype == ACTIVATION_CODES
+    dtypes = (ACTIVATION_CODES,) if coded else (a.hidden_state.dtype, ACTIVATION_CODES)
+    check_dtype(NAME, "weight", a.weight, dtypes)
+    if a.has_zp:
+        raise ArgumentError(NAME, "has_zp", "False without group_size", True)
+    if a.weight.dtype != ACTIVATION_CODES:
+        if not any(holds(stride == 1) for stride in a.weight.stride()):
+            actual = f"strides {shape_text(a.weight.stride())}"
+            raise ArgumentError(NAME, "weight", "a contiguous dimension (stride 1)", actual)
+        _refuse_scales(a, f"weight is {a.weight.dtype}")
+        return
+    _check_weight_scale(a)
+    if not coded:
+        if a.input_scale is not None:
+            expected = f"None, since hidden_state is {a.hidden_state.dtype}"
+            raise ArgumentError(NAME, "input_scale", expected, "a tensor")
+        return
+    tokens, hidden = a.hidden_state.shape
+    forms = {"tensor": (1, 1), "token": (tokens, 1), "1x128": (tokens, -(-hidden // WEIGHT_BLOCK))}
+    _check_granularity(a, "input_scale", a.input_scale, forms)
+
+
+def _refuse_scales(a: Any, why: str) -> None:
+    for name in ("input_scale", "weight_scale"):
+        if getattr(a, name) is not None:
+            raise ArgumentError(NAME, name, f"None, since {why}", "a tensor")
+
+
+def _check_weight_scale(a: Any) -> None:
+    total, hidden = a.weight.shape
+    blocks = (-(-total // WEIGHT_BLOCK), -(-hidden // WEIGHT_BLOCK))
+    forms = {"tensor": (1, 1), "channel": (total, 1), "128x128": blocks}
+    _check_granularity(a, "weight_scale", a.weight_scale, forms)
+
+
+def _check_granularity(
+    a: Any, name: str, scale: torch.Tensor | None, forms: dict[str, tuple[Any, Any]]
+) -> None:
+    """A scale has one of the shapes that `forms` names."""
+    expected = " or ".join(f"{shape_text(shape)} (per {form})" for form, shape in forms.items())
+    if scale is None:
+        raise ArgumentError(NAME, name, expected, None)
+    check_dtype(NAME, name, scale, DTYPES)
+    check_device(NAME, name, scale, a.hidden_state.device)
+    shape = (1, 1) if scale.numel() == 1 and scale.dim() < 2 else tuple(scale.shape)
+    fits = len(shape) == 2 and any(
+        holds(shape[0] == rows) and holds(shape[1] == columns) for rows, columns in forms.values()
+    )
+    if not fits:
+        raise ArgumentError(NAME, name, expected, f"shape {shape_text(scale.shape)}")
+
+
+def _check_gptq(a: Any, q_dim: Any) -> None:
+    hidden, rows = a.hidden_state.shape[1], a.weight.shape[1]
+    check_dtype(NAME, "weight", a.weight, (torch.uint8,))
+    if a.hidden_state.dtype == ACTIVATION_CODES:
+        actual = a.hidden_state.dtype
+        raise ArgumentError(NAME, "hidden_state", "no codes, since group_size is given", actual)
+    _refuse_scales(a, "group_size is given")
+    if a.group_size < 1 or not holds(hidden % a.group_size == 0) or not holds(hidden % 8 == 0):
+        expected = f"a group that divides K = {hidden}, itself a multiple of 8"
+        raise ArgumentError(NAME, "group_size", expected, a.group_size)
+    if not (holds(q_dim % 8 == 0) and holds(rows % 8 == 0)):
+        expected = "q_dim and N that are multiples of 8, since group_size is given"
+        raise ArgumentError(NAME, "weight", expected, f"q_dim {q_dim} and N {rows}")
+    check_shape(
+        NAME,
+        "weight",
+        a.weight,
+        f"[R, N] (words, scales{' and zeros' if a.has_zp else ''} of groups of {a.group_size})",
+        (buffer_rows(hidden, a.group_size, a.has_zp), None),
+    )
+    if not a.weight.is_contiguous() or a.weight.storage_offset() % 4:
+        actual = f"strides {shape_text(a.weight.stride())}, offset {a.weight.storage_offset()}"
+        raise ArgumentError(NAME, "weight", "a contiguous buffer at a multiple of 4 bytes", actual)
+
+
+def _check_cache_scales(a: Any) -> None:
+    heads = 1 if a.blocks.shape[1] == 1 else a.blocks.shape[4]
+    for name in ("k_cache_scale", "v_cache_scale"):
+        scale = getattr(a, name)
+        if scale is None:
+            continue
+        if name == "v_cache_scale" and a.blocks.shape[1] == 1:
+            raise ArgumentError(NAME, name, "None, since blocks hold no V", "a tensor")
+        check_dtype(NAME, name, scale, (torch.float32,))
+        check_device(NAME, name, scale, a.hidden_state.device)
+        if scale.dim() > 1 or (scale.dim() == 1 and scale.shape[0] not in (1, heads)):
+            expected = f"shape [], [1] or [heads] = [{heads}]"
+            raise ArgumentError(NAME, name, expected, f"shape {shape_text(scale.shape)}")

@@ -1,0 +1,162 @@
+"""Sample projections: weights in every layout and format, biases and norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, pack_nibbles
+from tilewright.ops.qkv.samples import AttentionCase, Sampler
+
+LETTERS = ("q", "k", "v")
+
+
+def sample_projection(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    """x, weights, biases, norm weights and their options, by argument name."""
+    weights = _dense(case, sampler) if case.weight_format == "dense" else _coded(case, sampler)
+    return {
+        **_input(case, sampler),
+        **weights,
+        **_norms(case, sampler),
+        **_delta(case, sampler),
+        "kv_repeat": case.kv_repeat,
+        "clip": case.clip,
+    }
+
+
+def _input(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    shape = (case.num_tokens, case.hidden)
+    if not case.codes:
+        return {"x": sampler.normal(*shape, dtype=case.dtype)}
+    shapes = {
+        "tensor": (1, 1),
+        "token": (case.num_tokens, 1),
+        "block": (case.num_tokens, -(-case.hidden // 128)),
+    }
+    scale = None
+    if case.x_scale != "none":
+        scale = sampler.scales(*shapes[case.x_scale], size=0.5)
+    x = sampler.normal(*shape, dtype=torch.float8_e4m3fn)
+    return {"x": x, "x_scale": scale, "out_dtype": case.dtype}
+
+
+def _dense(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    weights = _project(case, sampler, (case.hidden,), case.hidden**-0.5)
+    return {**_named("weight", weights), **_biases(case, sampler)}
+
+
+def _biases(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    return _named("bias", _project(case, sampler, (), 1.0)) if case.bias else {}
+
+
+def _delta(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    """Columns of a wider tensor, as of a stack."""
+    if not case.delta:
+        return {}
+    kinds = 2 if case.writes_v else 1
+    width = (case.num_heads + kinds * case.num_kv_heads) * case.head_dim
+    return {"delta": sampler.normal(case.num_tokens, width + 8, dtype=case.dtype)[:, :width]}
+
+
+def _named(suffix: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    return {f"{letter}_{suffix}": t for letter, t in zip(LETTERS, tensors, strict=True)}
+
+
+def _heads(case: AttentionCase) -> tuple[int, int, int]:
+    return (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+
+
+def _project(
+    case: AttentionCase, sampler: Sampler, tail: tuple[int, ...], scale: float
+) -> tuple[torch.Tensor, ...]:
+    heads, dim = _heads(case), case.head_dim
+    if case.projection == "per_head":
+        shape = (case.num_heads, 3, dim, *tail)
+        return sampler.normal(*shape, dtype=case.dtype, scale=scale).unbind(1)
+    if case.projection == "grouped":
+        group = case.num_heads // case.num_kv_heads
+        shape = (case.num_kv_heads, group + 2, dim, *tail)
+        whole = sampler.normal(*shape, dtype=case.dtype, scale=scale)
+        return whole[:, :group], whole[:, group], whole[:, group + 1]
+    if case.projection == "packed" or (case.projection == "n_major" and not tail):
+        whole = sampler.normal(sum(heads), dim, *tail, dtype=case.dtype, scale=scale)
+        return whole.split(heads)
+    if case.projection == "n_major":
+        whole = sampler.normal(*tail, sum(heads) * dim, dtype=case.dtype, scale=scale)
+        return whole.T.unflatten(0, (-1, dim)).split(heads)
+    return tuple(sampler.normal(h, dim, *tail, dtype=case.dtype, scale=scale) for h in heads)
+
+
+def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    parts = [_quantized(case, sampler, heads * case.head_dim) for heads in _heads(case)]
+    stored, scales, zeros = (_laid_out(case, list(part)) for part in zip(*parts, strict=True))
+    per_head = case.head_dim
+    if WEIGHT_FORMATS[case.weight_format].packed_axis == -2:
+        per_head //= 2 * case.words.itemsize
+    return {
+        **_named("weight", tuple(rows.unflatten(0, (-1, per_head)) for rows in stored)),
+        **_named("scale", scales),
+        **({} if case.zeros == "none" else _named("zero", zeros)),
+        **_biases(case, sampler),
+        "weight_format": case.weight_format,
+        "scale_block": list(case.scale_block),
+        "nibble_order": list(case.nibble_order),
+        "zero_point": case.zero_point,
+    }
+
+
+def _quantized(
+    case: AttentionCase, sampler: Sampler, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stored rows, scales and zeros (empty where there are none) of one projection."""
+    shape, axis = (rows, case.hidden), WEIGHT_FORMATS[case.weight_format].packed_axis
+    grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
+    if axis is not None:
+        codes, size = sampler.integers(0, 16, *shape), 4.0
+        stored = pack_nibbles(codes, case.words, axis, case.nibble_order)
+    elif case.weight_format == "int8":
+        stored, size = sampler.integers(-128, 128, *shape).to(torch.int8), 64.0
+    else:
+        stored, size = sampler.normal(*shape, dtype=torch.float8_e4m3fn, scale=8.0), 8.0
+    scales = sampler.scales(*grid, size=case.hidden**-0.5 / size, dtype=_scale_dtype(case))
+    zeros = sampler.integers(0, 16, *grid)
+    if case.zeros == "packed":
+        zeros = pack_nibbles(zeros, torch.int32, 0, case.nibble_order)
+    elif case.zeros == "float":
+        zeros = zeros.to(_scale_dtype(case))
+    return stored, scales, zeros
+
+
+def _scale_dtype(case: AttentionCase) -> torch.dtype:
+    return torch.float32 if case.weight_format == "fp8" else case.dtype
+
+
+def _laid_out(case: AttentionCase, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The rows of q, k and v as one tensor or as three, in either memory order."""
+    if case.projection == "packed":
+        (whole,) = _ordered(case, [torch.cat(parts)])
+        return whole.split([len(part) for part in parts])
+    return tuple(_ordered(case, parts))
+
+
+def _ordered(case: AttentionCase, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.T.contiguous().T if case.transposed else part for part in parts]
+
+
+def _norms(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "weightless_norm": case.weightless_norm,
+        "norm_kind": case.norm_kind,
+        "norm_width": case.norm_width,
+        "norm_after_rope": case.norm_after_rope,
+        "norm_offset": case.norm_offset,
+    }
+    if not case.qk_norm:
+        return options
+    per_head = case.norm_per_head or case.norm_width == "row"
+    for letter, heads in (("q", case.num_heads), ("k", case.num_kv_heads)):
+        if letter in case.normed:
+            shape = (heads, case.head_dim) if per_head else (case.head_dim,)
+            options[f"{letter}_norm_weight"] = sampler.normal(*shape, dtype=case.dtype)
+    return options

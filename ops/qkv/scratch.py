@@ -1,0 +1,189 @@
+"""Arguments of `fused_qkv_paged` like given ones, on memory of their own: what tuning runs on.
+
+Shapes, strides and dtypes are those of the given arguments, of which only metadata is looked at;
+the token count is free, the numbers are random, and the caches have no more pages than needed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.addressing import ADDRESS_TENSORS
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.qkv.library import weight_rows
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+
+#: Arguments with a row per token.
+_PER_TOKEN = ("x", "x_scale", "delta")
+_WEIGHTS = ("q_weight", "k_weight", "v_weight")
+#: About how large each scale is.
+_SCALES = {
+    "x_scale": 0.01, "q_scale": 0.01, "k_scale": 0.01, "v_scale": 0.01,
+    "k_cache_scale": 1.0, "v_cache_scale": 1.0,
+}  # fmt: skip
+_ZEROS = ("q_zero", "k_zero", "v_zero")
+
+
+def scratch_arguments(
+    a: FusedQkvArguments, num_tokens: int, device: torch.device, seed: int = 0
+) -> FusedQkvArguments:
+    """Random arguments with the metadata of `a` (fake or meta tensors will do) for about
+    `num_tokens` tokens: as many as whole sequences and the caches allow. Nothing of `a` is read."""
+    tokens = _token_count(a, num_tokens)
+    maker = _Maker(device, seed, a)
+    made: dict[str, Any] = _weights(a, maker)
+    for field in fields(a):
+        value = getattr(a, field.name)
+        if not isinstance(value, torch.Tensor) or field.name in made:
+            continue
+        if field.name in ("k_cache", "v_cache", *ADDRESS_TENSORS):
+            continue
+        made[field.name] = maker.like(field.name, value, _shape(a, field.name, value, tokens))
+    made |= _caches(a, tokens, maker)
+    return replace(a, **made, **_places(a, tokens, made["k_window"], device))
+
+
+def argument_bytes(a: FusedQkvArguments) -> int:
+    """Bytes that a step reads: everything but the caches."""
+    tensors = (getattr(a, f.name) for f in fields(a) if f.name not in ("k_cache", "v_cache"))
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+class _Maker:
+    """Random tensors by argument name."""
+
+    def __init__(self, device: torch.device, seed: int, a: FusedQkvArguments) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.weight_size = a.x.shape[1] ** -0.5
+
+    def like(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Random numbers of this shape with the tensor's strides and dtype."""
+        if 0 in tensor.stride():  # expanded: one number is seen at many places
+            size = [1 if step == 0 else n for n, step in zip(shape, tensor.stride(), strict=True)]
+            return self.numbers(name, tensor.dtype, tuple(size)).expand(shape)
+        out = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return out.copy_(self.numbers(name, tensor.dtype, shape))
+
+    def numbers(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        given: dict[str, Any] = {"device": self.device, "generator": self.generator}
+        if name in _ZEROS:
+            return torch.randint(0, 16, shape, **given).to(dtype)
+        if not dtype.is_floating_point:
+            bits = torch.iinfo(dtype)
+            whole = torch.randint(bits.min, bits.max + 1, shape, dtype=torch.int64, **given)
+            return whole.to(dtype)
+        if name in _SCALES:
+            return ((0.5 + torch.rand(shape, **given)) * _SCALES[name]).to(dtype)
+        size = self.weight_size if name in _WEIGHTS and dtype.itemsize > 1 else 1.0
+        return (torch.randn(shape, **given) * size).to(dtype)
+
+
+def _token_count(a: FusedQkvArguments, wanted: int) -> int:
+    window = CacheWindow.from_ints(a.k_window)
+    capacity = window.capacity
+    if a.lookup_table is not None:
+        used, pages_each = _table_use(a, window)
+        capacity = used * pages_each * window.page_size
+    units = [window.num_pages if a.slots == "per_sequence" else 1]
+    if a.cos is not None and a.cos.shape[0] > 1:
+        units.append(a.x.shape[0] // a.cos.shape[0])
+    unit = max(math.lcm(*units), 1)
+    return max(min(wanted, capacity) // unit, 1) * unit
+
+
+def _table_use(a: FusedQkvArguments, window: CacheWindow) -> tuple[int, int]:
+    """How many sequences of a block table get tokens, and pages for each of them at most."""
+    assert a.lookup_table is not None
+    used = min(a.lookup_table.shape[0], window.num_pages)
+    return used, min(a.lookup_table.shape[1], window.num_pages // used)
+
+
+def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    given, rows = a.x.shape[0], tensor.shape[0] if tensor.dim() else 0
+    if name in _PER_TOKEN and rows == given:
+        return (tokens, *tensor.shape[1:])
+    if name in ("cos", "sin") and (rows > 1 or given == 1):
+        return (tokens * rows // given, *tensor.shape[1:])
+    return tuple(tensor.shape)
+
+
+def _weights(a: FusedQkvArguments, maker: _Maker) -> dict[str, Any]:
+    """The weights: rows of one tensor where the given ones are."""
+    given = {name: getattr(a, name) for name in _WEIGHTS if getattr(a, name) is not None}
+    if weight_rows(*given.values()) is None:
+        return {n: maker.like(n, w, tuple(w.shape)) for n, w in given.items()}
+    lowest = min(weight.storage_offset() for weight in given.values())
+    ends = [weight.storage_offset() - lowest + _extent(weight) for weight in given.values()]
+    whole = torch.empty(max(ends), dtype=a.q_weight.dtype, device=maker.device)
+    made = {}
+    for name, weight in given.items():
+        first = weight.storage_offset() - lowest
+        view = whole.as_strided(weight.shape, weight.stride(), first)
+        made[name] = view.copy_(maker.numbers(name, weight.dtype, tuple(weight.shape)))
+    return made
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, both counted."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _caches(a: FusedQkvArguments, tokens: int, maker: _Maker) -> dict[str, Any]:
+    """Each window on a base of its own, with the pages that the tokens need."""
+    made: dict[str, Any] = {}
+    for letter in "kv":
+        values, base = getattr(a, f"{letter}_window"), getattr(a, f"{letter}_cache")
+        if not values:
+            continue
+        window = CacheWindow.from_ints(values)
+        pages = window.num_pages
+        if a.slots == "flat":
+            pages = min(pages, -(-tokens // window.page_size))
+        elif a.lookup_table is not None:
+            used, _ = _table_use(a, window)
+            pages = used * -(-tokens // (used * window.page_size))
+        window = replace(window, num_pages=pages, offset=0)
+        dtype = a.k_cache.dtype if base is None else base.dtype
+        made[f"{letter}_cache"] = torch.zeros(window.extent, dtype=dtype, device=maker.device)
+        made[f"{letter}_window"] = window.to_ints()
+    return made
+
+
+def _places(
+    a: FusedQkvArguments, tokens: int, k_window: list[int], device: torch.device
+) -> dict[str, Any]:
+    """Where the tokens go: every token to a slot of its own, in the form of `a`."""
+    window = CacheWindow.from_ints(k_window)
+    if a.slot_mapping is not None:
+        count = tokens // window.num_pages if a.slots == "per_sequence" else tokens
+        slots = torch.arange(count, device=device)
+        return {"slot_mapping": _strided(a.slot_mapping, slots)}
+    assert a.lookup_table is not None
+    used, _ = _table_use(a, CacheWindow.from_ints(a.k_window))
+    each = -(-tokens // used)
+    row, column = (torch.arange(n, device=device) for n in a.lookup_table.shape)
+    pages = (column * used + row.unsqueeze(1)) % window.num_pages
+    made = {"lookup_table": _strided(a.lookup_table, pages)}
+    token = torch.arange(tokens, device=device)
+    if a.sequence_ids is not None and a.positions is not None:
+        made["sequence_ids"] = _strided(a.sequence_ids, token // each)
+        made["positions"] = _strided(a.positions, token % each)
+        return made
+    assert a.row_offsets is not None
+    assert a.cache_lengths is not None
+    offsets = torch.arange(len(row) + 1, device=device) * each
+    made["row_offsets"] = _strided(a.row_offsets, offsets.clamp(max=tokens))
+    made["cache_lengths"] = _strided(a.cache_lengths, torch.zeros_like(row))
+    return made
+
+
+def _strided(like: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_strided(
+        tuple(numbers.shape), like.stride(), dtype=like.dtype, device=numbers.device
+    )
+    return out.copy_(numbers.to(like.dtype))

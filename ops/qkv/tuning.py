@@ -1,0 +1,160 @@
+"""Measuring the lowerings of `fused_qkv_paged` on the GPU at hand, on scratch arguments.
+
+Called where a call or a report with tune=True needs a choice. A measurement is made once per GPU,
+versions and case (`codegen/qkv/tune.py` keeps it on disk), in a thread of its own, and never while
+the caller's stream is being captured: a captured call takes what is on disk, else the plan's
+choice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from functools import cache, partial
+
+import torch
+import triton
+
+from tilewright.codegen.build.cache import cache_dir
+from tilewright.codegen.qkv.plan import LoweringChoice
+from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, remembered, tuned
+from tilewright.codegen.targets import Target
+from tilewright.ops.qkv.lowering import FusedCall, device_target, prepare, run
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, reference
+from tilewright.ops.qkv.scratch import argument_bytes, scratch_arguments
+from tilewright.ops.runtime.isolation import apart
+from tilewright.ops.runtime.timing import capture, interleaved_us
+
+log = logging.getLogger("tilewright")
+
+# Calls of one graph together read this many times the L2 cache, so that each finds it cold.
+_COLD_L2_SIZES = 3
+_MAX_SETS = 64
+# Beyond this a result is wrong, not rounded otherwise: relative, in the norm.
+_WRONG = 2.0**-5
+
+_known: dict[tuple[Case, int], LoweringChoice | None] = {}
+
+
+@cache
+def machine(index: int) -> Machine:
+    """The GPU and the versions that times here depend on."""
+    properties = torch.cuda.get_device_properties(index)
+    gpu = f"{properties.name}, {properties.multi_processor_count} SMs"
+    cuda = str(torch.version.cuda)
+    return Machine(
+        gpu, (("triton", triton.__version__), ("torch", torch.__version__), ("cuda", cuda))
+    )
+
+
+def case_of(call: FusedCall, target: Target) -> Case:
+    """What is measured for a call: its problem at the upper end of its bucket of token counts."""
+    tokens = call.problem.num_tokens or bucket(call.a.x.shape[0])
+    return Case(call.problem, tokens, target, call.rows is not None)
+
+
+def measured_choice(
+    a: FusedQkvArguments, case: Case, index: int, measure: bool = True
+) -> LoweringChoice | None:
+    """The fastest lowering of a case on CUDA device `index`; None where none was measured.
+
+    a: arguments of the case, of which only metadata is looked at. measure: whether to measure what
+    is not on disk yet; while the current stream is captured it is never done.
+    """
+    known = _known.get((case, index))
+    if known is not None or (case, index) in _known:
+        return known
+    if not measure or torch.cuda.is_current_stream_capturing():
+        return remembered(case, machine(index))
+    try:
+        timer = partial(_time, a, case, index)
+        chosen = apart(partial(tuned, case, machine(index), timer))
+    except Exception as error:  # tuning is a luxury: whatever stops it, the plan still stands
+        log.warning("tune: nothing measured, the plan stands: %s: %s", type(error).__name__, error)
+        chosen = None
+    _known[case, index] = chosen
+    return chosen
+
+
+def device_for(target: str) -> int | None:
+    """Index of the present GPU if it is one of this target's, so that tuning can measure on it."""
+    if not torch.cuda.is_available():
+        return None
+    index = torch.cuda.current_device()
+    found = device_target(torch.device("cuda", index))
+    return index if found is not None and found.name == target else None
+
+
+def describe(target: str) -> str:
+    """One line for reports: what tuning measures on, or why there is nothing to measure on."""
+    index = device_for(target)
+    if index is None:
+        return (
+            f"tune: no {target} GPU here to measure on; lowerings are chosen by the shipped table "
+            "and the model"
+        )
+    kept = cache_dir() / "tuned"
+    return f"tune: measured on {machine(index).gpu} at first need; times are kept in {kept}"
+
+
+def _time(
+    a: FusedQkvArguments, case: Case, index: int, choices: Sequence[LoweringChoice]
+) -> list[float]:
+    """Seconds of each choice, infinity for one that fails or computes something else."""
+    with torch.cuda.device(index):
+        return _times(a, case, torch.device("cuda", index), choices)
+
+
+def _times(
+    a: FusedQkvArguments, case: Case, device: torch.device, choices: Sequence[LoweringChoice]
+) -> list[float]:
+    log.info("tune: measuring %d lowerings for %d tokens", len(choices), case.num_tokens)
+    sets = _argument_sets(a, case, device)
+    want = _results(sets[0], None)
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for choice in choices:
+        name = name_of(choice)
+        try:
+            if not _agrees(_results(sets[0], choice), want):
+                raise ArithmeticError("its result is wrong")
+            graphs[name] = capture([partial(_run, s, choice) for s in sets], warmup=1)
+        except Exception as error:  # what Triton refuses is a result here, whatever its type
+            log.warning("tune: %s is left out: %s: %s", name, type(error).__name__, error)
+    if not graphs:
+        return [math.inf] * len(choices)
+    times = interleaved_us(graphs, len(sets), rounds=9, replays=3)
+    return [1e-6 * times.get(name_of(choice), math.inf) for choice in choices]
+
+
+def _argument_sets(
+    a: FusedQkvArguments, case: Case, device: torch.device
+) -> list[FusedQkvArguments]:
+    first = scratch_arguments(a, case.num_tokens, device)
+    cold = _COLD_L2_SIZES * torch.cuda.get_device_properties(device).L2_cache_size
+    count = min(max(-(-cold // argument_bytes(first)), 2), _MAX_SETS)
+    more = [scratch_arguments(a, case.num_tokens, device, seed) for seed in range(1, count)]
+    return [first, *more]
+
+
+def _run(a: FusedQkvArguments, choice: LoweringChoice) -> None:
+    run(prepare(a), choice)
+
+
+def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.Tensor]:
+    """What a lowering (None: the reference) makes of scratch arguments: q and both caches."""
+    caches = [a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
+    for written in caches:
+        written.zero_()
+    if choice is None:
+        q = reference(a)
+    else:
+        call = prepare(a)
+        call.q.fill_(torch.nan)
+        run(call, choice)
+        q = call.q
+    return [t.float() for t in (q, *caches)]
+
+
+def _agrees(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    return all(bool((a - b).norm() <= _WRONG * b.norm()) for a, b in zip(got, want, strict=True))

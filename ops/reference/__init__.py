@@ -1,0 +1,1 @@
+"""Parts of references that several families share."""

@@ -1,0 +1,1 @@
+"""Launching a kernel, recording and replaying a call, timing."""

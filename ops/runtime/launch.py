@@ -1,0 +1,154 @@
+"""Launching emitted kernels on CUDA tensors: compiled handles, and scratch memory for split K."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from tilewright.codegen.build import (
+    find_triton_a_cache,
+    install_allocator,
+    keep_ttgir,
+    load_jit,
+)
+from tilewright.codegen.dead_barriers import compile_without_dead_barriers
+from tilewright.codegen.spec import KernelSpec
+from tilewright.ops.runtime.isolation import apart
+from tilewright.ops.runtime.recording import SplitK, note_launch
+
+# Counters come out of one zeroed slab per device; a stream takes this many at a time.
+_SLAB_COUNTERS = 1 << 18
+_STREAM_COUNTERS = 1024
+
+_counters_lock = threading.Lock()
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+_slabs: dict[int, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel on one grid."""
+
+    runner: Callable[..., None]
+    device_index: int
+    makes_descriptors: bool
+
+    def __call__(self, values: Sequence[Any]) -> None:
+        """Runs it on the current stream of its device; values: tensors, addresses or numbers, one
+        for each run-time parameter."""
+        if torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                return self(values)
+        if self.makes_descriptors:
+            # The allocator belongs to the thread (a ContextVar), the kernel to the process.
+            install_allocator()
+        self.runner(*values)
+        return None
+
+
+def launch(
+    spec: KernelSpec, grid: Sequence[int], values: Mapping[str, Any], device: torch.device
+) -> None:
+    """Runs a spec's kernel on the current stream of `device`.
+
+    values: the run-time arguments by parameter name; names that the spec holds as constants are
+    not looked at. grid: one to three extents; nothing is launched where one of them is zero.
+    """
+    if 0 in grid:
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        kernel = compiled_kernel(spec, index)
+        full_grid = (*grid, *(1,) * (3 - len(grid)))
+        made = Launch(kernel[full_grid], index, bool(kernel.metadata.global_scratch_size))
+        given = tuple(values[name] for name, _ in spec.signature)
+        made(given)
+    note_launch(made, given)
+
+
+@cache
+def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
+    """Triton's compiled kernel, exactly as the spec has it.
+
+    Not through the JIT's own dispatch, which would compile again for a count of one or one
+    divisible by 16, and would look at every argument at every launch.
+    """
+    import triton
+    from triton.compiler import ASTSource
+
+    launchable = load_jit(spec)
+    find_triton_a_cache()
+    names = [name for name, _ in spec.signature]
+    source = ASTSource(
+        fn=launchable.function,
+        signature=dict(spec.signature),
+        constexprs={},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible16},
+    )
+    target = triton.runtime.driver.active.get_current_target()
+    options = dict(launchable.options)
+    return compile_without_dead_barriers(source, target, options, keep_ttgir)
+
+
+def split_k_scratch(
+    num_tiles: int, elements_per_tile: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp32 workspace, zeroed counters) for one launch of a split-K kernel.
+
+    The workspace comes from the caching allocator, which orders its reuse by stream. Counters are
+    left at zero by every launch, so that a stream reuses its own; a captured launch gets counters
+    that no other launch has, since its graph may be replayed on any stream.
+    """
+    made = _split_k_scratch(num_tiles, elements_per_tile, device)
+    note_launch(SplitK(num_tiles, elements_per_tile), made)
+    return made
+
+
+def _split_k_scratch(
+    num_tiles: int, elements_per_tile: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    capturing = torch.cuda.is_current_stream_capturing()
+    with _counters_lock:
+        if capturing:
+            return workspace, _captured_counters(num_tiles, index)
+        key = (index, torch.cuda.current_stream(index).cuda_stream)
+        counters = _counters.get(key)
+        if counters is None or counters.numel() < num_tiles:
+            counters = _counters[key] = _taken(max(num_tiles, _STREAM_COUNTERS), index)
+        return workspace, counters[:num_tiles]
+
+
+def _captured_counters(count: int, index: int) -> torch.Tensor:
+    slab = _slabs.get(index)
+    if slab is None or slab.numel() < count + 32:
+        # No launch before the capture: zeroing them becomes part of the graph.
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
+    return _taken(count, index)
+
+
+def _taken(count: int, index: int) -> torch.Tensor:
+    """Counters that nobody else has, off the slab; outside a capture a new one where it is used up.
+
+    A slab is made apart: it outlives the memory pool of a CUDA graph's warm-up, which the caller's
+    allocations may go to, and it is zero before any stream reads it.
+    """
+    used = -(-count // 32) * 32  # no two launches share a cache line
+    slab = _slabs.get(index)
+    if slab is None or slab.numel() < used:
+        slab = apart(partial(_new_slab, max(used, _SLAB_COUNTERS), index))
+    _slabs[index] = slab[used:]
+    return slab[:count]
+
+
+def _new_slab(count: int, index: int) -> torch.Tensor:
+    with torch.cuda.device(index):
+        slab = torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
+        torch.cuda.current_stream().synchronize()
+    return slab

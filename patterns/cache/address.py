@@ -1,0 +1,376 @@
+"""A cache write's place: a window on the cache's memory, and what leads every token to its slot.
+
+Dimension letters: P pages, S slots per page, H key-value heads, D head_dim, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.cache.eight_bit import Written, scale_argument
+from tilewright.patterns.cache.slices import fill_slices
+from tilewright.patterns.cache.slots import BlockTable, block_table, paged_slot, slot_table
+from tilewright.patterns.cache.writes import CacheWrite
+from tilewright.patterns.dataflow import REINTERPRETED, Computed, Dataflow, Value, View
+from tilewright.patterns.effects import Effect, Size
+from tilewright.patterns.language import Stage, reject
+
+_Pages = tuple[Size, Size, Size, Size]
+
+
+@dataclass(frozen=True)
+class Addressing:
+    """Where a write's tokens go.
+
+    window: num_pages, page_size, num_kv_heads, head_dim, page_stride, slot_stride, head_stride,
+    dim_stride, offset, in elements from the cache tensor's first. slots: `flat`, `per_sequence` or
+    `block_table`; the last has a table, the others a slot_mapping.
+    source: the written heads, [tokens..., H, D], before the cache's scale and rounding.
+    token_rank: how many of its dimensions are tokens. absorbed: values between source and cache.
+    """
+
+    window: tuple[Size, ...]
+    slot_mapping: View | Computed | None
+    table: BlockTable | None
+    slots: str
+    source: View
+    token_rank: int
+    dtype: torch.dtype
+    scale: View | Computed | None
+    scale_multiplies: bool
+    absorbed: tuple[Value, ...]
+
+    @property
+    def form(self) -> str:
+        """How the slots were given, for reports."""
+        if isinstance(self.slot_mapping, Computed):
+            return "slice" if self.slot_mapping.function == "arange" else "page+offset"
+        return self.slots
+
+    @property
+    def tokens(self) -> Size:
+        return effects.product(self.source.shape[: self.token_rank])
+
+
+def place_arguments(k: Addressing, v: Addressing | None) -> dict[str, Any]:
+    """Windows, slots and scales, by the names that every op with a paged cache has for them."""
+    arguments: dict[str, Any] = {
+        "k_window": list(k.window),
+        "v_window": list((v or k).window),
+        "slot_mapping": k.slot_mapping,
+        "slots": k.slots,
+        "indexing": "torch",
+        "k_cache_scale": k.scale,
+        "v_cache_scale": None if v is None else v.scale,
+        "cache_scale_multiplies": k.scale_multiplies or (v is not None and v.scale_multiplies),
+    }
+    if k.table is not None:
+        arguments["lookup_table"] = k.table.lookup_table
+        arguments["sequence_ids"] = k.table.sequence_ids
+        arguments["positions"] = k.table.positions
+    return arguments
+
+
+def check_pair(k: Addressing, v: Addressing, flow: Dataflow, *culprits: Value) -> None:
+    """Raises Reject unless one op can write both: at the same slots, scaled in the same sense."""
+    same = k.slots == v.slots
+    sizes = zip(k.window[:2], v.window[:2], strict=True)
+    same = same and all(flow.same_size(a, b) for a, b in sizes)
+    if isinstance(k.slot_mapping, Computed) and k.slot_mapping.function == "arange":
+        same = same and k.slot_mapping == v.slot_mapping
+    if not same:
+        reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", *culprits)
+    scaled = [p.scale_multiplies for p in (k, v) if p.scale is not None]
+    if len(set(scaled)) > 1:
+        reject(
+            "CAST",
+            Stage.GUARDS,
+            "one of K and V is multiplied by its scale, the other divided",
+            *culprits,
+            hint="scale both in the same sense",
+        )
+
+
+def address(write: CacheWrite, flow: Dataflow) -> Addressing:
+    """The window and slots of one write; raises Reject for addressing that is not understood."""
+    store, written = write.record, write.written
+    if written is None:
+        _reject_unknown(write)
+    if store.accumulate:
+        reject("ACCUMULATED_WRITE", Stage.ANCHORED, "the write accumulates", write.store)
+    if not write.index:
+        return _filled(write, written)
+    index = dict(write.index)
+    head_axis = _explicit_heads(write, index)
+    if len(index) == 1:
+        return _one_index(write, written, index, head_axis, flow)
+    if len(index) == 2:
+        return _two_indices(write, written, index, head_axis, flow)
+    reject("SLOT_INDEX", Stage.ANCHORED, f"{len(index)} index tensors", write.store)
+
+
+def _reject_unknown(write: CacheWrite) -> NoReturn:
+    store = write.record
+    if any(v.value.dtype == torch.bool for v in store.index.values()):
+        reject(
+            "MASKED_WRITE",
+            Stage.ANCHORED,
+            "a boolean mask selects the slots, so their number is not known",
+            write.store,
+            hint="give skipped tokens a spare slot and write all of them",
+        )
+    if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
+        reject(
+            "CACHE_LAYOUT",
+            Stage.ANCHORED,
+            f"{store.kind} writes through {REINTERPRETED} of the cache",
+            write.store,
+            hint="give the cache tensor the dtype it is written in",
+        )
+    if store.note:
+        reject("CACHE_LAYOUT", Stage.ANCHORED, f"{store.kind}: {store.note}", write.store)
+    reject(
+        "OPAQUE_WRITE",
+        Stage.ANCHORED,
+        f"{store.kind} writes the cache; what it does is not known to tilewright",
+        write.store,
+        hint="write the cache in PyTorch: cache.view(-1, H, D)[slots] = k",
+    )
+
+
+# --- index tensors --------------------------------------------------------------------------------
+
+
+def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
+    """`cache[page, head, slot]` with head = arange(H): drops that index, names its dimension."""
+    if max(len(v.effect.dims) for v in index.values()) == 1:
+        return None
+    counting = [d for d, view in index.items() if _counts_up(view, write.target.shape[d])]
+    if len(counting) != 1:
+        return None
+    found = counting[0]
+    del index[found]
+    for dim, view in index.items():
+        if view.effect.dims[-1] != ():
+            reject("SLOT_INDEX", Stage.ANCHORED, "slots vary from head to head", view)
+        index[dim] = View(view.value, effects.squeeze(view.effect, [len(view.effect.dims) - 1]))
+    return found
+
+
+def _counts_up(view: View, length: Size) -> bool:
+    """Whether an index is 0, 1, ..., length - 1 along its last dimension alone."""
+    last = len(view.effect.dims) - 1
+    whole = Effect(((),) * last + effects.identity((length,)).dims, (0,))
+    value = view.value
+    if value.op != "aten.arange" or view.effect != whole or value.shape != (length,):
+        return False
+    numbers = [a for a in value.args if isinstance(a, int)]
+    named = (value.kwargs.get("start", 0), value.kwargs.get("step", 1))
+    return named == (0, 1) and numbers in ([length], [0, length], [0, length, 1], [])
+
+
+def _flattened(index: dict[int, View], shape: tuple[Size, ...]) -> dict[int, View]:
+    """Index tensors [B, S], or broadcast to it, as [B * S]."""
+    flat = {}
+    for dim, view in index.items():
+        wide = effects.expand(view.effect, shape)
+        flat[dim] = View(view.value, effects.reshape(wide, (effects.product(shape),)))
+    return flat
+
+
+def _roles(
+    write: CacheWrite, written: Written, index: Mapping[int, View], head_axis: int | None
+) -> tuple[int | None, int, int, dict[int, int]]:
+    """(page dimension or None, head dimension, element dimension) of the target, and the source's
+    dimensions in that order."""
+    rest = [d for d in range(len(write.target.dims)) if d not in index]
+    # With explicit heads the source is [tokens, H, other dimensions].
+    order = rest if head_axis is None else [head_axis, *[d for d in rest if d != head_axis]]
+    lead = len(written.view.effect.dims) - len(order)
+    at = {dim: lead + i for i, dim in enumerate(order)}
+    wide = [d for d in order if write.target.dims[d] != () or len(order) <= 3]
+    if len(wide) < 2 or len(wide) > 3:
+        reject(
+            "CACHE_LAYOUT", Stage.ANCHORED, f"{len(wide)} dimensions beside the slots", write.store
+        )
+    *others, element = wide
+    head = others[-1]
+    page = others[0] if len(others) == 2 else None
+    return page, head, element, at
+
+
+def _one_index(
+    write: CacheWrite,
+    written: Written,
+    index: dict[int, View],
+    head_axis: int | None,
+    flow: Dataflow,
+) -> Addressing:
+    (slot_dim, slots), *_ = index.items()
+    page, head, element, at = _roles(write, written, index, head_axis)
+    lead = list(range(len(slots.effect.dims)))
+    if page is None:
+        pages = _flat_slots(write, slot_dim)
+        (slots,) = _flattened(index, slots.shape).values()
+        table = slot_table(flow, slots, pages[1])
+        return _addressing(write, written, pages, (head, element), at, lead, table or slots)
+    if len(lead) != 1:
+        reject("SLOT_INDEX", Stage.ANCHORED, "positions that vary by sequence", slots)
+    num_pages, page_stride = _stride(write, page)
+    page_size, slot_stride = _stride(write, slot_dim)
+    pages = (num_pages, page_size, page_stride, slot_stride)
+    lead = [at[page], *lead]
+    return _addressing(
+        write, written, pages, (head, element), at, lead, slots, slots="per_sequence"
+    )
+
+
+def _two_indices(
+    write: CacheWrite,
+    written: Written,
+    index: dict[int, View],
+    head_axis: int | None,
+    flow: Dataflow,
+) -> Addressing:
+    page, head, element, at = _roles(write, written, index, head_axis)
+    lead = list(range(min(at.values())))
+    tokens = written.view.shape[: len(lead)]
+    (page_dim, pages), (slot_dim, offsets) = sorted(_flattened(index, tokens).items())
+    if page is not None:
+        reject("CACHE_LAYOUT", Stage.ANCHORED, "pages, slots and one dimension more", write.store)
+    num_pages, page_stride = _stride(write, page_dim)
+    page_size, slot_stride = _stride(write, slot_dim)
+    table = block_table(flow, pages, offsets, page_size)
+    slot = table or paged_slot(pages, offsets, num_pages, page_size)
+    geometry = (num_pages, page_size, page_stride, slot_stride)
+    return _addressing(write, written, geometry, (head, element), at, lead, slot)
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+def _filled(write: CacheWrite, written: Written) -> Addressing:
+    """`cache[:B, start : start + S] = k`: slots that follow each other, the same in every page."""
+    whole = effects.product(write.target.shape) == effects.product(write.memory.shape)
+    if whole and written.view.value.op in ("store", "aten.cat"):
+        reject(
+            "MOVED_CACHE",
+            Stage.ANCHORED,
+            f"{write.record.kind} writes the whole cache anew, old tokens too",
+            write.store,
+            hint="a window that has to move costs a copy of itself: keep a ring of slots instead",
+        )
+    found = fill_slices(write.target, write.memory.shape)
+    if isinstance(found, str):
+        reject(
+            "SLICE_WRITE",
+            Stage.ANCHORED,
+            f"{write.record.kind} writes a slice of the cache: {found}",
+            write.store,
+            hint="write through an index tensor: index_copy_, or cache[slots] = k",
+        )
+    strides = write.memory.strides
+    length = written.view.shape[found.slot]
+    begin = write.target.start[found.axis]
+    device = write.memory.root.meta["example_value"].device
+    slots = Computed("arange", (begin, begin + length), (("device", device),))
+    capacity, slot_stride = write.memory.shape[found.axis], strides[found.axis]
+    at = {d: d for d in range(len(write.target.dims))}
+    if found.page is None:
+        pages: _Pages = (1, capacity, capacity * slot_stride, slot_stride)
+        lead, form = [found.slot], "flat"
+    else:
+        num_pages, page_stride = _stride(write, found.page)
+        pages = (num_pages, capacity, page_stride, slot_stride)
+        lead, form = [found.page, found.slot], "per_sequence"
+    return _addressing(
+        write,
+        written,
+        pages,
+        (found.head, found.element),
+        at,
+        lead,
+        slots,
+        slots=form,
+        skipped=begin * slot_stride,
+    )
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def _stride(write: CacheWrite, dim: int) -> tuple[Size, Size]:
+    """(length, stride in elements) of a target dimension that is one run."""
+    atoms = write.target.dims[dim]
+    if atoms == ():
+        return 1, 0
+    if len(atoms) != 1 or atoms[0].axis is None:
+        reject("CACHE_LAYOUT", Stage.ANCHORED, "a cache dimension is split in memory", write.store)
+    return atoms[0].length, atoms[0].step * write.memory.strides[atoms[0].axis]
+
+
+def _offset(write: CacheWrite) -> Size:
+    total: Size = 0
+    for start, stride in zip(write.target.start, write.memory.strides, strict=True):
+        total = total + start * stride
+    return total
+
+
+def _flat_slots(write: CacheWrite, dim: int) -> _Pages:
+    """(num_pages, page_size, page_stride, slot_stride) of a flattened slot dimension."""
+    atoms = write.target.dims[dim]
+    strides = [a.step * write.memory.strides[a.axis] for a in atoms if a.axis is not None]
+    if len(strides) != len(atoms) or len(atoms) > 2:
+        reject("CACHE_LAYOUT", Stage.ANCHORED, "the slots are not pages of slots", write.store)
+    if len(atoms) == 2:
+        return atoms[0].length, atoms[1].length, strides[0], strides[1]
+    if not atoms:
+        return 1, 1, 0, 0
+    # Slots that follow each other without a gap are one long page.
+    return 1, atoms[0].length, atoms[0].length * strides[0], strides[0]
+
+
+def _addressing(
+    write: CacheWrite,
+    written: Written,
+    pages: _Pages,
+    head: tuple[int, int],
+    at: Mapping[int, int],
+    lead: list[int],
+    place: View | Computed | BlockTable,
+    *,
+    slots: str = "flat",
+    skipped: Size = 0,
+) -> Addressing:
+    """Puts the window together; `lead` are the source's token dimensions, outermost first.
+    skipped: elements that the target starts after the window."""
+    num_pages, page_size, page_stride, slot_stride = pages
+    (_, head_stride), (_, dim_stride) = (_stride(write, d) for d in head)
+    view = written.view
+    # The written heads' sizes: the cache's own may be symbols, which have to equal them.
+    num_heads, head_dim = (view.shape[at[d]] for d in head)
+    order = [*lead, *(at[d] for d in head)]
+    dropped = [d for d in range(len(view.shape)) if d not in order]
+    effect = effects.permute(effects.identity(view.shape), [*order, *dropped])
+    by_token = written.through(effects.squeeze(effect, range(len(order), len(effect.dims))))
+    sizes = (num_pages, page_size, num_heads, head_dim)
+    strides = (page_stride, slot_stride, head_stride, dim_stride)
+    table = place if isinstance(place, BlockTable) else None
+    device = write.memory.root.meta["example_value"].device
+    return Addressing(
+        window=(*sizes, *strides, _offset(write) - skipped),
+        slot_mapping=None if isinstance(place, BlockTable) else place,
+        table=table,
+        slots=slots if table is None else "block_table",
+        source=by_token.view,
+        token_rank=len(lead),
+        dtype=write.memory.dtype,
+        scale=scale_argument(by_token, device),
+        scale_multiplies=written.multiplies,
+        absorbed=written.between,
+    )

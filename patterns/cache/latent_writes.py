@@ -1,0 +1,82 @@
+"""Writes of latents: one entry per token, a normed latent beside a rotated key, for all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilewright.patterns import effects
+from tilewright.patterns.cache.writes import CacheWrite, WritePair, cache_writes, same_index
+from tilewright.patterns.dataflow import Dataflow
+from tilewright.patterns.effects import Effect
+
+
+def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
+    """Two neighbouring writes for one head at the same slots, of different widths; or one write of
+    two such parts side by side."""
+    pending: CacheWrite | None = None
+    for write in cache_writes(flow):
+        both = _columns(write)
+        if both is not None:
+            yield WritePair(*both)
+            pending = None
+        elif pending is not None and _belong(pending, write):
+            yield WritePair(pending, write)
+            pending = None
+        else:
+            pending = write if _has_one_head(write) else None
+
+
+def _has_one_head(write: CacheWrite) -> bool:
+    rest = _rest(write)
+    return (
+        write.written is not None
+        and bool(write.index)
+        and len(rest) >= 2
+        and write.target.dims[rest[-2]] == ()
+    )
+
+
+def _rest(write: CacheWrite) -> list[int]:
+    """The target's dimensions that no index tensor selects."""
+    return [d for d in range(len(write.target.dims)) if d not in write.index]
+
+
+def _belong(one: CacheWrite, other: CacheWrite) -> bool:
+    if not _has_one_head(other) or one.written is None or other.written is None:
+        return False
+    (*tokens, width), (*others, other_width) = one.written.view.shape, other.written.view.shape
+    return (
+        tokens == others
+        and width != other_width
+        and one.memory.dtype == other.memory.dtype
+        and same_index(one.index, other.index)
+    )
+
+
+def _columns(write: CacheWrite) -> tuple[CacheWrite, CacheWrite] | None:
+    """`cache[slots] = cat([latent, rope_key], -1)` as two writes."""
+    written = write.written
+    if written is None or not _has_one_head(write) or written.view.value.op != "aten.cat":
+        return None
+    view, last = written.view, len(written.view.shape) - 1
+    pieces, axis = view.value.args
+    whole = effects.identity(view.value.shape).dims[axis]
+    widths = [piece.shape[axis] for piece in pieces]
+    if len(pieces) != 2 or view.effect.dims[-1] != whole or view.effect.start[axis] != 0:
+        return None
+    if not all(isinstance(width, int) for width in widths) or widths[0] == widths[1]:
+        return None
+    element = _rest(write)[-1]
+    found = []
+    for piece, first, width in zip(pieces, (0, widths[0]), widths, strict=True):
+        cut = effects.narrow(view.effect, last, first, width)
+        start = tuple(0 if a == axis else s for a, s in enumerate(cut.start))
+        part = replace(
+            written.through(effects.narrow(effects.identity(view.shape), last, first, width)),
+            view=piece.through(Effect(cut.dims, start)),
+            between=(*written.between, view.value),
+        )
+        target = effects.narrow(write.target, element, first, width)
+        found.append(replace(write, target=target, written=part))
+    return found[0], found[1]

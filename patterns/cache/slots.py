@@ -1,0 +1,178 @@
+"""Slot arithmetic: the expressions that lead from a token to its place in a paged cache.
+
+page = block_table[sequence, position // page_size]
+slot = page * page_size + position % page_size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Dataflow, View
+from tilewright.patterns.effects import Size
+from tilewright.patterns.recognise.equality import equal_values
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Slots by table: lookup_table [B, columns]; sequence_ids and positions [T]."""
+
+    lookup_table: View
+    sequence_ids: View | Computed
+    positions: View
+
+
+def paged_slot(pages: View, offsets: View, num_pages: Size, page_size: Size) -> Computed:
+    """page * page_size + offset, with PyTorch's meaning of an offset that is not in its page.
+
+    A negative offset counts from the page's end; one out of range becomes a slot out of range,
+    which the op refuses or skips, and never a slot of the next page.
+    """
+    start = Computed("mul", (pages, page_size))
+    if _position_of(offsets, page_size) is not None:
+        return Computed("add", (start, offsets))
+    inside = Computed(
+        "bitwise_and",
+        (Computed("ge", (offsets, -page_size)), Computed("lt", (offsets, page_size))),
+    )
+    slot = Computed("add", (start, Computed("remainder", (offsets, page_size))))
+    return Computed("where", (inside, slot, num_pages * page_size))
+
+
+def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> BlockTable | None:
+    """The table behind a page and an offset, or None where they are not looked up like that."""
+    positions = _position_of(offsets, page_size)
+    found = _lookup(uncast(pages))
+    if positions is None or found is None:
+        return None
+    table, sequences, columns = found
+    of_column = _block_of(uncast(columns), page_size)
+    if of_column is None or not equal_values(of_column, positions):
+        return None
+    if not all(_usable(flow, view) for view in (table, sequences, positions)):
+        return None
+    return BlockTable(table, sequences, positions)
+
+
+def slot_table(flow: Dataflow, slots: View, page_size: Size) -> BlockTable | None:
+    """The table behind a slot, computed as page * page_size + offset."""
+    value = slots.value
+    if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:
+        return None
+    for first, offsets in (value.operands, value.operands[::-1]):
+        pages = _scaled_by(first, page_size)
+        if pages is not None and pages.shape == offsets.shape == value.shape:
+            effect = slots.effect
+            found = block_table(flow, pages.through(effect), offsets.through(effect), page_size)
+            if found is not None:
+                return found
+    return None
+
+
+def uncast(view: View) -> View:
+    """Without casts between the integer types of an index."""
+    while view.value.op == "cast" and {view.value.dtype, view.value.args[0].value.dtype} <= set(
+        _INTEGERS
+    ):
+        view = view.value.args[0].through(view.effect)
+    return view
+
+
+def _usable(flow: Dataflow, view: View) -> bool:
+    """An integer tensor that the graph never writes: the op may read it as late as it likes."""
+    memory = flow.memory_of.get(flow.home(view.value))
+    written = memory is not None and any(map(flow.written.get, flow.on_storage(memory.storage)))
+    return view.value.dtype in _INTEGERS and not written
+
+
+def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
+    """x of `op(x, number)`, elementwise; or None."""
+    value = view.value
+    if value.op != op or len(value.args) != 2 or dict(value.kwargs) != kwargs:
+        return None
+    x, given = value.args
+    if not isinstance(x, View) or x.shape != value.shape or isinstance(given, View):
+        return None
+    return x.through(view.effect) if given == number else None
+
+
+def _position_of(offsets: View, page_size: Size) -> View | None:
+    """position, where the offsets are position % page_size; then they are in their page."""
+    offsets = uncast(offsets)
+    found = _operand(offsets, "aten.remainder", page_size)
+    if found is None and _shift(page_size) is not None:
+        found = _operand(offsets, "aten.bitwise_and", page_size - 1)
+    return None if found is None else uncast(found)
+
+
+def _block_of(columns: View, page_size: Size) -> View | None:
+    """position, where the columns are position // page_size."""
+    found = _operand(columns, "aten.floor_divide", page_size)
+    if found is None:
+        found = _operand(columns, "aten.div", page_size, rounding_mode="floor")
+    if found is None and (shift := _shift(page_size)) is not None:
+        found = _operand(columns, "aten.bitwise_right_shift", shift)
+    return None if found is None else uncast(found)
+
+
+def _scaled_by(view: View, page_size: Size) -> View | None:
+    """page, of page * page_size."""
+    view = uncast(view)
+    value = view.value
+    if value.op == "aten.mul" and len(value.args) == 2 and isinstance(value.args[1], View):
+        number, x = value.args
+        same = x.shape == value.shape and not isinstance(number, View) and number == page_size
+        return x.through(view.effect) if same else None
+    found = _operand(view, "aten.mul", page_size)
+    if found is None and (shift := _shift(page_size)) is not None:
+        found = _operand(view, "aten.bitwise_left_shift", shift)
+    return found
+
+
+def _shift(page_size: Size) -> int | None:
+    """log2 of a power of two."""
+    if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
+        return None
+    return page_size.bit_length() - 1
+
+
+def _lookup(pages: View) -> tuple[View, View, View] | None:
+    """(table, sequence, column) of `table[sequence, column]`, however it was spelled."""
+    value = pages.value
+    if value.op == "aten.index":
+        base, indices = value.args
+        if [dim for dim, _ in indices] != [0, 1] or len(base.shape) != 2:
+            return None
+        try:
+            wide = [View(i.value, effects.expand(i.effect, value.shape)) for _, i in indices]
+        except effects.InexpressibleError:
+            return None
+        rows, columns = (w.through(pages.effect) for w in wide)
+        return base, rows, columns
+    if value.op == "aten.gather" and len(value.args) == 3 and value.args[1] in (1, -1):
+        return _gathered(pages)
+    return None
+
+
+def _gathered(pages: View) -> tuple[View, View, View] | None:
+    """`table[sequence].gather(1, column[:, None])`: the rows first, then an element of each."""
+    rows, _, columns = pages.value.args
+    picked = rows.value
+    if not rows.is_whole or len(rows.shape) != 2 or columns.shape[1] != 1:
+        return None
+    if picked.op == "aten.index_select" and picked.args[1] == 0:
+        table, sequences = picked.args[0], picked.args[2]
+    elif picked.op == "aten.index" and [dim for dim, _ in picked.args[1]] == [0]:
+        table, sequences = picked.args[0], picked.args[1][0][1]
+    else:
+        return None
+    if len(table.shape) != 2 or len(sequences.shape) != 1:
+        return None
+    column = View(sequences.value, effects.unsqueeze(sequences.effect, 1))
+    return table, column.through(pages.effect), columns.through(pages.effect)

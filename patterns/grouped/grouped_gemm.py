@@ -1,0 +1,209 @@
+"""A grouped GEMM by itself: what is left where no whole mixture of experts was found.
+
+    grouped_mm(x [M, K], weight [E, K, N], ends [E])     ⇒   grouped_matmul
+    the same with x and weight both NVFP4                ⇒   grouped_matmul_dynamic_scaled_nvfp4
+
+The weight is dense, stored or computed, or dequantised in the graph. That x is NVFP4 is seen where
+the graph decodes it from codes and e4m3 scales, which it was given or made itself: the op reads
+those, so whichever way the graph rounds stays its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.ops.formats.expert_weight import FORMATS
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.effects import Atom, Effect
+from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.moe.weights import SUPPORTED_DTYPES
+from tilewright.patterns.quantised.expert_arguments import (
+    DequantizedExperts,
+    cut_scale,
+    expert_arguments,
+)
+from tilewright.patterns.quantised.experts import match_dequantized_experts, match_dequantized_rows
+from tilewright.patterns.quantised.scales import unrepeated
+from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, check_device, match_grouped
+
+# Columns of an NVFP4 block, and of what the op's loads take at a time.
+NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
+# Rows of codes in memory: whole 16 bytes.
+ALIGNED_BYTES = 16
+# On an H200 torch's kernel was faster at 256 inner columns and 256 rows per group, and no longer at
+# 768 columns or at fewer rows.
+SHORT_INNER, MANY_ROWS = 512, 160
+
+register_code("NO_GAIN", "PyTorch's own kernel is as fast for these sizes", weight="advice")
+
+
+@dataclass(frozen=True)
+class GroupedGemm:
+    """The pattern; see the module."""
+
+    name: str = "grouped_gemm"
+    op: str = "grouped_matmul"
+    takes_leftovers: bool = True
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """Rows in groups times one weight per group."""
+        for value in flow.values:
+            gemm = match_grouped(value)
+            if gemm is not None and len(gemm.x.shape) == 2:
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        gemm = match_grouped(anchor)
+        assert gemm is not None
+        _guard(gemm)
+        weight = match_dequantized_experts(gemm.weight)
+        rows = match_dequantized_rows(gemm.x) if _is_nvfp4(weight) else None
+        both = None if rows is None or weight is None else _both_quantised(gemm, weight, rows)
+        if both is not None:
+            op, arguments = "grouped_matmul_dynamic_scaled_nvfp4", both
+        else:
+            op, arguments = self.op, _weight_only(gemm, weight)
+        return Match(
+            pattern=self.name,
+            op=op,
+            anchor=anchor,
+            arguments=arguments,
+            results=(Result(anchor, effects.identity(anchor.shape)),),
+            absorbed=gemm.absorbed,
+            stores=(),
+            facts=_facts(gemm, weight, quantised_rows=both is not None),
+            scope=anchor.scope,
+        )
+
+
+def _is_nvfp4(weight: DequantizedExperts | None) -> bool:
+    return weight is not None and weight.format == "nvfp4"
+
+
+def _guard(gemm: ExpertGemm) -> None:
+    options = gemm.end.kwargs
+    if isinstance(options.get("bias"), View):
+        reject("UNSUPPORTED", Stage.GUARDS, "a bias inside the grouped product", gemm.end)
+    dtypes = {gemm.x.value.dtype, gemm.weight.value.dtype, gemm.end.dtype}
+    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        reject("DTYPE", Stage.GUARDS, f"rows, weights and result have {names}", gemm.end)
+    check_device(gemm.x)
+
+
+def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[str, Any]:
+    """The arguments of `grouped_matmul`."""
+    arguments: dict[str, Any] = {"x": gemm.x, "group_offsets": gemm.ends, "end_offsets": True}
+    if weight is None:
+        _check_gain(gemm)
+        return {**arguments, "weight": gemm.weight}
+    row_bytes = weight.shape[2] // FORMATS[weight.format].per_byte
+    if row_bytes % ALIGNED_BYTES:
+        reject(
+            "UNSUPPORTED",
+            Stage.CAPABILITY,
+            f"a row of {weight.format} codes has {row_bytes} bytes, which {ALIGNED_BYTES} does not "
+            "divide",
+            gemm.weight,
+        )
+    given = expert_arguments({"": weight})
+    if given.block is not None:
+        arguments["scale_block"] = list(given.block)
+    return {
+        **arguments,
+        "weight": given.data[""],
+        "weight_format": given.format,
+        "weight_scale": given.scale[""],
+        "weight_expert_scale": given.expert_scale.get(""),
+    }
+
+
+def _check_gain(gemm: ExpertGemm) -> None:
+    """torch has a kernel for bfloat16, which loses but for short sums over many rows."""
+    rows, inner = gemm.x.shape
+    experts = gemm.weight.shape[0]
+    known = all(isinstance(size, int) for size in (rows, inner, experts))
+    short = known and inner < SHORT_INNER and rows >= MANY_ROWS * experts
+    if short and gemm.x.value.dtype == torch.bfloat16:
+        reject(
+            "NO_GAIN",
+            Stage.CAPABILITY,
+            f"{inner} inner columns with {rows // experts} rows per group",
+            gemm.end,
+        )
+
+
+def _both_quantised(
+    gemm: ExpertGemm, weight: DequantizedExperts, rows: DequantizedExperts
+) -> dict[str, Any] | None:
+    """The arguments of the NVFP4 op; None where the rows have scales that it does not take."""
+    factor = _by_expert(rows, weight.shape[0])
+    assert rows.scale is not None
+    own = unrepeated(rows.scale.effect.dims[1])[1]
+    if factor is None or (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
+        return None
+    given = expert_arguments({"": weight})
+    num_experts, device = weight.shape[0], weight.device
+    offsets = Computed("pad", (gemm.ends, [1, 0]))
+    experts = Computed("arange", (num_experts,), (("dtype", torch.int32), ("device", device)))
+    factors = [f for f in (given.expert_scale.get(""), *factor) if f is not None]
+    scale: Any = Computed(
+        "full", ([num_experts], 1.0), (("dtype", torch.float32), ("device", device))
+    )
+    for item in factors:
+        scale = item if item is factors[0] else Computed("mul", (scale, item))
+    return {
+        "a": Computed("contiguous", (rows.data,)),
+        "b": given.data[""],
+        "a_scales": Computed("place_scales", (cut_scale(rows, (NVFP4_BLOCK,)), offsets)),
+        "b_scales": Computed("layout_scales", (given.scale[""],)),
+        "group_offsets": offsets,
+        "group_scale_offsets": Computed("group_scale_offsets", (offsets,)),
+        "expert_ids": experts,
+        "expert_scales": scale,
+        "out_dtype": gemm.end.dtype,
+    }
+
+
+def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
+    """The rows' common factor as [E], in parts; None where rows have factors of their own."""
+    views = (*rows.factors, *rows.divisors)
+    if any(atom.axis is not None for view in views for atom in view.effect.dims[0]):
+        return None
+    again = (Atom(None, 0, num_experts),)
+
+    def moved(views: tuple[View, ...]) -> tuple[View, ...]:
+        return tuple(View(v.value, Effect((again,), v.effect.start)) for v in views)
+
+    factor = replace(
+        rows,
+        shape=(num_experts,),
+        factors=moved(rows.factors),
+        divisors=moved(rows.divisors),
+    ).expert_scale()
+    return [] if factor is None else [factor]
+
+
+def _facts(
+    gemm: ExpertGemm, weight: DequantizedExperts | None, *, quantised_rows: bool
+) -> dict[str, Any]:
+    sizes = (gemm.x.shape[0], *gemm.weight.shape)
+    rows, experts, outer, inner = (
+        size if isinstance(size, int) else letter
+        for letter, size in zip("MENK", sizes, strict=True)
+    )
+    kind = "nvfp4" if quantised_rows else str(gemm.x.value.dtype).removeprefix("torch.")
+    return {
+        "experts": experts,
+        "x": f"{kind}[{rows},{inner}]",
+        "outer": outer,
+        "weights": "dense" if weight is None else weight.format,
+    }
+
+
+register(GroupedGemm())

@@ -1,0 +1,174 @@
+"""The arguments that the LoRA ops take for the deltas of q, k and v, as nested calls.
+
+Dimension letters: T rows, G adapters, R rank, W columns, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewright.codegen.lora.plan import takes_row_kernel
+from tilewright.ops.lora.shrink import KERNEL_DTYPES
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import Size
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.lora.delta import LoraDelta
+from tilewright.patterns.recognise.equality import equal_values
+
+LETTERS = ("q", "k", "v")
+#: The deltas of one projection, each with its B [G, W, R] in the projection's own order.
+Placed = Sequence[tuple[LoraDelta, View]]
+
+
+def together(one: LoraDelta, other: LoraDelta) -> bool:
+    """Whether one shrink serves both: one activation, one index, one table of factors, as many
+    adapters."""
+    same = equal_values(one.x, other.x) and one.adapters.same(other.adapters)
+    if not same or one.shrink.shape[0] != other.shrink.shape[0]:
+        return False
+    if one.scales is None or other.scales is None:
+        return one.scales is other.scales
+    return equal_values(one.scales, other.scales)
+
+
+def has_kernels(delta: LoraDelta) -> bool:
+    """Whether the LoRA ops have kernels for an adapter where it is that are faster than the graph.
+
+    In fp32 those without tensor cores, for a few rows: for many the library's products are faster.
+    """
+    dtype = delta.shrink.value.dtype
+    if delta.x.value.device.type != "cuda":
+        return True
+    rows, hidden = delta.x.shape
+    if dtype != torch.float32 or dtype not in KERNEL_DTYPES:
+        return dtype in KERNEL_DTYPES
+    known = isinstance(rows, int) and isinstance(hidden, int)
+    return known and takes_row_kernel(rows, len(LETTERS) * delta.rank, hidden)
+
+
+def check_kernels(delta: LoraDelta) -> None:
+    """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
+    if not has_kernels(delta):
+        dtype = str(delta.shrink.value.dtype).removeprefix("torch.")
+        reject(
+            "DTYPE",
+            Stage.CAPABILITY,
+            f"the adapters are {dtype} and the rows {delta.x.shape[0]}; there are kernels for "
+            "16-bit floats, and in float32 for a few rows",
+            delta.end,
+            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
+        )
+
+
+def delta_calls(
+    deltas: Sequence[LoraDelta | None],
+    expands: Sequence[View | Computed | None],
+    bases: Sequence[View | Computed | None],
+    packed: bool,
+) -> Computed:
+    """The call of `lora_expand_add` on that of `shrink_qkv_permute_3mn`; deltas of q, k, v that go
+    together.
+
+    expands: B [G, W, R] of each; bases: what each delta is added to.
+    """
+    first = next(delta for delta in deltas if delta is not None)
+    ids = first.adapters.argument(first.shrink.shape[0])
+    shrink = Computed(
+        "shrink_qkv_permute_3mn",
+        (first.x,),
+        (
+            ("expert_ids", ids),
+            *((f"{n}_weight", d.shrink) for n, d in zip(LETTERS, deltas, strict=True) if d),
+        ),
+    )
+    options = (
+        ("expert_ids", ids),
+        ("scales", first.scales),
+        ("scale", tuple(1.0 if d is None else d.scale for d in deltas)),
+        ("packed", packed),
+    )
+    return Computed("lora_expand_add", (shrink, *bases, *expands), options)
+
+
+def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
+    """What all deltas of q, k and v add, columns one beside the other: [T, Wq + Wk + Wv].
+
+    Deltas that go together are one call; the next call adds to its result.
+    """
+    total: Computed | None = None
+    for layer in _layers(parts):
+        first = next(item[0] for item in layer if item is not None)
+        rows, start = first.x.shape[0], 0
+        bases: list[Computed | None] = []
+        for item, width in zip(layer, widths, strict=True):
+            base = None
+            if total is not None:
+                base = Computed("narrow", (total, 1, start, width))
+            elif item is None:
+                base = zeros(rows, width, first.x.value)
+            bases.append(base)
+            start += width
+        deltas = [None if item is None else item[0] for item in layer]
+        expands = [None if item is None else item[1] for item in layer]
+        call = delta_calls(deltas, expands, bases, packed=True)
+        total = Computed("getitem", (call, 0))
+    assert total is not None
+    return total
+
+
+def _layers(parts: Sequence[Placed]) -> list[list[tuple[LoraDelta, View] | None]]:
+    """The deltas in groups with one shrink, each with at most one delta of a projection."""
+    layers: list[list[tuple[LoraDelta, View] | None]] = []
+    for place, items in enumerate(parts):
+        for item in items:
+            home = next((layer for layer in layers if _has_room(layer, place, item[0])), None)
+            if home is None:
+                home = [None] * len(parts)
+                layers.append(home)
+            home[place] = item
+    return layers
+
+
+def _has_room(layer: Sequence[tuple[LoraDelta, View] | None], place: int, delta: LoraDelta) -> bool:
+    return layer[place] is None and all(together(i[0], delta) for i in layer if i is not None)
+
+
+def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Computed:
+    """The deltas as the graph computes them, views [T, W], as `packed_deltas` gives them."""
+    first = next(view for views in parts for view in views)
+    columns: list[View | Computed] = []
+    for views, width in zip(parts, widths, strict=True):
+        total: View | Computed | None = None
+        for view in views:
+            total = view if total is None else Computed("add", (total, view))
+        columns.append(zeros(first.shape[0], width, first.value) if total is None else total)
+    return Computed("cat", (tuple(columns), 1))
+
+
+def zeros(rows: Size, columns: Size, like: Value) -> Computed:
+    """A delta of nothing, for a projection without an adapter beside others in one tensor."""
+    options = (("dtype", like.dtype), ("device", like.device))
+    return Computed("full", ((rows, columns), 0.0), options)
+
+
+def merged_rows(weight: View) -> View:
+    """B of heads [H, D, R] or [groups, G, D, R] as [1, W, R]."""
+    *lead, rank = weight.shape
+    effect = effects.reshape(weight.effect, (1, effects.product(lead), rank))
+    return View(weight.value, effect)
+
+
+def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:
+    """What reports say of adapters: which projections have them, rank, how many. own: the graph
+    computes them."""
+    given = [delta for deltas in parts for delta in deltas]
+    if not given:
+        return {}
+    names = "".join(n for n, deltas in zip(LETTERS, parts, strict=True) if deltas)
+    ranks = "/".join(dict.fromkeys(str(delta.rank) for delta in given))
+    many = "" if given[0].adapters.index is None else f" of {given[0].shrink.shape[0]}"
+    return {"lora": f"{names} rank={ranks}{many}{' added' if own else ''}"}

@@ -1,0 +1,228 @@
+"""The delta of a low-rank adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T, as it is written.
+
+One adapter for all rows (two linears), one of G for each row or each sequence (tables taken by an
+index in front of a bmm, matmul or einsum), or rows sorted by adapter in front of two grouped
+products. Factors may stand before, between and behind the products, and rows may be left out.
+
+Dimension letters: T rows, B sequences, K hidden, R rank, W columns, G adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.lora.factors import Factors, peel
+from tilewright.patterns.lora.one_hot import match_one_hot
+from tilewright.patterns.lora.product import Product, match_product
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.routing import (
+    gathered,
+    match_ends,
+    match_inverse,
+    match_order,
+    strip_integer_casts,
+)
+
+#: Above this inner dimension two products in a row are a bottleneck MLP, not an adapter.
+MAX_RANK = 512
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which adapter each row has.
+
+    index [T or B]; None: there is one. mask, of the index's shape or [T]: rows without an adapter
+    are False; None: all have one. below: what a negative index means: `last` counts from the last
+    adapter, `first` is the first adapter, `error` an error, `none` no adapter, as any index does
+    then that names none.
+    """
+
+    index: View | None
+    mask: View | None
+    below: str
+
+    def same(self, other: Adapters) -> bool:
+        return (
+            _same(self.index, other.index)
+            and _same(self.mask, other.mask)
+            and self.below == other.below
+        )
+
+    def argument(self, num_adapters: int) -> View | Computed | None:
+        """expert_ids of the LoRA ops, for which -1 is no adapter and other negative ids errors."""
+        index: Any = self.index
+        if index is not None and self.below == "none":
+            there = Computed(
+                "bitwise_and",
+                tuple(
+                    Computed(name, (index, bound))
+                    for name, bound in (("ge", 0), ("lt", num_adapters))
+                ),
+            )
+            index = Computed("where", (there, index, -1))
+        elif index is not None and self.below != "error" and not _is_natural(index):
+            instead: Any = 0
+            if self.below == "last":
+                # Below -G it must stay an error, as an adapter past the last one is.
+                counted = Computed("add", (index, num_adapters))
+                there = Computed("ge", (index, -num_adapters))
+                instead = Computed("where", (there, counted, num_adapters))
+            index = Computed("where", (Computed("lt", (index, 0)), instead, index))
+        if self.mask is not None:
+            index = Computed("where", (self.mask, 0 if index is None else index, -1))
+        return index
+
+
+@dataclass(frozen=True)
+class LoraDelta:
+    """What is added to a projection.
+
+    x [T, K]; shrink (A) [G, R, K]; expand (B) [G, W, R]. scales [G]: each adapter's factor, or
+    None. view [..., W]: all of it; absorbed: what computes it.
+    """
+
+    x: View
+    shrink: View
+    expand: View
+    adapters: Adapters
+    scale: float
+    scales: View | None
+    view: View
+    absorbed: tuple[Value, ...]
+
+    @property
+    def end(self) -> Value:
+        """The last value."""
+        return self.view.value
+
+    @property
+    def rank(self) -> Any:
+        return self.shrink.shape[1]
+
+
+def match_delta(view: View) -> LoraDelta | None:
+    """The delta that `view` [..., W] is, or None where it is another thing."""
+    outer = peel(view)
+    try:
+        return _by_rows(view, outer) or _sorted(view, outer) or _one_hot(view, outer)
+    except effects.InexpressibleError:
+        return None
+
+
+def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
+    second = match_product(outer.view)
+    if second is None or second.ends is not None:
+        return None
+    inner = peel(second.x)
+    first = match_product(inner.view)
+    if first is None or not _same(first.index, second.index) or first.ends is not None:
+        return None
+    rows = peel(first.x, casts=False)
+    # Rows of x that are left out are rows without a delta; other factors of x stay x's.
+    if rows.mask is None or rows.scale != 1 or rows.table is not None:
+        rows = Factors(first.x)
+    below = "last" if first.wraps or second.wraps else "error"
+    return _joined(view, (outer, inner, rows), first, second, rows.view, first.index, below)
+
+
+def _sorted(view: View, outer: Factors) -> LoraDelta | None:
+    """Rows sorted by adapter, two grouped products, and the rows back in their own order."""
+    back = gathered(outer.view)
+    if back is None:
+        return None
+    after = peel(back[0])
+    second = match_product(after.view)
+    if second is None or second.ends is None:
+        return None
+    inner = peel(second.x)
+    first = match_product(inner.view)
+    if first is None or first.ends is None or not equal_values(first.ends, second.ends):
+        return None
+    taken, ends = gathered(first.x), match_ends(first.ends)
+    order = None if taken is None else match_order(taken[1])
+    if taken is None or order is None or order.permutation is None or ends is None:
+        return None
+    if not match_inverse(back[1], order) or ends != (order.ids, first.weight.shape[0]):
+        return None
+    # Factors of sorted rows are in another order than those of rows.
+    if any(f.table is not None or f.mask is not None for f in (after, inner)):
+        return None
+    gathers = (outer.view.value, first.x.value)
+    found = _joined(
+        view, (outer, after, inner), first, second, taken[0], order.ids, "first", gathers
+    )
+    return found
+
+
+def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
+    """Every row by all adapters, all parts but its own adapter's left out."""
+    found = match_one_hot(outer.view)
+    if found is None:
+        return None
+    first, second = found.first, found.second
+    return _joined(
+        view, (outer,), first, second, first.x, first.index, found.below, (found.masked.value,)
+    )
+
+
+def _joined(
+    view: View,
+    factors: Sequence[Factors],
+    first: Product,
+    second: Product,
+    x: View,
+    index: View | None,
+    below: str,
+    more: tuple[Value, ...] = (),
+) -> LoraDelta | None:
+    tables = [(f.table, f.index) for f in factors if f.table is not None]
+    masks = [f.mask for f in factors if f.mask is not None]
+    if len(tables) > 1 or len(masks) > 1 or not _is_adapter(first, second):
+        return None
+    table, by = tables[0] if tables else (None, None)
+    if table is not None and (by is None or index is None or not equal_values(by, index)):
+        return None
+    mask = masks[0] if masks else None
+    if mask is not None and index is not None and mask.shape != index.shape:
+        return None
+    scale = effects.product(f.scale for f in factors)
+    absorbed = [value for f in factors for value in f.absorbed]
+    return LoraDelta(
+        x,
+        first.weight,
+        second.weight,
+        Adapters(index, mask, below),
+        scale,
+        table,
+        view,
+        tuple(dict.fromkeys((*absorbed, second.value, first.value, *more))),
+    )
+
+
+def _is_adapter(first: Product, second: Product) -> bool:
+    rank, hidden, width = first.weight.shape[1], first.weight.shape[2], second.weight.shape[1]
+    sizes = (*first.weight.shape, *second.weight.shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    if first.weight.shape[0] != second.weight.shape[0] or second.weight.shape[2] != rank:
+        return False
+    return rank <= MAX_RANK and rank < hidden and rank < width
+
+
+def _same(one: View | None, other: View | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return equal_values(one, other)
+
+
+def _is_natural(index: View) -> bool:
+    """Whether an index is seen to have no negative numbers."""
+    value = strip_integer_casts(index).value
+    if value.op in ("aten.clamp", "aten.clamp_min", "aten.clamp_"):
+        low = value.kwargs.get("min", value.args[1] if len(value.args) > 1 else None)
+        return isinstance(low, int) and low >= 0
+    return value.op in ("aten.argmax", "aten.argmin", "aten.arange")

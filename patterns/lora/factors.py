@@ -1,0 +1,178 @@
+"""Factors around the products of an adapter: numbers, a number for each adapter, rows left out.
+
+Dimension letters: T rows, B sequences of equal length, G adapters, W columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Atom, Effect
+from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
+
+_ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """scale * table[index] * view, rows zero where mask is False; all but the view optional.
+
+    table [G] with index [T or B]; mask [T or B] bool. absorbed: the values of the products.
+    """
+
+    view: View
+    scale: float = 1.0
+    table: View | None = None
+    index: View | None = None
+    mask: View | None = None
+    absorbed: tuple[Value, ...] = ()
+
+
+def peel(view: View, casts: bool = True) -> Factors:
+    """A value [..., W] with the factors around it taken off, and casts between floats."""
+    found = Factors(view)
+    while True:
+        value = found.view.value
+        if casts and is_float_cast(value):
+            step: _Step | None = _Step(value.args[0])
+        else:
+            step = _step(value, found.view.effect)
+        inner = None if step is None else _through(found.view, step.operand)
+        if step is None or inner is None:
+            return found
+        again = (found.table is not None, found.mask is not None)
+        if (again[0] and step.table is not None) or (again[1] and step.mask is not None):
+            return found
+        found = replace(
+            found,
+            view=inner,
+            scale=found.scale * step.scale,
+            table=found.table if step.table is None else step.table,
+            index=found.index if step.table is None else step.index,
+            mask=found.mask if step.mask is None else step.mask,
+            absorbed=(*found.absorbed, value, *step.beside),
+        )
+
+
+def _through(view: View, inner: View) -> View | None:
+    """`view` of an elementwise result, as a view of the operand."""
+    if inner.shape != view.value.shape:
+        return None
+    try:
+        return inner.through(view.effect)
+    except effects.InexpressibleError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Step:
+    operand: View
+    scale: float = 1.0
+    table: View | None = None
+    index: View | None = None
+    mask: View | None = None
+    beside: tuple[Value, ...] = ()
+
+
+def _step(value: Value, effect: Effect) -> _Step | None:
+    """One factor of a value that is read through `effect` [..., W]; None for another value."""
+    if value.op == "aten.where":
+        return _chosen(value, effect)
+    if value.op not in ("aten.mul", "aten.div") or value.kwargs or len(value.args) < 2:
+        return None
+    one, other = (_numeric(item) for item in value.args[:2])
+    if value.op == "aten.div":
+        plain = isinstance(one, View) and isinstance(other, (int, float)) and other
+        return _Step(one, 1 / other) if plain else None
+    for operand, factor in ((one, other), (other, one)):
+        if not isinstance(operand, View):
+            continue
+        if isinstance(factor, (int, float)):
+            return _Step(operand, float(factor))
+        found = _by_row(factor, value, effect)
+        if found is not None:
+            return replace(found, operand=operand)
+    return None
+
+
+def _numeric(item: Any) -> Any:
+    """An operand; a float that Dynamo traced as a symbol is specialised."""
+    held = item.meta.get("example_value") if isinstance(item, fx.Node) else None
+    return number_of(item) if isinstance(held, (float, torch.SymFloat)) else item
+
+
+def _chosen(value: Value, effect: Effect) -> _Step | None:
+    """where(mask, operand, 0): rows that are left out."""
+    if len(value.args) != 3 or value.kwargs:
+        return None
+    condition, operand, other = value.args
+    if not isinstance(condition, View) or not isinstance(operand, View) or not _is_zero(other):
+        return None
+    mask = _rows_of(condition, value, effect)
+    # Zeros in the shape of a delta read that delta.
+    shaped = isinstance(other, View) and other.value.op in ("aten.zeros_like", "aten.new_zeros")
+    beside = (other.value,) if shaped else ()
+    return None if mask is None else _Step(operand, mask=mask, beside=beside)
+
+
+def _is_zero(item: Any) -> bool:
+    if isinstance(item, View):
+        value = item.value
+        if value.op in _ZEROS:
+            return True
+        numbers = [a for a in value.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+        return value.op in ("aten.tensor", "aten.scalar_tensor") and numbers == [0]
+    return isinstance(item, (int, float)) and item == 0
+
+
+def _by_row(factor: Any, value: Value, effect: Effect) -> _Step | None:
+    """A factor table[index], or a mask, with one number for each row of what is read."""
+    if not isinstance(factor, View):
+        return None
+    factor, _ = strip_casts(factor)
+    rows = _rows_of(factor, value, effect)
+    if rows is None:
+        return None
+    source = rows.value
+    if source.dtype == torch.bool:
+        return _Step(factor, mask=rows)
+    if source.op == "cast" and source.args[0].value.dtype == torch.bool:
+        return _Step(factor, mask=source.args[0].through(rows.effect))
+    taken = gathered(source.whole)
+    if taken is None or effects.product(taken[0].shape[1:]) != 1 or rows != flat(source.whole):
+        return None
+    if len(taken[0].shape) < 1 or not is_index(taken[1]):
+        return None
+    return _Step(factor, table=flat(taken[0]), index=flat(strip_integer_casts(taken[1])))
+
+
+def is_index(view: View) -> bool:
+    """Whether a tensor holds numbers of rows: bool and uint8 would be masks."""
+    dtype = view.value.dtype
+    return not dtype.is_floating_point and dtype not in (torch.bool, torch.uint8)
+
+
+def _rows_of(factor: View, value: Value, effect: Effect) -> View | None:
+    """What a broadcast factor of `value` holds for each row of `effect` [..., W]: [T], or [B] where
+    rows in sequence share it; None where it varies along the columns."""
+    try:
+        read = View(factor.value, effects.expand(factor.effect, value.shape)).through(effect)
+    except effects.InexpressibleError:
+        return None
+    *lead, columns = read.effect.dims
+    if any(atom.axis is not None for atom in columns):
+        return None
+    atoms: tuple[Atom, ...] = effects.coalesce(atom for dim in lead for atom in dim)
+    while atoms and atoms[-1].axis is None:
+        atoms = atoms[:-1]
+    if any(atom.axis is None for atom in atoms):
+        return None
+    return View(factor.value, Effect((atoms,), read.effect.start))

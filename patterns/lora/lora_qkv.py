@@ -1,0 +1,276 @@
+"""Adapters of projections whose sums stay in the graph: no cache write takes them.
+
+    x ─ A_q ─ B_q ─ [* scale] ─ + q        shrink_qkv_permute_3mn(x, A_q, A_k, A_v)
+    x ─ A_k ─ B_k ─ [* scale] ─ + k   ⇒   lora_expand_add(.., q, k, v, B_q, B_k, B_v)
+    x ─ A_v ─ B_v ─ [* scale] ─ + v
+
+Up to three deltas of one activation make a site, in the order of the program; one alone does too.
+
+Dimension letters: T rows, K hidden, W columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.ops.lora.shrink import DTYPES
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Match, Result, Stage, register, reject
+from tilewright.patterns.lora.arguments import (
+    LETTERS,
+    check_kernels,
+    delta_calls,
+    fact,
+    together,
+)
+from tilewright.patterns.lora.delta import LoraDelta, match_delta
+from tilewright.patterns.lora.product import BATCHED
+from tilewright.patterns.recognise.grouped_gemm import check_device
+
+
+@dataclass(frozen=True)
+class Sum:
+    """value = base + delta, all of it; base [T, W]."""
+
+    value: Value
+    base: View
+    delta: LoraDelta
+
+
+@dataclass(frozen=True)
+class LoraQkv:
+    """The pattern; see the module."""
+
+    name: str = "lora_qkv"
+    op: str = "lora_expand_add"
+    takes_leftovers: bool = True
+
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
+        """The sums of up to three deltas with one shrink."""
+        groups: list[list[Sum]] = []
+        for value in flow.values:
+            if _is_foreign(value):
+                yield (value,)
+                continue
+            found = match_sum(value)
+            if found is None:
+                if _resembles_sum(value):
+                    yield (value,)
+                continue
+            home = next((g for g in groups if _joins(found, g, flow)), None)
+            if home is None:
+                groups.append([found])
+            else:
+                home.append(found)
+        yield from (tuple(item.value for item in group) for group in groups)
+
+    def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
+        if _is_foreign(anchor[0]):
+            reject(
+                "LORA_OPERATOR",
+                Stage.ANCHORED,
+                f"{_operator(anchor[0])} computes the delta: an operator that is not known",
+                anchor[0],
+                hint="write y + (x @ A[ids].mT) @ B[ids].mT with the stacks of all adapters, or "
+                "call tilewright's shrink_qkv_permute_3mn and lora_expand_add there",
+            )
+        sums = [found for value in anchor if (found := match_sum(value)) is not None]
+        if not sums:
+            reject(
+                "LORA_FORM",
+                Stage.ACTIVATION,
+                "two products with stacks of matrices are added in no known form of adapters",
+                anchor[0],
+                hint="take each row's matrices by index: A[index], B[index]",
+            )
+        deltas = [_with_gathers(item.delta, flow) for item in sums]
+        for item in sums:
+            _guard(item, flow)
+        nothing = [None] * (len(LETTERS) - len(sums))
+        call = delta_calls(
+            [*deltas, *nothing],
+            [*(delta.expand for delta in deltas), *nothing],
+            [*(item.base for item in sums), *nothing],
+            packed=False,
+        )
+        names = ("s", *LETTERS, *(f"{letter}_weight" for letter in LETTERS))
+        results = tuple(
+            Result(item.value, _in_shape_of(item.value), output) for output, item in enumerate(sums)
+        )
+        absorbed = [
+            v for item, d in zip(sums, deltas, strict=True) for v in (item.value, *d.absorbed)
+        ]
+        scope = anchor[0].scope
+        for value in anchor[1:]:
+            scope = common_scope(scope, value.scope)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor[0],
+            arguments={**dict(zip(names, call.operands, strict=True)), **dict(call.options)},
+            results=results,
+            absorbed=tuple(dict.fromkeys(absorbed)),
+            stores=(),
+            facts=_facts(deltas, [*deltas, *nothing]),
+            scope=scope,
+        )
+
+
+def match_sum(value: Value) -> Sum | None:
+    """A tensor and the delta of an adapter added to it; None for another value."""
+    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or len(value.operands) != 2:
+        return None
+    if len(value.shape) < 2 or len(value.args) != 2:
+        return None
+    left, right = value.operands
+    for base, other in ((left, right), (right, left)):
+        if not base.shape == other.shape == value.shape:
+            continue
+        delta = match_delta(other)
+        if delta is None:
+            continue
+        *lead, width = value.shape
+        try:
+            flat = effects.reshape(base.effect, (effects.product(lead), width))
+        except InexpressibleError:
+            continue
+        return Sum(value, View(base.value, flat), delta)
+    return None
+
+
+def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
+    """Whether one shrink can serve another delta, and the sums that are there can wait for it."""
+    if len(group) == len(LETTERS) or not together(group[0].delta, found.delta):
+        return False
+    earlier = [item.value for item in group]
+    users = [user for value in earlier for user in flow.users.get(value, ())]
+    return all(user.position > found.value.position for user in users)
+
+
+def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
+    """The delta, with the tables taken by index that only it reads."""
+    inside = set(delta.absorbed)
+    tables = dict.fromkeys(
+        view.value
+        for value in delta.absorbed
+        for view in value.operands
+        if view.value.op in ("aten.index", "aten.index_select")
+        and view.value not in flow.output_values
+        and inside.issuperset(flow.users.get(view.value, ()))
+    )
+    return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
+
+
+#: How engines name the operator that adds what B makes: punica's bgmv and sgmv, vLLM's lora_expand.
+_EXPANDS = re.compile(
+    r"::(?!.*shrink)\w*(bgmv|sgmv|lora_expand|expand_lora|lora_b(?![a-z])|add_lora)", re.IGNORECASE
+)
+
+
+def _operator(value: Value) -> str:
+    """The name of the operator of another library that computes or writes a value; else ''."""
+    name = value.store.kind if value.store is not None else value.op.removeprefix("opaque:")
+    return name if "::" in name and not name.startswith("tilewright::") else ""
+
+
+def _is_foreign(value: Value) -> bool:
+    """Whether a custom operator named as those of adapters are makes or writes a value."""
+    return _EXPANDS.search(_operator(value)) is not None
+
+
+#: What may stand around the products of something that resembles a delta.
+_AROUND = {
+    "aten.mul",
+    "aten.div",
+    "aten.where",
+    "aten.index",
+    "aten.index_select",
+    "aten.flip",
+    "cast",
+}
+_STACKS = {"aten.index", "aten.index_select", "constant", "input"}
+
+
+def _resembles_sum(value: Value) -> bool:
+    """Whether two products with stacks of matrices, one of the other's result, are added."""
+    if value.op != "aten.add" or len(value.operands) != 2:
+        return False
+    return any(_stacked_products(view.value) > 1 for view in value.operands)
+
+
+def _stacked_products(value: Value, reach: int = 8) -> int:
+    """How many products with stacks of matrices follow each other up to a value."""
+    if reach == 0:
+        return 0
+    rest = _rest_of_product(value)
+    if rest is not None:
+        return 1 + _stacked_products(rest.value, reach - 1)
+    shifted = value.op == "aten.add" and len(value.operands) == 1
+    if value.op not in _AROUND and not shifted:
+        return 0
+    return max((_stacked_products(v.value, reach - 1) for v in value.operands), default=0)
+
+
+def _rest_of_product(value: Value) -> View | None:
+    """What a product with a stack of matrices, taken by index or whole, multiplies them with."""
+    if value.op not in BATCHED or len(value.operands) != 2:
+        return None
+    one, other = value.operands
+    for stack, rest in ((one, other), (other, one)):
+        if len(stack.value.shape) > 2 and stack.value.op in _STACKS:
+            return rest
+    return None
+
+
+def _guard(item: Sum, flow: Dataflow) -> None:
+    delta = item.delta
+    memory = flow.memory_of.get(flow.home(item.base.value))
+    users = flow.users.get(item.value, ())
+    stores = [u for u in users if u.store is not None and u.store.memory is memory]
+    if stores:
+        reject(
+            "LORA_IN_PLACE",
+            Stage.GUARDS,
+            "the delta is added to its projection in place",
+            *stores,
+            hint="y = y + delta instead of y += delta",
+        )
+    dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
+    dtypes.add(item.value.dtype)
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        reject(
+            "DTYPE",
+            Stage.GUARDS,
+            f"activation, adapter and projection have {names}; expected one dtype for all",
+            item.value,
+            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
+        )
+    check_device(delta.x)
+    check_kernels(delta)
+
+
+def _in_shape_of(value: Value) -> effects.Effect:
+    """The op's output [T, W] in the shape of the sum that it replaces."""
+    *lead, width = value.shape
+    return effects.reshape(effects.identity((effects.product(lead), width)), value.shape)
+
+
+def _facts(deltas: Sequence[LoraDelta], placed: Sequence[LoraDelta | None]) -> dict[str, Any]:
+    x = deltas[0].x
+    rows = x.shape[0] if isinstance(x.shape[0], int) else "T"
+    name = str(x.value.dtype).removeprefix("torch.")
+    widths = "/".join(str(delta.expand.shape[1]) for delta in deltas)
+    return {
+        **fact([[d] if d else [] for d in placed]),
+        "columns": widths,
+        "x": f"{name}[{rows},{x.shape[1]}]",
+    }
+
+
+register(LoraQkv())

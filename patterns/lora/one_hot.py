@@ -1,0 +1,163 @@
+"""Every row by all adapters; all parts but its own adapter's are left out in front of B.
+
+    s = einsum("th,grh->tgr", x, A) * one_hot(index, G)[..., None]
+    delta = einsum("tgr,gwr->tw", s, B)
+
+In place of one_hot also index[:, None] == arange(G): then an index that names no adapter is none.
+
+Dimension letters: T rows, G adapters, K hidden, R rank, W columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import View
+from tilewright.patterns.effects import Dim, Effect
+from tilewright.patterns.lora.factors import is_index
+from tilewright.patterns.lora.product import BATCHED, Product
+from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.routing import flat, is_arange, strip_integer_casts
+
+Named = tuple[View, str]
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """The two products of a delta. below: what an index that names no adapter is, `error` or
+    `none`; masked: the product with the mask, between them."""
+
+    first: Product
+    second: Product
+    below: str
+    masked: View
+
+
+def match_one_hot(view: View) -> OneHot | None:
+    """The products whose result, all of it, `view` [..., W] is."""
+    product = named_product(view.value) if view.value.op in BATCHED and view.is_whole else None
+    if product is None:
+        return None
+    (one, other), (ones, others), result = product
+    for masked, stack in (((one, ones), (other, others)), ((other, others), (one, ones))):
+        found = _masked_product(view, masked, stack, result)
+        if found is not None:
+            return found
+    return None
+
+
+def _masked_product(view: View, masked: Named, stack: Named, result: str) -> OneHot | None:
+    (s, names), (weight, weight_names) = masked, stack
+    tokens, feature = result[:-1], result[-1]
+    summed = set(weight_names) - {feature}
+    if len(weight_names) != 3 or len(summed) != 2 or feature in names:
+        return None
+    if names[: len(tokens)] != tokens or set(names[len(tokens) :]) != summed or len(names) < 3:
+        return None
+    mul = s.value
+    if mul.op != "aten.mul" or not s.is_whole or len(mul.operands) != 2 or mul.kwargs:
+        return None
+    for operand, factor in (mul.operands, mul.operands[::-1]):
+        place = _place_of_adapters(factor, mul.shape)
+        if operand.shape != mul.shape or place is None or place < len(tokens):
+            continue
+        chosen = _index_of(_without(factor, mul.shape, 2 * len(tokens) + 1 - place))
+        group, rank = names[place], names[2 * len(tokens) + 1 - place]
+        first = _all_products(operand, len(tokens), place)
+        if chosen is None or first is None:
+            continue
+        index, below = chosen
+        matrices = _ordered((weight, weight_names), (group, feature, rank))
+        if matrices.shape[0] != first[1].shape[0] or flat(index).shape != (first[0].shape[0],):
+            continue
+        rows = flat(index)
+        return OneHot(
+            Product(first[0], first[1], rows, operand.value),
+            Product(s, matrices, rows, view.value),
+            below,
+            s,
+        )
+    return None
+
+
+def _expanded(factor: View, shape: tuple) -> View | None:
+    try:
+        return View(factor.value, effects.expand(factor.effect, shape))
+    except effects.InexpressibleError:
+        return None
+
+
+def _place_of_adapters(factor: View, shape: tuple) -> int | None:
+    """Of the last two axes that of adapters, where the factor is the same along the other."""
+    wide = _expanded(factor, shape)
+    if wide is None or len(shape) < 3:
+        return None
+    still = [all(a.axis is None for a in dim) for dim in wide.effect.dims]
+    if any(still[:-2]) or still[-2] == still[-1]:
+        return None
+    return len(shape) - 2 + still[-2]
+
+
+def _without(factor: View, shape: tuple, axis: int) -> View:
+    """The factor without an axis along which it is the same."""
+    wide = _expanded(factor, shape)
+    assert wide is not None
+    dims = wide.effect.dims
+    return View(wide.value, Effect((*dims[:axis], *dims[axis + 1 :]), wide.effect.start))
+
+
+def _index_of(mask: View) -> tuple[View, str] | None:
+    """(index, below) of a mask [..., G] that is one at each row's adapter."""
+    mask = strip_integer_casts(mask)
+    value = mask.value
+    if not mask.is_whole:
+        return None
+    if value.op == "aten.one_hot":
+        index = value.args[0]
+        return (strip_integer_casts(index), "error") if is_index(index) else None
+    if value.op == "aten.eq" and len(value.operands) == 2 and not value.kwargs:
+        for index, count in (value.operands, value.operands[::-1]):
+            wide = _expanded(index, value.shape)
+            numbers = _expanded(count, value.shape)
+            if wide is None or numbers is None or not is_arange(count.value.whole):
+                continue
+            *rows, last = wide.effect.dims
+            *others, numbered = numbers.effect.dims
+            if any(a.axis is not None for a in last) or not is_index(index):
+                continue
+            if any(a.axis is not None for dim in others for a in dim):
+                continue
+            if (numbered,) == effects.identity(count.value.shape).dims:
+                picked = View(index.value, Effect(tuple(rows), wide.effect.start))
+                return strip_integer_casts(picked), "none"
+    return None
+
+
+def _all_products(s: View, rows: int, place: int) -> tuple[View, View] | None:
+    """(x [T, K], A [G, R, K]) of a product [..., G, R], or [..., R, G], of every row with all."""
+    product = named_product(s.value) if s.value.op in BATCHED and s.is_whole else None
+    if product is None or len(s.shape) != rows + 2:
+        return None
+    (one, other), (ones, others), result = product
+    tokens, group, rank = result[:rows], result[place], result[2 * rows + 1 - place]
+    for (x, names), (weight, weight_names) in (
+        ((one, ones), (other, others)),
+        ((other, others), (one, ones)),
+    ):
+        summed = set(names) - set(tokens)
+        if len(summed) != 1 or set(weight_names) != {group, rank, *summed}:
+            continue
+        (k,) = summed
+        dims: dict[str, Dim] = dict(zip(names, x.effect.dims, strict=True))
+        merged = effects.coalesce(atom for name in tokens for atom in dims[name])
+        flattened = View(x.value, Effect((merged, dims[k]), x.effect.start))
+        return flattened, _ordered((weight, weight_names), (group, rank, k))
+    return None
+
+
+def _ordered(named: Named, names: tuple[str, str, str]) -> View:
+    """A stack with its dimensions in another order."""
+    view, own = named
+    dims: dict[str, Dim] = dict(zip(own, view.effect.dims, strict=True))
+    return View(view.value, Effect(tuple(dims[name] for name in names), view.effect.start))

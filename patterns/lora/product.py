@@ -1,0 +1,190 @@
+"""The products of an adapter: by one matrix, by each row's of a stack, or by that of sorted groups.
+
+A matrix may be a part of a wider one whose result is cut apart (A of q, k and v in one).
+
+Dimension letters: T rows, K summed, N columns, G adapters, B sequences of equal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Atom, Dim, Effect
+from tilewright.patterns.lora.factors import is_index
+from tilewright.patterns.recognise.gemm import is_weight, match_gemm, named_product
+from tilewright.patterns.recognise.grouped_gemm import match_grouped
+from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
+
+#: Products of which one operand may be a stack of matrices.
+BATCHED = ("aten.einsum", "aten.bmm", "aten.matmul")
+
+
+@dataclass(frozen=True)
+class Product:
+    """x [T, K] times weight [G, N, K] of each row's adapter.
+
+    index [T or B]: the adapters; None: there is one, or the rows are sorted and `ends` [G] are the
+    ends of their groups. wraps: an index below zero counts from the last adapter.
+    """
+
+    x: View
+    weight: View
+    index: View | None
+    value: Value
+    wraps: bool = False
+    ends: View | None = None
+
+
+def match_product(view: View) -> Product | None:
+    """The product whose rows, all of them and in order, `view` [..., N] is."""
+    try:
+        return _of_one(view) or _by_index(view) or _of_groups(view)
+    except effects.InexpressibleError:
+        return None
+
+
+def _of_one(view: View) -> Product | None:
+    gemm = match_gemm(view.value)
+    if gemm is None or gemm.bias is not None or gemm.x_scale is not None:
+        return None
+    if not _is_matrix(gemm.weight) or gemm.layout != effects.identity(gemm.shape):
+        return None
+    columns = _columns(view, range(len(gemm.shape) - 1), (len(gemm.shape) - 1,))
+    if columns is None:
+        return None
+    part = gemm.weight.through(_rows_cut(columns, gemm.weight))
+    weight = View(part.value, effects.unsqueeze(part.effect, 0))
+    return Product(gemm.flat_x, weight, None, gemm.value)
+
+
+def _is_matrix(weight: View) -> bool:
+    """A parameter, or a tensor that the graph is given."""
+    return is_weight(weight) or weight.value.op == "input"
+
+
+def _rows_cut(columns: Effect, weight: View) -> Effect:
+    """Columns of a result [..., N] as rows of its weight [N, K]."""
+    (dim,) = columns.dims
+    rows = tuple(Atom(0, atom.step, atom.length) for atom in dim)
+    inner = effects.identity(weight.shape).dims[1]
+    return Effect((rows, inner), (columns.start[-1], 0))
+
+
+def _of_groups(view: View) -> Product | None:
+    gemm = match_grouped(view.value)
+    if gemm is None or len(gemm.x.shape) != 2 or isinstance(gemm.end.kwargs.get("bias"), View):
+        return None
+    columns = gemm.columns_of(view)
+    if columns is None:
+        return None
+    start, length, step = columns
+    weight = View(gemm.weight.value, effects.narrow(gemm.weight.effect, 1, start, length, step))
+    return Product(gemm.x, weight, None, gemm.end, ends=gemm.ends)
+
+
+def _by_index(view: View) -> Product | None:
+    value = view.value
+    product = named_product(value) if value.op in BATCHED else None
+    if product is None:
+        return None
+    (one, other), (ones, others), result = product
+    for x, weight in (((other, others), (one, ones)), ((one, ones), (other, others))):
+        found = _gathered_product(view, x, weight, result)
+        if found is not None:
+            return found
+    return None
+
+
+def _gathered_product(
+    view: View, x: tuple[View, str], weight: tuple[View, str], result: str
+) -> Product | None:
+    """x times weight[index], where the dimensions of both and of the result have names."""
+    matrices = weight[0]
+    taken = gathered(matrices.value.whole)
+    if taken is None or not is_index(taken[1]):
+        return None
+    stored, index = taken
+    lead = len(index.shape)
+    xs, ws = (dict(zip(o[1], o[0].effect.dims, strict=False)) for o in (x, weight))
+    if len(xs) != len(x[0].shape) or len(ws) != len(matrices.shape) or len(stored.shape) < 2:
+        return None
+    _part_repeated(xs, ws)
+    rows = [n for n in result if n in xs and n in ws]
+    tokens = [n for n in result if n in xs and n not in ws]
+    features = [n for n in result if n in ws and n not in xs]
+    summed = [n for n in xs if n in ws and n not in result]
+    known = {*rows, *tokens, *features, *summed}
+    if len(summed) != 1 or not features or known != xs.keys() | ws.keys():
+        return None
+    (k,) = summed
+    shape = matrices.value.shape
+    wanted = effects.coalesce(a for dim in effects.identity(shape).dims[:lead] for a in dim)
+    if effects.coalesce(a for n in rows for a in ws[n]) != wanted:
+        return None
+    columns = _columns(
+        view, [result.index(n) for n in (*rows, *tokens)], [result.index(n) for n in features]
+    )
+    whole = _on_stack(stored, lead, [ws[n] for n in (*features, k)], matrices.effect.start)
+    if columns is None or whole is None:
+        return None
+    merged = effects.coalesce(a for n in (*rows, *tokens) for a in xs[n])
+    return Product(
+        View(x[0].value, Effect((merged, xs[k]), x[0].effect.start)),
+        View(stored.value, effects.compose(_cut(whole, features, result, columns), whole.effect)),
+        flat(strip_integer_casts(index)),
+        view.value,
+        wraps=matrices.value.op == "aten.index",
+    )
+
+
+def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
+    """A dimension that only repeats in one operand belongs to the other alone."""
+    for name in xs.keys() & ws.keys():
+        repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
+        if repeats == [True, False]:
+            del xs[name]
+        elif repeats == [False, True]:
+            del ws[name]
+
+
+def _on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int]) -> View | None:
+    """Dimensions of stored[index], which has `lead` axes in the place of the stack's first, as a
+    view [G, dims...] of the stack; None where they are not of each matrix alone."""
+    if any(start[:lead]) or any(a.axis is None or a.axis < lead for d in dims for a in d):
+        return None
+    first = effects.identity(stored.shape).dims[0]
+    rest = [tuple(Atom(a.axis - lead + 1, a.step, a.length) for a in d if a.axis is not None)
+            for d in dims]  # fmt: skip
+    return stored.through(Effect((first, *rest), (0, *start[lead:])))
+
+
+def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> Effect:
+    """Columns of a result, on its axes, as an effect on stack [G, features..., K]: [G, N, K]."""
+    place = {result.index(name): 1 + at for at, name in enumerate(features)}
+    (dim,) = columns.dims
+    taken = tuple(Atom(place[a.axis], a.step, a.length) for a in dim if a.axis is not None)
+    first, *_, last = effects.identity(stack.shape).dims
+    starts = [columns.start[axis] for axis in place]
+    return Effect((first, taken, last), (0, *starts, 0))
+
+
+def _columns(view: View, rows: Sequence[int], features: Sequence[int]) -> Effect | None:
+    """Which columns `view` [..., N] takes of every row: an effect with one dimension.
+
+    rows, features: the axes of the value that are rows, in order, and those that are columns. None
+    where it does not hold all rows in order.
+    """
+    shape = view.value.shape
+    *lead, last = view.effect.dims
+    own = effects.identity(shape).dims
+    wanted = effects.coalesce(atom for axis in rows for atom in own[axis])
+    if effects.coalesce(atom for dim in lead for atom in dim) != wanted:
+        return None
+    if any(view.effect.start[axis] != 0 for axis in rows):
+        return None
+    if any(atom.axis not in features for atom in last):
+        return None
+    return Effect((last,), view.effect.start)

@@ -1,0 +1,1 @@
+"""Patterns `mla_prefill` and `mla_latent_store`."""

@@ -1,0 +1,314 @@
+"""The keys and values of multi-head latent attention: from attention's operands back to latents.
+
+    kv = linear(latents, kv_b)                         [K, H, N + V]
+    k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
+    v  = kv[..., N:]
+
+K is put together by `cat`, by slices of fresh memory, or by adding padded halves.
+Dimension letters: B sequences, K keys of each, H heads, N width of the projected part of a key, R
+of its rope part, V of the values, L latent rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
+from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.projection.rows import Rows, heads_of
+from tilewright.patterns.quantised.scales import weight_arguments
+from tilewright.patterns.quantised.weights import DequantizedWeight
+from tilewright.patterns.recognise.attention import Attention, unpadded
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
+
+register_code(
+    "LATENT_KEYS",
+    "the keys are not an up-projection of latents beside one rope key for all heads",
+)
+register_code("LATENT_VALUES", "the values are not up-projected from the keys' latents")
+register_code("LATENT_WEIGHT", "the up-projection's rows are not, head by head, K's and then V's")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the columns of K [B, K, H, ...]."""
+
+    start: Size
+    view: View
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is the same for every head."""
+        return all(atom.axis is None for atom in self.view.effect.dims[2])
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """K's columns. absorbed: what put them together. scratch: writes into fresh memory."""
+
+    pieces: tuple[Piece, ...]
+    absorbed: tuple[Value, ...]
+    scratch: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class LatentKeys:
+    """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
+
+    scales: the op's arguments for latents and weight that are 8-bit codes, where the graph itself
+    multiplies codes; empty where it does not. dtype: of the product. absorbed, scratch: what
+    computes K and V from these.
+    """
+
+    latents: View
+    rope_keys: View
+    weight: View
+    num_heads: int
+    nope: int
+    v_dim: int
+    scales: Mapping[str, Any]
+    dtype: torch.dtype
+    absorbed: tuple[Value, ...]
+    scratch: tuple[Value, ...]
+
+
+def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
+    """Whether K [B, K, H, D] has, beside others, columns that are the same for every head."""
+    try:
+        found = assembled(keys, flow)
+    except InexpressibleError:
+        return False
+    shared = [piece.is_shared for piece in found.pieces]
+    return any(shared) and not all(shared)
+
+
+def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
+    """What K and V of an attention are projected from; raises Reject."""
+    found = assembled(attention.keys, flow)
+    widths = " + ".join(str(piece.view.shape[-1]) for piece in found.pieces)
+    if len(found.pieces) != 2:
+        _refuse(
+            f"K's columns come in {len(found.pieces)} pieces ({widths}), not two", attention.keys[0]
+        )
+    projected, shared = found.pieces
+    if not shared.is_shared:
+        _refuse(f"the second of K's pieces ({widths}) differs from head to head", shared.view)
+    k_gemm, k_rows, latents = _projection(projected.view, "K")
+    v_gemm, v_rows, of_values = _projection(piece_of(attention.v), "V")
+    if not equal_values(latents, of_values):
+        reject(
+            "LATENT_VALUES",
+            Stage.V_PATH,
+            f"K is projected from {latents.value}, V from {of_values.value}",
+            v_gemm.value,
+        )
+    for gemm in (k_gemm, v_gemm):
+        if gemm.bias is not None:
+            reject("UNSUPPORTED", Stage.GUARDS, "the up-projection has a bias", gemm.value)
+    weight = _weight(k_gemm, v_gemm, k_rows, v_rows)
+    products = dict.fromkeys((k_gemm.value, v_gemm.value))
+    joined = _joins(projected.view.value, k_gemm), _joins(attention.v.value, v_gemm)
+    return LatentKeys(
+        latents=latents,
+        rope_keys=_one_head(shared.view),
+        weight=weight,
+        num_heads=k_rows.num_heads,
+        nope=k_rows.head_dim,
+        v_dim=v_rows.head_dim,
+        scales=_scales(k_gemm, v_gemm, projected.view),
+        dtype=k_gemm.value.dtype,
+        absorbed=tuple(dict.fromkeys((*found.absorbed, *joined[0], *joined[1], *products))),
+        scratch=found.scratch,
+    )
+
+
+def _joins(value: Value, gemm: Gemm) -> tuple[Value, ...]:
+    """The concatenation that K or V is cut from, where it is not the product itself."""
+    return () if value is gemm.value else (value,)
+
+
+def _one_head(view: View) -> View:
+    batch, keys, _, width = view.effect.dims
+    return View(view.value, Effect((batch, keys, width), view.effect.start))
+
+
+def _refuse(why: str, culprit: View) -> NoReturn:
+    reject(
+        "LATENT_KEYS",
+        Stage.K_PATH,
+        why,
+        culprit,
+        hint="known are keys [up-projected part, rope part], the rope part the same for every head",
+    )
+
+
+# --- the projection -------------------------------------------------------------------------------
+
+
+def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
+    """(product, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of a product."""
+    gemm = match_gemm(view.value)
+    code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
+    if gemm is None:
+        reject(code, stage, f"{who} is {view.value}, not a product with a weight", view)
+    layout = effects.compose(view.effect, gemm.layout)
+    feature = gemm.feature
+    rows = heads_of(layout, feature, None)
+    heads = None if rows is None else rows.dims(feature)
+    mixed = any(a.axis == feature for dim in layout.dims[:2] for a in dim)
+    if rows is None or heads != layout.dims[2:] or mixed:
+        reject(code, stage, f"{who} is not the product's features head by head", view)
+    hidden = effects.identity(gemm.x.shape).dims[-1]
+    start = (*layout.start[:feature], 0)
+    latents = gemm.x.through(Effect((*layout.dims[:2], hidden), start))
+    return gemm, rows, latents
+
+
+def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
+    """[H * (N + V), L], of each head K's rows and then V's."""
+    width = k_rows.head_dim + v_rows.head_dim
+    count = k_rows.num_heads
+    heads = ((count, width),) if count > 1 else ()
+    in_turn = k_rows == Rows(0, heads, k_rows.head_dim)
+    in_turn = in_turn and v_rows == Rows(k_rows.head_dim, heads, v_rows.head_dim)
+    same = equal_values(k.weight, v.weight) and k.weight.shape[0] == count * width
+    if not in_turn or not same:
+        reject(
+            "LATENT_WEIGHT",
+            Stage.GUARDS,
+            f"K takes {k_rows.shape} rows from {k_rows.first} on, V {v_rows.shape} from "
+            f"{v_rows.first} on, of weights with {k.weight.shape[0]} and {v.weight.shape[0]} rows",
+            k.value,
+            v.value,
+            hint="one weight [heads * (nope + v), rank], of each head K's rows first",
+        )
+    return k.weight
+
+
+def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
+    """The scales of latents and weight where they are multiplied as codes; raises Reject."""
+    if k.x_scale is None or k.weight_scale is None:
+        return {}
+    if k.value is not v.value or k.weight.value.dtype != torch.float8_e4m3fn:
+        reject("WEIGHT_FORMAT", Stage.GUARDS, "K and V are products of different codes", k.value)
+    codes = DequantizedWeight(k.weight, "fp8", k.weight_scale, None, 0, ())
+    found = weight_arguments([codes])
+    (rows, columns), rank = found["scale_block"], k.weight.shape[1]
+    groups = k.x_scale.shape[1]
+    width = (rank if groups == 1 else effects.divides(groups, rank)) or 0
+    block = min(width, columns) if isinstance(width, int) else 0
+    if block < 1 or width % block or columns % block or rank % block:
+        reject("SCALE_BLOCK", Stage.GUARDS, f"{groups} scales along {rank} latents", k.value)
+    weight_scale = _finer(found["q_scale"], columns // block if columns < rank else rank // block)
+    layout = effects.compose(keys.effect, k.layout)
+    lead = (
+        layout.dims[:2]
+        if k.x_scale.shape[0] != 1
+        else ((Atom(None, 0, n),) for n in keys.shape[:2])
+    )
+    batch, tokens = lead
+    first = layout.start[0] if k.x_scale.shape[0] != 1 else 0
+    last = effects.identity(k.x_scale.shape).dims[1]
+    scale = k.x_scale.through(Effect((batch, tokens, last), (first, 0)))
+    return {
+        "latent_scale": _finer(scale, width // block if groups > 1 else rank // block),
+        "kv_b_scale": weight_scale,
+        "scale_block": [rows, block],
+    }
+
+
+def _finer(scale: View, repeats: int) -> View:
+    """Each number of the last dimension `repeats` times."""
+    *lead, last = scale.effect.dims
+    dim = effects.coalesce((*last, Atom(None, 0, repeats)))
+    return View(scale.value, Effect((*lead, dim), scale.effect.start))
+
+
+# --- the columns of K -----------------------------------------------------------------------------
+
+
+def assembled(keys: Sequence[View], flow: Dataflow) -> Assembled:
+    """K [B, K, H, D], given in one or more parts, as runs of columns, each a view of what it was
+    put together from."""
+    parts = [_assembled(k, flow) for k in keys]
+    pieces: list[Piece] = []
+    first: Size = 0
+    for k, part in zip(keys, parts, strict=True):
+        pieces += [replace(piece, start=piece.start + first) for piece in part.pieces]
+        first = first + k.shape[-1]
+    return Assembled(
+        tuple(pieces),
+        tuple(value for part in parts for value in part.absorbed),
+        tuple(value for part in parts for value in part.scratch),
+    )
+
+
+def _assembled(k: View, flow: Dataflow) -> Assembled:
+    value = k.value
+    if value.op == "aten.cat":
+        pieces = _cat_pieces(k)
+        if pieces is not None:
+            made, scratch = _fresh_memory(value, flow)
+            return Assembled(pieces, (value, *made), scratch)
+    if value.op == "aten.add" and len(value.operands) == 2 and not value.kwargs:
+        padded = _padded_pieces(k)
+        if padded is not None:
+            return Assembled(padded, (value, *(v.value for v in value.operands)), ())
+    return Assembled((Piece(0, k),), (), ())
+
+
+def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
+    """The pieces of a concatenation that K's columns walk as a whole."""
+    parts, axis = k.value.args
+    last = k.effect.dims[-1]
+    whole = effects.identity(k.value.shape).dims[axis]
+    if last != whole or k.effect.start[axis] != 0:
+        return None
+    found, start = [], 0
+    for part in parts:
+        length = part.shape[axis]
+        if not isinstance(length, int):
+            return None
+        if length:
+            narrow = effects.narrow(k.effect, 3, start, length)
+            found.append(Piece(start, piece_of(View(k.value, narrow))))
+        start += length
+    return tuple(found)
+
+
+def _fresh_memory(cat: Value, flow: Dataflow) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """(the allocation, the writes) behind a concatenation that was written slice by slice."""
+    home = flow.home(cat)
+    if home is cat.node:
+        return (), ()
+    memory = flow.memory_of[home]
+    made = flow.views.get(memory.root)
+    stores = tuple(v for v in flow.written.get(memory, ()) if v.position <= cat.position)
+    return ((made.value,) if isinstance(made, View) else ()), stores
+
+
+def _padded_pieces(k: View) -> tuple[Piece, ...] | None:
+    """K as a sum of pieces, each padded with zeros where the other is."""
+    value = k.value
+    last = len(value.shape) - 1
+    if k.effect.dims[-1] != effects.identity(value.shape).dims[last]:
+        return None
+    found = []
+    for operand in value.operands:
+        wide = View(operand.value, effects.expand(operand.effect, value.shape))
+        seen = wide.through(k.effect)
+        columns = unpadded(seen)
+        if columns is None:
+            return None
+        found.append(Piece(columns[0], piece_of(columns[1])))
+    found.sort(key=lambda piece: piece.start)
+    ends = [piece.start + piece.view.shape[-1] for piece in found]
+    whole = found[0].start == 0 and ends[0] == found[1].start and ends[1] == k.shape[-1]
+    return tuple(found) if whole else None

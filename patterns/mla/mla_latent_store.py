@@ -1,0 +1,200 @@
+"""The cache write of multi-head latent attention: norm of the latent, rotation of the rope key,
+both to the token's slot.
+
+    x ─ linear ─┬─ norm ─▶ cache[slots, :L] = latent
+                └─ rope ─▶ cache[slots, L:] = rope key          ⇒   mla_latent_store
+
+The parts go into one tensor, at once or one after the other, or into two. The projection stays
+outside. Dimension letters: T tokens, L latent rank, R width of the rope key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache.latent_writes import latent_writes
+from tilewright.patterns.cache.writes import CacheWrite, WritePair
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.projection.finish import HeadNorm
+from tilewright.patterns.projection.heads import Heads, match_heads, rope_table
+from tilewright.patterns.projection.written import SUPPORTED_DTYPES, check_tokens
+
+
+@dataclass(frozen=True)
+class MlaLatentStore:
+    """The pattern; see the module."""
+
+    name: str = "mla_latent_store"
+    op: str = "mla_latent_store"
+
+    def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
+        yield from latent_writes(flow)
+
+    def match(self, anchor: WritePair, flow: Dataflow) -> Match:
+        writes = [w for w in (anchor.first, anchor.second) if w is not None]
+        parts = [_part(write, flow, anchor) for write in writes]
+        parts.sort(key=lambda part: part.is_rope_key)
+        latent, rope_key = parts
+        _guard(latent, rope_key, flow)
+        record = latent.write.record
+        shared = latent.write.memory is rope_key.write.memory
+        places = place_arguments(latent.place, rope_key.place)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor.first.store,
+            arguments={
+                "latent": latent.rows,
+                "k_rope": rope_key.rows,
+                "latent_cache": latent.write.memory.root,
+                "rope_cache": None if shared else rope_key.write.memory.root,
+                "latent_window": places["k_window"],
+                "rope_window": places["v_window"],
+                **{name: places[name] for name in places if name in _ADDRESS},
+                **_norm(latent.norm),
+                **_rope(rope_key.heads),
+            },
+            results=(),
+            absorbed=tuple(dict.fromkeys((*latent.absorbed, *rope_key.absorbed))),
+            stores=anchor.stores,
+            facts={
+                "rank": latent.place.window[3],
+                "rope": rope_key.rope_fact,
+                "norm": "none" if latent.norm is None else latent.norm.kind,
+                "writes": len(anchor.stores),
+                "write": record.kind,
+                "slots": latent.place.form,
+                "cache": "x".join(str(n) for n in latent.place.window[:2]),
+            },
+            scope=common_scope(latent.rows.value.scope, anchor.first.store.scope),
+            needs_kernel=True,
+        )
+
+
+_ADDRESS = ("slot_mapping", "slots", "indexing", "lookup_table", "sequence_ids", "positions")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of the two writes stores.
+
+    heads: the projection it comes from; None where nothing between it and the cache is absorbed.
+    rows: [T, L] or [T, R], before norm and rotation.
+    """
+
+    write: CacheWrite
+    place: Addressing
+    heads: Heads | None
+    rows: View
+    absorbed: tuple[Value, ...]
+
+    @property
+    def norm(self) -> HeadNorm | None:
+        return None if self.heads is None else self.heads.norm
+
+    @property
+    def is_rope_key(self) -> tuple[bool, Any]:
+        """Orders a latent before a rope key: the rotated one, else the one without a norm, else the
+        narrower one."""
+        rotated = self.heads is not None and self.heads.rope is not None
+        return rotated, (self.norm is None, -int(self.place.window[3]))
+
+    @property
+    def rope_fact(self) -> str:
+        rope = None if self.heads is None else self.heads.rope
+        return "none" if rope is None else rope.style
+
+
+def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
+    place = address(write, flow)
+    heads = _absorbable(place, flow, anchor)
+    if heads is None:
+        width = place.window[3]
+        rows = View(place.source.value, effects.reshape(place.source.effect, (place.tokens, width)))
+        return Part(write, place, None, rows, place.absorbed)
+    below = {*heads.trunk.absorbed}
+    between = tuple(v for v in heads.absorbed if v not in below)
+    return Part(write, place, heads, _rows(heads), (*place.absorbed, *between))
+
+
+def _absorbable(place: Addressing, flow: Dataflow, anchor: WritePair) -> Heads | None:
+    """The projection below norm and rotation, where nothing else needs what they make."""
+    try:
+        heads = match_heads(place.source, Stage.K_PATH)
+        if check_tokens(heads, place, "latent", Stage.K_PATH) != 1:
+            return None
+    except Reject as rejection:
+        if rejection.miss.code in ("K_PATH", "CAST"):
+            return None  # finished in a way of its own: stored as it comes
+        raise
+    whole = heads.trunk.layout == effects.identity(heads.trunk.value.shape)
+    inside = {*heads.absorbed, *place.absorbed, *anchor.stores}
+    for value in set(heads.absorbed) - set(heads.trunk.absorbed):
+        whole &= value not in flow.output_values
+        whole &= inside.issuperset(flow.users.get(value, ()))
+    return heads if whole else None
+
+
+def _rows(heads: Heads) -> View:
+    """The projection's output for these features, [T, D]."""
+    value = heads.trunk.value
+    feature = len(value.shape) - 1
+    effect = effects.identity(value.shape)
+    tokens = effects.product(value.shape[:-1])
+    taken = effects.narrow(effect, feature, heads.rows.first, heads.head_dim)
+    return View(value, effects.reshape(taken, (tokens, heads.head_dim)))
+
+
+def _guard(latent: Part, rope_key: Part, flow: Dataflow) -> None:
+    culprit = latent.write.store
+    check_pair(latent.place, rope_key.place, flow, culprit)
+    if rope_key.norm is not None or (latent.heads is not None and latent.heads.rope is not None):
+        what = "is normalised" if rope_key.norm is not None else "and the latent are both rotated"
+        reject("UNSUPPORTED", Stage.GUARDS, f"the rope key {what}", culprit)
+    if latent.place.scale is not None or rope_key.place.scale is not None:
+        reject("UNSUPPORTED", Stage.GUARDS, "a latent cache with a scale", culprit)
+    dtypes = {part.place.dtype for part in (latent, rope_key)}
+    dtypes |= {part.rows.value.dtype for part in (latent, rope_key)}
+    dtypes |= {part.place.source.value.dtype for part in (latent, rope_key)}
+    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        reject("DTYPE", Stage.GUARDS, f"latents and cache have {names}, not one dtype", culprit)
+
+
+def _norm(norm: HeadNorm | None) -> dict[str, Any]:
+    if norm is None:
+        return {}
+    if norm.kind != "rms" or norm.weight is None or norm.after_rope:
+        reject(
+            "UNSUPPORTED",
+            Stage.GUARDS,
+            f"the latent has a {norm.kind} norm, with a weight: {norm.weight is not None}",
+            *(() if norm.weight is None else (norm.weight,)),
+        )
+    return {"norm_weight": norm.with_factor.weight, "norm_eps": norm.eps}
+
+
+def _rope(heads: Heads | None) -> dict[str, Any]:
+    if heads is None or heads.rope is None:
+        return {}
+    rope = heads.rope
+    if rope.rotary_dim != heads.head_dim:
+        reject(
+            "UNSUPPORTED",
+            Stage.GUARDS,
+            f"{rope.rotary_dim} of the rope key's {heads.head_dim} columns are rotated",
+            rope.x,
+        )
+    return {
+        "cos": rope_table(heads, rope.cos),
+        "sin": rope_table(heads, rope.sin),
+        "rope_style": rope.style,
+    }
+
+
+register(MlaLatentStore())

@@ -1,0 +1,204 @@
+"""Attention of expanded latents: up-projection, K put together, attention.
+
+    kv = linear(latents, kv_b)
+    k  = cat(kv[..., :N], rope_keys for every head)            ⇒   mla_prefill_dense
+    out = attention(q, k, kv[..., N:])
+
+The query's projection and everything before the latents stay outside, so the same match serves a
+graph without a cache, one that reads its latents from a static cache, and one that gathers them
+from pages; the query's rotation comes inside where its projection is seen. A decode step that
+expands its latents matches as a prefill does: K is no longer made, and keys past the query's
+position are not looked at. Dimension letters: see `patterns/mla/keys.py`; T = B * S queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.codegen.targets import detect_target
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
+from tilewright.patterns.language import Match, Stage, register, reject
+from tilewright.patterns.mla.absorbed import absorbed_products
+from tilewright.patterns.mla.keys import LatentKeys, has_shared_part, match_latent_keys
+from tilewright.patterns.mla.query import Query, match_query
+from tilewright.patterns.recognise.attention import (
+    Attention,
+    keys_of,
+    match_attention,
+    refuse,
+    without_padding,
+)
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.masks import Causal, causal_of
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class MlaPrefill:
+    """The pattern; see the module."""
+
+    name: str = "mla_prefill"
+    op: str = "mla_prefill_dense"
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        for value in flow.values:
+            if _is_latent(value, flow):
+                yield value
+        yield from absorbed_products(flow)
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        if not _is_latent(anchor, flow):
+            reject(
+                "ABSORBED_DECODE",
+                Stage.ACTIVATION,
+                f"{anchor} multiplies the up-projection into the query",
+                anchor,
+                hint="left as it is: for few queries this is the better algorithm",
+            )
+        attention = without_padding(match_attention(anchor, flow))
+        keys = match_latent_keys(attention, flow)
+        query = match_query(attention, keys.nope, flow)
+        _guard(attention, keys)
+        absorbed = (*attention.absorbed, *keys.absorbed, *query.absorbed)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments=_arguments(attention, keys, query),
+            results=(attention.result(),),
+            absorbed=tuple(dict.fromkeys(absorbed)),
+            stores=(),
+            facts=_facts(attention, keys, query),
+            scope=common_scope(keys.weight.value.scope or anchor.scope, anchor.scope),
+            scratch=keys.scratch,
+            needs_kernel=True,
+        )
+
+
+def _is_latent(value: Value, flow: Dataflow) -> bool:
+    """Whether K has a part that all heads share: worth a word where it is not fused."""
+    return any(has_shared_part(keys, flow) for keys in keys_of(value))
+
+
+def _guard(attention: Attention, keys: LatentKeys) -> None:
+    queries = (q for q, _ in attention.terms)
+    codes = () if keys.scales else (keys.latents, keys.weight)
+    dtypes = {keys.dtype, *(view.value.dtype for view in (*queries, keys.rope_keys, *codes))}
+    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
+        names, known = (
+            ", ".join(sorted(str(d).removeprefix("torch.") for d in some))
+            for some in (dtypes, SUPPORTED_DTYPES)
+        )
+        reject(
+            "DTYPE",
+            Stage.GUARDS,
+            f"query, latents, rope keys and weight have {names}; expected one of {known} for all",
+            attention.end,
+        )
+    device = attention.end.device
+    if device.type == "cuda" and detect_target(device.index) is None:
+        reject("UNSUPPORTED", Stage.GUARDS, f"{device} has no kernels", attention.end)
+
+
+def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
+    arguments = {
+        **query.arguments,
+        "latent": _rows(keys.latents),
+        "k_rope": _rows(keys.rope_keys),
+        "kv_b_weight": keys.weight,
+        "v_dim": keys.v_dim,
+        "scale": attention.scale,
+        **{name: _flat(item) for name, item in keys.scales.items()},
+        **_mask(attention),
+    }
+    if attention.row_offsets is None:
+        return arguments | {"num_sequences": attention.queries[0]}
+    offsets = {"row_offsets": attention.row_offsets, "key_offsets": attention.key_offsets}
+    return arguments | offsets
+
+
+def _merged(view: View, *shape: Any) -> View:
+    return View(view.value, effects.reshape(view.effect, shape))
+
+
+def _rows(view: View) -> View:
+    """[B, K, n] as [B * K, n]."""
+    batch, keys, width = view.shape
+    return _merged(view, effects.product((batch, keys)), width)
+
+
+def _flat(item: Any) -> Any:
+    """Scales [B, K, n] as [B * K, n]; others as they are."""
+    return _rows(item) if isinstance(item, View) and len(item.shape) == 3 else item
+
+
+def _mask(attention: Attention) -> dict[str, Any]:
+    """The mask, as little of it as has to be read."""
+    numbers = {} if attention.added is None else {"attn_mask": attention.added}
+    if attention.row_offsets is not None:
+        return _ragged_mask(attention)
+    if attention.mask is None:
+        return {"mask": "causal" if attention.causal else "none"}
+    if attention.causal:
+        refuse("it has a mask besides is_causal", attention.end)
+    found = causal_of(attention.mask, *attention.queries[:2], sees=attention.sees)
+    if found is True:
+        return {"mask": "none", **numbers}
+    if isinstance(found, Causal):
+        positions = {} if found.positions is None else {"positions": found.positions}
+        return {"mask": "causal", **positions, **numbers}
+    if numbers or not attention.sees:
+        refuse("its mask says which keys are hidden, not which are seen", attention.end)
+    return {"mask": "none", "attn_mask": attention.mask}
+
+
+def _ragged_mask(attention: Attention) -> dict[str, Any]:
+    """Causal from the last query and key: a sequence's queries come after its other keys."""
+    rows, keys = attention.row_offsets, attention.key_offsets
+    assert rows is not None
+    assert keys is not None
+    if not attention.causal:
+        return {"mask": "none"}
+    if equal_values(rows, keys):
+        return {"mask": "causal"}
+    lengths = Computed("add", (_lengths(keys), Computed("neg", (_lengths(rows),))))
+    return {"mask": "causal", "cache_lengths": lengths}
+
+
+def _lengths(offsets: View) -> Computed:
+    """[B] of offsets [B + 1]."""
+    count = offsets.shape[0] - 1
+    ends, starts = (
+        View(offsets.value, effects.narrow(offsets.effect, 0, first, count)) for first in (1, 0)
+    )
+    return Computed("add", (ends, Computed("neg", (starts,))))
+
+
+def _facts(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
+    mask = _mask(attention)
+    ragged = attention.row_offsets is not None
+    form = "tensor" if mask["mask"] == "none" and "attn_mask" in mask else mask["mask"]
+    return {
+        "heads": f"{keys.num_heads}x({keys.nope}+{keys.rope_keys.shape[-1]})/{keys.v_dim}",
+        "rank": keys.latents.shape[-1],
+        "queries": _size(attention.queries[1]),
+        "keys": _size(keys.latents.shape[1]),
+        "mask": form + (" by position" if "positions" in mask else ""),
+        "batch": "ragged" if ragged else "equal",
+        "q rope": query.style,
+        "latents": "fp8" if keys.scales else "dense",
+        "q": str(attention.v.value.dtype).removeprefix("torch."),
+    }
+
+
+def _size(size: Any) -> Any:
+    return size if isinstance(size, int) else "T"
+
+
+register(MlaPrefill())

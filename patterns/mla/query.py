@@ -1,0 +1,108 @@
+"""The query of latent attention: rotated in the op, which reads it where its projection left it.
+
+    q = linear(x, q_b)                                    [T, H, N + R]
+    q = cat(q[..., :N], rope(q[..., N:]))         ⇒       q, cos and sin
+
+Where that cannot be shown, the op takes the query as the graph made it. Dimension letters: B
+sequences, S queries of each, T = B * S, H heads, N and R the widths of a head's two parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.language import Reject, Stage
+from tilewright.patterns.mla.keys import assembled
+from tilewright.patterns.projection.heads import Heads, match_heads, rope_table
+from tilewright.patterns.projection.rows import Rows
+from tilewright.patterns.recognise.attention import Attention
+
+
+@dataclass(frozen=True)
+class Query:
+    """arguments: q [T, H, N + R] and, where the op rotates it, its table.
+
+    absorbed: what lies between the projection and attention.
+    """
+
+    arguments: dict[str, Any]
+    absorbed: tuple[Value, ...]
+
+    @property
+    def style(self) -> str:
+        return str(self.arguments.get("rope_style", "none"))
+
+
+def match_query(attention: Attention, nope: int, flow: Dataflow) -> Query:
+    """The query of an attention; nope: N."""
+    try:
+        found = _unrotated(attention, nope, flow)
+    except (Reject, InexpressibleError):
+        found = None
+    if found is not None:
+        return found
+    parts = tuple(_by_token(q) for q, _ in attention.terms)
+    return Query({"q": parts[0] if len(parts) == 1 else Computed("cat", (parts, -1))}, ())
+
+
+def _by_token(q: View) -> View:
+    """[B, S, H, D] as [T, H, D]."""
+    batch, queries, heads, width = q.shape
+    tokens = effects.product((batch, queries))
+    return View(q.value, effects.reshape(q.effect, (tokens, heads, width)))
+
+
+def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None:
+    """The query before its rotation, where it is the whole of one projection's output."""
+    made = assembled([q for q, _ in attention.terms], flow)
+    if len(made.pieces) != 2 or made.scratch:
+        return None
+    nope, rope = (match_heads(piece.view, Stage.Q_PATH) for piece in made.pieces)
+    heads = rope.num_heads
+    both = nope.head_dim + rope.head_dim
+    step = ((heads, both),) if heads > 1 else ()
+    value = rope.trunk.value
+    plain = nope.rope is None and nope.norm is None and rope.norm is None
+    plain = plain and nope.trunk.value is value and nope.head_dim == width
+    plain = plain and nope.rows == Rows(0, step, width)
+    plain = plain and rope.rows == Rows(width, step, rope.head_dim)
+    plain = plain and value.shape[-1] == heads * both
+    plain = plain and rope.trunk.layout == effects.identity(value.shape)
+    if not plain or rope.rope is None or rope.rope.rotary_dim != rope.head_dim:
+        return None
+    if not all(_in_order(part) for part in (nope, rope)):
+        return None
+    kept = {*rope.trunk.absorbed}
+    between = [v for part in (nope, rope) for v in part.absorbed if v not in kept]
+    absorbed = tuple(dict.fromkeys((*made.absorbed, *between)))
+    inside = {*absorbed, *attention.absorbed}
+    if any(not inside.issuperset(flow.users.get(v, ())) for v in absorbed):
+        return None
+    if any(v in flow.output_values for v in absorbed):
+        return None
+    tokens = effects.product(value.shape[:-1])
+    q = effects.reshape(effects.identity(value.shape), (tokens, heads, both))
+    arguments = {
+        "q": View(value, q),
+        "cos": rope_table(rope, rope.rope.cos),
+        "sin": rope_table(rope, rope.rope.sin),
+        "rope_style": rope.rope.style,
+        "rope_on": "q",
+    }
+    return Query(arguments, absorbed)
+
+
+def _in_order(part: Heads) -> bool:
+    """Whether [B, S, H, D] holds every token of the projection once, in its order, head by head."""
+    layout = part.layout
+    if part.rows.dims(part.feature) != layout.dims[2:] or any(layout.start[: part.feature]):
+        return False
+    lead = Effect(layout.dims[:2], layout.start)
+    flat = effects.reshape(lead, (effects.product(lead.shape),))
+    identity = effects.identity((*part.tokens, 1))
+    whole = Effect(identity.dims[:-1], (0,) * len(identity.start))
+    return flat.dims == effects.reshape(whole, (effects.product(part.tokens),)).dims

@@ -1,0 +1,273 @@
+"""The way from the rows of the experts' last GEMM back to tokens: weighting, un-permutation and
+sum, in whichever order and spelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.moe.sentinels import is_row_mask
+from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
+from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.routing import (
+    Order,
+    flat,
+    gathered,
+    match_inverse,
+    match_rows,
+    per_row,
+)
+
+# They take a tensor for its shape alone.
+SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
+_PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
+
+register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
+
+
+@dataclass(frozen=True)
+class Combine:
+    """The way from the down GEMM's rows to tokens. weights: expert weights [T, S]; None: not here.
+
+    end: the result [T, H].
+    """
+
+    weights: View | None
+    num_slots: Any
+    end: Value
+    absorbed: tuple[Value, ...]
+
+
+def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
+    """Weighting, un-permutation and sum, in whichever order and spelling."""
+    value, weights, absorbed = down.end, None, []
+    in_token_order = order.permutation is None
+    matrix = effects.product(order.ids.shape), down.weight.shape[1]
+    dtype = down.x.value.dtype
+    for _ in range(8):
+        user = _only_user(flow, value)
+        if user is None:
+            break
+        absorbed.append(user)
+        if in_token_order and weights is None and user.op in _PRODUCTS:
+            weights = _contracted(user, value, num_slots, matrix)
+            if weights is not None:
+                return _finish(flow, user, weights, num_slots, absorbed, dtype)
+            break
+        unchanged = user.op == "aten.clone" or is_float_cast(user)
+        unchanged |= is_row_mask(user) and not in_token_order
+        steps = unchanged or user.op == "aten.mul"
+        if steps and not _keeps_rows(user, value, matrix):
+            break
+        if unchanged:
+            value = user
+        elif user.op == "aten.mul" and weights is None:
+            weights = _weights(user, value, order, num_slots, in_token_order)
+            if weights is None:
+                break
+            value = user
+        elif not in_token_order and (extra := _unpermuted(user, value, order)) is not None:
+            value, in_token_order = user, True
+            absorbed += extra
+        elif (
+            _sums_slots(user, value, num_slots)
+            if in_token_order
+            else _adds_rows(user, value, order, num_slots)
+        ):
+            return _finish(flow, user, weights, num_slots, absorbed, dtype)
+        else:
+            break
+    reject(
+        "EXPERT_COMBINE",
+        Stage.GUARDS,
+        f"after the down projection came {absorbed[-1] if absorbed else 'no single reader'}",
+        absorbed[-1] if absorbed else down.end,
+    )
+
+
+def _keeps_rows(user: Value, value: Value, matrix: tuple[Any, Any]) -> bool:
+    """Whether an element-wise operation reads all of value, its rows in their order."""
+    own = [v for v in user.operands if v.value is value]
+    return len(own) == 1 and user.shape == own[0].shape and _is_matrix(own[0], matrix)
+
+
+def _is_matrix(view: View, matrix: tuple[Any, Any]) -> bool:
+    """Whether a view is its whole value, seen as the matrix [routes, hidden], regrouped."""
+    try:
+        whole = effects.reshape(effects.identity(view.value.shape), matrix)
+        return effects.reshape(view.effect, matrix) == whole
+    except effects.InexpressibleError:
+        return False
+
+
+def _contracted(
+    product: Value, value: Value, num_slots: Any, matrix: tuple[Any, Any]
+) -> View | None:
+    """Expert weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product."""
+    found = named_product(product)
+    if found is None:
+        return None
+    (one, other), (ones, others), result = found
+    for y, ys, by, bs in ((one, ones, other, others), (other, others, one, ones)):
+        if y.value is not value or len(ys) != 3 or len(set(ys)) != 3 or len(set(bs)) != len(bs):
+            continue
+        dims = dict(zip(bs, by.effect.dims, strict=True))
+        single = [name for name, dim in dims.items() if name not in ys and not dim]
+        t, s, h = ys[0], ys[1], ys[2]
+        if y.shape[1:] != (num_slots, matrix[1]) or not _is_matrix(y, matrix):
+            continue
+        if {n for n in bs if n not in single} != {t, s} or s in result:
+            continue
+        if [n for n in result if n not in single] == [t, h]:
+            weights, _ = strip_casts(View(by.value, Effect((dims[t], dims[s]), by.effect.start)))
+            return weights
+    return None
+
+
+def _finish(
+    flow: Dataflow,
+    end: Value,
+    weights: View | None,
+    num_slots: Any,
+    absorbed: list[Value],
+    dtype: torch.dtype,
+) -> Combine:
+    """With the cast back to the activation's dtype, where one is the only reader."""
+    if weights is None:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            "the experts' results are summed without weights",
+            end,
+        )
+    user = _only_user(flow, end)
+    back = user is not None and is_float_cast(user) and user.dtype == dtype
+    if user is not None and back and end.dtype != dtype and end not in flow.output_values:
+        absorbed.append(user)
+        end = user
+    if end.dtype != dtype:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            f"the sum stays {end.dtype}, the tokens are {dtype}",
+            end,
+            hint="cast the sum back to the dtype of the tokens, and use that alone",
+        )
+    if end.store is not None:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            "the sum is in memory that was written in place, under more than one name",
+            end,
+            hint="use index_add instead of index_add_",
+        )
+    return Combine(weights, num_slots, end, tuple(absorbed))
+
+
+def _only_user(flow: Dataflow, value: Value) -> Value | None:
+    users = [u for u in dict.fromkeys(flow.users.get(value, ())) if u.op not in SHAPED_LIKE]
+    # An in-place spelling is a computation and a store of it into the same memory.
+    users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
+                                      and not u.store.index)]  # fmt: skip
+    return users[0] if len(users) == 1 else None
+
+
+def _weights(
+    product: Value, value: Value, order: Order, num_slots: Any, in_token_order: bool
+) -> View | None:
+    """Expert weights [T, S] of value * weight."""
+    if len(product.operands) != 2:
+        return None
+    weight = next((v for v in product.operands if v.value is not value), None)
+    if weight is None:
+        return None
+    weight, _ = strip_casts(weight)
+    if in_token_order:
+        return _by_token(per_row(weight), num_slots)
+    column = per_row(weight)
+    if column is None:
+        return None
+    column = flat(column)
+    base, _ = strip_casts(column)
+    taken = gathered(base)
+    if taken is None or taken[1] != order.permutation:
+        return None
+    return _by_token(taken[0], num_slots)
+
+
+def _by_token(view: View | None, num_slots: Any) -> View | None:
+    """[T * S] or [T, S] as [T, S]."""
+    if view is None:
+        return None
+    total = effects.product(view.shape)
+    tokens = effects.divides(num_slots, total)
+    if tokens is None:
+        return None
+    return View(view.value, effects.reshape(view.effect, (tokens, num_slots)))
+
+
+def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
+    """Values absorbed where `user` is `value` in the routes' own order; None where it is not."""
+    taken = gathered(user.whole)
+    if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
+        return []
+    store = user.store
+    if store is None or store.accumulate or store.memory.is_input:
+        return None
+    by_index = list(store.index.items()) == [(0, order.permutation)]
+    whole = effects.is_identity(store.target, store.memory.shape)
+    return [] if by_index and whole and store.source == value.whole else None
+
+
+def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
+    """Whether `user` is value, seen as [T, S, H], summed over S."""
+    if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
+        return False
+    view = user.operands[0]
+    dims = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if len(view.shape) != 3 or view.shape[1] != num_slots or [d % 3 for d in dims] != [1]:
+        return False
+    routes = effects.reshape(view.effect, (effects.product(view.shape[:2]), view.shape[2]))
+    flat_value = effects.product(value.shape[:-1])
+    expected = effects.reshape(effects.identity(value.shape), (flat_value, value.shape[-1]))
+    return routes == expected and not user.kwargs.get("keepdim")
+
+
+def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
+    """Whether `user` adds each row of value to its token, from zero."""
+    store = user.store
+    if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
+        return False  # more rows than tokens
+    if user.op in ("aten.index_add", "aten.scatter_add"):
+        base, dim, index, source = user.args[:4]
+        if user.args[4:] or user.kwargs.get("alpha", 1) != 1:
+            return False
+        rows = match_rows(_first_column(index), order) if dim == 0 else None
+        return rows == num_slots and source == value.whole and _is_zero(base)
+    if store is None or not store.accumulate or store.memory.is_input:
+        return False
+    items = list(store.index.items())
+    if len(items) != 1 or items[0][0] != 0 or store.source != value.whole:
+        return False
+    before = user.args[0]
+    return match_rows(items[0][1], order) == num_slots and _is_zero(before)
+
+
+def _first_column(view: View) -> View:
+    """An index that repeats along the columns, as the rows it names."""
+    if len(view.effect.dims) == 2 and all(a.axis is None for a in view.effect.dims[1]):
+        return View(view.value, effects.Effect(view.effect.dims[:1], view.effect.start))
+    return view
+
+
+def _is_zero(view: Any) -> bool:
+    names = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+    return isinstance(view, View) and view.value.op in names

@@ -1,0 +1,336 @@
+"""A mixture computed for all experts: every token through every expert, then most of it times 0.
+
+    y   = bmm(activation(bmm(x, gate_up)), down)           [E, T, H]
+    out = sum over e of scores[t, e] * y[e, t]             ⇒   fused_moe on the chosen experts
+
+where the scores are zero outside of a router's choice, which has to be seen in the graph. Finite
+results of experts that were not chosen count for nothing; infinite ones would make the sum NaN.
+Scores that multiply the input instead (Llama-4) are taken for one expert per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import (
+    Computed,
+    Dataflow,
+    Value,
+    View,
+    common_scope,
+    upstream,
+)
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
+from tilewright.patterns.moe.routes import chosen_experts
+from tilewright.patterns.moe.weights import check_dtypes, layer_arguments
+from tilewright.patterns.quantised.words import pushed
+from tilewright.patterns.recognise.activation import Activation, match_activation
+from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.grouped_gemm import check_device
+from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+
+register_code(
+    "EXPERT_SCORES", "nothing shows that all but the chosen experts have weight zero for a token"
+)
+
+# What may lie between the two products.
+_BETWEEN = {
+    "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
+    "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",
+}  # fmt: skip
+# How many values that may be.
+_REACH = 48
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """out [T, H] = the sum over experts. scores [T, E]; None: they were not seen on the way."""
+
+    scores: View | None
+    end: Value
+    absorbed: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class MoeDense:
+    """The pattern; see the module."""
+
+    name: str = "moe_dense"
+    op: str = "fused_moe"
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """A product with every expert's weight, each its own rows, that another one feeds."""
+        for value in flow.values:
+            if any(not g.is_shared and _fed(g, flow) for g in dense_gemms(value, flow)):
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        down = next(g for g in dense_gemms(anchor, flow) if not g.is_shared and _fed(g, flow))
+        activation = match_activation(down.x.value.whole)
+        if activation is None:
+            found = f"found {down.x.value} between the two products with all experts"
+            reject("EXPERT_ACTIVATION", Stage.ACTIVATION, found, down.x)
+        gate = _first(activation.gate, "gate", down, flow)
+        up = None if activation.up is None else _first(activation.up, "up", down, flow)
+        firsts = [gemm for gemm in (gate, up) if gemm is not None]
+        if any(gemm.x != gate.x for gemm in firsts):
+            reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
+        weighted = _weighted(flow, down)
+        x, scores, on_input = _tokens(gate, weighted)
+        ids = chosen_experts(scores)
+        if ids is None:
+            reject(
+                "EXPERT_SCORES",
+                Stage.GUARDS,
+                f"{scores.value} weighs the experts' results, and may be other than zero for all",
+                scores,
+                hint="zeros(T, E).scatter(1, expert_ids, weights) of a topk's indices; a sum over "
+                "all experts, softly weighted, is no mixture that picks",
+            )
+        if on_input and any(gemm.bias is not None for gemm in (*firsts, down)):
+            reject(
+                "EXPERT_SCORES",
+                Stage.GUARDS,
+                "scores of zero on the input leave the biases of experts that were not chosen",
+                down.end,
+            )
+        layer = layer_arguments({"gate": gate, "up": up, "down": down}, activation)
+        check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
+        check_device(x)
+        absorbed = (
+            *(v for gemm in firsts for v in gemm.absorbed),
+            *activation.absorbed,
+            *down.absorbed,
+            *weighted.absorbed,
+        )
+        if on_input:
+            absorbed = (gate.x.value, *absorbed)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments={**_routed(x, scores, ids, on_input), **layer},
+            results=(Result(weighted.end, effects.identity(weighted.end.shape)),),
+            absorbed=tuple(dict.fromkeys(absorbed)),
+            stores=(),
+            facts=_facts(x, ids, activation, down, on_input, layer),
+            scope=common_scope(gate.end.scope, anchor.scope),
+        )
+
+
+def _fed(gemm: DenseGemm, flow: Dataflow) -> bool:
+    """Whether another such product lies behind a few element-wise steps, one at least."""
+    return any(
+        value.op not in _BETWEEN and any(True for _ in dense_gemms(value, flow))
+        for value in upstream(gemm.x.value, _REACH, lambda v: v.op in _BETWEEN)
+        if value is not gemm.x.value
+    )
+
+
+def _first(part: View, name: str, down: DenseGemm, flow: Dataflow) -> DenseGemm:
+    """The product of which `part`, shaped as the activation, is the gate or up half."""
+    for candidate in (part.value, *(v.value for v in part.value.operands)):
+        for gemm in dense_gemms(candidate, flow):
+            columns = gemm.columns_of(part) if gemm.end is part.value else None
+            if columns is not None and _same_order(gemm, down):
+                return replace(
+                    gemm,
+                    weight=_rows(gemm.weight, columns),
+                    bias=gemm.bias and _rows(gemm.bias, columns),
+                )
+    reject(
+        "EXPERT_ACTIVATION",
+        Stage.ACTIVATION,
+        f"the {name} half is {part.value}, not a set of columns of a product with all experts",
+        part,
+    )
+
+
+def _rows(view: View, columns: tuple[Any, Any, int]) -> View:
+    start, length, step = columns
+    return View(view.value, effects.narrow(view.effect, 1, start, length, step))
+
+
+def _same_order(first: DenseGemm, down: DenseGemm) -> bool:
+    """Whether the second product reads the first one's experts, tokens and outputs as its own."""
+    roles = roles_through(down.x, first.roles)
+    return roles == "etn"
+
+
+# --- back to tokens -------------------------------------------------------------------------------
+
+
+def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
+    """Scores and sum over the experts, in whichever order and spelling."""
+    value, roles, scores = down.end, down.roles.replace("n", "h"), None
+    absorbed: list[Value] = []
+    dtype = down.x.value.dtype
+    for _ in range(6):
+        users = list(dict.fromkeys(flow.users.get(value, ())))
+        if len(users) != 1 or value in flow.output_values:
+            break
+        (user,) = users
+        own = [v for v in user.operands if v.value is value]
+        order = roles_through(own[0], roles) if len(own) == 1 else None
+        if order is None:
+            break
+        if user.op == "aten.clone" or is_float_cast(user):
+            pass
+        elif user.op == "aten.mul" and scores is None and len(user.operands) == 2:
+            scores = _scores(user, value, order)
+            if scores is None:
+                break
+        elif user.op == "aten.sum" and _over(user, order.index("e")):
+            return _finish(flow, user, scores, absorbed, order.replace("e", ""), dtype)
+        elif scores is None and (by := _contracted(user, value, roles)) is not None:
+            return _finish(flow, user, by, absorbed, "th", dtype)
+        else:
+            break
+        absorbed.append(user)
+        value, roles = user, order
+    users = list(dict.fromkeys(flow.users.get(value, ())))
+    what = users[0] if len(users) == 1 else "no single reader"
+    culprit = users[0] if len(users) == 1 else value
+    reject("EXPERT_COMBINE", Stage.GUARDS, f"after the down projection came {what}", culprit)
+
+
+def _finish(
+    flow: Dataflow,
+    end: Value,
+    scores: View | None,
+    absorbed: list[Value],
+    order: str,
+    dtype: torch.dtype,
+) -> Weighted:
+    if order != "th" or len(end.shape) != 2:
+        reject("EXPERT_COMBINE", Stage.GUARDS, f"the sum {end} is not [tokens, hidden]", end)
+    absorbed = [*absorbed, end]
+    users = list(dict.fromkeys(flow.users.get(end, ())))
+    back = len(users) == 1 and is_float_cast(users[0]) and users[0].dtype == dtype
+    if back and end.dtype != dtype and end not in flow.output_values:
+        end = users[0]
+        absorbed.append(end)
+    if end.dtype != dtype:
+        found = f"the sum stays {end.dtype}, the tokens are {dtype}"
+        reject("EXPERT_COMBINE", Stage.GUARDS, found, end)
+    return Weighted(scores, end, tuple(absorbed))
+
+
+def _scores(product: Value, value: Value, order: str) -> View | None:
+    """scores [T, E] of value * scores, that repeat along the hidden dimension."""
+    own = next(v for v in product.operands if v.value is value)
+    other = next((v for v in product.operands if v.value is not value), None)
+    if other is None or product.shape != own.shape:
+        return None
+    wide = pushed(product.whole, strip_casts(other)[0])
+    dims = dict(zip(order, wide.effect.dims, strict=True))
+    if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not dims["t"]:
+        return None
+    return View(wide.value, Effect((dims["t"], dims["e"]), wide.effect.start))
+
+
+def _over(total: Value, axis: int) -> bool:
+    dims = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    return [d % 3 for d in dims] == [axis] and not total.kwargs.get("keepdim")
+
+
+def _contracted(product: Value, value: Value, roles: str) -> View | None:
+    """scores [T, E] of einsum('te,eth->th', scores, value) and its other spellings."""
+    found = named_product(product)
+    if found is None:
+        return None
+    operands, names, result = found
+    for (y, ys), (by, bs) in (
+        (list(zip(operands, names, strict=True))),
+        (list(zip(operands, names, strict=True))[::-1]),
+    ):
+        order = roles_through(y, roles) if y.value is value else None
+        if order is None or len(ys) != 3 or len(set(ys)) != 3 or len(bs) != 2:
+            continue
+        role_of = dict(zip(ys, order, strict=True))
+        named = [role_of.get(n) for n in bs]
+        if sorted(n or "" for n in named) != ["e", "t"]:
+            continue
+        if [role_of.get(n) for n in result] != ["t", "h"]:
+            continue
+        bare = strip_casts(by)[0]
+        dims = dict(zip(named, bare.effect.dims, strict=True))
+        return View(bare.value, Effect((dims["t"], dims["e"]), bare.effect.start))
+    return None
+
+
+# --- tokens and routes ----------------------------------------------------------------------------
+
+
+def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
+    """(x [T, H], scores [T, E], whether they multiply x)."""
+    _, tokens, hidden = gate.x.effect.dims
+    if gate.is_shared and weighted.scores is not None:
+        x = View(gate.x.value, Effect((tokens, hidden), gate.x.effect.start))
+        return x, weighted.scores, False
+    product = gate.x.value
+    if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
+        for a, b in (product.operands, product.operands[::-1]):
+            x, by = pushed(gate.x, a), pushed(gate.x, b)
+            over = [all(atom.axis is None for atom in dim) for dim in x.effect.dims]
+            repeats = [all(atom.axis is None for atom in dim) for dim in by.effect.dims]
+            if over == [True, False, False] and repeats == [False, False, True]:
+                e, t, _ = by.effect.dims
+                x = View(x.value, Effect(x.effect.dims[1:], x.effect.start))
+                return x, View(by.value, Effect((t, e), by.effect.start)), True
+    reject(
+        "EXPERT_SCORES",
+        Stage.GUARDS,
+        f"{gate.x.value} reaches the experts, neither the tokens nor the tokens times their scores",
+        gate.x,
+        hint="capacity buffers and dispatch masks are not fused: sort the routes by expert",
+    )
+
+
+def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
+    """The op's x, expert_ids and expert_weights."""
+    weights = Computed("gather", (scores, 1, ids))
+    if not on_input:
+        return {"x": x, "expert_ids": ids, "expert_weights": weights}
+    if ids.shape[1] != 1 or scores.value.dtype != x.value.dtype:
+        reject(
+            "UNSUPPORTED",
+            Stage.CAPABILITY,
+            f"{ids.shape[1]} experts of a token weigh its input; one at most is fused",
+            scores,
+        )
+    options = (("dtype", torch.float32), ("device", x.value.device))
+    ones = Computed("full", (list(ids.shape), 1.0), options)
+    return {"x": Computed("mul", (x, weights)), "expert_ids": ids, "expert_weights": ones}
+
+
+def _facts(
+    x: View,
+    ids: View,
+    activation: Activation,
+    down: DenseGemm,
+    on_input: bool,
+    layer: dict[str, Any],
+) -> dict[str, Any]:
+    experts, hidden, inner = down.weight.shape
+    tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
+    return {
+        "experts": experts,
+        "slots": ids.shape[1],
+        "inner": inner,
+        "activation": activation.name,
+        "weighs": "input" if on_input else "output",
+        "x": f"{str(x.value.dtype).removeprefix('torch.')}[{tokens},{hidden}]",
+        "weights": layer.get("weight_format", "dense"),
+    }
+
+
+register(MoeDense())

@@ -1,0 +1,181 @@
+"""Weights [T, E] of every expert for every token, known to be zero but for a router's choice.
+
+    scores = zeros(T, E).scatter(1, ids, weights)        0 wherever ids do not point
+    scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
+    scores = (one_hot(ids, E) * weights[..., None]).sum(1)
+    scores = probabilities.masked_fill(~chosen, 0)
+
+followed from what is stored outside of the choice, through operations that keep zero (or minus
+infinity) what it is. T tokens, S slots (top-k), E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.routing import strip_integer_casts
+
+_INFINITY = float("inf")
+_ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
+# f(-inf) is 0, and of a softmax's other elements they change nothing.
+_FROM_MINUS_INFINITY = {"aten.sigmoid", "aten.softmax", "aten.exp", "aten.relu"}
+
+
+def chosen_experts(scores: View) -> View | None:
+    """ids [T, S], distinct for each token, outside of which scores [T, E] are zero; None where that
+    is not known."""
+    ids = _outside(scores, 0.0)
+    return ids if ids is not None and _are_distinct(ids) else None
+
+
+def _are_distinct(ids: View) -> bool:
+    """Whether no token names an expert twice: the indices of a top-k of its scores."""
+    if ids.shape[-1] == 1:
+        return True
+    value = ids.value
+    if value.op != "aten.topk" or value.kwargs.get("output") != 1 or not ids.is_whole:
+        return False
+    dim = value.args[2] if len(value.args) > 2 else value.kwargs.get("dim", -1)
+    return dim in (-1, len(value.shape) - 1)
+
+
+def _outside(view: View, number: float) -> View | None:
+    """The ids outside of which a view [T, E] holds `number`."""
+    value = view.value
+    if not view.is_whole or len(value.shape) != 2:
+        return None
+    if value.op == "cast" or value.op == "aten.clone":
+        return _outside(value.args[0], number)
+    if value.op == "aten.scatter":
+        base, dim, ids = value.args[:3]
+        return _scattered(value, base, dim, ids, number)
+    if value.store is not None:
+        return _stored(value, number)
+    if value.op in ("aten.masked_fill", "aten.where"):
+        return _masked(value, number)
+    if number != 0.0:
+        return None
+    if value.op in _FROM_MINUS_INFINITY and _over_experts(value):
+        zero = _outside(value.args[0], 0.0) if value.op == "aten.relu" else None
+        return zero or _outside(value.args[0], -_INFINITY)
+    if value.op == "aten.sum":
+        return _summed_hits(value)
+    return _product(value)
+
+
+def _over_experts(value: Value) -> bool:
+    if value.op != "aten.softmax":
+        return True
+    dim = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
+    return dim in (-1, 1)
+
+
+def _product(value: Value) -> View | None:
+    """A factor that is zero makes the product so; nothing else may change it."""
+    first = value.args[0] if value.args else None
+    if value.op == "aten.mul":
+        wide = (v for v in value.operands if v.shape == value.shape)
+        return next((ids for v in wide if (ids := _outside(v, 0.0)) is not None), None)
+    if value.op == "aten.div" and isinstance(first, View) and first.shape == value.shape:
+        return _outside(first, 0.0) if not value.kwargs.get("rounding_mode") else None
+    return None
+
+
+def _scattered(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | None:
+    if not isinstance(base, View) or not isinstance(ids, View) or dim not in (1, -1):
+        return None
+    if len(ids.shape) != 2 or ids.shape[0] != value.shape[0] or not is_filled(base, number):
+        return None
+    return strip_integer_casts(ids)
+
+
+def _stored(value: Value, number: float) -> View | None:
+    """The same in place, into memory of the graph's own."""
+    store = value.store
+    before = value.args[0]
+    if store is None or store.kind not in ("scatter_", "scatter_add_") or store.memory.is_input:
+        return None
+    if list(store.index) != [1] or not effects.is_identity(store.target, store.memory.shape):
+        return None
+    if store.dtype != store.memory.dtype or value.node.args[:1] != (store.memory.root,):
+        return None
+    return _scattered(value, before, 1, store.index[1], number)
+
+
+def _masked(value: Value, number: float) -> View | None:
+    """masked_fill(x, ~chosen, number), where(chosen, x, number)."""
+    if value.op == "aten.where":
+        chosen, _, other = value.args
+        return _chosen(chosen) if _is_number(other, number) else None
+    _, mask, other = value.args
+    if not _is_number(other, number) or not isinstance(mask, View) or not mask.is_whole:
+        return None
+    inverse = mask.value
+    if inverse.op in ("aten.bitwise_not", "aten.logical_not"):
+        return _chosen(inverse.args[0])
+    zero = inverse.op == "aten.eq" and _is_number(inverse.args[1], 0.0)
+    return _chosen(inverse.args[0]) if zero else None
+
+
+def _chosen(mask: Any) -> View | None:
+    """The ids outside of which a mask is false: zeros into which something was scattered."""
+    if not isinstance(mask, View) or not mask.is_whole:
+        return None
+    value = mask.value
+    if value.op in ("aten.gt", "aten.ne") and _is_number(value.args[1], 0.0):
+        return _chosen(value.args[0])
+    return _outside(mask, 0.0)
+
+
+def _summed_hits(value: Value) -> View | None:
+    """one_hot(ids [T, S]), weighted or not, summed over the slots."""
+    dims = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    hits = value.args[0]
+    if len(dims) != 1 or dims[0] % 3 != 1 or len(hits.shape) != 3 or not hits.is_whole:
+        return None
+    return _hits(hits)
+
+
+def _hits(view: View) -> View | None:
+    """ids [T, S] outside of which a view [T, S, E] is zero."""
+    value = view.value
+    if not view.is_whole:
+        return None
+    if value.op == "cast":
+        return _hits(value.args[0])
+    if value.op == "aten.one_hot":
+        ids = strip_integer_casts(value.args[0])
+        return ids if len(ids.shape) == 2 else None
+    if value.op == "aten.mul":
+        wide = (v for v in value.operands if v.shape == value.shape)
+        return next((hit for v in wide if (hit := _hits(v)) is not None), None)
+    return None
+
+
+def is_filled(view: View, number: float) -> bool:
+    """Whether a view holds one number everywhere, as it was made."""
+    value = view.value
+    while value.op == "cast":
+        (operand,) = value.operands
+        value = operand.value
+    if value.op in _ZEROS:
+        return number == 0.0
+    if value.op not in ("aten.full", "aten.full_like", "aten.new_full"):
+        return False
+    fill = value.kwargs.get("fill_value", value.args[-1] if value.args else None)
+    return _is_number(fill, number)
+
+
+def _is_number(item: Any, number: float) -> bool:
+    if isinstance(item, View):
+        return is_filled(item, number) or (
+            item.value.op in ("aten.tensor", "aten.scalar_tensor")
+            and item.value.args[:1] == (number,)
+        )
+    if item is None or isinstance(item, (tuple, list, str)):
+        return False
+    return number_of(item) == number

@@ -1,0 +1,79 @@
+"""Routes to experts that are elsewhere (expert parallelism): numbered E and up, behind the rows of
+all others once sorted, their rows filled with zeros.
+
+    foreign = (sorted_ids >= E)[:, None]
+    rows    = rows.masked_fill(foreign, 0)
+    sorted_ids.clamp_(max=E - 1)                  so that they may index biases
+
+Hugging Face writes both into every mixture up to transformers 5.17. `fused_moe` leaves out routes
+of expert -1, which is what such routes become.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.effects import Size
+from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.routing import Order, experts_of, per_row, strip_integer_casts
+
+
+def is_row_mask(value: Value) -> bool:
+    """Whether a value is another's rows, zero where the row's expert is elsewhere."""
+    return foreign_experts(value) is not None
+
+
+def foreign_experts(value: Value) -> tuple[View, Size] | None:
+    """(experts by row, E) of masked_fill(rows, experts >= E, 0); None for another value."""
+    if value.op != "aten.masked_fill":
+        return None
+    rows, mask, fill = value.args
+    if isinstance(fill, View) or number_of(fill) != 0 or rows.shape != value.shape:
+        return None
+    column = per_row(mask) if isinstance(mask, View) and len(mask.shape) == 2 else None
+    if column is None or column.value.op != "aten.ge" or not column.is_whole:
+        return None
+    ids, first = column.value.args
+    return None if isinstance(first, View) else (ids, first)
+
+
+def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
+    """A view of rows before such masks, and the masked values."""
+    masked: list[Value] = []
+    while is_row_mask(view.value):
+        masked.append(view.value)
+        view = view.value.args[0].through(view.effect)
+    return view, tuple(masked)
+
+
+def unclamped(ids: View, num_experts: Size) -> View:
+    """Experts by row before a clamp that changes those of other experts alone."""
+    ids = strip_integer_casts(ids)
+    value = ids.value
+    names = {"aten.clamp": ("min", "max"), "aten.clamp_max": ("max",)}.get(value.op)
+    if names is None:
+        return ids
+    given = {"min": None, "max": None, **value.kwargs}
+    given |= dict(zip(names, value.args[1:], strict=False))
+    if given["min"] not in (None, 0) or given["max"] != num_experts - 1:
+        return ids
+    return value.args[0].through(ids.effect)
+
+
+def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:
+    """Values that the sorted experts are clamped to in place."""
+    stores = (store.store for store in flow.stores if store.store is not None)
+    sources = [s.source for s in stores if s.kind in ("clamp_", "clamp_max_") and s.source]
+    return [
+        source.value
+        for source in sources
+        if (ids := unclamped(source, num_experts)) != source
+        and ids.value.op == "aten.sort"
+        and experts_of(ids) == order.ids
+    ]
+
+
+def without_foreign(ids: View, first: Size) -> Any:
+    """Experts [T, S], -1 in place of `first` and up."""
+    return Computed("where", (Computed("ge", (ids, first)), -1, ids))

@@ -1,0 +1,214 @@
+"""What lies between a projection and its consumer: norm and rotation of heads, in either order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Atom, Effect
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.projection.rows import Rows
+from tilewright.patterns.recognise.norm import Norm, match_norm, strip_casts
+from tilewright.patterns.recognise.rope import Rope, match_rope
+
+
+@dataclass(frozen=True)
+class Finish:
+    """head: what is left below norm and rotation, seen as the matched view's dimensions."""
+
+    head: View
+    norm: Norm | None
+    rope: Rope | None
+    norm_after_rope: bool
+    absorbed: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A norm as the op takes it: see `fused_qkv_paged`.
+
+    weight: [D], or [H, D]; None where it has none. factor: `offset + weight` as the graph has it.
+    """
+
+    kind: str
+    width: str
+    after_rope: bool
+    weight: View | None
+    offset: float
+    factor: View | None
+    eps: float
+
+    @property
+    def with_factor(self) -> HeadNorm:
+        """The same norm, its weight with the offset added."""
+        return replace(self, weight=self.factor, offset=0.0)
+
+
+def match_finish(view: View, stage: Stage) -> Finish:
+    """The norm and rotation that `view` [..., H, ..., D] is the result of, as far as there are any.
+
+    Raises Reject for those of a kind that the op does not have.
+    """
+    head, absorbed = strip_casts(view)
+    norm: Norm | None = None
+    rope: Rope | None = None
+    norm_after_rope = False
+    while True:
+        whole, effect = one_head_axis(head)
+        turned = match_rope(whole) if rope is None else None
+        if turned is not None:
+            rope, norm_after_rope = turned, norm is not None
+            below, found = turned.x.through(effect), turned.absorbed
+        elif (scaled := match_norm(head.value.whole, stage)) is not None:
+            if norm is not None:
+                reject(
+                    "NORM_AFTER_ROPE",
+                    stage,
+                    "the heads are normalised twice; one norm, before or after the rotation, "
+                    "can be fused",
+                    head,
+                )
+            norm = scaled
+            below, found = scaled.x.through(head.effect), scaled.absorbed
+        else:
+            return Finish(head, norm, rope, norm_after_rope, absorbed)
+        head, casts = strip_casts(below)
+        absorbed = (*absorbed, *found, *casts)
+
+
+def head_norm(finish: Finish, layout: Effect, feature: int, rows: Rows, stage: Stage) -> HeadNorm:
+    """The norm of a finish, whose x lies on the product's axes as `layout` says.
+
+    feature: the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
+    """
+    norm = finish.norm
+    assert norm is not None
+    run = (Atom(feature, 1, norm.width),)
+    one_run = all(step == rows.head_dim for _, step in rows.heads) and len(rows.heads) < 2
+    whole_row = one_run and norm.width == rows.num_heads * rows.head_dim
+    starts = layout.start[feature] == rows.first
+    if layout.dims[-1] != run or not (norm.width == rows.head_dim or (whole_row and starts)):
+        reject(
+            "NORM_WIDTH",
+            stage,
+            f"the norm runs over {norm.width} features, the projection has {rows.num_heads} heads "
+            f"of {rows.head_dim}",
+            norm.x,
+        )
+    by_head = norm.width == rows.head_dim
+    heads = (rows.num_heads, rows.head_dim)
+    weight, factor = (
+        None if view is None else _weight(view, layout, feature, heads, by_head, stage)
+        for view in (norm.weight, norm.factor)
+    )
+    width = "head" if by_head else "row"
+    return HeadNorm(norm.kind, width, finish.norm_after_rope, weight, norm.offset, factor, norm.eps)
+
+
+def _weight(
+    view: View,
+    layout: Effect,
+    feature: int,
+    heads: tuple[int, int],
+    by_head: bool,
+    stage: Stage,
+) -> View:
+    """A norm's weight as the op takes it: [D] for all heads, or [H, D]."""
+    *lead, last = view.effect.dims
+    along = [i for i, dim in enumerate(lead) if dim]
+    axes = {a.axis for i in along for a in layout.dims[i]}
+    if not axes <= {feature} or (along and not by_head):
+        reject("UNSUPPORTED", stage, "the norm's weight varies from token to token", view)
+    # The op goes by rows of the projection: heads in descending steps.
+    split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
+    steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
+    if along and (along != split or steps != sorted(steps, reverse=True)):
+        reject("UNSUPPORTED", stage, "the norm's weight has the heads in another order", view)
+    if by_head and not along:
+        return View(view.value, Effect((last,), view.effect.start))
+    flat = (*(a for i in along for a in lead[i]), *last)
+    return View(view.value, effects.reshape(Effect((flat,), view.effect.start), heads))
+
+
+def norm_arguments(q: HeadNorm | None, k: HeadNorm | None, culprit: Value) -> dict[str, Any]:
+    """The op's arguments for the norms of q and k; raises Reject (UNSUPPORTED)."""
+    norms = [n for n in (q, k) if n is not None]
+    if not norms:
+        return {}
+    weightless = any(n.weight is None for n in norms)
+    kinds = {(n.kind, n.width, n.after_rope, n.eps) for n in norms}
+    if len(kinds) > 1 or (weightless and len(norms) == 1):
+        reject(
+            "UNSUPPORTED",
+            Stage.GUARDS,
+            f"q and k are normalised differently: {_describe(q)}, and {_describe(k)}",
+            culprit,
+        )
+    if len({n.offset for n in norms if n.weight is not None}) > 1:
+        q, k = (None if n is None else n.with_factor for n in (q, k))
+    weighted = [n for n in (q, k) if n is not None and n.weight is not None]
+    norm = norms[0]
+    return {
+        "q_norm_weight": None if q is None else q.weight,
+        "k_norm_weight": None if k is None else k.weight,
+        "norm_eps": norm.eps,
+        "weightless_norm": weightless,
+        "norm_kind": norm.kind,
+        "norm_width": norm.width,
+        "norm_after_rope": norm.after_rope,
+        "norm_offset": weighted[0].offset if weighted else 0.0,
+    }
+
+
+def _describe(norm: HeadNorm | None) -> str:
+    if norm is None:
+        return "no norm"
+    place = "after" if norm.after_rope else "before"
+    weight = "without a weight, " if norm.weight is None else ""
+    return f"a {norm.kind} norm per {norm.width}, {weight}eps {norm.eps:g}, {place} the rotation"
+
+
+def norm_fact(norm: HeadNorm | None) -> str:
+    """What reports say of a norm."""
+    if norm is None:
+        return "none"
+    words = [norm.kind]
+    words += ["row"] if norm.width == "row" else []
+    words += ["after rope"] if norm.after_rope else []
+    words += ["weightless"] if norm.weight is None else []
+    return ", ".join(words)
+
+
+def one_head_axis(view: View) -> tuple[View, Effect]:
+    """A stack of pairs [..., D/2, 2] read as [..., D], and the view's effect on that."""
+    value, effect = view.value, view.effect
+    if not _is_pairs(value):
+        return value.whole, effect
+    *lead, pairs, two = value.shape
+    if not isinstance(pairs, int) or not isinstance(two, int):
+        return value.whole, effect
+    axis = len(lead)
+    merged = effects.reshape(effects.identity(value.shape), (*lead, pairs * two))
+    dims = tuple(
+        effects.coalesce(
+            Atom(axis, a.step * two, a.length)
+            if a.axis == axis
+            else Atom(axis, a.step, a.length)
+            if a.axis == axis + 1
+            else a
+            for a in dim
+        )
+        for dim in effect.dims
+    )
+    start = (*effect.start[:axis], effect.start[axis] * two + effect.start[axis + 1])
+    return View(value, merged), Effect(dims, start)
+
+
+def _is_pairs(value: Value) -> bool:
+    if value.op == "aten.view_as_real":
+        return True
+    if value.op != "aten.cat" or value.args[1] != len(value.shape) - 1:
+        return False
+    return all(piece.effect.dims[-1] == () for piece in value.args[0])

@@ -1,0 +1,57 @@
+"""What a cache takes of a projection: whole heads, every token once and in order."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.cache.address import Addressing
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.projection.heads import Heads
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
+    """How many neighbouring cache heads each head of the projection is written to.
+
+    The written dimensions must be exactly the product's tokens in order, heads, head_dim; raises
+    Reject where they are not.
+    """
+    source = heads.layout
+    lead = effects.reshape(
+        Effect(source.dims[: place.token_rank], source.start),
+        (effects.product(source.shape[: place.token_rank]),),
+    )
+    product = (*heads.tokens, 1)
+    whole = effects.reshape(
+        Effect(effects.identity(product).dims[:-1], (0,) * len(product)),
+        (effects.product(heads.tokens),),
+    )
+    if lead.dims != whole.dims or any(s != 0 for s in source.start[:-1]):
+        reject(
+            "SLOT_INDEX",
+            stage,
+            f"the {who} write does not store every token once and in order",
+            heads.linear,
+        )
+    written = place.window[2:4]
+    repeat = effects.divides(heads.num_heads, written[0])
+    if written[1] != heads.head_dim or not isinstance(repeat, int):
+        reject(
+            "CACHE_LAYOUT",
+            stage,
+            f"the cache holds {written[0]} heads of {written[1]}, the {who} projection makes "
+            f"{heads.num_heads} of {heads.head_dim}",
+            heads.linear,
+        )
+    inner = (*source.dims[place.token_rank :],)
+    if inner != heads.rows.dims(heads.feature, repeat):
+        reject(
+            "LAYOUT",
+            stage,
+            f"{who} is not written head by head, each {repeat} times, with its features in order",
+            heads.linear,
+        )
+    return repeat

@@ -1,0 +1,1 @@
+"""Patterns `qkv_cache` and `cache_store`."""

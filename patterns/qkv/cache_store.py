@@ -1,0 +1,98 @@
+"""The cache write alone, for heads whose projection could not be absorbed.
+
+Even then a step should touch only the slots it writes: stock compilation of a write through a view
+copies the whole cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.patterns import effects
+from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache.writes import CacheWrite, WritePair, pairs
+from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.projection.written import SUPPORTED_DTYPES
+
+
+@dataclass(frozen=True)
+class CacheStore:
+    """The pattern; see the module."""
+
+    name: str = "cache_store"
+    op: str = "paged_kv_store"
+
+    def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
+        yield from pairs(flow)
+
+    def match(self, anchor: WritePair, flow: Dataflow) -> Match:
+        try:
+            return self._match(anchor, flow)
+        except Reject as rejection:
+            if anchor.first.is_projected:
+                raise
+            # Of what the graph is given nothing shows that it is keys and values.
+            raise Reject(replace(rejection.miss, weight="advice")) from None
+
+    def _match(self, anchor: WritePair, flow: Dataflow) -> Match:
+        k_write, v_write = anchor.first, anchor.second
+        k = address(k_write, flow)
+        v = address(v_write, flow) if v_write is not None else None
+        if v is not None:
+            check_pair(k, v, flow, k_write.store)
+        for write, place in ((k_write, k), (v_write, v)):
+            if write is not None and place is not None:
+                _check_dtypes(write, place)
+        shared = v_write is not None and v_write.memory is k_write.memory
+        arguments: dict[str, Any] = {
+            "k": _heads(k),
+            "v": None if v is None else _heads(v),
+            "k_cache": k_write.memory.root,
+            "v_cache": None if v_write is None or shared else v_write.memory.root,
+            **place_arguments(k, v),
+            "static_tokens": isinstance(k.tokens, int),
+        }
+        facts = {
+            "heads": f"{k.window[2]}x{k.window[3]}",
+            "writes": 1 if v is None else 2,
+            "write": k_write.record.kind,
+            "slots": k.form,
+            "cache": "x".join(str(n) for n in k.window[:4]),
+        }
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=k_write.store,
+            arguments=arguments,
+            results=(),
+            absorbed=(),
+            stores=anchor.stores,
+            facts=facts,
+            scope=k_write.store.scope,
+        )
+
+
+def _check_dtypes(write: CacheWrite, place: Addressing) -> None:
+    dtype = place.source.value.dtype
+    rounds = place.dtype in FP8_DTYPES
+    if dtype not in SUPPORTED_DTYPES or (dtype != place.dtype and not rounds):
+        reject(
+            "DTYPE",
+            Stage.GUARDS,
+            f"{dtype} is written into a cache of {place.dtype}; expected one of "
+            f"{', '.join(map(str, SUPPORTED_DTYPES))} for both, or 8-bit floats for the cache",
+            write.store,
+        )
+
+
+def _heads(place: Addressing) -> View:
+    """The written heads as [T, H, D]."""
+    source, (heads, dim) = place.source, place.window[2:4]
+    return View(source.value, effects.reshape(source.effect, (place.tokens, heads, dim)))
+
+
+register(CacheStore())

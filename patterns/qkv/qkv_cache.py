@@ -1,0 +1,283 @@
+"""QKV projection and KV-cache write: three projections of one activation, optional bias, per-head
+RMS norm and rotation, K and V written into a cache by slot.
+
+    x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ q
+    x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
+    x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
+
+Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache.latent_writes import latent_writes
+from tilewright.patterns.cache.writes import WritePair, pairs
+from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
+from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.lora.arguments import fact as lora_fact
+from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_deltas
+from tilewright.patterns.projection.finish import norm_arguments, norm_fact
+from tilewright.patterns.projection.heads import Heads, match_heads, rope_table, same_activation
+from tilewright.patterns.projection.written import SUPPORTED_DTYPES, check_tokens
+from tilewright.patterns.qkv.query import find_query
+from tilewright.patterns.quantised.scales import weight_arguments
+from tilewright.patterns.quantised.weights import refuse
+
+
+@dataclass(frozen=True)
+class QkvCache:
+    """The pattern; see the module."""
+
+    name: str = "qkv_cache"
+    op: str = "fused_qkv_paged"
+
+    def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
+        latents = {store for pair in latent_writes(flow) for store in pair.stores}
+        yield from (pair for pair in pairs(flow) if not latents.issuperset(pair.stores))
+
+    def match(self, anchor: WritePair, flow: Dataflow) -> Match:
+        first = address(anchor.first, flow)
+        if not any(write.is_projected for write in (anchor.first, anchor.second) if write):
+            reject(
+                "EARLIER_GRAPH",
+                Stage.ANCHORED,
+                f"{anchor.first.store} writes what this graph is given: no projection is in it",
+                *anchor.stores,
+                hint="where the graph breaks between projection and write, mend that break",
+            )
+        if anchor.second is None:
+            reject(
+                "LONE_WRITE",
+                Stage.ANCHORED,
+                "this write has no twin at the same slots: K and V are written in pairs",
+                anchor.first.store,
+            )
+        second = address(anchor.second, flow)
+        k, v, (k_place, v_place), (k_write, v_write) = _keys_and_values(
+            (first, second), (anchor.first, anchor.second)
+        )
+        if not same_activation(k, v):
+            reject(
+                "ACTIVATION",
+                Stage.ACTIVATION,
+                f"K projects {k.x.value}, V projects {v.x.value}",
+                k.linear,
+                v.linear,
+            )
+        repeats = []
+        for heads, place, who, stage in (
+            (k, k_place, "K", Stage.K_PATH),
+            (v, v_place, "V", Stage.V_PATH),
+        ):
+            repeats.append(check_tokens(heads, place, who, stage))
+            _check_cast(heads, place, who, stage)
+        stored = (*k_place.absorbed, *v_place.absorbed)
+        inside = frozenset((*k.absorbed, *v.absorbed, *stored, *anchor.stores))
+        if repeats[0] != repeats[1]:
+            reject(
+                "UNSUPPORTED",
+                Stage.GUARDS,
+                f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times",
+                k.linear,
+            )
+        if k.trunk.clip != v.trunk.clip:
+            reject(
+                "UNSUPPORTED",
+                Stage.GUARDS,
+                f"K is clamped to {k.trunk.clip or 'nothing'}, V to {v.trunk.clip or 'nothing'}",
+                k.linear,
+                hint="clamp q, k and v alike, or none of them",
+            )
+        q = find_query(flow, k, v, k_write.store, inside)
+        _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
+        shared = k_write.memory is v_write.memory
+        arguments = _arguments(q.heads, k, v, k_place, v_place)
+        arguments["kv_repeat"] = repeats[0]
+        arguments["k_cache"] = k_write.memory.root
+        arguments["v_cache"] = None if shared else v_write.memory.root
+        three = (q.heads, k, v)
+        kept = set()
+        if _own_deltas(three):
+            kept = {value for h in three for d in h.trunk.deltas for value in d.absorbed}
+        absorbed = dict.fromkeys((*q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
+        record = anchor.first.store.store
+        assert record is not None
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor.first.store,
+            arguments=arguments,
+            results=(q.result,),
+            absorbed=tuple(value for value in absorbed if value not in kept),
+            stores=anchor.stores,
+            facts=_facts(q.heads, k, v, k_place, record.kind),
+            scope=common_scope(k.linear.scope, anchor.first.store.scope),
+        )
+
+
+def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tuple:
+    """Which of two writes is K: the one that is rotated or normalised, else the first."""
+    first, second = places
+    try:
+        k = match_heads(first.source, Stage.K_PATH)
+    except Reject as rejection:
+        # The other order has its own say only where the second write is plainly not V.
+        swapped = _rotated(second)
+        if swapped is None:
+            raise rejection from None
+        k, places, writes = swapped, places[::-1], writes[::-1]
+    else:
+        if k.rope is None and k.norm is None and (swapped := _rotated(second)) is not None:
+            k, places, writes = swapped, places[::-1], writes[::-1]
+    v = match_heads(places[1].source, Stage.V_PATH)
+    if v.rope is not None or v.norm is not None:
+        reject("V_PATH", Stage.V_PATH, "both writes are rotated or normalised", v.end)
+    return k, v, places, writes
+
+
+def _rotated(place: Addressing) -> Heads | None:
+    try:
+        heads = match_heads(place.source, Stage.K_PATH)
+    except Reject:
+        return None
+    return heads if heads.rope is not None or heads.norm is not None else None
+
+
+def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
+    """The op rounds once, to the activation's dtype: another dtype in the cache is another op."""
+    written, projected = place.source.value.dtype, heads.linear.dtype
+    if written != projected and place.dtype not in FP8_DTYPES:
+        reject(
+            "CAST",
+            stage,
+            f"{who} is cast from {_short(projected)} to {_short(written)} before the cache write",
+            place.source,
+            hint="keep the cache in the activation's dtype",
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _guard(
+    flow: Dataflow,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    k_place: Addressing,
+    v_place: Addressing,
+    cache: torch.dtype,
+) -> None:
+    dtypes = {t.dtype for p in (q, k, v) for t in p.numbers}
+    dtypes |= {cache} - set(FP8_DTYPES)
+    dtypes |= {p.linear.dtype for p in (q, k, v)} | {q.end.dtype}
+    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
+        names = ", ".join(sorted(_short(d) for d in dtypes))
+        known = ", ".join(_short(d) for d in SUPPORTED_DTYPES)
+        reject(
+            "DTYPE",
+            Stage.GUARDS,
+            f"activation, weights and cache have {names}; expected one of {known} for all",
+            k.linear,
+        )
+    if q.num_heads % k.num_heads or k.num_heads != v.num_heads or k.head_dim != v.head_dim:
+        reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.linear)
+    check_pair(k_place, v_place, flow, k.linear)
+
+
+def _arguments(
+    q: Heads, k: Heads, v: Heads, k_place: Addressing, v_place: Addressing
+) -> dict[str, Any]:
+    rope = k.rope
+    return {
+        "x": q.x,
+        "q_weight": q.weight,
+        "k_weight": k.weight,
+        "v_weight": v.weight,
+        **place_arguments(k_place, v_place),
+        "q_bias": q.bias_rows,
+        "k_bias": k.bias_rows,
+        "v_bias": v.bias_rows,
+        **norm_arguments(q.norm, k.norm, q.linear),
+        "cos": None if rope is None else rope_table(k, rope.cos),
+        "sin": None if rope is None else rope_table(k, rope.sin),
+        "rotary_dim": 0 if rope is None else rope.rotary_dim,
+        "rope_style": "none" if rope is None else rope.style,
+        "static_tokens": isinstance(q.num_tokens, int),
+        "clip": k.trunk.clip,
+        "delta": _delta((q, k, v)),
+        **_codes(q, k, v),
+    }
+
+
+def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
+    """What the adapters of the projections add, columns of q, k and v one beside the other."""
+    if not any(h.trunk.deltas for h in heads):
+        return None
+    widths = [h.num_heads * h.head_dim for h in heads]
+    if _own_deltas(heads):
+        return own_deltas([[h.delta_columns(d) for d in h.trunk.deltas] for h in heads], widths)
+    return packed_deltas([[(d, h.expand_rows(d)) for d in h.trunk.deltas] for h in heads], widths)
+
+
+def _own_deltas(heads: tuple[Heads, Heads, Heads]) -> bool:
+    """Whether the graph goes on computing what its adapters add: there are no kernels for them."""
+    return not all(has_kernels(d) for h in heads for d in h.trunk.deltas)
+
+
+def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
+    """The arguments of weights and activations that are quantised."""
+    found = [p.quantized for p in (q, k, v)]
+    weights = [weight for weight in found if weight is not None]
+    if not weights:
+        return {}
+    if len(weights) != len(found):
+        refuse(weights[0].codes, "not those of all three projections")
+    arguments = weight_arguments(weights)
+    if k.x_scale is not None:
+        arguments |= {"x_scale": k.x_scale, "out_dtype": k.linear.dtype}
+    return arguments
+
+
+def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[str, Any]:
+    rope = k.rope
+    style = "none" if rope is None else rope.style
+    if rope is not None and rope.rotary_dim != k.head_dim:
+        style += f"({rope.rotary_dim})"
+    tokens = q.num_tokens if isinstance(q.num_tokens, int) else "T"
+    facts = {
+        "projection": _projection(q, k, v),
+        "gqa": q.num_heads // k.num_heads,
+        "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
+        "rope": style,
+        "bias": "yes" if any(p.trunk.bias is not None for p in (q, k, v)) else "no",
+        "norm": norm_fact(k.norm),
+        "write": kind,
+        "slots": place.form,
+        "cache": "x".join(str(n) for n in place.window[:4]),
+        "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
+    }
+    if k.trunk.clip:
+        facts["clip"] = k.trunk.clip
+    facts |= lora_fact([p.trunk.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))
+    if (weight := k.quantized) is not None:
+        facts["weight"] = weight.format + (" with zeros" if weight.zero is not None else "")
+    return facts
+
+
+def _projection(q: Heads, k: Heads, v: Heads) -> str:
+    if q.linear is k.linear is v.linear:
+        return "packed"
+    return "q + packed kv" if k.linear is v.linear else "separate"
+
+
+register(QkvCache())

@@ -1,0 +1,242 @@
+"""The query projection that belongs to a K and a V projection.
+
+Where K is rotated, Q is what is rotated with the same cos and sin. Else Q is what is left of the
+product that K or V is a part of, or another product of the same activation: the one that meets the
+written cache in attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
+from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
+from tilewright.patterns.projection.rows import rest_of
+from tilewright.patterns.projection.trunk import Trunk
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.gemm import match_gemm
+from tilewright.patterns.recognise.rope import same_table
+
+# What lies between a projection and its consumer; a walk from the projection stays inside these.
+_INSIDE = {
+    "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "aten.pow", "aten.square",
+    "aten.mean", "aten.rsqrt", "aten.rms_norm", "aten.clamp", "aten.hardtanh", "cast", "aten.var",
+    "aten.sqrt", "aten.div", "aten.reciprocal", "aten.sum", "aten.layer_norm", "aten._scaled_mm",
+    "aten.view_as_complex", "aten.view_as_real", "aten.conj", "aten._conj",
+}  # fmt: skip
+_REACH = 64
+
+# Where a query joins the output of attention without being a part of it: residuals, gates.
+_JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.where", "cast"}
+
+
+@dataclass(frozen=True)
+class Query:
+    """Q's heads, and what of the graph they replace."""
+
+    heads: Heads
+    result: Result | Parts
+
+
+def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozenset[Value]) -> Query:
+    """The query beside K and V; raises Reject (Q_PATH) where there is none, or more than one.
+
+    store: the write of K. inside: what the match absorbs for K and V.
+    """
+    if k.rope is not None:
+        rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
+    found = {p: q for p in _products_of(flow, k) if (q := _query_at(flow, p, k, v, inside))}
+    if k.rope is None:
+        found |= {q.heads.linear: q for q in _rests(k, v) if q.heads.linear not in found}
+        found = _attending(flow, found, (k, v), store)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    what = f"{len(found)} candidates for the" if found else "no"
+    were = "were" if found else "was"
+    reject(
+        "Q_PATH",
+        Stage.Q_PATH,
+        f"{what} query projection of {k.x.value} {were} found beside K and V",
+        k.linear,
+        hint="the query must project the same activation and be rotated with the same cos and sin",
+    )
+
+
+def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
+    """Every product of K's activation with a weight; what is quantised is quantised for each."""
+    if k.x_scale is None:
+        users = flow.users.get(k.x.value, ())
+    else:
+        users = [v for v in flow.values if v.op == k.linear.op]
+    found = []
+    for user in dict.fromkeys(users):
+        gemm = match_gemm(user)
+        try:
+            if gemm is not None and equal_values(gemm.flat_x, k.x):
+                found.append(user)
+        except effects.InexpressibleError:
+            continue
+    return found
+
+
+# --- another product, or a part of one with its own norm or rotation ------------------------------
+
+
+def _query_at(
+    flow: Dataflow, product: Value, k: Heads, v: Heads, inside: frozenset[Value]
+) -> Query | None:
+    """Q on this product: the furthest value downstream that is made as K is."""
+    taken = [h.rows.indices() for h in (k, v) if h.linear is product]
+    first: Query | None = None
+    for end in _ends(flow, product):
+        try:
+            heads = match_heads(end.whole, Stage.Q_PATH, head_dim=k.head_dim)
+            query = Query(heads, Result(end, on_heads(heads, heads.layout)))
+            fits = heads.linear is product and _mirrors(heads, k)
+        except (Reject, effects.InexpressibleError):
+            continue
+        if not fits or any(heads.rows.indices() & rows for rows in taken):
+            continue
+        if _closed(flow, heads, inside):
+            return query
+        first = first or query
+    return first
+
+
+def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
+    """Whether nothing but Q's end is used elsewhere."""
+    within = {*q.absorbed, *inside}
+    return all(
+        value is q.end
+        or (value not in flow.output_values and within.issuperset(flow.users.get(value, ())))
+        for value in q.absorbed
+    )
+
+
+def _ends(flow: Dataflow, product: Value) -> list[Value]:
+    """Values downstream of a product, furthest first."""
+    seen: dict[Value, None] = {product: None}
+    front = [product]
+    while front and len(seen) < _REACH:
+        for user in flow.users.get(front.pop(0), ()):
+            if user.op in _INSIDE and user not in seen:
+                seen[user] = None
+                front.append(user)
+    return sorted(seen, key=lambda value: -value.position)
+
+
+def _mirrors(q: Heads, k: Heads) -> bool:
+    """Whether one call can make both: the same rotation, clamp and width of head."""
+    same_dtype = q.end.dtype == q.linear.dtype
+    same_head = q.head_dim == k.head_dim and q.trunk.clip == k.trunk.clip
+    return same_dtype and same_head and _same_rotation(q, k)
+
+
+def _same_rotation(q: Heads, k: Heads) -> bool:
+    if q.rope is None or k.rope is None:
+        return q.rope is k.rope
+    return (
+        q.rope.style == k.rope.style
+        and q.rope.rotary_dim == k.rope.rotary_dim
+        and same_table(rope_table(q, q.rope.cos), rope_table(k, k.rope.cos))
+        and same_table(rope_table(q, q.rope.sin), rope_table(k, k.rope.sin))
+    )
+
+
+# --- what is left of a shared product -------------------------------------------------------------
+
+
+def _rests(k: Heads, v: Heads) -> Iterator[Query]:
+    """For each product that K or V is a part of, the rest of it."""
+    shared = k.linear is v.linear
+    for heads in (k,) if shared else (k, v):
+        taken = heads.rows.indices() | (v.rows.indices() if shared else frozenset())
+        alone = not shared or k.trunk.value is v.trunk.value
+        trunk = heads.trunk if alone and _covers(heads.trunk) else heads.trunk.bare
+        rows = rest_of(trunk.gemm.shape[-1], taken, k.head_dim)
+        if rows is None or trunk.clip != k.trunk.clip:
+            continue
+        q = replace(
+            heads,
+            trunk=trunk,
+            rows=rows,
+            layout=trunk.layout,
+            norm=None,
+            end=trunk.value,
+            absorbed=trunk.absorbed,
+        )
+        yield Query(q, Parts(trunk.value, _restated(q)))
+
+
+def _covers(trunk: Trunk) -> bool:
+    """Whether bias and clamp were applied to all features, not to a part of them."""
+    return effects.product(trunk.layout.shape) == effects.product(trunk.gemm.shape)
+
+
+def _restated(q: Heads) -> Callable[[Effect], Effect]:
+    return lambda effect: on_heads(q, effects.compose(effect, q.layout))
+
+
+# --- which of several -----------------------------------------------------------------------------
+
+
+def _attending(
+    flow: Dataflow, found: dict[Value, Query], kv: tuple[Heads, Heads], store: Value
+) -> dict[Value, Query]:
+    """Those candidates that meet the written cache in attention, as far as the graph shows it."""
+    if not found:
+        return found
+    meetings = _Meetings(flow, store)
+    if meetings.any():
+        return {p: q for p, q in found.items() if meetings.of(q.result.replaced, kv)}
+    packed = {p: q for p, q in found.items() if any(p is h.linear for h in kv)}
+    return packed or found
+
+
+class _Meetings:
+    """Where what is read from the cache after a write meets other projected data in a product."""
+
+    def __init__(self, flow: Dataflow, store: Value) -> None:
+        self.flow = flow
+        self.reading: set[Value] = {store}
+        front = [store]
+        while front:
+            for user in flow.users.get(front.pop(), ()):
+                if user not in self.reading:
+                    self.reading.add(user)
+                    front.append(user)
+
+    def any(self) -> bool:
+        return any(self._meets(u) for v in self.reading for u in self.flow.users.get(v, ()))
+
+    def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
+        """Whether what is made of a value, other than K and V, reaches such a place."""
+        own = {value for heads in kv for value in heads.absorbed if value is not query}
+        seen: set[Value] = {query}
+        front = [query]
+        while front:
+            for user in self.flow.users.get(front.pop(), ()):
+                if user in self.reading:
+                    if self._meets(user):
+                        return True
+                elif user not in seen and user not in own and self._passes(user):
+                    seen.add(user)
+                    front.append(user)
+        return False
+
+    @staticmethod
+    def _passes(value: Value) -> bool:
+        """Whether a value carries a query on: a choice of experts does not."""
+        return value.op != "store" and value.dtype.is_floating_point
+
+    def _meets(self, value: Value) -> bool:
+        if value.op in _JOINS or value.op == "store":
+            return False
+        read = [v.value in self.reading for v in value.operands]
+        return any(read) and any(
+            v.value.projected and not r for v, r in zip(value.operands, read, strict=True)
+        )

@@ -1,0 +1,1 @@
+"""Recognisers of quantised weights and activations."""

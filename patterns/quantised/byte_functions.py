@@ -1,0 +1,203 @@
+"""What an element that is computed from one stored byte becomes, found by trying all 256 bytes.
+
+Unpacking, look-up tables, sign and exponent arithmetic, reinterpreting casts: however a format is
+decoded, it is a function of one byte, and two decoders are the same exactly when they agree on all
+of them. Each operation is run in its own dtype, so that what wraps around or rounds does so here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tilewright.patterns.dataflow import Value, View, upstream
+from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.quantised.words import follow, pushed
+from tilewright.patterns.recognise.constants import constant_of
+
+_BYTES = (
+    torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+)  # fmt: skip
+
+_ELEMENTWISE = frozenset({
+    "add", "sub", "mul", "div", "neg", "abs", "sign", "where", "remainder", "floor_divide", "pow",
+    "exp2", "ldexp", "clamp", "minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "logical_and", "logical_or",
+    "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill",
+})  # fmt: skip
+_RENAMED = {
+    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
+    "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
+}  # fmt: skip
+_OPTIONS = {"alpha", "rounding_mode", "min", "max"}
+
+
+@dataclass(frozen=True, eq=False)
+class ByteFunction:
+    """Every element is `table[byte]` of the byte that `leaf` sees at its place.
+
+    leaf: a view of stored (or computed) bytes, of the element's own shape; its dtype may be an
+    8-bit float's. table: [256], or [16] where only bytes below 16 can be looked up.
+    """
+
+    leaf: View
+    table: torch.Tensor
+
+
+def byte_function(view: View, size: int = 256) -> ByteFunction | None:
+    """What a view's elements are of their bytes; None where they are no function of one byte.
+
+    size 16: of bytes below 16, for tables that hold no more.
+    """
+    try:
+        found = _Trial(size).run(view)
+    except (InexpressibleError, RuntimeError, IndexError, TypeError):
+        return None  # an operation that does not take such numbers
+    if found is None or len(found.leaves) != 1:
+        return None
+    (leaf,) = found.leaves
+    return ByteFunction(leaf, found.numbers.double().expand(size))
+
+
+@dataclass(frozen=True, eq=False)
+class _Numbers:
+    """numbers: [size], [1] or one number for all; leaves: the bytes that they depend on."""
+
+    numbers: torch.Tensor
+    leaves: frozenset[View]
+
+
+class _Trial:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.known: dict[tuple[Value, Effect], _Numbers | None] = {}
+
+    def run(self, view: View) -> _Numbers | None:
+        view = follow(view)
+        key = (view.value, view.effect)
+        if key not in self.known:
+            self.known[key] = self._computed(view) or self._leaf(view)
+        return self.known[key]
+
+    def _leaf(self, view: View) -> _Numbers | None:
+        if view.value.dtype not in _BYTES:
+            return None
+        stored = torch.arange(self.size).to(torch.uint8).view(view.value.dtype)
+        return _Numbers(stored, frozenset((view,)))
+
+    def _computed(self, view: View) -> _Numbers | None:
+        """By the operation; None where it mixes bytes: it may be a byte of its own then."""
+        value = view.value
+        if value.op in ("input", "constant", "store"):
+            return None
+        constant = _constant(view)
+        if constant is not None:
+            return _Numbers(constant, frozenset())
+        rule = _RULES.get(value.op)
+        name = value.op.removeprefix("aten.")
+        try:
+            if rule is not None:
+                found = rule(self, view)
+            elif _RENAMED.get(name, name) in _ELEMENTWISE:
+                found = self._elementwise(view, _RENAMED.get(name, name))
+            else:
+                return None
+        except (InexpressibleError, RuntimeError, IndexError, TypeError):
+            return None
+        return found if found is not None and len(found.leaves) == 1 else None
+
+    def _elementwise(self, view: View, name: str) -> _Numbers | None:
+        value = view.value
+        if not set(value.kwargs) <= _OPTIONS:
+            return None
+        leaves: frozenset[View] = frozenset()
+        args = []
+        for item in value.args:
+            if isinstance(item, View):
+                part = self.run(pushed(view, item))
+                if part is None:
+                    return None
+                leaves |= part.leaves
+                item = part.numbers
+            elif isinstance(item, (tuple, list)) or not isinstance(item, (int, float, type(None))):
+                return None
+            args.append(item)
+        numbers = getattr(torch, name)(*args, **value.kwargs)
+        return _Numbers(numbers.to(value.dtype), leaves)
+
+    def cast(self, view: View) -> _Numbers | None:
+        part = self.run(pushed(view, view.value.operands[0]))
+        return part and _Numbers(part.numbers.to(view.value.dtype), part.leaves)
+
+    def bitcast(self, view: View) -> _Numbers | None:
+        (operand,) = view.value.operands
+        same = operand.value.dtype.itemsize == view.value.dtype.itemsize
+        part = self.run(pushed(view, operand)) if same else None
+        return part and _Numbers(part.numbers.contiguous().view(view.value.dtype), part.leaves)
+
+    def look_up(self, view: View) -> _Numbers | None:
+        """table[index], the table made of numbers in the graph."""
+        table, index = _table_and_index(view.value)
+        if table is None or len(table.shape) != 1:
+            return None
+        numbers = constant_of(table)
+        if numbers is None or index is None or index.value.dtype == torch.bool:
+            return None
+        part = self.run(pushed(view, index))
+        if part is None or part.numbers.dtype.is_floating_point:
+            return None
+        entries = torch.from_numpy(numbers).expand(table.shape).to(view.value.dtype)
+        return _Numbers(entries[part.numbers.long()], part.leaves)
+
+
+_RULES: dict[str, Callable[[_Trial, View], _Numbers | None]] = {
+    "cast": _Trial.cast,
+    "bitcast": _Trial.bitcast,
+    "aten.index": _Trial.look_up,
+    "aten.index_select": _Trial.look_up,
+    "aten.take": _Trial.look_up,
+}
+
+
+def _table_and_index(value: Value) -> tuple[View | None, View | None]:
+    """What is looked up in what, by an operation whose result has the index's shape."""
+    table, *rest = value.args
+    if value.op == "aten.index":
+        (items,) = rest
+        index = items[0][1] if len(items) == 1 and items[0][0] == 0 else None
+    elif value.op == "aten.index_select":
+        index = rest[1] if rest[0] == 0 else None
+    else:
+        (index,) = rest
+    return table, index if isinstance(index, View) else None
+
+
+def looked_up_inputs(view: View, reach: int = 64) -> Value | None:
+    """A table of numbers that only the model's memory holds, among what a view is computed from."""
+    for value in upstream(view.value, reach, lambda v: not v.projected):
+        if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
+            table, index = _table_and_index(value)
+            stored = table is not None and _stored(table)
+            if stored and index is not None and table is not None and len(table.shape) == 1:
+                return table.value
+    return None
+
+
+def _stored(view: View) -> bool:
+    value = view.value
+    while value.op == "cast":
+        value = value.operands[0].value
+    return value.op in ("input", "constant") and value.dtype.is_floating_point
+
+
+def _constant(view: View) -> torch.Tensor | None:
+    """The one number that a view holds everywhere, where no input goes into it."""
+    numbers = constant_of(view)
+    if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
+        return None
+    # A tensor without dimensions takes no part in type promotion, nor must it here.
+    shape = (1,) if view.value.shape else ()
+    return torch.tensor(numbers.flat[0].item()).to(view.value.dtype).expand(shape)

@@ -1,0 +1,156 @@
+"""Quantised expert weights as the ops take them: codes, one scale per block, factors by expert.
+
+Dimension letters: E experts, N rows, K columns, M rows of activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewright.ops.formats.expert_weight import FORMATS
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, View
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.quantised.scales import unrepeated
+
+Block = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class DequantizedExperts:
+    """codes * scale * expert factors, in one of the formats of `ops/formats/expert_weight.py`.
+
+    data: codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
+    scale: one number per element, [E, N, K] with what repeats; None: only the expert's factors.
+    steps: what becomes of it once it is cut to blocks: ("to", dtype) or ("bitcast", dtype).
+    factors: fp32 factors by expert, views [E] (activations: by row, [M]), those of `divisors`
+    divide; number: a factor for all.
+    """
+
+    data: View | Computed
+    format: str
+    shape: tuple[Any, ...]
+    scale: View | None
+    steps: tuple[tuple[str, torch.dtype], ...] = ()
+    factors: tuple[View, ...] = ()
+    divisors: tuple[View, ...] = ()
+    number: float = 1.0
+
+    @property
+    def device(self) -> torch.device:
+        codes = self.data if isinstance(self.data, View) else self.data.operands[0]
+        device: torch.device = codes.value.device
+        return device
+
+    def expert_scale(self) -> Computed | None:
+        """All factors by expert (or row) in one: fp32, contiguous; None for none."""
+        lead = self.shape[0]
+        items = [_fp32(v) for v in self.factors]
+        items += [Computed("reciprocal", (_fp32(v),)) for v in self.divisors]
+        if self.number != 1 or (not items and self.scale is None):
+            options = (("dtype", torch.float32), ("device", self.device))
+            items.append(Computed("full", ([lead], float(self.number)), options))
+        if not items:
+            return None
+        product = items[0]
+        for item in items[1:]:
+            product = Computed("mul", (product, item))
+        return Computed("contiguous", (product,))
+
+
+def _fp32(view: View) -> Computed:
+    return Computed("to", (view, torch.float32))
+
+
+# --- what the op takes ----------------------------------------------------------------------------
+
+
+def blocks_of(weight: DequantizedExperts) -> Block:
+    """(rows, columns) that share a scale; None: all of them. Raises InexpressibleError."""
+    if weight.scale is None:
+        return None, None
+    _, rows, columns = weight.scale.effect.dims
+    own = unrepeated(rows)[1], unrepeated(columns)[1]
+    fixed = FORMATS[weight.format].block
+    if fixed is None and own == (1, 1):
+        raise InexpressibleError("every element has a scale of its own")
+    if fixed is None:
+        return own
+    for size, block, wanted in zip(weight.shape[1:], own, fixed, strict=True):
+        if (size if block is None else block) % wanted:
+            raise InexpressibleError(f"{weight.format} has a scale per {list(fixed)}, not {own}")
+    return fixed
+
+
+@dataclass(frozen=True)
+class ExpertArguments:
+    """What an op takes of quantised weights: one format and block, and for each weight by name its
+    codes, its scale [E, N/bn, K/bk] and its factor [E]."""
+
+    format: str
+    block: tuple[int, int] | None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    scale: Mapping[str, Any] = field(default_factory=dict)
+    expert_scale: Mapping[str, Any] = field(default_factory=dict)
+
+
+def expert_arguments(
+    weights: Mapping[str, DequantizedExperts], stage: Stage = Stage.GUARDS
+) -> ExpertArguments:
+    """The arguments of an op that takes these weights together.
+
+    Raises Reject. WEIGHT_FORMAT: of different formats. SCALE_BLOCK: blocks of no common size.
+    """
+    first = next(iter(weights.values()))
+    anchor = first.data if isinstance(first.data, View) else first.data.operands[0]
+    if len({w.format for w in weights.values()}) != 1:
+        formats = ", ".join(f"{name} {w.format}" for name, w in weights.items())
+        reject("WEIGHT_FORMAT", stage, f"the experts' weights differ in format: {formats}", anchor)
+    try:
+        block = _common_block(list(weights.values()))
+        scales = {name: cut_scale(w, block) for name, w in weights.items()}
+    except InexpressibleError as error:
+        reject("SCALE_BLOCK", stage, str(error), anchor)
+    fixed = FORMATS[first.format].block is not None
+    return ExpertArguments(
+        first.format,
+        None if fixed else block,
+        {name: w.data for name, w in weights.items()},
+        scales,
+        {name: w.expert_scale() for name, w in weights.items() if w.expert_scale() is not None},
+    )
+
+
+def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:
+    """The largest block of which all weights' blocks are made; one without its own has any."""
+    found = []
+    for axis in range(2):
+        known = sorted({b for w in weights if (b := blocks_of(w)[axis]) is not None})
+        if any(size % known[0] for size in known):
+            raise InexpressibleError(f"scales of blocks of {known} do not go together")
+        found.append(known[0] if known else max(w.shape[axis + 1] for w in weights))
+    return found[0], found[1]
+
+
+def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
+    """One number per block [E, N/bn, K/bk]; of activations [M, K/bk]."""
+    if weight.scale is None:
+        counts = [-(-n // b) for n, b in zip(weight.shape[1:], block, strict=True)]
+        options = (("dtype", torch.float32), ("device", weight.device))
+        return Computed("full", ([weight.shape[0], *counts], 1.0), options)
+    lead, *inner = weight.scale.effect.dims
+    dims = [lead]
+    for dim, wanted, size in zip(inner, block, weight.shape[1:], strict=True):
+        kept, own = unrepeated(dim)
+        own = size if own is None else own
+        again = -(-own // wanted)
+        dims.append(effects.coalesce((*kept, Atom(None, 0, again))))
+    item: Any = View(weight.scale.value, Effect(tuple(dims), weight.scale.effect.start))
+    for function, dtype in weight.steps:
+        item = Computed(function, (item, dtype))
+    return item

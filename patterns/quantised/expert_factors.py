@@ -1,0 +1,176 @@
+"""What multiplies the codes of stacked expert weights, taken apart into block scales and factors.
+
+A factor that is the same for all of an expert stays as the graph computes it. Of those that vary
+within an expert there may be one: stored e4m3 or e8m0, recognised by what they make of all bytes,
+or any floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.quantised.byte_functions import byte_function
+from tilewright.patterns.quantised.words import follow, pushed
+from tilewright.patterns.recognise.norm import is_float_cast
+
+# What becomes of a view before the op gets it: ("to", dtype) or ("bitcast", dtype).
+Steps = tuple[tuple[str, torch.dtype], ...]
+
+E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
+_BYTES = torch.arange(256).double()
+_E8M0 = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One number per element. kind: "times", "over", "exponent" (of two), or "nan_where" (a
+    condition under which the product is NaN). casts: that the number has been through."""
+
+    view: View
+    kind: str = "times"
+    casts: Steps = ()
+
+
+@dataclass(frozen=True)
+class BlockScale:
+    """The only factor that varies within an expert. kind: "e4m3", "e8m0" or "float"."""
+
+    view: View
+    kind: str
+    steps: Steps = ()
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a product consists of. factors, divisors: by expert [E] (by row [M]). guard: the bytes
+    that make the product NaN where they are 255."""
+
+    block: BlockScale | None = None
+    factors: tuple[View, ...] = ()
+    divisors: tuple[View, ...] = ()
+    number: float = 1.0
+    guard: View | None = None
+
+
+def is_factor(item: Any) -> bool:
+    """Whether an argument can be one: a tensor, or a positive number."""
+    return isinstance(item, View) or (isinstance(item, (int, float)) and item > 0)
+
+
+def with_factor(found: Factors, factor: Factor) -> Factors | None:
+    """One more factor, taken apart as far as it is a product itself; None where it is unknown."""
+    view = follow(factor.view)
+    value = view.value
+    if factor.kind == "nan_where":
+        return _with_guard(found, view)
+    if factor.kind != "exponent" and _is_constant_within(view.effect):
+        return _with_constant(found, view, factor)
+    stored = _stored_scale(view, factor.kind)
+    if stored is not None:
+        block, unit = stored
+        return _with_block(found, block, unit)
+    if factor.kind != "times":
+        return None
+    if is_float_cast(value):
+        return with_factor(found, _before_cast(view, factor))
+    if value.op in ("aten.mul", "aten.div") and not factor.casts and not value.kwargs:
+        return _with_product(found, view)
+    if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
+        return None
+    return _with_block(found, BlockScale(view, "float", factor.casts))
+
+
+def _with_guard(found: Factors, view: View) -> Factors | None:
+    condition = byte_function(view)
+    known = condition is not None and torch.equal(condition.table, (_BYTES == 255).double())
+    if condition is None or not known or found.guard is not None:
+        return None
+    return replace(found, guard=condition.leaf)
+
+
+def _is_constant_within(effect: Effect) -> bool:
+    """Whether every element of an expert (a row) sees the same number."""
+    return all(a.axis is None for dim in effect.dims[1:] for a in dim)
+
+
+def _with_constant(found: Factors, view: View, factor: Factor) -> Factors | None:
+    """Left as the graph computes it, whatever it is."""
+    if not view.value.dtype.is_floating_point or view.value.dtype.itemsize == 1:
+        return None
+    if factor.casts:
+        return None
+    lead = View(view.value, Effect(view.effect.dims[:1], view.effect.start))
+    if factor.kind == "over":
+        return replace(found, divisors=(*found.divisors, lead))
+    return replace(found, factors=(*found.factors, lead))
+
+
+def _with_block(found: Factors, block: BlockScale, unit: float = 1.0) -> Factors | None:
+    if found.block is not None:
+        return None
+    return replace(found, block=block, number=found.number * unit)
+
+
+def _before_cast(view: View, factor: Factor) -> Factor:
+    """The factor before a cast, which is kept where it rounds."""
+    (operand,) = view.value.operands
+    to = view.value.dtype
+    rounds = torch.promote_types(operand.value.dtype, to) != to
+    steps: Steps = (("to", to),) if rounds else ()
+    return replace(factor, view=pushed(view, operand), casts=(*steps, *factor.casts))
+
+
+def _with_product(found: Factors, view: View) -> Factors | None:
+    """Each part of a product or quotient for itself: rounded together they are not as exact."""
+    value: Value = view.value
+    kinds = ("times", "over" if value.op == "aten.div" else "times")
+    more: Factors | None = found
+    for item, kind in zip(value.args, kinds, strict=True):
+        if more is None or not is_factor(item):
+            return None
+        if isinstance(item, View):
+            more = with_factor(more, Factor(pushed(view, item), kind))
+        else:
+            more = replace(
+                more, number=more.number * item if kind == "times" else more.number / item
+            )
+    return more
+
+
+def _stored_scale(view: View, kind: str) -> tuple[BlockScale, float] | None:
+    """A block scale that is a function of a stored byte, and its unit."""
+    found = byte_function(view) if kind in ("times", "exponent") else None
+    if found is None:
+        return None
+    exponent = kind == "exponent" and torch.equal(found.table, _BYTES - 127)
+    if exponent or (kind == "times" and torch.equal(found.table[1:255], _E8M0[1:255])):
+        return BlockScale(found.leaf, "e8m0", _stored_as(found.leaf, torch.uint8)), 1.0
+    # The op takes no notice of a scale's sign.
+    for numbers in (E4M3, E4M3.abs()) if kind == "times" else ():
+        unit = multiple(found.table, numbers)
+        if unit is not None:
+            steps = _stored_as(found.leaf, torch.float8_e4m3fn)
+            return BlockScale(found.leaf, "e4m3", steps), unit
+    return None
+
+
+def _stored_as(leaf: View, dtype: torch.dtype) -> Steps:
+    return () if leaf.value.dtype == dtype else (("bitcast", dtype),)
+
+
+def multiple(table: torch.Tensor, numbers: torch.Tensor) -> float | None:
+    """The positive unit of which a table is these multiples, exactly."""
+    if table.shape != numbers.shape:
+        return None
+    at = int(torch.where(numbers.isnan() | (numbers < 0), 0, numbers).argmax())
+    unit = float(table[at] / numbers[at])
+    same = unit > 0 and unit < float("inf")
+    equal = same and torch.equal(
+        table.nan_to_num(nan=-1e30), (numbers * unit).nan_to_num(nan=-1e30)
+    )
+    return unit if equal else None

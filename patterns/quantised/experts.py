@@ -1,0 +1,290 @@
+"""Recognises stacked expert weights that the graph dequantises in front of a product.
+
+    w[e, n, k] = decode(byte of (e, n, k)) * block scale * factors of an expert
+
+The decoding is recognised by what it makes of all 256 bytes (:mod:`.byte_functions`), the factors
+by what they vary along; what comes out is what `ops/formats/expert_weight.py` takes. E8M0's ends
+are taken as that format has them: 0 is 2^-127, 255 is NaN. NVFP4's scales count without their sign,
+which no quantiser sets.
+
+The same for activations [M, K] whose NVFP4 codes and scales the graph has.
+Dimension letters: E experts, N rows, K columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from tilewright.ops.formats.expert_weight import INT4_ZERO
+from tilewright.ops.formats.fp4 import MAGNITUDES
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.quantised.byte_functions import byte_function, looked_up_inputs
+from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, blocks_of
+from tilewright.patterns.quantised.expert_factors import (
+    E4M3,
+    Factor,
+    Factors,
+    is_factor,
+    multiple,
+    with_factor,
+)
+from tilewright.patterns.quantised.weights import every, joined, repeats
+from tilewright.patterns.quantised.words import follow, is_code, pushed
+from tilewright.patterns.recognise.norm import is_float_cast
+
+_E2M1 = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)
+_INT4 = torch.arange(16, dtype=torch.float64) - INT4_ZERO
+_FORMATS = {
+    ("fp4", "e4m3"): "nvfp4", ("fp4", "e8m0"): "mxfp4", ("fp8", "float"): "fp8",
+    ("fp8", None): "fp8", ("int4", "float"): "int4", ("int4", None): "int4",
+}  # fmt: skip
+
+
+def match_dequantized_experts(
+    weight: View, stage: Stage = Stage.GUARDS
+) -> DequantizedExperts | None:
+    """What a view [E, N, K] of a product's weight is dequantised from; None where no codes are.
+
+    Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that are used in another way.
+    """
+    if not all(isinstance(n, int) for n in weight.shape) or not _holds_codes(weight.value):
+        return None
+    found = _match(weight)
+    if found is None:
+        _refuse(weight, stage)
+    return found
+
+
+def match_dequantized_rows(rows: View) -> DequantizedExperts | None:
+    """The NVFP4 codes and scales that activations [M, K] are decoded from, or None.
+
+    data is [M, K/2] packed (a `Computed` that packs where the graph keeps a code per byte), scale
+    [M, K] with what repeats, factors by row or for all.
+    """
+    found = _match(rows)
+    return found if found is not None and found.format == "nvfp4" else None
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Coded:
+    """table[byte of leaf] * number, times factors."""
+
+    leaf: View
+    table: torch.Tensor
+    factors: tuple[Factor, ...] = ()
+    number: float = 1.0
+
+
+def _match(weight: View) -> DequantizedExperts | None:
+    try:
+        return _one_by_one(weight) or _packed(weight) or _whole(weight)
+    except InexpressibleError:
+        return None
+
+
+def _one_by_one(weight: View) -> DequantizedExperts | None:
+    """A stack of weights that the graph decodes expert by expert."""
+    if weight.value.op != "aten.cat" or len(weight.shape) != 3 or weight.shape[0] < 2:
+        return None
+    parts = []
+    for expert in range(weight.shape[0]):
+        found = _match(View(weight.value, effects.narrow(weight.effect, 0, expert, 1)))
+        if found is None or not isinstance(found.data, View):
+            return None
+        parts.append(found)
+    kinds = {(p.format, p.steps, p.number, len(p.factors), len(p.divisors)) for p in parts}
+    data = joined([p.data for p in parts if isinstance(p.data, View)], 0)
+    if len(kinds) != 1 or data is None:
+        return None
+    stacked = replace(parts[0], data=data, shape=weight.shape)
+    return replace(
+        stacked,
+        scale=joined([p.scale for p in parts], 0),
+        factors=_joined_each([p.factors for p in parts]),
+        divisors=_joined_each([p.divisors for p in parts]),
+    )
+
+
+def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
+    """The factors of all experts, the first ones in one, the second ones in one."""
+    views = (joined(list(views), 0) for views in zip(*factors, strict=True))
+    return tuple(view for view in views if view is not None)
+
+
+def _packed(weight: View) -> DequantizedExperts | None:
+    """Two codes to a byte, along K, the even one low."""
+    axis, columns = len(weight.shape) - 1, weight.shape[-1]
+    if not isinstance(columns, int) or columns % 2:
+        return None
+    halves: list[_Coded] = []
+    names = set()
+    for position in range(2):
+        coded = _coded(every(weight, axis, 2, position))
+        known = None if coded is None else _nibble(coded.table, position)
+        if coded is None or known is None:
+            return None
+        name, unit = known
+        halves.append(replace(coded, number=coded.number * unit))
+        names.add((name, halves[-1].number, halves[-1].leaf, len(coded.factors)))
+    if len(names) != 1:
+        return None
+    factors = []
+    for one, other in zip(halves[0].factors, halves[1].factors, strict=True):
+        view = joined([one.view, other.view], axis)
+        if one.kind != other.kind or view is None:
+            return None
+        factors.append(Factor(view, one.kind))
+    decoded = "int4" if "int4" in {n for n, *_ in names} else "fp4"
+    data = _as_dtype(halves[0].leaf, torch.uint8)
+    return _scaled(weight, data, decoded, factors, halves[0].number)
+
+
+def _whole(weight: View) -> DequantizedExperts | None:
+    """A code to a byte: float8_e4m3fn; of activations also E2M1, which is packed then."""
+    coded = _coded(weight)
+    if coded is not None and (unit := multiple(coded.table, E4M3)) is not None:
+        leaf = _as_dtype(coded.leaf, torch.float8_e4m3fn)
+        return _scaled(weight, leaf, "fp8", coded.factors, coded.number * unit)
+    if len(weight.shape) != 2:
+        return None
+    coded = _coded(weight, 16)
+    unit = None if coded is None else multiple(coded.table, _E2M1)
+    if coded is None or unit is None or coded.leaf.value.dtype != torch.uint8:
+        return None
+    low, high = (every(coded.leaf, 1, 2, position) for position in range(2))
+    packed = Computed("add", (low, Computed("mul", (high, 16))))
+    return _scaled(weight, packed, "fp4", coded.factors, coded.number * unit)
+
+
+def _as_dtype(leaf: View, dtype: torch.dtype) -> View | Computed:
+    return leaf if leaf.value.dtype == dtype else Computed("bitcast", (leaf, dtype))
+
+
+def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
+    """(format, unit) of what a byte's low (0) or high (1) nibble decodes to, by that alone."""
+    if table.shape[0] != 256:
+        return None
+    by_nibble = table.view(16, 16) if position else table.view(16, 16).T
+    if not torch.equal(by_nibble, by_nibble[:, :1].expand(16, 16)):
+        return None
+    for name, numbers in (("fp4", _E2M1), ("int4", _INT4)):
+        unit = multiple(by_nibble[:, 0], numbers)
+        if unit is not None:
+            return name, unit
+    return None
+
+
+def _coded(view: View, size: int = 256) -> _Coded | None:
+    """The code of every element, each from a byte of its own, and what multiplies it."""
+    view = follow(view)
+    whole = byte_function(view, size)
+    if whole is not None and not repeats(whole.leaf.effect):
+        return _Coded(whole.leaf, whole.table)
+    value = view.value
+    if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
+        return None
+    if is_float_cast(value):
+        return _coded(pushed(view, value.operands[0]), size)
+    for kind, coded, factor in _products(value):
+        inner = _coded(pushed(view, coded), size)
+        if inner is None:
+            continue
+        if isinstance(factor, View):
+            part = Factor(pushed(view, factor), kind)
+            return replace(inner, factors=(*inner.factors, part))
+        return replace(inner, number=inner.number * (factor if kind == "times" else 1 / factor))
+    return None
+
+
+def _products(value: Value) -> Iterator[tuple[str, View, Any]]:
+    """(kind, operand, factor) of a product, every way round."""
+    if value.op == "aten.where" and len(value.args) == 3 and value.args[1] != value.args[1]:
+        yield "nan_where", value.args[2], value.args[0]
+    if len(value.args) != 2 or value.kwargs:
+        return
+    one, other = value.args
+    if value.op == "aten.mul":
+        for a, b in ((one, other), (other, one)):
+            if isinstance(a, View) and is_factor(b):
+                yield "times", a, b
+    elif value.op == "aten.div" and isinstance(one, View) and is_factor(other):
+        yield "over", one, other
+    elif value.op == "aten.ldexp" and isinstance(one, View) and isinstance(other, View):
+        yield "exponent", one, other
+
+
+def _scaled(
+    weight: View, data: View | Computed, decoded: str, given: Sequence[Factor], number: float
+) -> DequantizedExperts | None:
+    """The weight of codes and factors, where there is a format of the two."""
+    found: Factors | None = Factors(number=number)
+    for factor in given:
+        found = None if found is None else with_factor(found, factor)
+    if found is None or found.number <= 0:
+        return None
+    block = found.block
+    name = _FORMATS.get((decoded, None if block is None else block.kind))
+    if name is None or found.guard not in (None, None if block is None else block.view):
+        return None
+    result = DequantizedExperts(
+        data,
+        name,
+        weight.shape,
+        None if block is None else block.view,
+        () if block is None else block.steps,
+        found.factors,
+        found.divisors,
+        found.number,
+    )
+    if len(weight.shape) == 3 and block is not None:
+        blocks_of(result)  # raises where the scales go by no blocks
+    return result
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def _holds_codes(value: Value, reach: int = 200) -> bool:
+    """Whether a value is computed from numbers of eight bits, or from packed words."""
+    seen: set[Value] = set()
+    front = [value]
+    while front and len(seen) < reach:
+        item = front.pop()
+        if item in seen or item.projected:
+            continue
+        seen.add(item)
+        if is_code(item.dtype) and item.op in ("input", "constant", "store"):
+            return True
+        front += [v.value for v in item.operands]
+    return False
+
+
+def _refuse(weight: View, stage: Stage) -> NoReturn:
+    table = looked_up_inputs(weight)
+    if table is not None:
+        reject(
+            "WEIGHT_FORMAT",
+            stage,
+            f"the expert weight is decoded by the table {table}, whose numbers are the model's "
+            "data and may change",
+            table,
+            hint="make the table where it is used: torch.tensor([0.0, 0.5, ...])",
+        )
+    reject(
+        "WEIGHT_FORMAT",
+        stage,
+        f"{weight.value} is computed from codes in another way than the op's formats",
+        weight,
+        hint="known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
+        "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks",
+    )

@@ -1,0 +1,295 @@
+"""Recognises quantised weights between their codes and the product, by what they compute.
+
+    w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
+
+Every position within a word is looked at on its own: the view that takes it, and nothing else, is
+followed down to the words it is a bit field of, and to the zero and scale that it meets on the way.
+What the positions have in common is the format.
+
+Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code, pushed
+from tilewright.patterns.recognise.norm import is_float_cast
+
+
+@dataclass(frozen=True)
+class DequantizedWeight:
+    """(codes - zero - zero_point) * scale, in one of the formats of
+    `ops/formats/quantized_weight.py`.
+
+    codes: [H, D, K], of `int4_k` and `int4_n` packed along K and D. scale, zero: [N, K], repeating
+    over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one number per
+    block.
+    """
+
+    codes: View
+    format: str
+    scale: View | None
+    zero: View | None
+    zero_point: int
+    nibble_order: tuple[int, ...]
+
+
+def match_weight(weight: View) -> DequantizedWeight | None:
+    """The quantised weight that a view [H, D, K] (or [groups, G, D, K]) of a product's weight is
+    computed from; None where no codes go into it.
+
+    Raises Reject (WEIGHT_FORMAT) for codes that are used in another way.
+    """
+    if not holds_codes(weight.value, {}):
+        return None
+    *lead, hidden = weight.shape
+    rows = View(weight.value, effects.reshape(weight.effect, (effects.product(lead), hidden)))
+    try:
+        found = _whole_codes(rows) or _nibbles(rows)
+    except InexpressibleError:
+        found = None
+    if found is None:
+        refuse(weight, "its codes are not what the op knows")
+    shape = list(lead)
+    if found.format == "int4_n":
+        per = len(found.nibble_order)
+        if not isinstance(shape[-1], int) or shape[-1] % per:
+            refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
+        shape[-1] //= per
+    codes = effects.reshape(found.codes.effect, (*shape, found.codes.shape[1]))
+    return replace(found, codes=View(found.codes.value, codes))
+
+
+def flat_rows(view: View) -> View:
+    """[H, D, K] as [N, K]."""
+    *lead, last = view.shape
+    return View(view.value, effects.reshape(view.effect, (effects.product(lead), last)))
+
+
+def repeated(rows: View, hidden: int) -> View:
+    """A number per row [H, D] as one per element [N, K]."""
+    flat = effects.reshape(rows.effect, (effects.product(rows.shape), 1))
+    return View(rows.value, effects.expand(flat, (flat.shape[0], hidden)))
+
+
+def refuse(weight: View, why: str) -> NoReturn:
+    """Ends the attempt: WEIGHT_FORMAT."""
+    reject(
+        "WEIGHT_FORMAT",
+        Stage.GUARDS,
+        f"{weight.value} is computed from codes of eight bits or fewer, but {why}",
+        weight,
+        hint="known are (code - zero) * scale with int8, float8_e4m3fn, or two or eight nibbles "
+        "in a word of uint8 or int32",
+    )
+
+
+# --- the format -----------------------------------------------------------------------------------
+
+
+def _whole_codes(rows: View) -> DequantizedWeight | None:
+    """A code per stored number."""
+    element = _element(rows)
+    if element is None or not isinstance(element.code, View):
+        return None
+    stored = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(element.code.value.dtype)
+    if stored is None or (stored == "fp8" and (element.zero or element.zero_point)):
+        return None
+    return DequantizedWeight(
+        element.code, stored, element.scale, element.zero, element.zero_point, ()
+    )
+
+
+def _nibbles(rows: View) -> DequantizedWeight | None:
+    """Two or eight codes per word, along K or along the rows."""
+    for axis, name in ((1, "int4_k"), (0, "int4_n")):
+        for per, dtype in ((2, torch.uint8), (8, torch.int32)):
+            found = packed(rows, axis, per, dtype)
+            if found is not None:
+                words, order, elements = found
+                points = {e.zero_point for e in elements}
+                if len(points) != 1:
+                    return None
+                scale = joined([e.scale for e in elements], axis)
+                zero = joined([e.zero for e in elements], axis)
+                return DequantizedWeight(words, name, scale, zero, points.pop(), order)
+    return None
+
+
+def packed(
+    rows: View, axis: int, per: int, dtype: torch.dtype
+) -> tuple[View, tuple[int, ...], list[Element]] | None:
+    """(words, nibble order, the elements at each position of a word) along `axis`, or None."""
+    size = rows.shape[axis]
+    if not isinstance(size, int) or size % per:
+        return None
+    elements: list[Element] = []
+    order: list[int] = []
+    words: set[View] = set()
+    for position in range(per):
+        element = _element(every(rows, axis, per, position))
+        code = None if element is None else element.code
+        if element is None or not isinstance(code, Bits) or code.word.value.dtype != dtype:
+            return None
+        if (code.width, code.signed) != (4, False) or code.shift % 4:
+            return None
+        elements.append(element)
+        order.append(code.shift // 4)
+        words.add(code.word)
+    if len(words) != 1 or sorted(order) != list(range(per)):
+        return None
+    return words.pop(), tuple(order), elements
+
+
+def every(rows: View, axis: int, per: int, position: int) -> View:
+    """Of every `per` neighbours along `axis` the one at `position`."""
+    shape = list(rows.shape)
+    shape[axis : axis + 1] = [shape[axis] // per, per]
+    apart = effects.reshape(rows.effect, shape)
+    return View(rows.value, effects.select(apart, axis + 1, position))
+
+
+def joined(views: Sequence[View | None], axis: int) -> View | None:
+    """The inverse of :func:`every`: what the positions see, as one view; None for none at all.
+
+    Raises InexpressibleError where they see unrelated things.
+    """
+    first = views[0]
+    if first is None or any(v is None or v.value is not first.value for v in views):
+        if any(v is not None for v in views):
+            raise InexpressibleError("positions of a word with and without a scale")
+        return None
+    starts = [v.effect.start for v in views if v is not None]
+    steps = [b - a for a, b in zip(starts[0], starts[1], strict=True)]
+    moved = [a for a, step in enumerate(steps) if step]
+    for position, view in enumerate(views):
+        assert view is not None
+        expected = tuple(s + position * step for s, step in zip(starts[0], steps, strict=True))
+        if view.effect != Effect(first.effect.dims, expected) or len(moved) > 1:
+            raise InexpressibleError("positions of a word with scales of their own")
+    inner = Atom(moved[0], steps[moved[0]], len(views)) if moved else Atom(None, 0, len(views))
+    if inner.step < 0:
+        raise InexpressibleError("positions of a word in descending order")
+    dims = list(first.effect.dims)
+    dims[axis] = effects.coalesce((*dims[axis], inner))
+    return View(first.value, Effect(tuple(dims), starts[0]))
+
+
+# --- one element ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Element:
+    """(code - zero - zero_point) * scale; code: bits of words, or stored numbers themselves."""
+
+    code: Bits | View
+    scale: View | None = None
+    zero: View | None = None
+    zero_point: int = 0
+
+
+def _element(view: View) -> Element | None:
+    """What every element of a view is; None where it is nothing of the kind."""
+    view = follow(view)
+    value = view.value
+    if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
+        return _element(pushed(view, value.operands[0]))
+    if value.op == "aten.mul":
+        return _scaled(view)
+    if value.op in ("aten.sub", "aten.add"):
+        return _offset(view)
+    if value.dtype == torch.float8_e4m3fn:
+        return Element(view)
+    bits = bits_of(view)
+    if bits is None:
+        return None
+    whole = bits.shift == 0 and bits.width == 8 and bits.signed
+    return Element(bits.word if whole and bits.word.value.dtype == torch.int8 else bits)
+
+
+def _from_code(value: Value) -> bool:
+    """Whether a cast makes floats, exactly, of codes or of integers unpacked from them."""
+    source = value.operands[0].value.dtype
+    whole = not source.is_floating_point and not source.is_complex and source != torch.bool
+    return value.dtype.is_floating_point and value.dtype.itemsize > 1 and (whole or is_code(source))
+
+
+def _scaled(view: View) -> Element | None:
+    if len(view.value.operands) != 2 or not view.value.dtype.is_floating_point:
+        return None
+    coded, scale = _code_first(view)
+    inner = None if coded is None or scale is None else _element(coded)
+    if inner is None or scale is None or inner.scale is not None:
+        return None
+    return replace(inner, scale=_bare(scale))
+
+
+def _code_first(view: View) -> tuple[View | None, View | None]:
+    """The operands of a product, that with the codes first: the one that repeats nowhere."""
+    known: dict[Value, bool] = {}
+    parts = [pushed(view, v) for v in view.value.operands]
+    coded = [p for p in parts if holds_codes(p.value, known)]
+    if len(coded) == 2:
+        coded = [p for p in parts if not repeats(p.effect)]
+    if len(coded) != 1:
+        return None, None
+    return coded[0], next(p for p in parts if p is not coded[0])
+
+
+def repeats(effect: Effect) -> bool:
+    return any(atom.axis is None for dim in effect.dims for atom in dim)
+
+
+def _offset(view: View) -> Element | None:
+    """code - zero, code - 8, or code + 8."""
+    value = view.value
+    if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
+        return None
+    inner = _element(pushed(view, value.args[0]))
+    if inner is None or inner.scale is not None:
+        return None
+    other = value.args[1]
+    if not _has_room(view, inner, other):
+        return None
+    if isinstance(other, (int, float)) and float(other).is_integer():
+        sign = 1 if value.op == "aten.sub" else -1
+        return replace(inner, zero_point=inner.zero_point + sign * int(other))
+    if not isinstance(other, View) or value.op == "aten.add" or inner.zero is not None:
+        return None
+    return replace(inner, zero=_bare(pushed(view, other)))
+
+
+def _has_room(view: View, code: Element, other: Any) -> bool:
+    """Whether a difference is what it is on paper: integers of eight bits wrap around."""
+    dtype = view.value.dtype
+    if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
+        return True
+    if isinstance(other, View):
+        zero = _element(pushed(view, other))
+        return dtype.is_signed and _is_small(code) and zero is not None and _is_small(zero)
+    small = isinstance(other, (int, float)) and abs(other) <= 64
+    return dtype.is_signed and _is_small(code) and small
+
+
+def _is_small(element: Element) -> bool:
+    """Whether an element is a nibble, but for a small number."""
+    nibble = isinstance(element.code, Bits) and element.code.width <= 4
+    plain = element.scale is None and element.zero is None
+    return nibble and plain and abs(element.zero_point) <= 32
+
+
+def _bare(view: View) -> View:
+    """A scale or zero before look-ups, and casts that fp32 arithmetic need not make."""
+    view = follow(view)
+    while is_float_cast(view.value):
+        view = follow(pushed(view, view.value.operands[0]))
+    return view

@@ -1,0 +1,311 @@
+"""What an element of an unpacked integer weight is: some bits of one word.
+
+Unpacking is masks, shifts and layout in any order; a view that takes one element of every word is
+followed down to those words, and what is left to say is from which bit on, and how many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.recognise.constants import constant_of
+from tilewright.patterns.recognise.gemm import piece_of
+
+_WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Bits `shift` to `shift + width` of every word of a view, as a signed number or not."""
+
+    word: View
+    shift: int
+    width: int
+    signed: bool
+
+
+def pushed(view: View, operand: View) -> View:
+    """What an element-wise value's operand contributes to a view of that value."""
+    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
+    return wide if view.is_whole else wide.through(view.effect)
+
+
+def follow(view: View) -> View:
+    """The same elements before joins and constant gathers, as far as they are of one piece."""
+    while True:
+        if view.value.op == "aten.cat":
+            piece = piece_of(view)
+            if piece is view:
+                return view
+            view = piece
+        elif view.value.op in _BEFORE:
+            before = _BEFORE[view.value.op](view)
+            if before is None:
+                return view
+            view = before
+        else:
+            return view
+
+
+def bits_of(view: View) -> Bits | None:
+    """The bits that every element of a view is; None where it is no such thing."""
+    view = follow(view)
+    value = view.value
+    if value.op in _RULES and value.operands:
+        return _RULES[value.op](view)
+    if value.dtype not in _WORDS or value.op in ("store", "aten.cat", "aten.index"):
+        return None
+    width = value.dtype.itemsize * 8
+    return Bits(view, 0, width, value.dtype.is_signed)
+
+
+def _shifted(view: View) -> Bits | None:
+    """`word >> n`; arithmetic where the word is signed."""
+    inner, by = _with_number(view)
+    if inner is None or by is None or not 0 <= by < inner.width:
+        return None
+    return replace(inner, shift=inner.shift + by, width=inner.width - by)
+
+
+def _divided(view: View) -> Bits | None:
+    """`word // 2^n`, which floors as a shift does."""
+    inner, by = _with_number(view)
+    if inner is None or by is None or by < 1 or by & (by - 1) or by.bit_length() > inner.width:
+        return None
+    by = by.bit_length() - 1
+    return replace(inner, shift=inner.shift + by, width=inner.width - by)
+
+
+def _masked(view: View) -> Bits | None:
+    """`word & (2^n - 1)`."""
+    inner, mask = _with_number(view, either=True)
+    return None if inner is None or mask is None or mask < 1 else _low(inner, mask + 1)
+
+
+def _modulo(view: View) -> Bits | None:
+    """`word % 2^n`, never negative in PyTorch."""
+    inner, by = _with_number(view)
+    return None if inner is None or by is None or by < 2 else _low(inner, by)
+
+
+def _low(inner: Bits, size: int) -> Bits | None:
+    if size & (size - 1):
+        return None
+    width = size.bit_length() - 1
+    if width > inner.width:
+        return None if inner.signed else inner
+    return replace(inner, width=width, signed=False)
+
+
+def _cast(view: View) -> Bits | None:
+    """Between integers: the low bits stay."""
+    target = view.value.dtype
+    if target not in _WORDS:
+        return None
+    inner = bits_of(pushed(view, view.value.operands[0]))
+    room = target.itemsize * 8
+    if inner is None:
+        return None
+    if inner.width >= room:
+        return replace(inner, width=room, signed=target.is_signed)
+    # A negative number has no place among unsigned ones.
+    return inner if target.is_signed or not inner.signed else None
+
+
+_RULES = {
+    "aten.bitwise_right_shift": _shifted,
+    "aten.__rshift__": _shifted,
+    "aten.bitwise_and": _masked,
+    "aten.__and__": _masked,
+    "aten.remainder": _modulo,
+    "aten.floor_divide": _divided,
+    "cast": _cast,
+}
+
+
+def _with_number(view: View, either: bool = False) -> tuple[Bits | None, int | None]:
+    """The bits of the first operand, and the second where it is one integer for all elements.
+
+    either: the operands may change places.
+    """
+    first, second = view.value.args[:2]
+    for word, other in ((first, second), (second, first)):
+        number = _number(view, other) if isinstance(word, View) else None
+        if number is not None:
+            return bits_of(pushed(view, word)), number
+        if not either:
+            break
+    return None, None
+
+
+def _number(view: View, item: Any) -> int | None:
+    if isinstance(item, int):
+        return item
+    if not isinstance(item, View):
+        return None
+    numbers = constant_of(pushed(view, item))
+    if numbers is None or not np.issubdtype(numbers.dtype, np.integer):
+        return None
+    return int(numbers.flat[0]) if np.all(numbers == numbers.flat[0]) else None
+
+
+# --- strided writes into fresh memory ------------------------------------------------------------
+
+
+def _before_store(view: View) -> View | None:
+    """A view of memory after one write, as one of what was written, or of what was there before.
+
+    None where it takes of both. The write is a plain one into memory of the graph's own.
+    """
+    store = view.value.store
+    before = view.value.args[0]
+    if store is None or store.source is None or store.index or store.accumulate:
+        return None
+    same = {store.source.value.dtype, store.dtype} == {store.memory.dtype}
+    whole = view.value.node.args[:1] == (store.memory.root,)
+    if store.memory.is_input or not same or not whole or not isinstance(before, View):
+        return None
+    try:
+        inside = _inside(view.effect, store.target)
+        if inside is None:
+            return before.through(view.effect)
+        return store.source.through(inside)
+    except InexpressibleError:
+        return None
+
+
+def _inside(effect: Effect, target: Effect) -> Effect | None:
+    """A selection of a base as one of what `target` selects of it; None where they are apart.
+
+    Raises InexpressibleError where they meet in part, or nobody knows.
+    """
+    walked = {dim[0].axis: (i, dim[0]) for i, dim in enumerate(target.dims) if len(dim) == 1}
+    if sum(len(dim) for dim in target.dims) != len(walked) or None in walked:
+        raise InexpressibleError("a write through more than slices")
+    moved: dict[int | None, tuple[int | None, int]] = {None: (None, 1)}
+    start = [0] * len(target.dims)
+    for axis, first in enumerate(effect.start):
+        place, atom = walked.get(axis, (None, Atom(axis, 1, 1)))
+        offset = _offset_inside(effect, axis, first - target.start[axis], atom)
+        if offset is None:
+            return None
+        moved[axis] = place, atom.step
+        if place is not None:
+            start[place] = offset
+    dims = tuple(
+        tuple(Atom(moved[a.axis][0], a.step // moved[a.axis][1], a.length) for a in dim)
+        for dim in effect.dims
+    )
+    return Effect(dims, tuple(start))
+
+
+def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | None:
+    """Where along one axis a selection begins in `atom`'s indices, `offset` from their first."""
+    taken = [a for dim in effect.dims for a in dim if a.axis == axis]
+    numbers = [offset, atom.length, *(n for a in taken for n in (a.step, a.length))]
+    if not all(isinstance(n, int) for n in numbers):
+        raise InexpressibleError("a write of symbolic extent")
+    last = offset + sum(a.step * (a.length - 1) for a in taken)
+    strides = all(a.step % atom.step == 0 for a in taken)
+    if (strides and offset % atom.step) or last < 0 or offset > atom.step * (atom.length - 1):
+        return None
+    if not strides or offset < 0 or last > atom.step * (atom.length - 1):
+        raise InexpressibleError("a view across a write")
+    return int(offset // atom.step)
+
+
+# --- gathers by constants -------------------------------------------------------------------------
+
+
+def _before_gather(view: View) -> View | None:
+    """A view of `x[index]`, with an index that the graph computes from nothing, as one of x."""
+    base, indices = view.value.args
+    if len(indices) != 1:
+        return None
+    (dim, index), *_ = indices
+    rows = np.array(index) if isinstance(index, tuple) else constant_of(index)
+    if rows is None or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+        return None
+    size = base.shape[dim]
+    rows = np.where(rows < 0, rows + size, rows) if isinstance(size, int) else rows
+    try:
+        return base.through(_gathered(view.effect, dim, rows))
+    except InexpressibleError:
+        return None
+
+
+def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
+    """An effect on x[rows] as one on x: what it takes of the rows must be runs again."""
+    first = rows[int(effect.start[dim])]
+    dims = []
+    reach = np.array([int(effect.start[dim])])
+    total = np.array([first])
+    for place in effect.dims:
+        atoms: list[Atom] = []
+        for atom in place:
+            if atom.axis != dim:
+                atoms.append(atom)
+                continue
+            at = effect.start[dim] + np.arange(int(atom.length)) * atom.step
+            runs = _runs(rows[at] - first, dim)
+            atoms += runs
+            reach = (reach[:, None] + (at - effect.start[dim])).reshape(-1)
+            total = (total[:, None] + rows[at] - first).reshape(-1)
+        dims.append(effects.coalesce(atoms))
+    # Several runs of one dimension have to be independent of each other.
+    if not np.array_equal(rows[reach], total):
+        raise InexpressibleError("rows that are not taken in runs")
+    start = tuple(int(first) if a == dim else s for a, s in enumerate(effect.start))
+    return Effect(tuple(dims), start)
+
+
+def _runs(rows: np.ndarray, axis: int) -> list[Atom]:
+    """Row numbers as one run, or as runs of equal length: outermost first."""
+    if len(rows) == 1:
+        return []
+    steps = np.diff(rows)
+    if np.all(steps == steps[0]):
+        return [_run(int(steps[0]), len(rows), axis)]
+    length = int(np.argmax(steps != steps[0])) + 1
+    if len(rows) % length:
+        raise InexpressibleError("rows that are not taken in runs")
+    by_run = rows.reshape(-1, length)
+    outer = np.diff(by_run[:, 0])
+    if np.any(by_run - by_run[:, :1] != by_run[0]) or np.any(outer != outer[0]):
+        raise InexpressibleError("rows that are not taken in runs")
+    inner = _run(int(steps[0]), length, axis)
+    return [_run(int(outer[0]), len(by_run), axis), inner]
+
+
+def _run(step: int, length: int, axis: int) -> Atom:
+    if step < 0:
+        raise InexpressibleError("rows that are taken backwards")
+    return Atom(axis if step else None, step, length)
+
+
+_BEFORE = {"aten.index": _before_gather, "store": _before_store}
+
+
+def holds_codes(value: Value, known: dict[Value, bool]) -> bool:
+    """Whether a value is computed from integers or floats of eight bits that the model stores."""
+    if value not in known:
+        known[value] = False
+        if value.op in ("input", "constant") or not value.operands:
+            known[value] = value.op in ("input", "constant") and is_code(value.dtype)
+        elif not value.projected:
+            of = value.operands[:1] if value.op == "aten.index" else value.operands
+            known[value] = any(holds_codes(v.value, known) for v in of)
+    return known[value]
+
+
+def is_code(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are codes."""
+    eight_bits = dtype.is_floating_point and dtype.itemsize == 1
+    return eight_bits or dtype in (torch.int8, torch.uint8, torch.int32)

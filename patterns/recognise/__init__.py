@@ -1,0 +1,1 @@
+"""Recognisers that several patterns share."""

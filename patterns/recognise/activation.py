@@ -1,0 +1,183 @@
+"""Gated activations between the two GEMMs of an MLP, by what they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.norm import strip_casts
+
+_NAMES = {"aten.silu": "silu", "aten.relu": "relu"}
+_DEFAULT_ALPHA = 1.702
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`name(gate, up)`; see ops.moe.ACTIVATIONS. up None: not gated.
+
+    gate, up: what enters. alpha, limit: clamped_swiglu's; limit 0: unclamped.
+    """
+
+    name: str
+    gate: View
+    up: View | None
+    absorbed: tuple[Value, ...]
+    alpha: float = _DEFAULT_ALPHA
+    limit: float = 0.0
+
+
+def match_activation(view: View) -> Activation | None:
+    """The activation whose result is `view`, or None."""
+    bare, casts = strip_casts(view)
+    if not bare.is_whole:
+        return None
+    for rule in (_clamped_swiglu, _gated, _plain):
+        found = rule(bare.value)
+        if found is not None:
+            return Activation(
+                found.name,
+                found.gate,
+                found.up,
+                (*casts, *found.absorbed),
+                found.alpha,
+                found.limit,
+            )
+    return None
+
+
+def _plain(value: Value) -> Activation | None:
+    found = _unary(value)
+    return None if found is None else Activation(found[0], found[1], None, found[2])
+
+
+def _gated(value: Value) -> Activation | None:
+    """act(gate) * up, either way round."""
+    for acted, up in _factors(value):
+        bare, casts = strip_casts(acted)
+        found = _unary(bare.value) if bare.is_whole else None
+        if found is None:
+            continue
+        name, gate, absorbed = found
+        up, more = strip_casts(up)
+        if up.value.op not in _NAMES:
+            return Activation(name, gate, up, (value, *casts, *absorbed, *more))
+    return None
+
+
+def _unary(value: Value) -> tuple[str, View, tuple[Value, ...]] | None:
+    """(name, argument, values) of an activation of one argument."""
+    if value.op in _NAMES:
+        gate, casts = strip_casts(value.args[0])
+        return _NAMES[value.op], gate, (value, *casts)
+    if value.op == "aten.gelu":
+        given = value.kwargs.get("approximate") or next(iter(value.args[1:]), "none")
+        gate, casts = strip_casts(value.args[0])
+        return ("gelu_tanh" if given == "tanh" else "gelu"), gate, (value, *casts)
+    if value.op in ("aten.square", "aten.pow"):
+        inner, casts = strip_casts(value.args[0])
+        squares = value.op == "aten.square" or value.args[1] in (2, 2.0)
+        if squares and inner.value.op == "aten.relu" and inner.is_whole:
+            gate, more = strip_casts(inner.value.args[0])
+            return "relu_squared", gate, (value, *casts, inner.value, *more)
+        return None
+    swish = _swish(value)
+    if swish is None or swish[1] != 1.0:
+        return None
+    return "silu", swish[0], swish[2]
+
+
+def _swish(value: Value) -> tuple[View, float, tuple[Value, ...]] | None:
+    """(x, alpha, values) of x * sigmoid(alpha * x)."""
+    for sigmoid, other in _factors(value):
+        bare, casts = strip_casts(sigmoid)
+        if bare.value.op != "aten.sigmoid" or not bare.is_whole:
+            continue
+        inner, more = strip_casts(bare.value.args[0])
+        x, wider = strip_casts(other)
+        alpha, scaled = 1.0, tuple[Value, ...]()
+        if inner != x:
+            found = _scaled(inner)
+            if found is None:
+                continue
+            inner, alpha, scaled = found
+        if inner == x:
+            return x, alpha, (value, bare.value, *casts, *more, *wider, *scaled)
+    return None
+
+
+def _scaled(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
+    """(x, factor, values) of x * factor."""
+    value = view.value
+    if value.op != "aten.mul" or not view.is_whole or len(value.operands) != 1:
+        return None
+    factor = next(iter(_numbers(value)), None)
+    if factor is None:
+        return None
+    x, casts = strip_casts(value.operands[0])
+    return x, factor, (value, *casts)
+
+
+def _clamped_swiglu(value: Value) -> Activation | None:
+    """(up + 1) * swish(gate), gate clamped above and up on both sides."""
+    for shifted, acted in _factors(value):
+        one, casts = strip_casts(shifted)
+        if one.value.op != "aten.add" or not one.is_whole or 1 not in _numbers(one.value):
+            continue
+        if one.value.kwargs.get("alpha", 1) != 1:
+            continue
+        swish_view, more = strip_casts(acted)
+        swish = _swish(swish_view.value) if swish_view.is_whole else None
+        if swish is None or len(one.value.operands) != 1:
+            continue
+        up, up_limit, up_values = _clamp(one.value.operands[0], both=True)
+        gate, gate_limit, gate_values = _clamp(swish[0], both=False)
+        if up_limit != gate_limit:
+            return None
+        absorbed = (value, *casts, one.value, *more, *swish[2], *up_values, *gate_values)
+        return Activation("clamped_swiglu", gate, up, absorbed, swish[1], gate_limit)
+    return None
+
+
+def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
+    """(x, limit, values) of a clamp to at most limit (and at least -limit); limit 0: none."""
+    bare, casts = strip_casts(view)
+    value = bare.value
+    if value.op not in ("aten.clamp", "aten.clamp_max") or not bare.is_whole:
+        return bare, 0.0, casts
+    low, high = _bounds(value)
+    wanted = -high if both and high is not None else None
+    if high is None or high <= 0 or low != wanted:
+        return bare, 0.0, casts
+    inner, more = strip_casts(value.args[0])
+    return inner, float(high), (*casts, value, *more)
+
+
+def _bounds(value: Value) -> tuple[float | None, float | None]:
+    if value.op == "aten.clamp_max":
+        return None, _number(value.args[1] if len(value.args) > 1 else value.kwargs.get("max"))
+    given = [*value.args[1:], *(None,) * (3 - len(value.args))]
+    low = given[0] if given[0] is not None else value.kwargs.get("min")
+    high = given[1] if given[1] is not None else value.kwargs.get("max")
+    if isinstance(low, View) or isinstance(high, View):
+        return None, None  # by element
+    return _number(low), _number(high)
+
+
+def _number(item: Any) -> float | None:
+    return number_of(item) if isinstance(item, (int, float, fx.Node)) else None
+
+
+def _factors(value: Value) -> list[tuple[View, View]]:
+    """The two factors of a product, both ways round."""
+    if value.op != "aten.mul" or len(value.operands) != 2:
+        return []
+    left, right = value.operands
+    return [(left, right), (right, left)]
+
+
+def _numbers(value: Value) -> list[float]:
+    return [number for a in value.args if (number := _number(a)) is not None]

@@ -1,0 +1,309 @@
+"""Attention as a graph has it, in one normal form: softmax(q @ k^T * scale + mask) @ v.
+
+Dimension letters: B sequences, S queries and K keys of each, H heads, D head_dim, V head_dim of the
+values; T = B * S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import Atom, Effect, Size
+from tilewright.patterns.language import Parts, Result, Stage, register_code, reject
+from tilewright.patterns.recognise.attention_eager import by_roles, logits_of, weighted_by
+from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, name_of_op, obstacle
+from tilewright.patterns.recognise.constants import number_of
+
+register_code("ATTENTION_FORM", "attention is computed in a way that the op does not know")
+register_code("CHUNKED_PREFIX", "the keys come in chunks whose partial results are merged")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention, token-major.
+
+    terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads whose product was made
+    apart; one of the whole heads in most graphs. v [B, K, H, V]. mask: [B or 1, H or 1, S or 1, K],
+    numbers, added, or bool: a key is seen where it is `sees`. added: numbers besides a bool mask.
+    causal: query i sees the keys up to i. scale: of q @ k^T.
+    row_offsets, key_offsets: [B + 1] of ragged batches; then B of q, k and v is one, and causal
+    counts from the last query and key.
+    end: the result. layout: its dimensions on the axes [B, S, H, width]. width: V, or more, where
+        values are padded with columns of zeros: so is the result.
+    absorbed: everything between, `end` too.
+    """
+
+    terms: tuple[tuple[View, View], ...]
+    v: View
+    mask: View | None
+    causal: bool
+    scale: float
+    end: Value
+    layout: Effect
+    width: Size
+    absorbed: tuple[Value, ...]
+    sees: bool = True
+    added: View | None = None
+    row_offsets: View | None = None
+    key_offsets: View | None = None
+
+    @property
+    def keys(self) -> tuple[View, ...]:
+        return tuple(k for _, k in self.terms)
+
+    @property
+    def queries(self) -> tuple[Size, Size, Size]:
+        """B, S and H."""
+        batch, queries, heads, _ = self.terms[0][0].shape
+        return batch, queries, heads
+
+    def result(self) -> Result | Parts:
+        """`end` as what it is of an output [T, H, V]."""
+        # Of an operator with several outputs the value has no node of its own.
+        if self.width == self.v.shape[-1] and "output" not in self.end.kwargs:
+            return Result(self.end, self._on_output(effects.identity(self.end.shape)))
+        return Parts(self.end, self._on_output)
+
+    def _on_output(self, effect: Effect) -> Effect:
+        """An effect on `end` as one on [T, H, V]; raises InexpressibleError for padded columns."""
+        batch, queries, heads = self.queries
+        width = self.v.shape[-1]
+        taken = effects.compose(effect, self.layout)
+        last = [a for dim in taken.dims for a in dim if a.axis == 3]
+        reach = taken.start[3] + sum(a.step * (a.length - 1) for a in last)
+        if width != self.width and not reach < width:
+            raise effects.InexpressibleError("columns that padded values make")
+        flat = effects.identity((effects.product((batch, queries)), heads, width))
+        return effects.compose(taken, effects.reshape(flat, (batch, queries, heads, width)))
+
+
+def match_attention(value: Value, flow: Dataflow) -> Attention:
+    """The attention that a value for which :func:`keys_of` finds keys is, or is a part of.
+
+    Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX).
+    """
+    if value.op == "aten.logsumexp":
+        _refuse_chunk(value)
+    if value.op == _SDPA:
+        return _scaled_dot_product(value)
+    return _spelled_out(value, flow) if value.op == "aten.softmax" else _ragged(value, flow)
+
+
+def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
+    """The keys [B, K, H, d], in parts, of what may be an attention; more than one guess where it is
+    an operator that nobody knows, none where it is no attention."""
+    if value.op in ("aten.softmax", "aten.logsumexp"):
+        logits = logits_of(value)
+        if logits is not None:
+            heads = _broadcast([q.shape for q, _ in logits.terms])[2]
+            yield tuple(_expanded(k, (*k.shape[:2], heads)) for _, k in logits.terms)
+    elif value.op == _SDPA:
+        k = _named(value).get("key")
+        if isinstance(k, View) and len(k.shape) in (3, 4):
+            yield (_token_major(k, k.shape),)
+    elif (name := name_of_op(value)) and value.kwargs.get("output", 0) == 0:
+        guesses = (arguments_of(value).get(FORMS[name].key),) if name in FORMS else value.operands
+        for k in guesses:
+            if isinstance(k, View) and len(k.shape) == 3:
+                yield (_one_sequence(k),)
+
+
+_SDPA = "aten.scaled_dot_product_attention"
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _named(value: Value) -> dict[str, Any]:
+    return dict(zip(_NAMES, value.args, strict=False)) | dict(value.kwargs)
+
+
+def _one_sequence(view: View) -> View:
+    """[K, H, D] as [1, K, H, D]."""
+    return View(view.value, effects.unsqueeze(view.effect, 0))
+
+
+def _scaled_dot_product(value: Value) -> Attention:
+    given = _named(value)
+    q, k, v = (given["query"], given["key"], given["value"])
+    if number_of(given.get("dropout_p") or 0.0) != 0.0:
+        refuse("its weights are dropped at random", value)
+    rank = len(q.shape)
+    if rank not in (3, 4) or any(len(view.shape) != rank for view in (k, v)):
+        refuse(f"q, k and v have {len(q.shape)}, {len(k.shape)} and {len(v.shape)} axes", value)
+    batch = (q.shape[0],) if rank == 4 else ()
+    # A batch of one is broadcast by the product; heads are not.
+    q, k, v = (_token_major(view, (*batch, *view.shape[len(batch) :])) for view in (q, k, v))
+    if len({view.shape[2] for view in (q, k, v)}) != 1:
+        refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
+    scale = given.get("scale")
+    head_dim = q.shape[-1]
+    if scale is None and not isinstance(head_dim, int):
+        refuse("its head_dim is not known", value)
+    mask = given.get("attn_mask")
+    shape = (q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    order = (0, 2, 1, 3) if rank == 4 else (2, 1, 3)
+    layout = effects.identity(shape)
+    if rank == 3:
+        layout = effects.squeeze(layout, [0])
+        order = (1, 0, 2)
+    return Attention(
+        terms=((q, k),),
+        v=v,
+        mask=None if mask is None else _four_axes(mask, k.shape[1], value),
+        causal=bool(given.get("is_causal", False)),
+        scale=head_dim**-0.5 if scale is None else number_of(scale),
+        end=value,
+        layout=effects.permute(layout, order),
+        width=v.shape[-1],
+        absorbed=(value,),
+    )
+
+
+def _token_major(view: View, shape: tuple[Size, ...]) -> View:
+    """[B, H, S, D], or without B, as [B, S, H, D]."""
+    effect = effects.expand(view.effect, shape)
+    if len(shape) == 3:
+        effect = effects.unsqueeze(effect, 0)
+    return View(view.value, effects.permute(effect, (0, 2, 1, 3)))
+
+
+def _four_axes(mask: View, keys: Size, value: Value) -> View:
+    """A mask [..., S, K] as [B or 1, H or 1, S or 1, K], without what only repeats."""
+    if not 0 < len(mask.shape) <= 4:
+        refuse(f"its mask has {len(mask.shape)} axes", value)
+    effect = effects.expand(mask.effect, (*mask.shape[:-1], keys))
+    dims = ((),) * (4 - len(mask.shape)) + effect.dims
+    lead = tuple(() if all(a.axis is None for a in dim) else dim for dim in dims[:-1])
+    return View(mask.value, Effect((*lead, dims[-1]), effect.start))
+
+
+def _refuse_chunk(value: Value) -> NoReturn:
+    reject(
+        "CHUNKED_PREFIX",
+        Stage.ACTIVATION,
+        f"the log-sum-exp of {value} is used: it is a part of an attention, to be merged",
+        value,
+        hint="give all keys to one attention; the op makes no key or value tensor that could be "
+        "too large",
+    )
+
+
+def refuse(why: str, value: Value, hint: str = "") -> NoReturn:
+    """Ends the attempt: ATTENTION_FORM."""
+    reject("ATTENTION_FORM", Stage.ACTIVATION, f"{value}: {why}", value, hint=hint)
+
+
+def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
+    """A softmax between two products."""
+    logits = logits_of(softmax)
+    above = None if logits is None else weighted_by(softmax, logits, flow)
+    if logits is not None and logits.finite:
+        refuse("its mask is a large number, not minus infinity", softmax)
+    if logits is None or above is None:
+        refuse("it is not read by one product with values alone", softmax)
+    batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
+    # A part that all heads share comes last.
+    parts = sorted(logits.terms, key=lambda term: term[1].effect.dims[2] == ())
+    terms = tuple(
+        (_expanded(q, (batch, queries, heads)), _expanded(k, (batch, k.shape[1], heads)))
+        for q, k in parts
+    )
+    v = _expanded(above.v, (batch, above.v.shape[1], heads))
+    mask = logits.seen or logits.hidden or logits.added
+    numbers = logits.added if mask is not logits.added else None
+    return Attention(
+        terms=terms,
+        v=v,
+        mask=None if mask is None else by_roles(mask, logits),
+        causal=False,
+        scale=logits.scale,
+        end=above.end,
+        layout=above.layout,
+        width=v.shape[-1],
+        absorbed=tuple(dict.fromkeys((*logits.absorbed, *above.absorbed))),
+        sees=logits.hidden is None,
+        added=None if numbers is None else by_roles(numbers, logits),
+    )
+
+
+def _broadcast(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
+    return tuple(next((n for n in column if n != 1), 1) for column in zip(*shapes, strict=True))
+
+
+def _expanded(view: View, lead: tuple[Size, ...]) -> View:
+    return View(view.value, effects.expand(view.effect, (*lead, view.shape[-1])))
+
+
+def _ragged(value: Value, flow: Dataflow) -> Attention:
+    """An operator of a library, known by its name."""
+    form = FORMS.get(name_of_op(value))
+    if form is None:
+        refuse(
+            "what this operator computes is not known",
+            value,
+            hint="use torch's scaled_dot_product_attention or varlen_attn, or tell tilewright "
+            "what it is: tilewright.patterns.recognise.attention_varlen.register_varlen",
+        )
+    given = arguments_of(value)
+    names = (form.query, form.key, form.value, form.row_offsets, form.key_offsets)
+    tensors = [tensor for name in names if isinstance(tensor := given.get(name), View)]
+    if len(tensors) != len(names):
+        refuse("queries, keys, values or their offsets are missing", value)
+    if reason := obstacle(form, given):
+        refuse(reason, value)
+    q, k, v, rows, keys = tensors
+    if any(len(view.shape) != 3 for view in (q, k, v)):
+        refuse("queries, keys and values have other axes than [tokens, heads, width]", value)
+    others = [u for u in flow.values if u.node is value.node and u is not value]
+    if any(flow.users.get(u) or u in flow.output_values for u in others):
+        _refuse_chunk(value)
+    q, k, v = (_one_sequence(view) for view in (q, k, v))
+    if len({view.shape[2] for view in (q, k, v)}) != 1:
+        refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
+    scale = given.get(form.scale)
+    layout = effects.identity((1, *q.shape[1:3], v.shape[3]))
+    return Attention(
+        terms=((q, k),),
+        v=v,
+        mask=None,
+        causal=bool(given[form.causal]) if form.causal else True,
+        scale=q.shape[-1] ** -0.5 if scale is None else number_of(scale),
+        end=value,
+        layout=effects.squeeze(layout, [0]),
+        width=v.shape[-1],
+        absorbed=(value, *others),
+        row_offsets=rows,
+        key_offsets=keys,
+    )
+
+
+# --- values padded to the width of the keys -------------------------------------------------------
+
+
+def without_padding(found: Attention) -> Attention:
+    """The attention with its values' own width, where columns of zeros were added to them."""
+    columns = unpadded(found.v)
+    if columns is None or columns[0] != 0:
+        return found
+    return replace(found, v=columns[1], absorbed=(*found.absorbed, found.v.value))
+
+
+def unpadded(view: View) -> tuple[int, View] | None:
+    """(first, columns) of a view [..., D] that is zero but for a run of columns; None where it is
+    nothing that was padded."""
+    value = view.value
+    if value.op != "aten.pad" or len(value.args) < 2 or value.kwargs:
+        return None
+    inner, sizes, *rest = value.args
+    plain = rest in ([], ["constant"], ["constant", None], ["constant", 0], ["constant", 0.0])
+    if not plain or len(sizes) != 2 or not all(isinstance(n, int) and n >= 0 for n in sizes):
+        return None
+    last = len(value.shape) - 1
+    whole = effects.identity(value.shape).dims[last]
+    if not whole or view.effect.dims[-1] != whole or view.effect.start[last] != 0:
+        return None
+    dims = (*view.effect.dims[:-1], (Atom(last, 1, inner.shape[-1]),))
+    return sizes[0], inner.through(Effect(dims, view.effect.start))

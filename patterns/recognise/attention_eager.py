@@ -1,0 +1,302 @@
+"""Attention spelled out: products with a softmax in between, by the names of their dimensions.
+
+    weights = softmax(scale * (q @ k^T), masked)
+    out = weights @ v
+
+The logits may be a sum of products of parts of the heads (nope and rope apart), as their one
+product is. Dimension letters: as in `patterns/recognise/attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import Atom, Dim, Effect
+from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.norm import is_float_cast
+
+
+@dataclass
+class Logits:
+    """What a softmax is of. terms: products q [B, S, H, d], k [B, K, H, d], summed over.
+
+    seen, hidden: where a key is seen, or is not, over the softmax's dimensions. finite: hidden
+    logits are a large number instead of minus infinity. added: numbers on top of the scaled
+    products. roles: which of the softmax's dimensions are B (-1: none), H, S and K.
+    """
+
+    scale: float = 1.0
+    seen: View | None = None
+    hidden: View | None = None
+    finite: bool = False
+    added: View | None = None
+    terms: list[tuple[View, View]] = field(default_factory=list)
+    absorbed: list[Value] = field(default_factory=list)
+    roles: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The product of the softmax with v [B, K, H, V]. layout: `end` on the axes [B, S, H, V]."""
+
+    v: View
+    end: Value
+    layout: Effect
+    absorbed: tuple[Value, ...]
+
+
+def logits_of(softmax: Value) -> Logits | None:
+    """What is below a softmax (or log-sum-exp) over the last dimension; None where that is no
+    attention."""
+    if not isinstance(softmax.args[0], View):
+        return None
+    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
+    dim = dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim
+    rank = len(softmax.args[0].shape)
+    if dim not in (-1, rank - 1) or rank not in (3, 4):
+        return None
+    found = Logits(absorbed=[softmax])
+    try:
+        whole = _peel(found, softmax.args[0])
+    except effects.InexpressibleError:
+        return None
+    return found if whole and found.terms else None
+
+
+def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
+    """The product that reads a softmax's result, through casts alone."""
+    value, absorbed = softmax, []
+    while True:
+        users = list(dict.fromkeys(flow.users.get(value, ())))
+        if len(users) != 1 or value in flow.output_values:
+            return None
+        (user,) = users
+        absorbed.append(user)
+        found = named_product(user)
+        if found is not None:
+            return _weighted(user, value, found, logits, tuple(absorbed))
+        if not is_float_cast(user) or not user.operands[0].is_whole:
+            return None
+        value = user
+
+
+# --- below ----------------------------------------------------------------------------------------
+
+
+def _peel(found: Logits, view: View) -> bool:
+    """Takes one operation after the other off the logits; False where one is not understood."""
+    for _ in range(12):
+        value = view.value
+        if named_product(value) is not None:
+            return _term(found, view)
+        if is_float_cast(value):
+            inner: View | None = value.operands[0]
+        elif value.op in ("aten.mul", "aten.div"):
+            inner = _scaled(found, value)
+        elif value.op in ("aten.masked_fill", "aten.where"):
+            inner = _masked(found, value, view)
+        elif value.op == "aten.add" and value.kwargs.get("alpha", 1) == 1:
+            if len(value.operands) == 2 and all(v.value.projected for v in value.operands):
+                return _sum(found, view)
+            inner = _added(found, value, view)
+        else:
+            return False
+        if inner is None:
+            return False
+        found.absorbed.append(value)
+        view = _pushed(view, inner)
+    return False
+
+
+def _sum(found: Logits, view: View) -> bool:
+    """A sum of products: one that heads share says which dimension they are, so it comes first."""
+    found.absorbed.append(view.value)
+    left = [_pushed(view, v) for v in view.value.operands]
+    around = _around(found)
+    for _ in range(2):
+        left = [part for part in left if not _peel(found, part)]
+    # What scales or masks one product does nothing to the other.
+    return not left and _around(found) == around
+
+
+def _around(found: Logits) -> tuple[Any, ...]:
+    return found.scale, found.seen, found.hidden, found.added, found.finite
+
+
+def _pushed(view: View, operand: View) -> View:
+    """What an element-wise value's operand contributes to a view of that value."""
+    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
+    return wide if view.is_whole else wide.through(view.effect)
+
+
+def _scaled(found: Logits, value: Value) -> View | None:
+    numbers = [a for a in value.args if not isinstance(a, View)]
+    if len(numbers) != 1 or len(value.operands) != 1 or value.kwargs or found.terms:
+        return None
+    number = number_of(numbers[0])
+    if value.op == "aten.div" and (value.args[0] is numbers[0] or number == 0):
+        return None
+    found.scale *= number if value.op == "aten.mul" else 1 / number
+    return value.operands[0]
+
+
+def _masked(found: Logits, value: Value, view: View) -> View | None:
+    """Where the logits are minus infinity."""
+    if found.seen is not None or found.hidden is not None or len(value.args) != 3 or found.terms:
+        return None
+    fills = value.op == "aten.masked_fill"
+    x, mask, fill = value.args if fills else (value.args[1], value.args[0], value.args[2])
+    if not (isinstance(x, View) and isinstance(mask, View)) or value.kwargs:
+        return None
+    if not isinstance(fill, (int, float)):
+        return None
+    found.finite = fill != float("-inf")
+    where = _pushed(view, mask)
+    if fills and where.value.op in ("aten.bitwise_not", "aten.logical_not"):
+        found.seen = _pushed(where, where.value.operands[0])
+    elif fills:
+        found.hidden = where
+    else:
+        found.seen = where
+    return x
+
+
+def _added(found: Logits, value: Value, view: View) -> View | None:
+    """A mask of numbers; it is added to the scaled products, so none may be scaled after it."""
+    projected = [v for v in value.operands if v.value.projected]
+    if len(value.operands) != 2 or len(projected) != 1 or found.added is not None:
+        return None
+    if found.scale != 1.0 or found.terms:
+        return None
+    (other,) = [v for v in value.operands if v is not projected[0]]
+    found.added = _pushed(view, other)
+    return projected[0]
+
+
+def _term(found: Logits, view: View) -> bool:
+    """One product q @ k^T."""
+    product = named_product(view.value)
+    assert product is not None
+    operands, names, result = product
+    if any(len(set(n)) != len(n) for n in (*names, result)):
+        return False
+    dims = _names_of(view, result)
+    if dims is None or dims[-1] is None:
+        return False
+    keys = dims[-1]
+    sides = sorted(zip(operands, names, strict=True), key=lambda side: keys in side[1])
+    (q, q_names), (k, k_names) = sides
+    if keys in q_names or keys not in k_names:
+        return False
+    order = found.roles or _roles_in(dims, q_names, k_names)
+    if not order:
+        return False
+    batch, heads, queries, last = (None if at < 0 else dims[at] for at in order)
+    summed = [n for n in q_names if n not in result]
+    known = {batch, heads, queries, None} | set(summed)
+    fits = last == keys and len(summed) == 1 and queries not in set(k_names)
+    fits = fits and heads in set(q_names)
+    if not fits or not set(q_names) <= known or not set(k_names) <= (known - {queries}) | {keys}:
+        return False
+    found.roles = order
+    found.absorbed.append(view.value)
+    found.terms.append(
+        (
+            _by_names(q, q_names, (batch, queries, heads, summed[0])),
+            _by_names(k, k_names, (batch, keys, heads, summed[0])),
+        )
+    )
+    return True
+
+
+def _roles_in(
+    dims: Sequence[str | None], q_names: Sequence[str], k_names: Sequence[str]
+) -> tuple[int, ...]:
+    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head."""
+    shared = [n for n in dims if n is not None and n in q_names and n in k_names]
+    queries = [n for n in dims if n is not None and n in q_names and n not in k_names]
+    if len(queries) != 1 or len(shared) not in (1, 2):
+        return ()
+    batch = shared[0] if len(shared) == 2 else None
+    wanted = (batch, shared[-1], queries[0], dims[-1])
+    return tuple(-1 if n is None else dims.index(n) for n in wanted)
+
+
+def _names_of(view: View, names: str) -> list[str | None] | None:
+    """The name of each of a view's dimensions, where each is one of the value's, whole.
+
+    Dimensions of one are interchangeable: they take the names left over, in order.
+    """
+    whole = effects.identity(view.value.shape).dims
+    if any(view.effect.start):
+        return None
+    known = {dim: name for dim, name in zip(whole, names, strict=True) if dim}
+    if any(dim and dim not in known for dim in view.effect.dims):
+        return None
+    used = [known[dim] for dim in view.effect.dims if dim]
+    if len(set(used)) != len(used) or len(used) != len(known):
+        return None
+    left = [name for dim, name in zip(whole, names, strict=True) if not dim]
+    return [known[dim] if dim else (left.pop(0) if left else None) for dim in view.effect.dims]
+
+
+def _by_names(view: View, names: str, wanted: Sequence[str | None]) -> View:
+    """A view's dimensions in another order; those that it does not have are one."""
+    dims = [() if n is None or n not in names else view.effect.dims[names.index(n)] for n in wanted]
+    return View(view.value, Effect(tuple(dims), view.effect.start))
+
+
+def by_roles(view: View, logits: Logits) -> View:
+    """A view over the logits' dimensions as [B or 1, H or 1, S or 1, K]."""
+    dims: list[Dim] = []
+    for place, role in enumerate(logits.roles):
+        dim = () if role < 0 else view.effect.dims[role]
+        repeats = place < 3 and all(atom.axis is None for atom in dim)
+        dims.append(() if repeats else dim)
+    return View(view.value, Effect(tuple(dims), view.effect.start))
+
+
+# --- above ----------------------------------------------------------------------------------------
+
+
+def _weighted(
+    end: Value, weights: Value, product: Any, logits: Logits, absorbed: tuple[Value, ...]
+) -> Weighted | None:
+    operands, names, result = product
+    if any(len(set(n)) != len(n) for n in (*names, result)):
+        return None
+    sides = [(v, n) for v, n in zip(operands, names, strict=True) if v.value is weights]
+    others = [(v, n) for v, n in zip(operands, names, strict=True) if v.value is not weights]
+    if len(sides) != 1:
+        return None
+    ((p, p_names), (v, v_names)) = sides[0], others[0]
+    # The names of the softmax's own dimensions, by its letters.
+    rank = len(weights.shape)
+    letters = "".join(chr(ord("a") + i) for i in range(rank))
+    at = _names_of(p, letters)
+    if at is None or None in at:
+        return None
+    named = dict(zip(at, p_names, strict=True))
+    role = [None if r < 0 else named.get(letters[r]) for r in logits.roles]
+    batch, heads, queries, keys = role
+    width = [n for n in v_names if n not in p_names]
+    extra = set(p_names) - {n for n in role if n is not None}
+    if None in (heads, queries, keys) or len(width) != 1 or extra or keys in result:
+        return None
+    if queries in v_names or heads not in v_names or keys not in v_names:
+        return None
+    order = [n for n in (batch, queries, heads, width[0]) if n is not None]
+    if sorted(order) != sorted(result):
+        return None
+    axis = {name: i for i, name in enumerate((batch, queries, heads, width[0])) if name}
+    dims = tuple(
+        () if size == 1 else (Atom(axis[name], 1, size),)
+        for name, size in zip(result, end.shape, strict=True)
+    )
+    values = _by_names(v, v_names, (batch, keys, heads, width[0]))
+    return Weighted(values, end, Effect(dims, (0, 0, 0, 0)), absorbed)

@@ -1,0 +1,349 @@
+"""Recognises norms, of attention heads or of any value, fused or spelled out, with or without casts
+in between: RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or
+with none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.equality import equal_values
+
+
+@dataclass(frozen=True)
+class Norm:
+    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) over the last dimension.
+
+    kind: `layer`, or `rms`, which subtracts no mean. x: what is normalised, dimensions as the
+    result's. weight: dimensions as x's, those that it does not vary along of length one; None where
+    there is none. factor: `offset + weight` as the graph computes it. width: length of the
+    normalised dimension.
+    """
+
+    kind: str
+    x: View
+    weight: View | None
+    offset: float
+    factor: View | None
+    eps: float
+    width: int
+    absorbed: tuple[Value, ...]
+
+
+def is_float_cast(value: Value) -> bool:
+    """Whether a value is a cast between floating types that fp32 arithmetic may leave out.
+
+    A detour through eight bits is a quantisation the user asked for, and stays.
+    """
+    types = (value.dtype, *(v.value.dtype for v in value.operands))
+    return value.op == "cast" and all(t.is_floating_point and t.itemsize > 1 for t in types)
+
+
+def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
+    """The view before any casts between floating types, and the casts."""
+    stripped: list[Value] = []
+    while is_float_cast(view.value):
+        inner = view.value.args[0]
+        stripped.append(view.value)
+        view = inner.through(view.effect)
+    return view, tuple(stripped)
+
+
+def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
+    """The norm whose result is `head`, heads of a projection or any other value, or None.
+
+    Raises Reject (UNSUPPORTED) at `stage` for a norm with a bias.
+    """
+    value = head.value
+    if not head.is_whole:
+        return None
+    if value.op in _FUSED:
+        return _fused(value, stage)
+    outer, casts = strip_casts(head)
+    if outer.value.op == "aten.add" and _adds_bias(outer.value):
+        _refuse_bias(outer.value, stage)
+    inner = _normalised(outer)
+    if inner is not None:
+        return replace(inner, absorbed=(*casts, *inner.absorbed))
+    found = _weighted(outer.value, stage)
+    return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
+
+
+# --- one operation --------------------------------------------------------------------------------
+
+_FUSED = ("aten.rms_norm", "aten.layer_norm")
+
+
+def _fused(value: Value, stage: Stage) -> Norm | None:
+    layer = value.op == "aten.layer_norm"
+    names = ["input", "normalized_shape", "weight", *(["bias"] if layer else []), "eps"]
+    given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
+    x, normalized = given["input"], given.get("normalized_shape")
+    if given.get("bias") is not None:
+        _refuse_bias(value, stage)
+    width = x.shape[-1]
+    if normalized is None or len(normalized) != 1 or not isinstance(width, int):
+        return None
+    eps = given.get("eps", 1e-5 if layer else None)
+    if eps is None:
+        # PyTorch computes in float32 at least, and takes that type's epsilon.
+        eps = torch.finfo(torch.promote_types(x.value.dtype, torch.float32)).eps
+    weight, offset, factor = given.get("weight"), 0.0, None
+    if weight is not None:
+        weight, offset, factor = _plus_number(weight)
+        weight, factor = (_aligned(v, len(x.shape)) for v in (weight, factor))
+    inner, casts = strip_casts(x)
+    kind = "layer" if layer else "rms"
+    return Norm(kind, inner, weight, offset, factor, number_of(eps), width, (value, *casts))
+
+
+def _adds_bias(value: Value) -> bool:
+    """Whether a vector is added to a norm's result."""
+    if len(value.operands) != 2:
+        return False
+    left, right = value.operands
+    for bias, other in ((left, right), (right, left)):
+        inner, _ = strip_casts(other)
+        scaled = inner.value.op in ("aten.mul", "aten.div", *_FUSED)
+        if scaled and _may_be_weight(bias) and match_norm(inner) is not None:
+            return True
+    return False
+
+
+def _refuse_bias(value: Value, stage: Stage) -> None:
+    reject(
+        "UNSUPPORTED",
+        stage,
+        "the norm has a bias",
+        value,
+        hint="norms with a weight, or with none, are fused",
+    )
+
+
+# --- the weight -----------------------------------------------------------------------------------
+
+
+def _weighted(value: Value, stage: Stage) -> Norm | None:
+    """The norm with a weight whose last step is the product `value`."""
+    if value.op != "aten.mul" or len(value.operands) != 2:
+        return None
+    left, right = value.operands
+    for factor, normalised in ((left, right), (right, left)):
+        weight, offset, total = _plus_number(factor)
+        if not _may_be_weight(weight):
+            continue
+        bare, casts = strip_casts(normalised)
+        inner = match_norm(bare, stage) if bare.value.op in _FUSED else _normalised(bare)
+        if inner is not None and inner.weight is None and inner.x.shape == value.shape:
+            weight, total = (_aligned(v, len(value.shape)) for v in (weight, total))
+            absorbed = (value, *casts, *inner.absorbed)
+            return replace(inner, weight=weight, offset=offset, factor=total, absorbed=absorbed)
+    return None
+
+
+def _may_be_weight(view: View) -> bool:
+    """Whether a factor belongs to a norm: a vector, or a parameter; cos and sin are neither."""
+    dims = view.effect.dims
+    vector = bool(dims and dims[-1]) and (view.value.op == "constant" or len(dims) == 1)
+    return vector and not view.value.projected
+
+
+def _plus_number(view: View) -> tuple[View, float, View]:
+    """(weight, offset, their sum) of a weight that may be spelled `offset + weight`."""
+    bare, _ = strip_casts(view)
+    value = bare.value
+    numbers = [a for a in value.args if isinstance(a, (int, float, fx.Node))]
+    plain = len(value.operands) == 1 and len(numbers) == 1 and value.kwargs.get("alpha", 1) == 1
+    if value.op != "aten.add" or not plain:
+        return bare, 0.0, bare
+    inner, _ = strip_casts(value.operands[0].through(bare.effect))
+    return inner, number_of(numbers[0]), bare
+
+
+def _aligned(weight: View, rank: int) -> View:
+    """A weight with leading dimensions of one, up to `rank`."""
+    missing = rank - len(weight.effect.dims)
+    return View(weight.value, Effect(((),) * missing + weight.effect.dims, weight.effect.start))
+
+
+# --- spelled out ----------------------------------------------------------------------------------
+
+
+def _normalised(view: View) -> Norm | None:
+    """The norm without a weight that a view is, where it is spelled out."""
+    value = view.value
+    if not view.is_whole or len(value.operands) != 2:
+        return None
+    left, right = value.operands
+    if value.op == "aten.div":
+        pairs = [(left, _root(right))]
+    elif value.op == "aten.mul":
+        pairs = [(left, _inverse_root(right)), (right, _inverse_root(left))]
+    else:
+        return None
+    for numerator, radicand in pairs:
+        if radicand is not None:
+            found = _quotient(numerator, *radicand)
+            if found is not None:
+                return replace(found, absorbed=(value, *found.absorbed))
+    return None
+
+
+def _quotient(numerator: View, under: View, values: tuple[Value, ...]) -> Norm | None:
+    """The norm numerator / sqrt(under)."""
+    epsilon = _plus_epsilon(under)
+    if epsilon is None:
+        return None
+    power, eps, added = epsilon
+    top, casts = strip_casts(numerator)
+    centred = _centred(top)
+    squared = _mean_square(power)
+    variance = _variance(power)
+    if squared is not None:
+        of, steps = squared
+        bottom, more = strip_casts(of)
+        if not equal_values(top, bottom):
+            return None
+        kept = (*steps, *casts, *more)
+        if centred is not None and bottom.value is not top.value:
+            again = _centred(bottom)
+            kept += () if again is None else (bottom.value, *again[1])
+    elif variance is not None and centred is not None:
+        of, steps = variance
+        bottom, more = strip_casts(of)
+        if not equal_values(centred[0], bottom):
+            return None
+        kept = (*steps, *casts, *more)
+    else:
+        return None
+    kind, x = "rms", top
+    if centred is not None:
+        kind, x = "layer", centred[0]
+        kept += (top.value, *centred[1])
+    width = x.shape[-1] if x.shape else None
+    if not isinstance(width, int):
+        return None
+    absorbed = tuple(dict.fromkeys((*values, *added, *kept)))
+    return Norm(kind, x, None, 0.0, None, eps, width, absorbed)
+
+
+def _inverse_root(view: View) -> tuple[View, tuple[Value, ...]] | None:
+    """(y, values) of 1 / sqrt(y): rsqrt, a power of -1/2, or a reciprocal of a root."""
+    view, casts = strip_casts(view)
+    value = view.value
+    if not view.is_whole or not value.operands:
+        return None
+    inner = value.operands[0]
+    if value.op == "aten.rsqrt" or (value.op == "aten.pow" and value.args[1:] == (-0.5,)):
+        return inner, (value, *casts)
+    one = value.op == "aten.div" and len(value.operands) == 1 and value.args[0] == 1
+    if value.op == "aten.reciprocal" or one:
+        root = _root(inner)
+        return None if root is None else (root[0], (value, *casts, *root[1]))
+    return None
+
+
+def _root(view: View) -> tuple[View, tuple[Value, ...]] | None:
+    """(y, values) of sqrt(y)."""
+    view, casts = strip_casts(view)
+    value = view.value
+    if not view.is_whole:
+        return None
+    if value.op == "aten.sqrt" or (value.op == "aten.pow" and value.args[1:] == (0.5,)):
+        return value.operands[0], (value, *casts)
+    return None
+
+
+def _plus_epsilon(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
+    """(y, eps, values) of y + eps."""
+    add = view.value
+    if add.op != "aten.add" or len(add.operands) != 1 or not view.is_whole:
+        return None
+    eps = next((a for a in add.args if isinstance(a, (int, float, fx.Node))), None)
+    if eps is None or add.kwargs.get("alpha", 1) != 1:
+        return None
+    return add.operands[0], number_of(eps), (add,)
+
+
+def _mean_square(view: View) -> tuple[View, tuple[Value, ...]] | None:
+    """(y, values) of the mean of y² over the last dimension, which stays."""
+    mean = _mean(view)
+    if mean is None:
+        return None
+    squares, values = mean
+    power, casts = strip_casts(squares)
+    value = power.value
+    if not power.is_whole or not value.operands:
+        return None
+    product = value.op == "aten.mul" and len(value.operands) == 2
+    if (
+        value.op == "aten.square"
+        or (value.op == "aten.pow" and value.args[1] == 2)
+        or (product and value.operands[0] == value.operands[1])
+    ):
+        return value.operands[0], (*values, *casts, value)
+    return None
+
+
+def _mean(view: View) -> tuple[View, tuple[Value, ...]] | None:
+    """(y, values) of the mean of y over the last dimension, which stays; or sum(y) / length."""
+    view, casts = strip_casts(view)
+    value = view.value
+    if not view.is_whole or not value.operands:
+        return None
+    of = value.operands[0]
+    if value.op == "aten.mean" and _over_last(value):
+        return of, (value, *casts)
+    if value.op == "aten.div" and len(value.operands) == 1 and value.args[0] is of and of.is_whole:
+        total = of.value
+        if total.op == "aten.sum" and _over_last(total):
+            inner = total.operands[0]
+            by = value.args[1]
+            if isinstance(by, (int, float)) and by == inner.shape[-1]:
+                return inner, (value, total, *casts)
+    return None
+
+
+def _variance(view: View) -> tuple[View, tuple[Value, ...]] | None:
+    """(y, values) of the variance of y over the last dimension, not corrected."""
+    view, casts = strip_casts(view)
+    value = view.value
+    if value.op != "aten.var" or not view.is_whole or not _over_last(value):
+        return None
+    positional = value.args[2] if len(value.args) > 2 else None
+    named = value.kwargs.get("unbiased", value.kwargs.get("correction"))
+    corrected = positional if named is None else named
+    plain = corrected is not None and corrected == 0
+    return (value.operands[0], (value, *casts)) if plain else None
+
+
+def _centred(view: View) -> tuple[View, tuple[Value, ...]] | None:
+    """(y, values) of y - mean(y)."""
+    value = view.value
+    if value.op != "aten.sub" or len(value.operands) != 2 or not view.is_whole:
+        return None
+    if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
+        return None
+    mean = _mean(value.operands[1])
+    if mean is None:
+        return None
+    x, casts = strip_casts(value.operands[0])
+    of, more = strip_casts(mean[0])
+    return (x, (*casts, *more, *mean[1])) if equal_values(x, of) else None
+
+
+def _over_last(value: Value) -> bool:
+    """Whether a reduction is over the last dimension, and keeps it."""
+    dims = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
+    shape = value.operands[0].shape
+    listed = dims if isinstance(dims, (tuple, list)) else (dims,)
+    if len(listed) != 1 or listed[0] not in (-1, len(shape) - 1):
+        return False
+    return value.shape == (*shape[:-1], 1)

@@ -1,0 +1,314 @@
+"""Recognises rotary position embedding by what it computes, not by how it is spelled.
+
+`rope_terms` writes every element of the rotated head down as products of elements of the head with
+coefficients; here that table is read: which elements are paired, and which columns of cos and sin
+they take, with which sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import Atom, Effect, Size
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.rope_terms import (
+    Leaf,
+    NotRotation,
+    Term,
+    head_terms,
+    is_arithmetic,
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """cos or sin as the graph has it.
+
+    view: [..., width], dimensions as the rotated head's, width rotary_dim or rotary_dim / 2.
+    part: `real` or `imag` of a complex view. signs: of the first and of the second members of the
+    pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 * sin.
+    """
+
+    view: View
+    part: str = ""
+    signs: tuple[int, int] = (1, 1)
+
+    @property
+    def width(self) -> Size:
+        return self.view.shape[-1]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """style: `half`, `interleaved` or `interleaved_to_half`. x: the unrotated head, dimensions as
+    the rotated one's."""
+
+    style: str
+    rotary_dim: int
+    cos: Table
+    sin: Table
+    x: View
+    absorbed: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Of every rotated element: the index of itself and of its partner in x, and which member of
+    its pair it is."""
+
+    own: np.ndarray
+    partner: np.ndarray
+    second: np.ndarray
+
+
+def match_rope(head: View) -> Rope | None:
+    """The rotation whose result is `head` [..., head_dim]; None where there is no rotation.
+
+    Raises Reject (ROPE_STYLE, ROPE_TABLE) for a rotation of a kind the ops do not have.
+    """
+    if not is_arithmetic(head.value):
+        return None
+    try:
+        terms, absorbed = head_terms(head)
+    except NotRotation:
+        return None
+    if len(terms) == 1 or not any(len(t.leaves) == 2 for t in terms):
+        return None
+    return _classify(head, terms, absorbed)
+
+
+# --- reading the table ----------------------------------------------------------------------------
+
+
+def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) -> Rope:
+    x_leaf = terms[0].leaves[0][0]
+    if any(t.leaves[0][0] != x_leaf for t in terms):
+        _refuse(head, "its terms read different tensors")
+    head_dim = len(terms[0].factor)
+    first = min(int(t.leaves[0][1][t.present].min()) for t in terms if np.any(t.factor))
+    rotary_dim = _rotated(head, terms, first, head_dim)
+    for style, pairs in _styles(rotary_dim).items():
+        own = _column(terms, pairs.own + first, rotary_dim)
+        partner = _column(terms, pairs.partner + first, rotary_dim)
+        if own is not None and partner is not None:
+            # A second member adds its partner, a first one subtracts it.
+            partner = _Column(partner.leaf, partner.index, partner.sign * (2 * pairs.second - 1))
+            cos, sin = (_table(head, c, pairs, style) for c in (own, partner))
+            cos, sin = _same_width(cos, sin, rotary_dim, style)
+            return Rope(style, rotary_dim, cos, sin, _x(head, x_leaf, first, head_dim), absorbed)
+    _refuse(head, "the pairs are neither (i, i + half) nor (2i, 2i + 1)")
+
+
+def _rotated(head: View, terms: Sequence[Term], first: int, head_dim: int) -> int:
+    """How many elements are rotated: the first ones, each a sum of two products."""
+    products, passed = np.zeros(head_dim, dtype=int), np.zeros(head_dim, dtype=bool)
+    for term in terms:
+        if len(term.leaves) == 2:
+            products += term.present
+            continue
+        at = np.flatnonzero(term.present)
+        if np.any(term.factor[at] != 1) or np.any(term.leaves[0][1][at] - first != at):
+            _refuse(head, "unrotated elements change place or sign")
+        passed |= term.present
+    if np.any(products[~passed] != 2) or np.any(products[passed]):
+        _refuse(head, "its elements are not sums of two products")
+    rotary_dim = int(np.count_nonzero(~passed))
+    if rotary_dim % 2 or not np.array_equal(np.flatnonzero(~passed), np.arange(rotary_dim)):
+        _refuse(head, "the rotated elements are not the first ones of the head")
+    return rotary_dim
+
+
+def _styles(rotary_dim: int) -> dict[str, _Pairs]:
+    """What each style pairs."""
+    i, half = np.arange(rotary_dim), rotary_dim // 2
+    second = (i >= half).astype(int)
+    other = 2 * (i % half)
+    return {
+        "half": _Pairs(i, (i + half) % rotary_dim, second),
+        "interleaved": _Pairs(i, i ^ 1, i % 2),
+        "interleaved_to_half": _Pairs(other + second, other + 1 - second, second),
+    }
+
+
+@dataclass(frozen=True)
+class _Column:
+    """For each rotated element: which column of one coefficient it takes, and with which sign."""
+
+    leaf: Leaf
+    index: np.ndarray
+    sign: np.ndarray
+
+
+def _column(terms: Sequence[Term], x: np.ndarray, rotary_dim: int) -> _Column | None:
+    """The coefficient of x[x[i]] in every element i; None where one has none, or several do."""
+    index, sign = np.zeros(rotary_dim, dtype=np.int64), np.zeros(rotary_dim)
+    leaf: Leaf | None = None
+    for term in terms:
+        if len(term.leaves) != 2:
+            continue
+        (_, of), (coefficient, at) = term.leaves
+        here = term.present[:rotary_dim] & (of[:rotary_dim] == x)
+        if not np.any(here):
+            continue
+        if np.any(sign[here]) or leaf not in (None, coefficient):
+            return None
+        leaf = coefficient
+        sign[here] = term.factor[:rotary_dim][here]
+        index[here] = at[:rotary_dim][here]
+    if leaf is None or np.any(np.abs(sign) != 1):
+        return None
+    return _Column(leaf, index, sign)
+
+
+def _table(head: View, column: _Column, pairs: _Pairs, style: str) -> Table:
+    """A coefficient's view with its last dimension cut to the columns in use."""
+    first, second = (column.sign[pairs.second == member] for member in (0, 1))
+    if np.any(first != first[0]) or np.any(second != second[0]):
+        _refuse(head, "its signs alternate")
+    signs = (int(first[0]), int(second[0]))
+    if signs[0] != signs[1] and style == "interleaved":
+        _refuse(head, "the members of a pair take a coefficient with different signs")
+    rotary_dim = len(column.index)
+    each, half = np.arange(rotary_dim), rotary_dim // 2
+    pair = each // 2 if style == "interleaved" else each % half
+    low = int(column.index.min())
+    reach = int(column.index.max()) - low
+    leaf = column.leaf
+    start = list(leaf.rest.start)
+    start[leaf.axis] = low
+    for place, width in ((each, rotary_dim), (pair, half)):
+        step = reach // (width - 1) if width > 1 else 1
+        if step > 0 and np.array_equal(column.index - low, place * step):
+            last = effects.coalesce([Atom(leaf.axis, step, width)])
+            view = View(leaf.value, Effect((*leaf.rest.dims, last), tuple(start)))
+            return Table(view, leaf.part, signs)
+    _refuse(head, "cos and sin are not laid out like the pairs")
+
+
+def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Table, Table]:
+    """Both of one width: the op takes a column per pair, or one per element."""
+    both = (cos, sin)
+    if all(t.width == rotary_dim // 2 and t.signs[0] == t.signs[1] for t in both):
+        return both
+    wide = [t if t.width == rotary_dim else _per_element(t, style) for t in both]
+    return wide[0], wide[1]
+
+
+def _per_element(table: Table, style: str) -> Table:
+    """A column per pair, repeated for both of its members."""
+    *lead, last = table.view.effect.dims
+    twice = Atom(None, 0, 2)
+    both = (*last, twice) if style == "interleaved" else (twice, *last)
+    view = View(table.view.value, Effect((*lead, both), table.view.effect.start))
+    return Table(view, table.part, table.signs)
+
+
+def _x(head: View, leaf: Leaf, first: int, head_dim: int) -> View:
+    start = list(leaf.rest.start)
+    start[leaf.axis] = first
+    effect = Effect((*leaf.rest.dims, (Atom(leaf.axis, 1, head_dim),)), tuple(start))
+    if len(effect.dims) != len(head.effect.dims):
+        _refuse(head, "the rotation changes the number of dimensions")
+    return View(leaf.value, effect)
+
+
+def _refuse(head: View, why: str) -> NoReturn:
+    reject(
+        "ROPE_STYLE",
+        Stage.K_PATH,
+        f"a rotation of {head.value} was found, but {why}",
+        head,
+        hint="half-split and interleaved rotations of the leading dimensions are supported",
+    )
+
+
+# --- the op's arguments ---------------------------------------------------------------------------
+
+
+def table_argument(
+    table: Table, layout: Effect, feature: int, tokens: Sequence[Size]
+) -> View | Computed:
+    """cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading axes.
+
+    layout: the rotated head's dimensions on the product's axes [tokens..., N]. feature: the axis of
+    N. Raises Reject (ROPE_TABLE) where the table varies from head to head.
+    """
+    rows = _rows(table.view, layout, feature, tokens)
+    first, second = table.signs
+    if first != second:
+        half = rows.shape[-1] // 2
+        pieces = (
+            View(rows.value, effects.narrow(rows.effect, 1, start, half)) for start in (0, half)
+        )
+        signed = zip(pieces, table.signs, strict=True)
+        return Computed("cat", (tuple(_signed(p, table.part, s) for p, s in signed), -1))
+    item = _signed(rows, table.part, first)
+    return item if _is_dense(rows, item) else Computed("contiguous", (item,))
+
+
+def same_table(a: Any, b: Any) -> bool:
+    """Whether two of these arguments hold the same numbers, though computed twice."""
+    if isinstance(a, View) and isinstance(b, View):
+        return equal_values(a, b)
+    if isinstance(a, Computed) and isinstance(b, Computed):
+        return a.function == b.function and same_table(a.operands, b.operands)
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return all(same_table(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _signed(rows: View, part: str, sign: int) -> View | Computed:
+    item: View | Computed = Computed(part, (rows,)) if part else rows
+    return Computed("neg", (item,)) if sign < 0 else item
+
+
+def _is_dense(rows: View, item: View | Computed) -> bool:
+    """Whether neighbouring columns are neighbours in memory, as the op wants them."""
+    last = rows.effect.dims[-1]
+    if isinstance(item, Computed):
+        return False
+    if len(last) != 1 or not rows.value.shape:
+        return True  # built by a copy
+    held = rows.value.node.meta.get("example_value")
+    inner = held.stride(-1) if isinstance(held, torch.Tensor) and held.dim() else 1
+    return inner == 1 and last == (Atom(len(rows.value.shape) - 1, 1, last[0].length),)
+
+
+def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size]) -> View:
+    """A table's token dimensions merged into one, as the op counts tokens."""
+    by_axis: dict[int, tuple[Atom, ...]] = {}
+    for place, dim in zip(layout.dims[:-1], table.effect.dims[:-1], strict=True):
+        axes = [a.axis for a in place]
+        if feature in axes and dim != ():
+            reject("ROPE_TABLE", Stage.K_PATH, "cos and sin vary from head to head", table)
+        if feature in axes:
+            continue
+        if len(axes) > 1 and dim != ():
+            by_axis.update(_split_tokens(place, dim))
+        elif axes and axes[0] is not None:
+            by_axis[axes[0]] = dim
+        elif dim != ():
+            reject("ROPE_TABLE", Stage.K_PATH, "cos and sin vary along no token axis", table)
+    rows: list[Atom] = []
+    for axis, size in enumerate(tokens):
+        dim = by_axis.get(axis, ())
+        if dim == () and size != 1 and rows:
+            dim = (Atom(None, 0, size),)
+        rows += dim
+    width = table.effect.dims[-1]
+    return View(table.value, Effect((effects.coalesce(rows), width), table.effect.start))
+
+
+def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:
+    """A table whose token dimension is merged like the heads': its atoms per token axis."""
+    flat = Effect((dim,), (0,) * (1 + max(a.axis or 0 for a in dim)))
+    apart = effects.reshape(flat, [a.length for a in place])
+    return {a.axis: d for a, d in zip(place, apart.dims, strict=True) if a.axis is not None}

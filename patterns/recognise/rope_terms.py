@@ -1,0 +1,347 @@
+"""Writes a rotated head down: every element as a sum of products `sign * x[j] * coefficient[c]`.
+
+The head dimension is small and static, so each spelling (`rotate_half`, chunked halves, strided
+pairs with stack and flatten, complex numbers) comes out as the same table of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.lora.delta import match_delta
+from tilewright.patterns.recognise.norm import is_float_cast, match_norm
+
+_CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
+_MAX_TERMS = 8
+
+
+class NotRotation(Exception):
+    """The arithmetic is not a sum of products of a head with coefficients."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor the rotation multiplies or adds, with its last axis left open.
+
+    rest: its effect without the open dimension. axis: the base axis that the open dimension walks.
+    part: `real` or `imag` of a complex tensor, else empty.
+    """
+
+    value: Value
+    rest: Effect
+    axis: int
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Term:
+    """factor[i] * prod(leaf[index[i]]) for every element i of the head; factor 0 where absent."""
+
+    factor: np.ndarray
+    leaves: tuple[tuple[Leaf, np.ndarray], ...]
+
+    @property
+    def present(self) -> np.ndarray:
+        return self.factor != 0
+
+
+_Complex = tuple[list[Term], list[Term]]
+
+
+def head_terms(head: View) -> tuple[list[Term], tuple[Value, ...]]:
+    """The terms of a view [..., head_dim], and the values that compute them.
+
+    Raises NotRotation where they are no sums of products.
+    """
+    absorbed: list[Value] = []
+    try:
+        terms = _terms(head, absorbed)
+    except InexpressibleError as error:
+        raise NotRotation from error
+    return terms, tuple(absorbed)
+
+
+def is_arithmetic(value: Value) -> bool:
+    """Whether a value can be the last step of a rotation."""
+    return value.op in _RULES or value.op in _JOINS
+
+
+def _terms(view: View, absorbed: list[Value]) -> list[Term]:
+    """The sum of products that the last dimension of a view of projected data consists of."""
+    value = view.value
+    if not is_arithmetic(value) or not value.projected or _is_boundary(value):
+        leaf, index = _leaf(view)
+        return [Term(np.ones(len(index)), ((leaf, index),))]
+    if value.op in _JOINS:
+        parts = _JOINS[value.op](value, absorbed)
+        if not view.is_whole:
+            index = _last_index(view)
+            parts = [_take(term, index) for term in parts]
+    else:
+        parts = _RULES[value.op](view, absorbed)
+    if value not in absorbed:
+        absorbed.append(value)
+    if len(parts) > _MAX_TERMS:
+        raise NotRotation
+    return parts
+
+
+def _is_boundary(value: Value) -> bool:
+    """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections."""
+    if value.op in ("aten.add", "aten.sub"):
+        if len(value.operands) < 2 or not all(v.value.projected for v in value.operands):
+            return True
+        return any(match_delta(v) is not None for v in value.operands)
+    if value.op == "aten.mul":
+        projected = [v for v in value.operands if v.value.projected]
+        if len(projected) != 1 or len(value.operands) != 2:
+            return True
+        return match_norm(value.whole) is not None
+    if value.op == "cast":
+        return not is_float_cast(value) or not is_arithmetic(value.operands[0].value)
+    return False
+
+
+def _pushed(view: View, operand: View) -> View:
+    """What an element-wise value's operand contributes to a view of that value."""
+    wide = operand
+    if operand.shape != view.value.shape:
+        wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
+    return wide if view.is_whole else wide.through(view.effect)
+
+
+def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
+    """A view with its last dimension opened: the rest, and the base indices that it takes."""
+    if not view.effect.dims:
+        raise NotRotation
+    *lead, last = view.effect.dims
+    axes = {a.axis for a in last} - {None}
+    if len(axes) != 1 or not all(isinstance(a.length, int) for a in last):
+        raise NotRotation
+    (axis,) = axes
+    assert axis is not None
+    index = np.zeros(1, dtype=np.int64)
+    for atom in last:
+        steps = np.arange(int(atom.length)) * (0 if atom.axis is None else atom.step)
+        index = (index[:, None] + steps[None, :]).reshape(-1)
+    start = list(view.effect.start)
+    first = start[axis]
+    if not isinstance(first, int):
+        raise NotRotation
+    start[axis] = 0
+    # What only repeats along a dimension does not vary along it.
+    bare = tuple(() if all(a.axis is None for a in dim) else dim for dim in lead)
+    return Leaf(view.value, Effect(bare, tuple(start)), axis), index + first
+
+
+def _last_index(view: View) -> np.ndarray:
+    """Which elements of the value's trailing dimension(s) a view's last dimension takes."""
+    value, effect = view.value, view.effect
+    rank = len(value.shape)
+    last = effect.dims[-1]
+    trailing = {a.axis for a in last}
+    depth = rank - min((a for a in trailing if a is not None), default=rank - 1)
+    if None in trailing or depth > 2 or not all(isinstance(n, int) for n in value.shape[-depth:]):
+        raise NotRotation
+    lead = tuple(effect.dims[:-1])
+    untouched = effects.identity(value.shape).dims[: rank - depth]
+    if tuple(d for d in lead if d) != tuple(d for d in untouched if d):
+        raise NotRotation
+    strides = {rank - 1: 1, rank - 2: value.shape[-1] if rank > 1 else 1}
+    index = np.array([sum(int(effect.start[a]) * strides[a] for a in range(rank - depth, rank))])
+    for atom in last:
+        assert atom.axis is not None
+        steps = np.arange(int(atom.length)) * atom.step * strides[atom.axis]
+        index = (index[:, None] + steps[None, :]).reshape(-1)
+    return index
+
+
+def _take(term: Term, index: np.ndarray) -> Term:
+    return Term(term.factor[index], tuple((leaf, at[index]) for leaf, at in term.leaves))
+
+
+def _negated(terms: list[Term]) -> list[Term]:
+    return [replace(t, factor=-t.factor) for t in terms]
+
+
+# --- element by element ---------------------------------------------------------------------------
+
+
+def _add(view: View, absorbed: list[Value]) -> list[Term]:
+    value = view.value
+    if value.kwargs.get("alpha", 1) != 1:
+        raise NotRotation
+    left, right = (_terms(_pushed(view, v), absorbed) for v in value.args[:2])
+    return [*left, *(_negated(right) if value.op == "aten.sub" else right)]
+
+
+def _mul(view: View, absorbed: list[Value]) -> list[Term]:
+    left, right = view.value.operands
+    head, coefficient = (left, right) if left.value.projected else (right, left)
+    leaf = _leaf(_pushed(view, coefficient))
+    return [_times(term, leaf) for term in _terms(_pushed(view, head), absorbed)]
+
+
+def _times(term: Term, coefficient: tuple[Leaf, np.ndarray]) -> Term:
+    if len(term.leaves) != 1 or len(coefficient[1]) != len(term.factor):
+        raise NotRotation
+    return Term(term.factor, (*term.leaves, coefficient))
+
+
+def _neg(view: View, absorbed: list[Value]) -> list[Term]:
+    return _negated(_terms(_pushed(view, view.value.args[0]), absorbed))
+
+
+def _cast(view: View, absorbed: list[Value]) -> list[Term]:
+    return _terms(_pushed(view, view.value.args[0]), absorbed)
+
+
+_RULES: dict[str, Callable[[View, list[Value]], list[Term]]] = {
+    "aten.add": _add,
+    "aten.sub": _add,
+    "aten.mul": _mul,
+    "aten.neg": _neg,
+    "cast": _cast,
+}
+
+
+# --- pieces side by side --------------------------------------------------------------------------
+
+
+def _cat(value: Value, absorbed: list[Value]) -> list[Term]:
+    """Concatenation along the last dimension; a stack has one more, of length one per piece."""
+    pieces, dim = value.args
+    if dim != len(value.shape) - 1:
+        raise NotRotation
+    stacked = all(p.effect.dims[-1] == () for p in pieces)
+    if stacked:
+        pieces = [View(p.value, effects.squeeze(p.effect, [dim])) for p in pieces]
+        return _interleaved([_terms(p, absorbed) for p in pieces])
+    pieces = [p for p in pieces if p.shape[-1] != 0]
+    parts = [_terms(p, absorbed) for p in pieces]
+    widths = [len(ts[0].factor) for ts in parts]
+    out: list[Term] = []
+    for k, terms in enumerate(parts):
+        at = np.arange(widths[k]) + sum(widths[:k])
+        out += [_spread(t, at, sum(widths)) for t in terms]
+    return _merge(out)
+
+
+def _interleaved(parts: list[list[Term]]) -> list[Term]:
+    """Element i of part k becomes element i * len(parts) + k."""
+    width = len(parts[0][0].factor)
+    if any(len(t.factor) != width for terms in parts for t in terms):
+        raise NotRotation
+    total = width * len(parts)
+    out: list[Term] = []
+    for k, terms in enumerate(parts):
+        out += [_spread(t, np.arange(width) * len(parts) + k, total) for t in terms]
+    return _merge(out)
+
+
+def _spread(term: Term, at: np.ndarray, total: int) -> Term:
+    factor = np.zeros(total)
+    factor[at] = term.factor
+    leaves = []
+    for leaf, index in term.leaves:
+        wide = np.zeros(total, dtype=np.int64)
+        wide[at] = index
+        leaves.append((leaf, wide))
+    return Term(factor, tuple(leaves))
+
+
+def _merge(terms: list[Term]) -> list[Term]:
+    """Joins terms of the same leaves that never overlap: the pieces of one concatenation."""
+    merged: list[Term] = []
+    for term in terms:
+        key = tuple(leaf for leaf, _ in term.leaves)
+        for k, other in enumerate(merged):
+            same = key == tuple(leaf for leaf, _ in other.leaves)
+            if same and not np.any(other.present & term.present):
+                leaves = tuple(
+                    (leaf, np.where(term.present, b, a))
+                    for (leaf, a), (_, b) in zip(other.leaves, term.leaves, strict=True)
+                )
+                merged[k] = Term(other.factor + term.factor, leaves)
+                break
+        else:
+            merged.append(term)
+    return merged
+
+
+# --- complex numbers ------------------------------------------------------------------------------
+
+
+def _as_real(value: Value, absorbed: list[Value]) -> list[Term]:
+    """`view_as_real`: real and imaginary parts alternate along two dimensions read as one."""
+    return _interleaved(list(_complex(value.operands[0], absorbed)))
+
+
+_JOINS: dict[str, Callable[[Value, list[Value]], list[Term]]] = {
+    "aten.cat": _cat,
+    "aten.view_as_real": _as_real,
+}
+
+
+def _complex(view: View, absorbed: list[Value]) -> _Complex:
+    """Real and imaginary terms of a view of complex projected data."""
+    value = view.value
+    if not value.projected:
+        raise NotRotation
+    absorbed.append(value)
+    if value.op == "aten.view_as_complex":
+        pairs = value.operands[0]
+        first, second = _parts(pairs, view)
+        return _terms(first, absorbed), _terms(second, absorbed)
+    if value.op == "cast" and value.dtype.is_complex:
+        return _complex(_pushed(view, value.operands[0]), absorbed)
+    if value.op in _CONJUGATES:
+        real, imag = _complex(_pushed(view, value.operands[0]), absorbed)
+        return real, imag if value.op == "aten.resolve_conj" else _negated(imag)
+    if value.op == "aten.mul" and len(value.operands) == 2:
+        return _complex_product(view, absorbed)
+    raise NotRotation
+
+
+def _parts(pairs: View, view: View) -> tuple[View, View]:
+    """Real and imaginary part of a view of `view_as_complex(pairs)`."""
+    last = len(pairs.shape) - 1
+    first, second = (View(pairs.value, effects.select(pairs.effect, last, k)) for k in (0, 1))
+    if view.is_whole:
+        return first, second
+    return first.through(view.effect), second.through(view.effect)
+
+
+def _complex_product(view: View, absorbed: list[Value]) -> _Complex:
+    """(a + ib)(c + is) = (ac - bs) + i(as + bc)."""
+    left, right = view.value.operands
+    head, turn = (left, right) if left.value.projected else (right, left)
+    if turn.value.projected or not turn.value.dtype.is_complex:
+        raise NotRotation
+    a, b = _complex(_pushed(view, head), absorbed)
+    c, s, sign = _turn(_pushed(view, turn))
+    across = [_times(t, s) for t in b], [_times(t, s) for t in a]
+    if sign < 0:
+        across = _negated(across[0]), _negated(across[1])
+    real = [*(_times(t, c) for t in a), *_negated(across[0])]
+    imag = [*across[1], *(_times(t, c) for t in b)]
+    return real, imag
+
+
+def _turn(view: View) -> tuple[tuple[Leaf, np.ndarray], tuple[Leaf, np.ndarray], int]:
+    """(cos, sin, the sign of sin) of complex coefficients that no projection went into."""
+    value = view.value
+    if value.op in _CONJUGATES:
+        cos, sin, sign = _turn(_pushed(view, value.operands[0]))
+        return cos, sin, sign if value.op == "aten.resolve_conj" else -sign
+    if value.op == "aten.view_as_complex":
+        first, second = _parts(value.operands[0], view)
+        return _leaf(first), _leaf(second), 1
+    leaf, index = _leaf(view)
+    return (replace(leaf, part="real"), index), (replace(leaf, part="imag"), index), 1

@@ -1,0 +1,88 @@
+"""The reader of disassembled kernels: sections, opcodes, and which loop is the main one."""
+
+import pytest
+
+from tilewright.codegen.audit.sass import count_opcodes, section
+
+PLAIN = """
+.text.k:
+        /*0000*/                   S2R R4, SR_TID.X ;
+.L_x_0:
+        /*0010*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0020*/                   UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR12], tmem[UR14] ;
+        /*0030*/              @P0  BRA `(.L_x_1) ;
+        /*0040*/             @!UP1 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0050*/              @P1  BRA `(.L_x_0) ;
+        /*0060*/                   STG.E.128 desc[UR4][R2.64], R8 ;
+        /*0070*/                   BRA `(.L_x_2) ;
+.L_x_2:
+        /*0080*/                   EXIT ;
+"""
+# A loop over tiles; the waiting stands behind the kernel and jumps back into the inner loop.
+WAITING_APART = """
+.L_x_0:
+        /*0000*/                   UTMALDG.2D [UR24], [UR28] ;
+.L_x_1:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR6], R4 ;
+        /*0020*/              @!P4 BRA `(.L_x_4) ;
+.L_x_2:
+        /*0030*/                   STTM.x32 tmem[UR39], R4 ;
+        /*0040*/                   BRA.U UP1, `(.L_x_3) ;
+        /*0050*/                   UTCHMMA tmem[UR33], gdesc[UR16], tmem[UR21], tmem[UR6], UPT ;
+.L_x_3:
+        /*0060*/                   BRA.U !UP0, `(.L_x_1) ;
+        /*0070*/                   LDTM.x8 R4, tmem[UR36] ;
+        /*0080*/              @!P3 BRA `(.L_x_0) ;
+        /*0090*/                   EXIT ;
+.L_x_4:
+        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR6], R4 ;
+        /*00b0*/              @!P4 BRA `(.L_x_4) ;
+        /*00c0*/                   BRA `(.L_x_2) ;
+.L_x_5:
+        /*00d0*/                   BRA `(.L_x_5) ;
+"""
+# An instruction whose operands differ between lanes is repeated for each of them.
+LANE_BY_LANE = """
+.L_x_0:
+        /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR6], R4 ;
+.L_x_1:
+        /*0010*/               @P4 ELECT P5, URZ, PT ;
+        /*0020*/               @P5 R2UR.BROADCAST UR10, R202 ;
+        /*0030*/              @UP0 UTCOMMA.4X gdesc[UR12], gdesc[UR10], tmem[UR15], UPT ;
+        /*0040*/               @P4 BRA.U.ANY `(.L_x_1) ;
+        /*0050*/               @P0 BRA `(.L_x_0) ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_the_main_loop_is_the_innermost_around_the_mma():
+    opcodes, main_loop = count_opcodes(PLAIN)
+    assert main_loop == {"UTCHMMA": 1, "BRA": 1}
+    assert opcodes["BRA"] == 3
+    assert opcodes["UIADD3"] == opcodes["STG"] == opcodes["LDG"] == 1
+
+
+def test_waiting_behind_the_kernel_is_no_loop_around_the_mma():
+    opcodes, main_loop = count_opcodes(WAITING_APART)
+    assert opcodes["LDTM"] == opcodes["UTMALDG"] == opcodes["UTCHMMA"] == 1
+    # The waiting itself belongs to the loop, what follows the loop does not.
+    assert main_loop == {"SYNCS": 2, "STTM": 1, "UTCHMMA": 1, "BRA": 5}
+
+
+def test_repeating_an_instruction_by_lane_is_no_main_loop():
+    _, main_loop = count_opcodes(LANE_BY_LANE)
+    assert main_loop["SYNCS"] == main_loop["UTCOMMA"] == main_loop["ELECT"] == 1
+
+
+def test_a_kernel_without_mma_has_no_main_loop():
+    opcodes, main_loop = count_opcodes(PLAIN.replace("UTCHMMA", "FFMA"))
+    assert opcodes["FFMA"] == 1
+    assert main_loop == {}
+
+
+def test_the_section_of_a_kernel():
+    text = f".text.helper:\nx\n//--------------------- .text.k --{PLAIN}//--------------------- y"
+    assert section(text, "k") == PLAIN.lstrip("\n")
+    with pytest.raises(ValueError, match="no kernel other"):
+        section(text, "other")

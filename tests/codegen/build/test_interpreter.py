@@ -1,0 +1,138 @@
+"""bf16 in the interpreter, against torch, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.codegen.build.interpreter import corrected, interpret, round_to_bf16, widen
+
+
+@triton.jit
+def arithmetic(x_ptr, y_ptr, out_ptr, OP: tl.constexpr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    x = tl.load(x_ptr + offsets)
+    y = tl.load(y_ptr + offsets)
+    if OP == "add":
+        z = x + y
+    elif OP == "sub":
+        z = x - y
+    elif OP == "mul":
+        z = x * y
+    elif OP == "maximum":
+        z = tl.maximum(x, y)
+    elif OP == "where":
+        z = tl.where(x < y, x, -y)
+    elif OP == "scaled":
+        z = x * 0.5
+    elif OP == "fp32":
+        z = (x.to(tl.float32) * y.to(tl.float32) + 1.0).to(tl.bfloat16)
+    elif OP == "fp16":
+        z = x.to(tl.float16).to(tl.bfloat16)
+    else:
+        z = tl.full((N,), 3.1415926, tl.bfloat16) + x
+    tl.store(out_ptr + offsets, z)
+
+
+@triton.jit
+def reduction(x_ptr, out_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(out_ptr + tl.arange(0, N), tl.max(x, axis=1))
+    tl.store(out_ptr + N + tl.arange(0, N), tl.sum(x.to(tl.float32), axis=1).to(tl.bfloat16))
+    tl.store(out_ptr + 2 * N + tl.arange(0, N), tl.sum(x, axis=1))
+
+
+@triton.jit
+def product(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    a = tl.load(a_ptr + rows * N + columns)
+    b = tl.load(b_ptr + rows * N + columns)
+    tl.store(out_ptr + rows * N + columns, tl.dot(a, b))
+
+
+EXPECTED = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "maximum": torch.maximum,
+    "where": lambda x, y: torch.where(x < y, x, -y),
+    "scaled": lambda x, y: x * 0.5,
+    "fp32": lambda x, y: (x.float() * y.float() + 1.0).bfloat16(),
+    "fp16": lambda x, y: x.half().bfloat16(),
+    "full": lambda x, y: torch.tensor(3.1415926).bfloat16() + x,
+}
+
+
+@pytest.mark.parametrize("op", EXPECTED)
+def test_elementwise(op):
+    x, y = torch.randn(2, 256).bfloat16()
+    out = torch.zeros(256).bfloat16()
+    interpret(arithmetic)[(1,)](x, y, out, op, 256)
+    torch.testing.assert_close(out, EXPECTED[op](x, y), rtol=0, atol=0)
+
+
+def test_product_of_bf16_is_exact_in_fp32():
+    a, b = torch.randint(-8, 9, (2, 16, 16)).bfloat16() / 4
+    out = torch.zeros(16, 16)
+    interpret(product)[(1,)](a, b, out, 16)
+    assert torch.equal(out.double(), a.double() @ b.double())
+
+
+def test_reductions():
+    x = torch.randn(16, 16).bfloat16()
+    out = torch.zeros(48).bfloat16()
+    interpret(reduction)[(1,)](x, out, 16)
+    assert torch.equal(out[:16], x.max(1).values)
+    torch.testing.assert_close(out[16:32].float(), x.float().sum(1), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(out[32:].float(), x.float().sum(1), rtol=2**-8, atol=1e-6)
+
+
+@triton.jit
+def pairs(x_ptr, y_ptr, out_ptr, ASM: tl.constexpr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    words = [tl.load(x_ptr + offsets), tl.load(y_ptr + offsets)]
+    out = tl.inline_asm_elementwise(ASM, "=r,r,r", words, tl.int32, True, 1)
+    tl.store(out_ptr + offsets, out)
+
+
+def test_inline_products_of_pairs():
+    x, y = (torch.randn(64).bfloat16() for _ in range(2))
+    out = torch.zeros(64).bfloat16()
+    words = [t.view(torch.int32) for t in (x, y, out)]
+    interpret(pairs)[(1,)](*words, "mul.rn.bf16x2 $0, $1, $2;", 32)
+    assert torch.equal(out, x * y)
+    with pytest.raises(Exception, match="no interpretation of"):
+        interpret(pairs)[(1,)](*words, "add.rn.bf16x2 $0, $1, $2;", 32)
+
+
+def test_rounding_is_torchs_for_all_kinds_of_numbers():
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
+    # Ties, infinities, NaNs, subnormals and the largest finite numbers among them.
+    special = np.array([0x3F808000, 0x3F818000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1], np.uint32)
+    values = np.concatenate([bits, special, special + 1, np.array([0x7FC00000], np.uint32)])
+    mine = torch.from_numpy(round_to_bf16(values.view(np.float32)).view(np.int16))
+    torchs = torch.from_numpy(values.view(np.float32).copy()).bfloat16()
+    nan = torchs.isnan()
+    assert torch.equal(mine.view(torch.bfloat16).isnan(), nan)
+    assert torch.equal(mine[~nan], torchs.view(torch.int16)[~nan])
+    assert np.array_equal(widen(np.array([0x3F80, 0xC000], np.uint16)), [1.0, -2.0])
+
+
+def test_corrections_are_gone_afterwards():
+    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime.jit import JITFunction
+
+    before = (dict(vars(InterpreterBuilder)), vars(JITFunction).get("__get__"), tl.load, tl.sum)
+    with corrected():
+        assert InterpreterBuilder.create_dot is not before[0]["create_dot"]
+        assert tl.load is not before[2]
+    after = (dict(vars(InterpreterBuilder)), vars(JITFunction).get("__get__"), tl.load, tl.sum)
+    assert after == before
+
+
+def test_an_error_inside_a_kernel_leaves_the_language_intact():
+    before = tl.load
+    with pytest.raises(Exception, match="NoneType"):
+        interpret(arithmetic)[(1,)](torch.zeros(4), torch.zeros(4), None, "add", 4)
+    assert tl.load is before

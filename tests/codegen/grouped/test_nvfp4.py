@@ -1,0 +1,75 @@
+"""The emitted NVFP4 grouped GEMM against the op's reference, on Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.grouped.nvfp4_specs import Nvfp4Problem, nvfp4_spec
+from tilewright.codegen.moe.specs import GemmConfig
+from tilewright.codegen.targets import TARGETS
+from tilewright.ops.grouped import nvfp4_lowering as nvfp4_lowerings
+from tilewright.ops.grouped import nvfp4_matmul as op
+
+CONFIGS = {
+    "tiled": GemmConfig(128, 128, 128, False, 4, 2),
+    "specialised": GemmConfig(128, 128, 128, False, 4, 2, flatten=True, warp_specialize=True),
+    "swapped": GemmConfig(16, 128, 128, True, 4, 2),
+}
+
+
+def run(a, config, block_scaled):
+    problem = Nvfp4Problem(
+        a.b.shape[0], a.num_groups, a.b.shape[1], 2 * a.b.shape[2], a.a.stride(0), a.b.stride(0),
+        a.b.stride(1),
+    )  # fmt: skip
+    out = torch.full((a.a.shape[0], a.b.shape[1]), float("nan"), dtype=torch.bfloat16)
+    spec = nvfp4_spec(problem, config, "sm100", block_scaled=block_scaled)
+    load_interpreted(spec)[(3,)](
+        a.a, a.b, a.a_scales, a.b_scales, a.group_offsets, a.group_scale_offsets, a.expert_ids,
+        a.expert_scales, out, a.a.shape[0], a.a_scales.shape[0], a.num_groups,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("block_scaled", [False, True], ids=["dequantised", "block_scaled"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("case", op.CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_op(case, config, block_scaled):
+    a = op.sample_inputs(case)
+    got = run(a, CONFIGS[config], block_scaled)
+    end = int(a.group_offsets[-1])
+    want = op.reference(replace(a, out_dtype=torch.bfloat16))
+    # Products are exact in fp32: only the order of the sum can turn the one rounding.
+    torch.testing.assert_close(got[:end].float(), want[:end].float(), rtol=2**-7, atol=1e-4)
+    assert got[end:].isnan().all()
+
+
+def test_numbers_of_groups_and_experts_may_lie_apart(monkeypatch):
+    def interpret(spec, grid, values, device):
+        load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+
+    few = type("Properties", (), {"multi_processor_count": 2})
+    monkeypatch.setattr(nvfp4_lowerings, "launch", interpret)
+    monkeypatch.setattr(nvfp4_lowerings, "device_target", lambda device: TARGETS["sm90"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    a = op.sample_inputs(op.CASES[2])
+    names = ("group_offsets", "group_scale_offsets", "expert_ids", "expert_scales")
+    given = {name: getattr(a, name) for name in names}
+    apart = {name: torch.stack((t, t + 1), 1)[:, 0] for name, t in given.items()}
+    results = []
+    for arguments in (a, replace(a, **apart)):
+        args, options = op.OP.split(arguments)
+        results.append(nvfp4_lowerings.launch_grouped_nvfp4(*args, **options))
+    assert torch.equal(*results)
+
+
+def test_a_call_is_planned_for_both_chips():
+    a = op.sample_inputs(op.CASES[1])
+    for target, how in (("sm100", "block-scaled"), ("sm90", "dequantised exactly")):
+        report = op.OP.plan_for(a, target)
+        assert how in report.reason
+        assert [spec.kernel for spec in report.specs] == ["grouped_nvfp4"]

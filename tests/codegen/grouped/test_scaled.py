@@ -1,0 +1,130 @@
+"""Codes by codes: the emitted kernels of e4m3 activations against the ops' references, on Triton's
+interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.codegen.grouped.test_templates import ONE_ROUNDING, as_double
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.grouped.scaled_specs import (
+    QuantizeConfig,
+    grouped_scaled_spec,
+    quantize_rows_grid,
+    quantize_rows_spec,
+    scaled_config,
+)
+from tilewright.codegen.targets import TARGETS
+from tilewright.ops.contract import Tolerance
+from tilewright.ops.formats import fp8_block
+from tilewright.ops.grouped.cases import GROUPED_CASES
+from tilewright.ops.grouped.lowering import kernel_values
+from tilewright.ops.grouped.matmul import reference, sample_inputs
+from tilewright.ops.grouped.operands import grouped_problem
+from tilewright.ops.moe import lowering as moe_lowerings
+from tilewright.ops.moe import moe
+from tilewright.ops.moe.cases import MoeCase
+from tilewright.ops.moe.lowering import cached_plan, moe_steps
+from tilewright.ops.moe.operands import moe_problem
+
+SWAPPED = scaled_config(16, 64, 4, 2, swapped=True)
+TILED = scaled_config(64, 64, 4, 2)
+HALVES = scaled_config(64, 256, 8, 2, parts=2)
+# Against the reference of the same dtype: the hidden row and the result may be rounded otherwise.
+TWO_ROUNDINGS = {
+    torch.bfloat16: Tolerance(2.0**-7, 2.0**-6), torch.float16: Tolerance(2.0**-10, 2.0**-9),
+}  # fmt: skip
+
+
+def launched(spec, grid, values, device):
+    full = (*grid, *(1,) * (3 - len(grid)))
+    load_interpreted(spec)[full](*(values[name] for name, _ in spec.signature))
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    few = type("Properties", (), {"multi_processor_count": 2})
+    monkeypatch.setattr(moe_lowerings, "launch", launched)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_are_quantised_to_the_bit(dtype):
+    """Zeros, subnormal blocks, saturation, a tail of columns, rows that no block divides."""
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0] *= 60000.0 / float(x[0].abs().max())
+    x[1, :128] = 0
+    x[2, 128:256] = 2.0**-20 if dtype == torch.float16 else 2.0**-130
+    x[3, 5] = 448.0
+    codes = torch.full((5, 384), 9.0).to(torch.float8_e4m3fn)
+    scales = torch.full((5, 3), -1.0)
+    config = QuantizeConfig(2, 256, 4)
+    spec = quantize_rows_spec("bf16" if dtype == torch.bfloat16 else "fp16", 300, 300, config,
+                              "sm100")  # fmt: skip
+    values = {"x_ptr": x, "codes_ptr": codes, "scale_ptr": scales, "num_rows": 5}
+    launched(spec, quantize_rows_grid(300, config, 5), values, None)
+    want, want_scales = fp8_block.quantize_rows(x)
+    assert torch.equal(scales, want_scales)
+    assert torch.equal(codes[:, :300].view(torch.uint8), want.view(torch.uint8))
+    assert not codes[:, 300:].float().any()
+
+
+@pytest.mark.parametrize("config", [SWAPPED, TILED, HALVES], ids=str)
+def test_grouped_codes_by_codes(config):
+    a = sample_inputs(next(c for c in GROUPED_CASES if c.coded_rows))
+    out = torch.full((a.x.shape[0], a.weight.shape[1]), float("nan"), dtype=a.result_dtype)
+    launched(
+        grouped_scaled_spec(grouped_problem(a), config, "sm100"), (3,), kernel_values(a, out), None
+    )
+    exact = reference(as_double(a))
+    problem = ONE_ROUNDING[a.result_dtype].problem(out, exact)
+    assert problem is None, problem
+
+
+BASE = MoeCase("base", weight_format="fp8", activation_format="fp8", hidden=160, inner=144)
+CODES = replace(TILED, block_n=128, codes=True)
+CASES = [
+    (BASE, SWAPPED, SWAPPED),
+    (replace(BASE, layout="interleaved", inner=256, bias=True, activation="clamped_swiglu",
+             limit=1.0), CODES, HALVES),
+    (replace(BASE, layout="plain", bias=True, activation="relu_squared"), CODES, TILED),
+    (replace(BASE, layout="up_first", inner=128, dtype=torch.float16), TILED, HALVES),
+    (replace(BASE, layout="separate", routing="none"), CODES, SWAPPED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "up", "down"), CASES, ids=lambda item: getattr(item, "layout", "")
+)
+def test_kernels_compute_the_op(case, up, down):
+    a = moe.sample_inputs(case)
+    problem = moe_problem(a)
+    plan = replace(cached_plan(problem, 8, TARGETS["sm90"]), up=up, down=down)
+    out = torch.full_like(a.x, float("nan"))
+    for step in moe_steps(a, problem, plan, TARGETS["sm100"], out).values():
+        step.run(a.x.device)
+    wrong = TWO_ROUNDINGS[case.dtype].problem(out, moe.reference(a))
+    assert wrong is None, wrong
+
+
+def test_activations_of_the_graph_are_codes_for_fp8_weights_alone():
+    a = moe.sample_inputs(MoeCase("dense"))
+    for bad in (
+        replace(a, activation_format="fp8"),
+        replace(moe.sample_inputs(replace(BASE, weight_format="nvfp4")), activation_format="fp8"),
+        replace(a, activation_format="int8"),
+    ):
+        with pytest.raises(moe.ArgumentError, match=r"^fused_moe: activation_format: "):
+            moe.OP.call(bad)
+
+
+def test_a_call_is_planned_for_both_chips():
+    for target in ("sm90", "sm100"):
+        for tokens in (1, 100, 2000):
+            a = moe.sample_inputs(replace(BASE, num_tokens=tokens))
+            report = moe.OP.plan_for(a, target)
+            assert report.name == "grouped kernels"
+            assert report.specs[0].kernel == "quantize_rows"

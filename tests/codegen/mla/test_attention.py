@@ -1,0 +1,226 @@
+"""The emitted MLA attention kernels against attention in float64, on Triton's interpreter. What
+runs is the very source emitted for SM100 and SM90."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.attention_cases import FP8, Case, call_of, exact, offsets, prefix, with_options
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.mla import attention_specs as kernels
+from tilewright.codegen.mla import join_specs as mla_join_kernels
+from tilewright.ops.mla import query_lowering as mla_queries
+from tilewright.ops.mla.attention_operands import (
+    AttentionCall,
+    QueryRope,
+    attention_problem,
+    check_call,
+    strides_of,
+    tensors_of,
+)
+from tilewright.ops.reference.rope import apply_rope
+
+TWO_LOOPS = kernels.AttentionConfig(32, 16, 4, 2, tma=True, chained=False)
+ONE_LOOP = kernels.AttentionConfig(16, 32, 4, 2, tma=True, one_loop=True, promote=True)
+POINTERS = kernels.AttentionConfig(16, 16, 4, 2, tma=False)
+
+
+def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100", group: int = 2):
+    """(out, lse) of the emitted kernel; both filled with NaN before."""
+    check_call(a)
+    problem = attention_problem(a)
+    assert problem.tma or not config.tma
+    spec = kernels.attention_spec(problem, config, target)
+    tiles = kernels.row_tiles(problem, config, a.sizes)
+    out = torch.full((*a.q.shape[:-1], a.v.shape[-1]), math.nan, dtype=a.out_dtype)
+    lse = torch.full(a.q.shape[:-1], math.nan)
+    values = {
+        **tensors_of(a), **strides_of(a), "out_ptr": out, "lse_ptr": lse,
+        "num_sequences": a.num_sequences, "num_queries": a.q.shape[-3],
+        "num_keys": a.k.shape[-3], "row_tiles": tiles, "head_group": group,
+        "num_pages": 0 if a.block_table is None else a.k_rope.shape[0],
+        "table_rows": 1, "factor": a.scale * math.log2(math.e),
+    }  # fmt: skip
+    grid = kernels.attention_grid(problem, a.sizes, tiles, group)
+    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    return out, lse
+
+
+def assert_agrees(a: AttentionCall, got, tolerance: float) -> None:
+    out, lse = got
+    want, want_lse = exact(a)
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+RAGGED = Case("ragged", (5, 0, 33, 1), (5, 0, 70, 40))
+SHIFTED = Case("with prefix", (20, 35), (45, 35))
+BYTES = Case("e4m3", (20, 35, 9), (45, 37, 30), dtype=FP8, rope=32, v_by_key=True)
+CASES = [
+    Case("causal", (50,), (50,), dense=True),
+    with_options(RAGGED, mask="none"),
+    with_options(RAGGED, **prefix(RAGGED)),
+    with_options(replace(RAGGED, name="window"), mask="sliding_window", window=9, **prefix(RAGGED)),
+    with_options(replace(RAGGED, name="chunks"), mask="chunked", window=24, **prefix(RAGGED)),
+    with_options(replace(SHIFTED, name="bf16", dtype=torch.bfloat16), **prefix(SHIFTED)),
+    # Queries before all keys of the buffer see none of them.
+    with_options(
+        replace(SHIFTED, name="a later chunk of keys"),
+        query_starts=torch.tensor([30, 10]), key_starts=torch.tensor([40, 25], dtype=torch.int32),
+        key_lengths=torch.tensor([60, 50]),
+    ),
+    Case("wider keys", (20,) * 2, (40,) * 2, nope=40, rope=24, v_dim=48, dense=True),
+    Case("no rope", (20,), (40,), rope=0, dense=True),
+    with_options(BYTES, **prefix(BYTES)),
+    with_options(BYTES, mask="none"),
+    with_options(BYTES, mask="sliding_window", window=12, **prefix(BYTES)),
+]  # fmt: skip
+
+
+def tolerance(case: Case) -> float:
+    return {torch.float16: 4e-3, torch.bfloat16: 3e-2, FP8: 0.12}[case.dtype]
+
+
+@pytest.mark.parametrize("config", [TWO_LOOPS, ONE_LOOP, POINTERS], ids=str)
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.name} {case.options.get('mask', '')}"
+)
+def test_kernel_is_attention(case, config):
+    a = call_of(case)
+    assert_agrees(a, run(a, config), tolerance(case))
+
+
+def test_positions_and_masks_of_a_dense_batch():
+    """Positions by tensor, in no order; masks by stride, broadcast or of each head."""
+    case = Case("dense", (17,) * 2, (45,) * 2, dense=True)
+    positions = torch.randint(0, 45, (2, 17))
+    bias = torch.randn(2, 1, 17, 48)[..., :45].masked_fill(
+        torch.rand(2, 1, 17, 45) < 0.3, -math.inf
+    )
+    flags = torch.rand(1, 2, 1, 45) < 0.5
+    for options in (
+        {"query_positions": positions},
+        {"query_positions": positions[1]},
+        {"mask": "none", "attn_mask": bias},
+        {"attn_mask": bias.half(), "query_starts": torch.tensor([28, 28])},
+        {"mask": "none", "attn_mask": flags},
+    ):
+        a = call_of(with_options(case, **options))
+        assert_agrees(a, run(a, TWO_LOOPS), 4e-3)
+        assert_agrees(a, run(a, ONE_LOOP), 4e-3)
+
+
+def test_finite_masks_do_not_hide():
+    """A row that is masked everywhere by the least finite number is a plain softmax."""
+    bias = torch.zeros(1, 1, 9, 20)
+    bias[..., 3, :] = torch.finfo(torch.float32).min / 4
+    case = Case("dense", (9,), (20,), dense=True, options={"mask": "none", "attn_mask": bias})
+    a = call_of(case)
+    out, _ = run(a, TWO_LOOPS)
+    want = a.v[0].double().mean(0)
+    torch.testing.assert_close(out[0, 3].double(), want, rtol=4e-3, atol=4e-3)
+
+
+def test_rope_keys_from_pages():
+    """A page table leads from positions to rows of the pool, also for keys that start later."""
+    case = Case("pages", (6, 12), (21, 30))
+    a = call_of(with_options(case, **prefix(case)))
+    pool = torch.randn(9, 8, 16 + case.rope, dtype=case.dtype)[..., 16:]
+    table = torch.tensor([[3, 0, 7, 1, 2], [5, 8, 4, 6, 2]], dtype=torch.int32)
+    a = replace(a, k_rope=pool, block_table=table, key_starts=torch.tensor([0, 3]))
+    a = replace(a, query_starts=a.query_starts + a.key_starts)
+    for config in (TWO_LOOPS, POINTERS):
+        assert_agrees(a, run(a, config), 4e-3)
+
+
+def test_scales_of_8_bit_operands_multiply():
+    case = with_options(BYTES, **prefix(BYTES))
+    scales = {n: torch.tensor(s) for n, s in (("q_scale", 0.5), ("k_scale", 1.5), ("v_scale", 2.0))}
+    a = call_of(with_options(case, **scales))
+    assert_agrees(a, run(a, ONE_LOOP), 0.25)
+    # A value's dims contiguous is the same numbers.
+    rows = replace(a, v=a.v.contiguous())
+    torch.testing.assert_close(run(rows, ONE_LOOP)[0], run(a, ONE_LOOP)[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_order_of_tiles_does_not_matter(sequences):
+    """Groups of heads of any size, full or not, sequences sorted by length or too many for it."""
+    case = Case("ragged", (18, 3, 40)[:sequences], (18, 3, 40)[:sequences], heads=3)
+    a = call_of(case)
+    results = [run(a, ONE_LOOP, group=group) for group in (1, 2, 3)]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+def test_merged_chunks_are_the_whole():
+    case = with_options(Case("whole", (24,), (50,)), query_starts=torch.tensor([26]))
+    a = call_of(replace(case, options={**case.options, "out_dtype": torch.float32}))
+    whole, whole_lse = run(a, ONE_LOOP)
+    parts = []
+    for first, last in ((0, 20), (20, 20), (20, 50)):
+        chunk = replace(
+            a, k=a.k[first:last], v=a.v[first:last], k_rope=a.k_rope[first:last],
+            key_offsets=offsets((last - first,)), key_starts=torch.tensor([first]),
+        )  # fmt: skip
+        parts.append(run(chunk, ONE_LOOP))
+    outs, lses = (torch.stack(items) for items in zip(*parts, strict=True))
+    out, lse = torch.full_like(whole, math.nan), torch.full_like(whole_lse, math.nan)
+    spec = kernels.merge_spec(3, case.v_dim, "fp32", "fp32", True, "sm100")
+    rows = whole_lse.numel()
+    values = (outs, lses, out, lse, rows, outs.stride(0), lses.stride(0))
+    load_interpreted(spec)[kernels.merge_grid(rows)](*values)
+    torch.testing.assert_close(out, whole, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["rotated", "cast too"])
+def test_queries_are_rotated_and_cast(style, dtype, monkeypatch):
+    heads, nope, rope, run_of = 3, 20, 8, 6
+    q = torch.randn(2, run_of, heads, nope + rope).bfloat16()
+    cos, sin = (f(torch.rand(40, rope // 2) * 6) for f in (torch.cos, torch.sin))
+    scale = torch.tensor(0.25)
+    k = torch.zeros(2, 4, heads, nope, dtype=dtype)
+    plain = AttentionCall(
+        q, None, k, k, torch.zeros(2, 4, rope, dtype=dtype), scale=1.0, q_scale=scale,
+        query_starts=torch.tensor([3, 11]),
+    )  # fmt: skip
+    launched = []
+
+    def interpreted(spec, grid, values, device):
+        launched.append(spec.kernel)
+        load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+
+    monkeypatch.setattr(mla_queries, "launch", interpreted)
+    own, turned = mla_queries.finished_queries(plain, QueryRope(cos, sin, style, True))
+    places = torch.cat([start + torch.arange(run_of) for start in (3, 11)])
+    flat = q.flatten(0, 1).double()
+    want = apply_rope(flat[..., nope:], cos[places].double(), sin[places].double(), rope, style)
+    over = float(scale) if dtype == FP8 else 1.0
+    bound = 0.08 if dtype == FP8 else 1e-2
+    turned, own = turned.flatten(0, 1).double() * over, own.flatten(0, 1).double() * over
+    torch.testing.assert_close(turned, want, rtol=bound, atol=bound)
+    torch.testing.assert_close(own, flat[..., :nope], rtol=bound, atol=bound / 8)
+    assert launched == ["mla_query"]
+
+
+def test_joined_keys_are_both_parts_side_by_side():
+    case = Case("join", (1,) * 2, (21,) * 2, heads=3, nope=24, rope=8, dense=True)
+    a = call_of(case)
+    out = torch.full((2, 21, 3, 32), math.nan, dtype=case.dtype)
+    values = {
+        "k_ptr": a.k, "rope_ptr": a.k_rope, "out_ptr": out, "num_rows": 126, "run": 21,
+        "k_sequence_stride": a.k.stride(0), "k_head_stride": a.k.stride(2),
+        "rope_sequence_stride": a.k_rope.stride(0),
+    }  # fmt: skip
+    spec = mla_join_kernels.join_spec(attention_problem(a), "sm90")
+    grid = mla_join_kernels.join_grid(126)
+    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
+    assert torch.equal(out, torch.cat((a.k, rope), -1))

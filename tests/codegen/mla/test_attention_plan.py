@@ -1,0 +1,48 @@
+"""Which tiles MLA's attention takes on Hopper: by the keys of a sequence, as measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tilewright.codegen.mla.attention_plan import attention_config
+from tilewright.codegen.mla.attention_specs import AttentionProblem, AttentionSizes
+from tilewright.codegen.targets import SM90
+
+DENSE = AttentionProblem(
+    dtype="bf16", out_dtype="bf16", num_heads=16, nope=128, rope=64, v_dim=128, k_stride=4096,
+    rope_stride=64, rope_dtype="bf16", tma=True, rope_tma=True, joint=True,
+)  # fmt: skip
+RAGGED = replace(DENSE, ragged=True, sequences=8)
+
+
+def sizes(sequences: int, tokens: int) -> AttentionSizes:
+    return AttentionSizes(sequences, tokens, tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("problem", "given", "tiles"),
+    [
+        (DENSE, sizes(1, 512), "64x64 w4 s3 chained"),
+        (DENSE, sizes(1, 1024), "64x64 w4 s2 chained"),
+        (replace(DENSE, num_heads=128), sizes(1, 512), "64x64 w4 s2 chained"),
+        (DENSE, sizes(1, 1536), "128x64 w8 s3 chained"),
+        (DENSE, sizes(1, 4096), "128x128 w4 s2 tma one loop chained ws"),
+        (RAGGED, sizes(6, 5120), "128x128 w4 s2 tma one loop chained ws"),
+        (RAGGED, sizes(8, 1600), "64x64 w4 s2 one loop chained"),
+        (replace(RAGGED, sequences=128), sizes(100, 409600), "128x64 w8 s3 chained"),
+        (replace(RAGGED, tma=False), sizes(6, 12288), "128x64 w8 s3 chained"),
+        (replace(DENSE, mask_kind="bool"), sizes(1, 4096), "128x64 w8 s3 chained"),
+    ],
+)
+def test_tiles_by_the_keys_of_a_sequence(problem, given, tiles):
+    assert str(attention_config(problem, given, SM90)) == tiles
+
+
+def test_wider_heads_get_tiles_that_fit():
+    wide = replace(DENSE, nope=256, v_dim=256)
+    config = attention_config(wide, sizes(1, 4096), SM90)
+    nope, rope, v = wide.blocks
+    held = config.block_m * (nope + rope) + config.num_stages * config.block_n * (nope + rope + v)
+    assert 2 * held < SM90.max_shared_bytes

@@ -1,0 +1,95 @@
+"""What a library's attention reads: keys and queries with the rope columns first, in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.interpreted_launches import interpret_launches
+from tests.mla_library import attention
+from tilewright.codegen.targets import SM90
+from tilewright.ops.mla import key_lowering as mla_key_kernels
+from tilewright.ops.mla import query_lowering as mla_queries
+from tilewright.ops.mla.attention_operands import AttentionCall, QueryRope
+from tilewright.ops.reference.rope import apply_rope
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    monkeypatch.setattr(mla_queries, "device_target", lambda device: SM90)
+    return interpret_launches(monkeypatch, mla_queries)
+
+
+@pytest.mark.parametrize("rope", [16, 24])
+@pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
+def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope, launched):
+    """In one launch; rope keys come from rows with others beside them, and nothing else of the
+    joined keys is written."""
+    batch, run, heads, nope, v_dim = 2, 9, 3, 24, 8
+    q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float16)
+    cos, sin = torch.rand(run, rope // 2), torch.rand(run, rope // 2)
+    shared = torch.randn(batch, run, rope + 8).half()[..., 8:]
+    joined = torch.full((batch, run, heads, rope + nope + v_dim), 7.0).half()
+    _, k, v = joined.split((rope, nope, v_dim), -1)
+    plain = AttentionCall(q, None, k, v, shared, scale=1.0)
+    turn = QueryRope(cos, sin, style)
+    own, turned = mla_queries.finished_queries(plain, turn, whole=True, joined=joined)
+    assert torch.equal(joined[..., :rope], shared.unsqueeze(2).expand(-1, -1, heads, -1))
+    assert bool((joined[..., rope:] == 7.0).all())
+    assert torch.equal(own, q[..., :nope])
+    width = nope + rope
+    assert own.data_ptr() - turned.data_ptr() == rope * 2
+    assert own.stride() == turned.stride() == (run * heads * width, heads * width, width, 1)
+    places = torch.arange(batch * run) % run
+    flat = q[..., nope:].flatten(0, 1).double()
+    want = apply_rope(flat, cos[places].double(), sin[places].double(), rope, style)
+    torch.testing.assert_close(turned.flatten(0, 1).double(), want, rtol=2e-3, atol=2e-3)
+    assert launched == ["mla_query"]
+
+
+def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
+    """A kernel for aligned rows would read others at wrong addresses."""
+    joined = torch.zeros(1, 5, 2, 48).bfloat16()
+    _, k, v = joined.split((16, 16, 16), -1)
+    q = torch.zeros(1, 5, 2, 32).bfloat16()
+    turn = QueryRope(torch.zeros(5, 8), torch.zeros(5, 8), "half")
+
+    def aligned(rows):
+        plain = AttentionCall(q, None, k, v, rows, scale=1.0)
+        (spec,) = mla_queries.query_specs(plain, turn, SM90, whole=True, joined=joined)
+        return "k_rope_ptr" in spec.divisible16
+
+    assert aligned(torch.zeros(1, 5, 16).bfloat16())
+    assert not aligned(torch.zeros(1, 5, 24).bfloat16()[..., 1:17])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_library_writes_keys_and_values_where_they_belong(dtype):
+    """By head into rows that are further apart: the memory is the buffer's own, and the columns
+    of other parts keep what is in them."""
+    rows, heads, rope, width, rank = 33, 3, 16, 56, 64
+    latent = torch.randn(rows, rank + 16).to(dtype)[:, :rank]
+    weight = torch.randn(heads * width, rank).to(dtype)
+    joined = torch.full((rows, heads, rope + width), 7.0, dtype=dtype)
+    out = joined[..., rope:]
+    where, strides = out.data_ptr(), out.stride()
+    x, weights, result = mla_key_kernels.by_head(latent, weight, out)
+    torch.bmm(x, weights, out=result)
+    assert (out.data_ptr(), out.stride()) == (where, strides)
+    assert bool((joined[..., :rope] == 7.0).all())
+    want = (latent.double() @ weight.double().T).unflatten(-1, (heads, width))
+    torch.testing.assert_close(joined[..., rope:].double(), want, rtol=2.0**-7, atol=2.0**-4)
+
+
+def test_attention_over_joined_keys_is_that_over_parts():
+    """Columns of queries and keys may come in any order, so long as it is the same."""
+    batch, run, heads, nope, rope, v_dim = 2, 12, 3, 32, 16, 24
+    q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float64)
+    joined = torch.randn(batch, run, heads, rope + nope + v_dim, dtype=torch.float64)
+    shared, k, v = joined.split((rope, nope, v_dim), -1)
+    ordered = torch.cat((q[..., nope:], q[..., :nope]), -1)
+    parts = (ordered, joined[..., : rope + nope], v)
+    out, _ = attention(*(t.transpose(1, 2) for t in parts), None, False, 0.0, True, scale=0.2)
+    parts = (q, torch.cat((k, shared), -1), v)
+    want, _ = attention(*(t.transpose(1, 2) for t in parts), None, False, 0.0, True, scale=0.2)
+    torch.testing.assert_close(out, want)

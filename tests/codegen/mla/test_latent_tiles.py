@@ -1,0 +1,118 @@
+"""No bit of what the kernel of latents writes depends on its tiles, on how tables lie, or on which
+program meets a new token. On Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.codegen.mla.test_templates import case_of, launches  # noqa: F401
+from tests.ops.test_contract import clone
+from tilewright.codegen.mla.key_specs import LatentConfig
+from tilewright.codegen.mla.plan import latent_config
+from tilewright.codegen.targets import SM100
+from tilewright.ops.mla import key_lowering as mla_key_kernels
+from tilewright.ops.mla.cases import PrefillCase
+from tilewright.ops.mla.checks import FP8
+from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
+from tilewright.ops.mla.latent_store import OP as STORE
+from tilewright.ops.mla.operands import Chunk, key_buffers
+from tilewright.ops.mla.prefill import OP as PREFILL
+
+ONE_ROW = LatentConfig(1, 4)
+TILES = [LatentConfig(2, 1), LatentConfig(4, 2, checked=4)]
+KEYS = [
+    PrefillCase("values", norm_dtype=torch.float32),
+    PrefillCase("halves", rope_style="half", table_width="full", pool="pair", by_position=True),
+    PrefillCase("de-interleaved", rope_style="interleaved_to_half", table_width="full"),
+    PrefillCase("codes", weight="quantized", rank=256, magnitude=3000.0),
+    PrefillCase("8-bit core", weight="quantized", rank=128, attention_dtype=FP8),
+    PrefillCase("slots", keys="slots", ragged_keys=False),
+]
+
+
+@pytest.fixture
+def written(launches, monkeypatch):  # noqa: F811
+    """A function: every byte that the latents' kernels of a call write, with given tiles."""
+
+    def run(a, chunk, config):
+        monkeypatch.setattr(mla_key_kernels, "latent_config", lambda problem, rows: config)
+        a = clone(a)
+        if chunk is None:
+            calls = [mla_key_kernels.latent_launch(a, None, None, store=True, gather=False,
+                                                   fused=False)]  # fmt: skip
+            made = ()
+        else:
+            buffers = key_buffers(a, chunk)
+            made = tuple(getattr(buffers, name) for name in buffers.made)
+            if "latent" in buffers.made and buffers.scale is not None:
+                made += (buffers.scale,)
+            for buffer in made:
+                buffer.view(torch.uint8).fill_(0)
+            calls = list(mla_key_kernels.latent_launches(a, chunk, buffers))
+        for call in calls:
+            mla_key_kernels.launch(*mla_key_kernels.latent_kernel(call, SM100), a.latent.device)
+        caches = (a.latent_cache, a.rope_cache)
+        tensors = [t for t in (*made, *caches) if t is not None]
+        return [t.contiguous().view(torch.uint8) for t in tensors]
+
+    return run
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("case", KEYS, ids=lambda case: case.name)
+def test_keys_do_not_depend_on_tiles(case, written):
+    """Cached rows, new ones and both in one program; sequences of no new tokens and of one."""
+    a = PREFILL.sample_inputs(case)
+    chunk = Chunk(buffer_rows(a), row_key_offsets(a))
+    expected = written(a, chunk, ONE_ROW)
+    for config in TILES:
+        assert_same(written(a, chunk, config), expected)
+
+
+@pytest.mark.parametrize("name", ["joint", "static", "block_table"])
+def test_a_store_does_not_depend_on_tiles(name, written):
+    a = STORE.sample_inputs(case_of(STORE, name))
+    expected = written(a, None, ONE_ROW)
+    for config in TILES:
+        assert_same(written(a, None, config), expected)
+
+
+def test_new_tokens_that_are_no_keys_do_not_depend_on_tiles(written):
+    """Every other sequence's new tokens are keys."""
+    a = PREFILL.sample_inputs(PrefillCase("some", new_tokens=(3, 5, 9, 1)))
+    counts = a.cache_lengths + torch.tensor([3, 0, 4, 0])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    a = replace(a, key_offsets=offsets, num_keys=int(offsets[-1]))
+    chunk = Chunk(a.num_keys, offsets)
+    expected = written(a, chunk, ONE_ROW)
+    for config in TILES:
+        assert_same(written(a, chunk, config), expected)
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_table_of_complex_numbers_gives_what_two_tables_give(by_position, written):
+    a = PREFILL.sample_inputs(PrefillCase("tables", by_position=by_position))
+    apart = replace(a, cos=a.cos.contiguous(), sin=a.sin.contiguous())
+    paired = torch.stack((apart.cos, apart.sin), dim=-1)
+    together = replace(a, cos=paired[..., 0], sin=paired[..., 1])
+    chunk = Chunk(buffer_rows(a), row_key_offsets(a))
+    for config in (ONE_ROW, *TILES):
+        assert_same(written(together, chunk, config), written(apart, chunk, config))
+
+
+@pytest.mark.parametrize("name", ["paged", "static_cache", "quantized"])
+def test_planned_tiles_are_of_one_warp_for_any_number_of_rows(name):
+    """So a norm's sum is added in one order, in chunks as in the whole."""
+    a = PREFILL.sample_inputs(case_of(PREFILL, name))
+    chunk = Chunk(buffer_rows(a), row_key_offsets(a))
+    for call in mla_key_kernels.latent_launches(a, chunk, key_buffers(a, chunk)):
+        tiles = [latent_config(call.problem, 2**step) for step in range(18)]
+        assert {config.num_warps for config in tiles} == {1}
+        assert all(config.checked >= config.block_t for config in tiles)

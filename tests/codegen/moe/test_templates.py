@@ -1,0 +1,240 @@
+"""The emitted mixture-of-experts kernels against the op's reference in float64, on Triton's
+interpreter. What runs is the very source emitted for SM100."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.codegen.build import compile_for, load_interpreted
+from tilewright.codegen.build.interpreter import interpret
+from tilewright.codegen.emit import emit
+from tilewright.codegen.grouped.codes_specs import codes_config, codes_obstacle, order_of
+from tilewright.codegen.moe import specs as kernels
+from tilewright.codegen.templates.expert_weights import e2m1_codes
+from tilewright.ops.formats import fp4
+from tilewright.ops.moe import moe
+from tilewright.ops.moe.cases import MOE_CASES, MoeCase
+from tilewright.ops.moe.lowering import as_words
+from tilewright.ops.moe.operands import lower_weight, moe_problem, up_distance
+
+CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
+CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
+CASES = [c for c in CASES if c.activation_format == "dense"]  # ../grouped/test_scaled.py has them
+SWAPPED = kernels.GemmConfig(16, 64, 32, True, 4, 2)
+TILED = kernels.GemmConfig(64, 32, 32, False, 4, 2)
+# Finds a tile's expert in memory; the interpreter knows nothing of warps.
+SPECIALISED = kernels.GemmConfig(16, 32, 32, False, 4, 2, flatten=True, warp_specialize=True)
+# Separate tensors lie anywhere; what TMA can reach is the launch's question.
+NUM_PROGRAMS = 3
+WIDENED = {"x", "expert_weights", "gate_bias", "up_bias", "down_bias"}
+
+
+def run(spec, grid, **values):
+    taken = {name: values[name] for name, _ in spec.signature}
+    load_interpreted(spec)[grid](**taken)
+
+
+def sorted_routes(problem, ids, config=None):
+    """(order, ends) as the kernels make them."""
+    num_routes = ids.numel()
+    config = config or kernels.order_config(problem, num_routes)
+    grids = kernels.sort_grids(problem, config, num_routes)
+    sizes = {
+        "counts_ptr": grids["count"][0] * problem.experts, "total_ptr": problem.experts,
+        "order_ptr": num_routes, "ends_ptr": 2 * problem.num_experts,
+    }  # fmt: skip
+    values = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in sizes.items()}
+    values |= {"ids_ptr": ids, "num_routes": num_routes, "num_chunks": grids["count"][0]}
+    for step, spec in kernels.sort_specs(problem, config, "sm100").items():
+        run(spec, grids[step], **values)
+    return values["order_ptr"], values["ends_ptr"]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("chunk", [16, 128])
+@pytest.mark.parametrize("routing", ["random", "one", "none"])
+def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk, counted):
+    a = moe.sample_inputs(MoeCase("case", num_tokens=37, num_experts=5, routing=routing))
+    config = kernels.OrderConfig(
+        chunk,
+        counted,
+        routes_per_load=32,
+        routes_per_step=16,
+        chunks_per_load=2,
+        experts_per_scan=4,
+        row_block=16,
+    )  # fmt: skip
+    order, ends = sorted_routes(moe_problem(a), a.expert_ids, config)
+    ends, blocks = ends.chunk(2)
+    ids = a.expert_ids.flatten()
+    expected = [r for e in range(5) for r in range(ids.numel()) if ids[r] == e]
+    assert order[: len(expected)].tolist() == expected
+    sizes = torch.stack([ids == e for e in range(5)]).sum(1)
+    assert ends.tolist() == sizes.cumsum(0).tolist()
+    assert blocks.tolist() == [0, *((sizes + 15) // 16).cumsum(0).tolist()[:-1]]
+
+
+def fused(a, config):
+    problem = moe_problem(a)
+    num_tokens, num_routes = a.x.shape[0], a.expert_ids.numel()
+    sort = kernels.order_config(problem, num_routes)
+    row_block = config.block_m if config.warp_specialize else 0
+    order, ends = sorted_routes(problem, a.expert_ids, replace(sort, row_block=row_block))
+    hidden = torch.full((num_routes, problem.inner), float("nan"), dtype=a.x.dtype)
+    y = torch.full((num_routes, problem.hidden), float("nan"), dtype=a.x.dtype)
+    out = torch.full_like(a.x, float("nan"))
+    shared = {"order_ptr": order, "ends_ptr": ends, "hidden_ptr": hidden, "y_ptr": y}
+    shared |= {"ids_ptr": a.expert_ids, "num_routes": num_routes}
+    storage = kernels.down_problem(problem)
+    up = {
+        "weight_ptr": lower_weight(a), "gate_scale_ptr": a.gate_scale, "up_scale_ptr": a.up_scale,
+        "gate_factor_ptr": a.gate_expert_scale, "up_factor_ptr": a.up_expert_scale,
+        "gate_bias_ptr": a.gate_bias, "up_bias_ptr": a.up_bias, "distance": abs(up_distance(a)),
+    }  # fmt: skip
+    down = {
+        "num_rows": num_routes, "weight_ptr": a.down_weight, "scale_ptr": a.down_scale,
+        "factor_ptr": a.down_expert_scale, "bias_ptr": a.down_bias,
+    }  # fmt: skip
+    run(
+        kernels.up_spec(problem, config, "sm100", order_of(storage, config)), (NUM_PROGRAMS,),
+        **shared | up | as_words(up, storage, config), x_ptr=a.x,
+    )  # fmt: skip
+    run(
+        kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,),
+        **shared | down | as_words(down, storage, config), x_ptr=hidden,
+    )  # fmt: skip
+    combine = kernels.CombineConfig(2, 32)
+    run(
+        kernels.combine_spec(problem, combine, "sm100"),
+        kernels.combine_grid(problem, combine, num_tokens), **shared, out_ptr=out,
+        weights_ptr=a.expert_weights, num_tokens=num_tokens,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("config", [SWAPPED, TILED], ids=["swapped", "tiled"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_compute_the_op(case, config):
+    a = moe.sample_inputs(case)
+    exact = moe.reference(as_double(a))
+    problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("activation", ["relu", "clamped_swiglu"])
+def test_nan_passes_the_activation(activation):
+    """Which the interpreter would not show: there every maximum of NaN is NaN."""
+    a = moe.sample_inputs(MoeCase("case", activation=activation, limit=1.0, hidden=32, inner=32))
+    ptx = compile_for(kernels.up_spec(moe_problem(a), SWAPPED, "sm90")).ptx
+    assert "max.NaN." in ptx or "min.NaN." in ptx
+    assert "min.f32" not in ptx
+    assert "max.f32" not in ptx
+
+
+CODES = [
+    ("nvfp4", "up_first", False, False), ("nvfp4", "interleaved", True, True),
+    ("nvfp4", "plain", True, False), ("mxfp4", "up_first", True, True),
+    ("mxfp4", "interleaved", True, False), ("int4", "up_first", True, True),
+    ("int4", "interleaved", True, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout", "ordered", "swapped"), CODES)
+def test_codes_stream_in_the_order_of_their_words(name, layout, ordered, swapped):
+    case = MoeCase("codes", weight_format=name, layout=layout, hidden=160, inner=128, num_tokens=3)
+    block_k = {"nvfp4": 256 if swapped else 64, "mxfp4": 128, "int4": 64}[name]
+    a = moe.sample_inputs(case)
+    part_k = 128 if layout == "interleaved" else 256
+    config = codes_config(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped, part_k=part_k)
+    exact = moe.reference(as_double(a))
+    assert codes_obstacle(kernels.down_problem(moe_problem(a)), config) is None
+    problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
+    assert problem is None, problem
+
+
+SPLIT = [
+    ("nvfp4", "halves", 2, 64, False), ("nvfp4", "plain", 4, 64, True),
+    ("mxfp4", "interleaved", 2, 128, False), ("int4", "up_first", 2, 32, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout", "split", "part_k", "by_route"), SPLIT)
+def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
+    """K is no multiple of a step. Two row blocks of one expert, or a block for each route, also
+    one without an expert."""
+    case = MoeCase("codes", weight_format=name, layout=layout, hidden=192, inner=64, num_tokens=5,
+                   routing="none" if by_route else "one", num_experts=3)  # fmt: skip
+    if name == "mxfp4":
+        case = replace(case, inner=128)
+    a = moe.sample_inputs(case)
+    config = codes_config(
+        8, 64, split * part_k, split, 2, ordered=name == "mxfp4", part_k=part_k, split=split,
+        by_route=by_route,
+    )  # fmt: skip
+    assert codes_obstacle(kernels.down_problem(moe_problem(a)), config) is None
+    exact = moe.reference(as_double(a))
+    problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("by_route", [False, True])
+def test_experts_that_are_not_there_add_nothing(by_route):
+    """On a GPU nobody looks at the ids: no memory behind the experts' is read, nor memory that
+    nobody wrote."""
+    case = MoeCase("case", weight_format="nvfp4", hidden=64, inner=64, num_tokens=3, num_experts=4)
+    config = codes_config(8, 64, 128, 2, 2, part_k=64, split=2, by_route=by_route)
+    a = moe.sample_inputs(case)
+    parts = [f"{x}_{what}" for x in ("gate", "up", "down") for what in ("weight", "scale")]
+    parts += [f"{x}_expert_scale" for x in ("gate", "up", "down")]
+    a = replace(a, expert_ids=a.expert_ids % 3, **{name: getattr(a, name)[:3] for name in parts})
+    a.expert_ids[0, 0], a.expert_ids[2, 1] = -1, -1
+    want = fused(a, config)
+    a.expert_ids[0, 0], a.expert_ids[2, 1] = 3, -7
+    assert torch.equal(fused(a, config), want)
+    assert want.isfinite().all()
+
+
+@pytest.mark.parametrize("routing", ["random", "one", "none"])
+def test_specialised_warps_find_the_expert_in_memory(routing):
+    case = MoeCase("case", num_tokens=37, num_experts=5, routing=routing)
+    test_kernels_compute_the_op(case, SPECIALISED)
+    problem = moe_problem(moe.sample_inputs(case))
+    for spec in (kernels.up_spec, kernels.down_spec):
+        loop = emit(spec(problem, SPECIALISED, "sm100")).partition("warp_specialize=True")[2]
+        assert "tl.sum(" not in loop
+        assert "tl.cumsum(" not in loop
+
+
+def as_double(a):
+    values = {f.name: getattr(a, f.name) for f in fields(a)}
+    floats = {n: v.double() for n, v in values.items() if n in WIDENED and v is not None}
+    return replace(a, **floats)
+
+
+@triton.jit
+def scaled_codes(words_ptr, scales_ptr, out_ptr, DTYPE: tl.constexpr):
+    rows = tl.arange(0, 128)[:, None]
+    words = tl.load(words_ptr + rows * 16 + tl.arange(0, 16)[None, :])
+    scales = tl.load(scales_ptr + rows * 4 + tl.arange(0, 4)[None, :])
+    codes = e2m1_codes(words, scales, DTYPE, "nvfp4", 2, True)
+    tl.store(out_ptr + rows * 128 + tl.arange(0, 128)[None, :], codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_times_every_scale_is_exact(dtype):
+    """Row r has all codes, in whatever order, and the scale of code r."""
+    words = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(128, 8)
+    scales = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 8)
+    scales = torch.cat((scales, torch.zeros(1, 8, dtype=torch.uint8)))
+    out = torch.empty(128, 128, dtype=dtype)
+    kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    interpret(scaled_codes)[(1,)](words, scales.view(torch.int16), out, DTYPE=kind)
+    unit = 256.0 if dtype == torch.bfloat16 else 1.0
+    codes = fp4.decode(fp4.unpack(words.view(torch.uint8))).double()
+    exact = codes * scales[:, :1].view(torch.float8_e4m3fn).double()
+    assert torch.equal(out.double().sort(1).values * unit, exact.sort(1).values)

@@ -1,0 +1,182 @@
+"""Which lowering a QKV problem takes: from the measured table, from the model, or by exclusion."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.plan import (
+    TOKEN_BUCKETS,
+    candidates,
+    choose,
+    estimate,
+    fits,
+    plan_fused_qkv,
+    shared_bytes,
+)
+from tilewright.codegen.qkv.specs import (
+    CacheStrides,
+    HeadFinish,
+    QkvProblem,
+    Rope,
+    SwappedConfig,
+    TiledConfig,
+    WeightStrides,
+)
+from tilewright.codegen.targets import SM90, SM100
+
+
+def problem(hidden=4096, heads=32, kv_heads=8, dim=128, dtype="bf16", **changes) -> QkvProblem:
+    cache = CacheStrides(16, 16 * kv_heads * dim, kv_heads * dim, dim, 1)
+    finish = HeadFinish(dtype, heads, kv_heads, dim, cache, cache, dtype)
+    strides = WeightStrides(dim * hidden, hidden)
+    return replace(QkvProblem(hidden, hidden, (strides,) * 3, finish), **changes)
+
+
+LLAMA_8B = problem()
+UNMEASURED = problem(hidden=5120, heads=40, kv_heads=8)
+
+
+@pytest.fixture
+def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qkv_plan, "measured_table", lambda: ())
+
+
+def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
+    """Seen of Triton 3.6: 262176 bytes of shared memory, of which Hopper has 232448."""
+    walk = {"persistent": True, "flatten": True}
+    whole = TiledConfig(128, 2, 64, 8, 4, **walk)
+    for table_dtype, parts, fitting in (("bf16", 1, True), ("fp32", 1, False), ("fp32", 2, True)):
+        rope = Rope("half", 128, True, table_dtype, 128, 128)
+        p = replace(LLAMA_8B, finish=replace(LLAMA_8B.finish, rope=rope))
+        assert fits(p, replace(whole, epilogue_parts=parts), SM90) == fitting
+
+
+def test_measured_rows_can_be_launched() -> None:
+    """Every config of the shipped table is legal for its dims, and no row is there twice."""
+    keys = set()
+    for row in qkv_plan.measured_table():
+        p = problem(row["hidden"], row["num_heads"], row["num_kv_heads"], row["head_dim"])
+        if row["norm"]:
+            p = replace(p, finish=replace(p.finish, norms=("bf16", "bf16")))
+        config = qkv_plan.read_config(row["config"])
+        assert fits(p, config, SM90), row
+        assert qkv_plan.write_config(config) == row["config"]
+        assert 0 < row["fused_us"] < 1e5
+        assert row["packed_library_us"] < 1.1 * row["library_us"]
+        keys.add((p, row["num_tokens"]))
+    assert len(keys) == len(qkv_plan.measured_table()) >= 60
+
+
+def test_measured_dims_take_the_measured_config() -> None:
+    row = qkv_plan.measured_row(LLAMA_8B, 50, SM90)
+    assert row is not None
+    assert row["num_tokens"] == 64
+    choice = choose(LLAMA_8B, 50, SM90)
+    assert choice.measured
+    assert choice.config == qkv_plan.read_config(row["config"])
+    assert f"{row['fused_us']:.1f} us measured" in choice.reason
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_faster_of_two_measured_lowerings_is_taken(packed: bool) -> None:
+    column = "packed_library_us" if packed else "library_us"
+    taken = set()
+    for tokens in TOKEN_BUCKETS:
+        row = qkv_plan.measured_row(LLAMA_8B, tokens, SM90)
+        choice = choose(LLAMA_8B, tokens, SM90, packed)
+        assert choice.seconds == pytest.approx(min(row["fused_us"], row[column]) * 1e-6)
+        taken.add(choice.name == "library")
+    # Three GEMMs never win at these dims; one over packed weights does at some token counts.
+    assert taken == ({True, False} if packed else {False})
+
+
+def test_a_chip_without_measurements_uses_the_model() -> None:
+    choice = choose(LLAMA_8B, 64, SM100)
+    assert not choice.measured
+    assert "modelled" in choice.reason
+    assert choice.specs[0].target == "sm100"
+
+
+@pytest.mark.usefixtures("no_table")
+def test_few_tokens_swap_the_operands() -> None:
+    plan = plan_fused_qkv(UNMEASURED, SM90)
+    assert isinstance(plan.choice(1).config, SwappedConfig)
+    assert isinstance(plan.choice(8192).config, TiledConfig | type(None))
+    assert [c.max_tokens for c in plan.choices] == [*TOKEN_BUCKETS, None]
+
+
+@pytest.mark.usefixtures("no_table")
+def test_the_model_is_near_what_was_measured() -> None:
+    """Llama-3 8B and 70B on an H200: the fused kernel's microseconds, within a quarter."""
+    measured = {
+        (4096, 32): {16: 15.1, 64: 17.6, 1024: 78.1, 8192: 571},
+        (8192, 64): {16: 43.1, 64: 45.4, 1024: 242, 8192: 1858},
+    }
+    for (hidden, heads), times in measured.items():
+        p = problem(hidden, heads)
+        for tokens, microseconds in times.items():
+            best = min(estimate(p, c, tokens, SM90) for c in candidates(p, tokens, SM90))
+            assert best * 1e6 == pytest.approx(microseconds, rel=0.25), (hidden, tokens)
+
+
+def test_static_tokens_have_one_choice_with_the_count_baked() -> None:
+    static = problem(num_tokens=7, rope_tokens=7, sequence_tokens=7)
+    plan = plan_fused_qkv(static, SM90)
+    assert len(plan.choices) == 1
+    assert plan.choices[0].max_tokens is None
+    assert ("num_tokens", 7) in plan.choices[0].specs[0].constants
+
+
+def test_a_bucket_does_not_depend_on_the_count() -> None:
+    """No kernel is compiled for a token count of its own."""
+    plan = plan_fused_qkv(LLAMA_8B, SM90)
+    assert plan.choice(33) is plan.choice(64)
+    assert "num_tokens" in dict(plan.choice(33).specs[0].signature)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (problem(dtype="fp32"), "fp32"),
+        (problem(dim=96), None),
+        (problem(weight_strides=tuple(WeightStrides(n, n) for n in (1, 2, 3))), None),
+    ],
+    ids=["fp32", "head_dim 96", "weights of different strides"],
+)
+def test_what_tma_cannot_take_goes_elsewhere(changed: QkvProblem, reason: str | None) -> None:
+    many = choose(changed, 4096, SM90)
+    assert not isinstance(many.config, TiledConfig)
+    if reason:
+        assert many.name == "library"
+        assert reason in many.reason
+
+
+def test_an_unknown_chip_runs_the_library() -> None:
+    plan = plan_fused_qkv(LLAMA_8B, SM90, library_only=True)
+    assert {choice.name for choice in plan.choices} == {"library"}
+
+
+def test_a_norm_keeps_heads_whole() -> None:
+    finish = replace(LLAMA_8B.finish, norms=("bf16", "bf16"))
+    normed = replace(LLAMA_8B, finish=finish)
+    for config in candidates(normed, 16, SM90):
+        if isinstance(config, SwappedConfig):
+            assert config.block_p >= finish.pairs_per_head
+    assert not fits(normed, SwappedConfig(32, 16, 128, 4, 4), SM90)
+    assert fits(LLAMA_8B, SwappedConfig(32, 16, 128, 4, 4), SM90)
+
+
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda t: t.name)
+def test_candidates_fit_the_chip(target) -> None:
+    for p in (LLAMA_8B, UNMEASURED, problem(2048, 32, 8, 64), problem(2880, 64, 8, 64)):
+        for tokens in (1, 64, 512, 4096):
+            found = candidates(p, tokens, target)
+            assert found
+            for config in found:
+                assert shared_bytes(p, config) < target.max_shared_bytes
+                if isinstance(config, TiledConfig):
+                    heads = p.finish.num_heads, p.finish.num_kv_heads
+                    assert not any(count % config.heads_per_tile for count in heads)

@@ -1,0 +1,163 @@
+"""The kernels for weights of 4- and 8-bit codes, as emitted for SM100, on Triton's interpreter.
+
+Against the op's reference in float64, which makes numbers of the codes and multiplies those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.codegen.qkv.test_templates import check, prepare, run
+from tilewright.codegen.emit import emit
+from tilewright.codegen.qkv.quantized_specs import (
+    dequantize_grid,
+    dequantize_problems,
+    dequantize_spec,
+    quantized_fits,
+    quantized_obstacle,
+    quantized_spec,
+)
+from tilewright.codegen.qkv.specs import SwappedConfig, swapped_grid
+from tilewright.codegen.targets import SM100
+from tilewright.ops.formats.quantized_weight import AWQ_ORDER, dequantize
+from tilewright.ops.qkv import qkv_cache
+from tilewright.ops.qkv.cases import CODE_CASES
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.quantized_operands import LETTERS, stored_words
+from tilewright.ops.qkv.samples import AttentionCase
+
+NIBBLES = AttentionCase(
+    "nibbles",
+    hidden=96,
+    weight_format="int4_k",
+    scale_block=(1, 32),
+    rope_style="half",
+    rotary_dim=32,
+)
+ROWS = replace(NIBBLES, weight_format="int4_n", transposed=True)
+CASES = {case.name: case for case in CODE_CASES} | {
+    "a scale per row": replace(NIBBLES, scale_block=(1, 96), zero_point=8),
+    "a zero per row": replace(NIBBLES, scale_block=(1, 96), zeros="int", hidden=192),
+    "bytes read as words": replace(NIBBLES, words=torch.uint8, zeros="float", zero_point=3),
+    "bytes, high nibble first": replace(NIBBLES, words=torch.uint8, nibble_order=(1, 0)),
+    "K packed in AWQ's order": replace(NIBBLES, nibble_order=AWQ_ORDER, zeros="packed"),
+    "groups beyond the last step": replace(NIBBLES, hidden=160, scale_block=(1, 32)),
+    "a group of two steps": replace(NIBBLES, hidden=128, scale_block=(1, 128), zeros="int"),
+    "rows of interleaved pairs": replace(ROWS, rope_style="interleaved", zeros="packed"),
+    "rows in bytes": replace(ROWS, words=torch.uint8, num_tokens=18, qk_norm=True, bias=True),
+    "rows, K contiguous": replace(ROWS, transposed=False, nibble_order=AWQ_ORDER),
+    "k alone": replace(NIBBLES, writes_v=False, zeros="packed"),
+    "a delta": replace(NIBBLES, delta=True, bias=True),
+    "half precision": replace(NIBBLES, dtype=torch.float16, zeros="packed", transposed=True),
+}
+CONFIGS = {
+    "slices of a head": SwappedConfig(8, 16, 32, 4, 2),
+    "whole heads": SwappedConfig(16, 16, 64, 4, 2),
+    "split K": SwappedConfig(16, 16, 32, 4, 2, split_k=2),
+    "groups of a step": SwappedConfig(16, 16, 128, 4, 2),
+}
+
+
+def run_quantized(a: FusedQkvArguments, config: SwappedConfig) -> torch.Tensor:
+    q, values, problem = prepare(a)
+    grid = swapped_grid(problem, config, a.x.shape[0])
+    tiles = grid[0] // config.split_k * grid[1]
+    values["workspace_ptr"] = torch.full(
+        (tiles * config.split_k * 2 * config.block_p * config.block_t,), torch.nan
+    )
+    values["counters_ptr"] = torch.zeros(tiles, dtype=torch.int32)
+    run(quantized_spec(problem, config, "sm100"), grid, values)
+    assert not values["counters_ptr"].any(), "the next launch would find counters in use"
+    return q
+
+
+def in_wide_cache(case: AttentionCase) -> FusedQkvArguments:
+    # The interpreter rounds to 8-bit floats by its own rule; the epilogue is tested elsewhere.
+    return qkv_cache.OP.sample_inputs(replace(case, cache_dtype=None))
+
+
+def check_fused(case: AttentionCase, config: SwappedConfig) -> None:
+    check(qkv_cache.OP, in_wide_cache(case), lambda a: run_quantized(a, config))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=CASES)
+def test_fused(index: int) -> None:
+    """Every case with one config, each config with many cases."""
+    case = list(CASES.values())[index]
+    _, _, problem = prepare(in_wide_cache(case))
+    fitting = [config for config in CONFIGS.values() if quantized_fits(problem, config, SM100)]
+    assert (quantized_obstacle(problem) is None) == bool(fitting)
+    if fitting:
+        check_fused(case, fitting[index % len(fitting)])
+    else:
+        assert quantized_obstacle(problem) == "scales of 16 columns"
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_fused_with_every_config(config: SwappedConfig) -> None:
+    check_fused(replace(NIBBLES, zeros="packed", num_tokens=18), config)
+
+
+ODD_ORDER = replace(NIBBLES, nibble_order=(7, 3, 5, 1, 0, 2, 6, 4), zeros="packed")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES.values(), ODD_ORDER, replace(NIBBLES, hidden=80, scale_block=(4, 40))],
+    ids=[*CASES, "any order of nibbles", "blocks of any size"],
+)
+def test_numbers_are_those_of_the_reference(case: AttentionCase) -> None:
+    a = qkv_cache.OP.sample_inputs(case)
+    _, values, problem = prepare(a)
+    words, _ = stored_words(a)
+    for weight in dequantize_problems(problem):
+        letter = LETTERS[weight.index]
+        want = dequantized(a, letter)
+        got = torch.full(want.shape, torch.nan, dtype=a.x.dtype if not case.codes else want.dtype)
+        given = {f"{what}_ptr": values[f"{letter}_{what}_ptr"] for what in ("scale", "zero")}
+        given |= {"weight_ptr": words[weight.index], "out_ptr": got}
+        run(dequantize_spec(weight, "sm100"), dequantize_grid(weight), given)
+        assert torch.equal(got, want.to(got.dtype))
+
+
+def dequantized(a: FusedQkvArguments, letter: str) -> torch.Tensor:
+    parts = (getattr(a, f"{letter}_{what}") for what in ("weight", "scale", "zero"))
+    weight, scale, zero = parts
+    how: Any = (a.zero_point, a.scale_block, a.nibble_order, torch.float32)
+    return dequantize(weight, a.weight_format, scale, zero, *how).flatten(0, -2)
+
+
+def test_bytes_are_read_as_words_only_where_they_are() -> None:
+    a = in_wide_cache(CASES["bytes read as words"])
+    assert stored_words(a)[0][0].dtype == torch.int32
+    odd = replace(a, q_weight=torch.cat((a.q_weight[..., :1], a.q_weight), -1)[..., 1:])
+    assert stored_words(odd)[0][0].dtype == torch.uint8
+
+
+def test_an_order_without_a_kernel_says_so() -> None:
+    _, _, problem = prepare(in_wide_cache(ODD_ORDER))
+    assert quantized_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
+
+
+@pytest.mark.parametrize("what", ["scale", "zero"])
+def test_weights_of_several_kinds_are_left_to_the_reference(what: str) -> None:
+    """Neither a fused kernel nor the one that makes numbers tells them apart."""
+    a = in_wide_cache(replace(NIBBLES, zeros="float"))
+    assert qkv_cache.OP.choose("cuda", a).lowering.name == "emitted_kernel"
+    other = {f"k_{what}": getattr(a, f"k_{what}").double()}
+    choice = qkv_cache.OP.choose("cuda", replace(a, **other))
+    assert choice.lowering.name == "reference"
+    assert f"{what}s of several" in choice.rejected[0][1]
+
+
+@pytest.mark.parametrize("stride", [2**15, 2**24])
+def test_rows_far_apart_are_counted_in_64_bits(stride: int) -> None:
+    _, _, problem = prepare(in_wide_cache(NIBBLES))
+    far = replace(problem, x_stride=stride)
+    source = emit(quantized_spec(far, CONFIGS["whole heads"], "sm90"))
+    (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
+    assert ("int64" in line) == (stride > 2**15)

@@ -1,0 +1,434 @@
+"""The emitted QKV kernels against the op's reference in float64, on Triton's interpreter.
+
+What runs is the very source emitted for SM100. Caches start as random numbers, q as NaN, so a stray
+or a missing store shows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.emit import emit
+from tilewright.codegen.qkv.plan import epilogue_config
+from tilewright.codegen.qkv.specs import (
+    EpilogueConfig,
+    SwappedConfig,
+    TiledConfig,
+    epilogue_grid,
+    epilogue_spec,
+    heads_fit,
+    swapped_grid,
+    swapped_obstacle,
+    swapped_spec,
+    tiled_grid,
+    tiled_obstacle,
+    tiled_spec,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM100
+from tilewright.ops.qkv import cache_store, qkv_cache
+from tilewright.ops.qkv import lowering as lowerings
+from tilewright.ops.qkv.cache_store import KvStoreArguments
+from tilewright.ops.qkv.library import project, project_packed, weight_places, weight_rows
+from tilewright.ops.qkv.operands import epilogue_problem
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.samples import AttentionCase
+
+LLAMA = AttentionCase(
+    "llama",
+    num_tokens=5,
+    hidden=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    page_size=16,
+    num_pages=4,
+    rope_style="half",
+    rotary_dim=32,
+)
+STATIC = replace(
+    LLAMA,
+    num_tokens=6,
+    num_pages=3,
+    layout="static_cache",
+    slots="per_sequence",
+    indexing="torch",
+    tokens_per_row=3,
+)
+
+# Empty sequences, a page filled to its end, pages crossed inside the new tokens.
+TABLE = replace(
+    LLAMA,
+    num_tokens=22,
+    page_size=8,
+    num_pages=12,
+    new_tokens=(0, 3, 0, 9, 8, 2, 0),
+    cached_tokens=(4, 5, 0, 15, 0, 14, 8),
+)
+
+# What the case turns on, over the plain Llama case.
+CASES = {
+    "half": LLAMA,
+    "half, table of half width": replace(LLAMA, table_width="half", table_dtype=torch.bfloat16),
+    "one token": replace(LLAMA, num_tokens=1),
+    "past a tile of 16": replace(LLAMA, num_tokens=37),
+    "a page to its last slot": replace(LLAMA, num_tokens=16, num_pages=1),
+    "no rope": replace(LLAMA, rope_style="none", rotary_dim=0),
+    "interleaved": replace(LLAMA, rope_style="interleaved", layout="vllm_pair"),
+    "interleaved, partial": replace(LLAMA, rope_style="interleaved", rotary_dim=8),
+    "partial": replace(LLAMA, rotary_dim=16),
+    "partial, no divisor of the head": replace(LLAMA, rotary_dim=12, bias=True),
+    "head_dim 80": replace(LLAMA, head_dim=80, rotary_dim=32, hidden=40),
+    "head_dim 96, interleaved": replace(
+        LLAMA, head_dim=96, rope_style="interleaved", rotary_dim=48, hidden=40
+    ),
+    "norm": replace(LLAMA, qk_norm=True),
+    "norm, head_dim 24": replace(LLAMA, head_dim=24, rotary_dim=24, qk_norm=True),
+    "bias": replace(LLAMA, bias=True, dtype=torch.float16),
+    "skipped tokens": replace(LLAMA, num_tokens=7, skipped=3),
+    "negative slots wrap": replace(LLAMA, num_tokens=7, skipped=3, indexing="torch"),
+    "32-bit slots": replace(LLAMA, slot_dtype=torch.int32),
+    "packed": replace(LLAMA, projection="packed", layout="max_pair"),
+    "per head": replace(LLAMA, num_kv_heads=4, projection="per_head", bias=True),
+    "head-major pages": replace(LLAMA, layout="head_major"),
+    "static cache": STATIC,
+    "static cache, norm and bias": replace(STATIC, qk_norm=True, bias=True),
+}
+# Each of these runs with one config of a fused kernel, or of both: the helpers are the same.
+OPTIONS = {
+    "grouped q": replace(LLAMA, projection="grouped", bias=True),
+    "n-major": replace(LLAMA, projection="n_major", bias=True),
+    "n-major, interleaved": replace(LLAMA, projection="n_major", rope_style="interleaved"),
+    "kv heads repeated": replace(LLAMA, kv_repeat=3, bias=True, layout="head_major"),
+    "clipped": replace(LLAMA, bias=True, clip=0.7),
+    "delta": replace(LLAMA, bias=True, delta=True, qk_norm=True),
+    "delta, interleaved": replace(LLAMA, delta=True, rope_style="interleaved", writes_v=False),
+    "layer norm": replace(LLAMA, qk_norm=True, norm_kind="layer"),
+    "layer norm, head_dim 24": replace(
+        LLAMA, head_dim=24, rotary_dim=24, qk_norm=True, norm_kind="layer", norm_per_head=True
+    ),
+    "norm after rope": replace(
+        LLAMA, qk_norm=True, norm_after_rope=True, norm_offset=1.0, norm_per_head=True
+    ),
+    "no norm weights": replace(LLAMA, weightless_norm=True, norm_after_rope=True, rotary_dim=16),
+    "norm of q alone": replace(LLAMA, qk_norm=True, normed="q", norm_offset=1.0),
+    "k's norm without weight": replace(LLAMA, qk_norm=True, normed="q", weightless_norm=True),
+    "interleaved to half": replace(LLAMA, rope_style="interleaved_to_half"),
+    "interleaved to half, partial, normed": replace(
+        LLAMA,
+        rope_style="interleaved_to_half",
+        rotary_dim=16,
+        table_width="half",
+        qk_norm=True,
+        norm_after_rope=True,
+    ),
+    "norm of rows": replace(LLAMA, qk_norm=True, norm_width="row", bias=True),
+    "layer norm of rows": replace(
+        LLAMA,
+        num_heads=6,
+        qk_norm=True,
+        norm_width="row",
+        norm_kind="layer",
+        head_dim=24,
+        rotary_dim=24,
+        bias=True,
+        cache_dtype=torch.float8_e4m3fn,
+        cache_scale="head",
+        norm_after_rope=True,
+    ),
+    "fp8 cache": replace(
+        LLAMA, cache_dtype=torch.float8_e4m3fn, cache_scale="head", clip=0.5, kv_repeat=2
+    ),
+    "fp8 cache that saturates": replace(
+        LLAMA,
+        rope_style="interleaved",
+        cache_dtype=torch.float8_e5m2,
+        cache_scale="scalar",
+        cache_scale_multiplies=True,
+    ),
+    "no v": replace(LLAMA, writes_v=False, projection="packed"),
+    "block table": replace(TABLE, slots="block_table", skipped=1),
+    "block table that wraps": replace(
+        TABLE, slots="block_table", skipped=1, indexing="torch", slot_dtype=torch.int32
+    ),
+    "ragged": replace(TABLE, slots="ragged", slot_dtype=torch.uint32),
+    "ragged, many sequences": replace(
+        TABLE,
+        slots="ragged",
+        num_tokens=6,
+        num_pages=140,
+        new_tokens=(0,) * 127 + (2, 0, 1, 0, 0, 3),
+        cached_tokens=(5,) * 133,
+        layout="vllm_pair",
+    ),
+}
+
+# What concerns the addresses of weights and stores, and so each kernel by itself.
+EVERYWHERE = ("grouped q", "n-major", "n-major, interleaved", "fp8 cache", "ragged", "no v")
+OPTION_RUNS = [
+    (name, kernel)
+    for index, name in enumerate(OPTIONS)
+    for turn, kernel in enumerate(("swapped", "tiled"))
+    if name in EVERYWHERE or index % 2 == turn
+]
+FINISHED_APART = {
+    name: case
+    for name, case in OPTIONS.items()
+    if name in EVERYWHERE or case.norm_width == "row" or "repeated" in name
+}
+
+SWAPPED = {
+    "slices of a head": SwappedConfig(8, 16, 32, 4, 2),
+    "whole heads": SwappedConfig(64, 16, 32, 4, 2),
+    "split K": SwappedConfig(64, 16, 32, 4, 2, split_k=3),
+}
+TILED = {
+    "one head": TiledConfig(16, 1, 32, 4, 2),
+    "two heads, persistent": TiledConfig(
+        16, 2, 64, 4, 2, group_m=2, epilogue_parts=2, persistent=True, flatten=True
+    ),
+    "pairs first": TiledConfig(16, 2, 64, 4, 2, epilogue_parts=2, pairs_first=True),
+}
+
+
+def run(spec: KernelSpec, grid: tuple[int, ...], values: dict[str, Any]) -> None:
+    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+
+
+def prepare(a: FusedQkvArguments) -> tuple[torch.Tensor, dict[str, Any], Any]:
+    """q full of NaN, the kernels' values and the problem."""
+    call = lowerings.prepare(a)
+    call.q.fill_(torch.nan)
+    return call.q, call.values, call.problem
+
+
+def run_swapped(a: FusedQkvArguments, config: SwappedConfig) -> torch.Tensor:
+    q, values, problem = prepare(a)
+    grid = swapped_grid(problem, config, a.x.shape[0])
+    tiles = grid[0] // config.split_k * grid[1]
+    values["workspace_ptr"] = torch.full(
+        (tiles * config.split_k * 2 * config.block_p * config.block_t,), torch.nan
+    )
+    values["counters_ptr"] = torch.zeros(tiles, dtype=torch.int32)
+    run(swapped_spec(problem, config, "sm100"), grid, values)
+    assert not values["counters_ptr"].any(), "the next launch would find counters in use"
+    return q
+
+
+def run_tiled(a: FusedQkvArguments, config: TiledConfig) -> torch.Tensor:
+    q, values, problem = prepare(a)
+    values |= weight_places(a.q_weight, a.k_weight, a.v_weight)
+    grid = (tiled_grid(problem, config, a.x.shape[0], num_sms=3),)
+    run(tiled_spec(problem, config, "sm100"), grid, values)
+    return q
+
+
+def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
+    """After GEMMs in fp32, so that the epilogue's rounding is the only one."""
+    q, values, problem = prepare(a)
+    weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
+    rows = weight_rows(*weights)
+    if rows is not None:
+        # The weights widened in place, so that they stay rows of one tensor.
+        base = a.q_weight._base
+        assert base is not None
+        wide = base.float()
+        weights = [wide.as_strided(w.shape, w.stride(), w.storage_offset()) for w in weights]
+        inputs = project_packed(a.x.float(), weights, rows)
+    else:
+        inputs = [project(a.x.float(), w.float()) for w in weights]
+    q_in, k_in, v_in = (*inputs, None)[:3]
+    done = epilogue_problem(q_in, k_in, v_in, values, problem.finish, a.static_tokens)
+    values |= {"q_ptr": q_in, "k_ptr": k_in, "v_ptr": v_in}
+    config = EpilogueConfig(4, 2, 4)
+    if problem.finish.row_norm:
+        config = epilogue_config(problem.finish, a.x.shape[0], SM100)
+    run(epilogue_spec(done, config, "sm100"), epilogue_grid(done, config, a.x.shape[0]), values)
+    return q
+
+
+def in_float64(a: Any) -> Any:
+    """The same arguments with everything widened: caches copied, slots as they are."""
+    wide = {
+        f.name: value.double()
+        for f in fields(a)
+        if isinstance(value := getattr(a, f.name, None), torch.Tensor) and value.is_floating_point()
+    }
+    return replace(a, **wide)
+
+
+def check(op: Any, a: Any, run_kernel: Any) -> None:
+    """Result and caches against the reference in float64; untouched slots bit for bit."""
+    exact = in_float64(a)
+    want = op.reference(exact)
+    before = {name: getattr(a, name).clone() for name in op.mutated if getattr(a, name) is not None}
+    got = run_kernel(a)
+    if want is not None:
+        assert op.tolerances[got.dtype].problem(got, want) is None
+    for name, old in before.items():
+        new, exact_new = getattr(a, name), getattr(exact, name)
+        assert op.tolerances[new.dtype].problem(new, exact_new) is None, name
+        untouched = exact_new == old.double()
+        assert torch.equal(new.double()[untouched], old.double()[untouched]), name
+        assert not untouched.all(), f"{name}: the case writes nothing"
+
+
+@pytest.mark.parametrize("config", SWAPPED.values(), ids=SWAPPED)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_swapped(case: AttentionCase, config: SwappedConfig) -> None:
+    if case.qk_norm and config.block_p < 64:
+        with pytest.raises(ValueError, match="whole heads"):
+            run_swapped(qkv_cache.OP.sample_inputs(case), config)
+        return
+    check(qkv_cache.OP, qkv_cache.OP.sample_inputs(case), lambda a: run_swapped(a, config))
+
+
+@pytest.mark.parametrize("config", TILED.values(), ids=TILED)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_tiled(case: AttentionCase, config: TiledConfig) -> None:
+    arguments = qkv_cache.OP.sample_inputs(case)
+    obstacle = tiled_obstacle(prepare(arguments)[2])
+    awkward = case.head_dim not in (32, 64, 128) or case.rotary_dim == 12
+    assert (obstacle is not None) == awkward, obstacle
+    if not awkward:
+        check(qkv_cache.OP, arguments, lambda a: run_tiled(a, config))
+
+
+@pytest.mark.parametrize(("name", "kernel"), OPTION_RUNS)
+def test_options(name: str, kernel: str) -> None:
+    case = OPTIONS[name]
+    arguments = qkv_cache.OP.sample_inputs(case)
+    problem = prepare(arguments)[2]
+    obstacle = {"swapped": swapped_obstacle, "tiled": tiled_obstacle}[kernel](problem)
+    if case.norm_width == "row":
+        assert "all heads" in (obstacle or "")
+    elif kernel == "swapped":
+        assert obstacle is None
+        check(qkv_cache.OP, arguments, lambda a: run_swapped(a, SWAPPED["whole heads"]))
+    elif case.head_dim == 24:
+        assert "head_dim 24" in (obstacle or "")
+    else:
+        assert obstacle is None
+        several = heads_fit(problem, 2)
+        assert several == (case.projection != "grouped")
+        config = TILED["two heads, persistent" if several else "one head"]
+        check(qkv_cache.OP, arguments, lambda a: run_tiled(a, config))
+
+
+@pytest.mark.parametrize("case", (CASES | FINISHED_APART).values(), ids=CASES | FINISHED_APART)
+def test_epilogue(case: AttentionCase) -> None:
+    check(qkv_cache.OP, qkv_cache.OP.sample_inputs(case), run_epilogue)
+
+
+def run_store(a: KvStoreArguments) -> None:
+    problem, values = lowerings.prepare_store(a)
+    config = EpilogueConfig(2, 1, 4)
+    grid = epilogue_grid(problem, config, a.k.shape[0])
+    run(epilogue_spec(problem, config, "sm100"), grid, values)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LLAMA,
+        replace(LLAMA, writes_v=False),
+        replace(LLAMA, head_dim=80, rotary_dim=32, dtype=torch.float32),
+        replace(STATIC, rope_style="interleaved"),
+    ],
+    ids=["llama", "k alone", "fp32, head_dim 80", "static cache"],
+)
+def test_store(case: AttentionCase) -> None:
+    check(cache_store.OP, cache_store.OP.sample_inputs(case), run_store)
+
+
+def test_store_takes_any_strides() -> None:
+    arguments = cache_store.OP.sample_inputs(LLAMA)
+    turned = arguments.k.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    assert turned.stride(-1) != 1
+    check(cache_store.OP, replace(arguments, k=turned), run_store)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_rows_and_heads_far_apart_are_counted_in_64_bits(far: bool) -> None:
+    problem = prepare(qkv_cache.OP.sample_inputs(LLAMA))[2]
+    problem = replace(problem, x_stride=2**24 if far else 2**15)
+    source = emit(swapped_spec(problem, SWAPPED["whole heads"], "sm90"))
+    (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
+    assert ("int64" in line) == far
+    store, _ = lowerings.prepare_store(cache_store.OP.sample_inputs(LLAMA))
+    heads = replace(store.k, head=2**24 if far else 2**23)
+    spec = epilogue_spec(replace(store, k=heads), EpilogueConfig(4, 2, 4), "sm90")
+    before = emit(spec).partition("tl.load(")[0]
+    assert bool(re.search(r"\bheads\w*\.to\(tl\.int64\)", before)) == far
+
+
+def test_tables_of_two_dtypes_are_left_to_the_reference() -> None:
+    arguments = qkv_cache.OP.sample_inputs(LLAMA)
+    for one in (arguments, cache_store.OP.sample_inputs(LLAMA)):
+        op = qkv_cache.OP if one is arguments else cache_store.OP
+        choice = op.choose("cuda", replace(one, sin=one.sin.float(), cos=one.cos.bfloat16()))
+        assert choice.lowering.name == "reference"
+        assert "cos of torch.bfloat16, sin of torch.float32" in choice.rejected[0][1]
+
+
+@pytest.mark.parametrize("static_tokens", [False, True])
+def test_static_counts_are_baked(static_tokens: bool) -> None:
+    arguments = replace(qkv_cache.OP.sample_inputs(STATIC), static_tokens=static_tokens)
+    spec = swapped_spec(prepare(arguments)[2], SWAPPED["whole heads"], "sm100")
+    assert (("num_tokens", 6) in spec.constants) == static_tokens
+    check(qkv_cache.OP, arguments, lambda a: run_swapped(a, SWAPPED["whole heads"]))
+
+
+@pytest.mark.parametrize("runner", ["swapped", "tiled"])
+def test_out_of_range_slots_are_masked(runner: str) -> None:
+    """A GPU cannot raise for one: the token is left out, and nothing else is written."""
+    arguments = qkv_cache.OP.sample_inputs(LLAMA)
+    outside = arguments.slot_mapping.clone()
+    capacity = LLAMA.num_pages * LLAMA.page_size
+    outside[1], outside[3] = capacity, 2**40
+    legal = arguments.slot_mapping.clone()
+    legal[1] = legal[3] = -1
+    wrong = replace(
+        arguments,
+        slot_mapping=outside,
+        k_cache=arguments.k_cache.clone(),
+        v_cache=arguments.v_cache.clone(),
+    )
+    skipping = replace(arguments, slot_mapping=legal)
+    for a in (wrong, skipping):
+        if runner == "swapped":
+            run_swapped(a, SWAPPED["split K"])
+        else:
+            run_tiled(a, TILED["one head"])
+    assert torch.equal(wrong.k_cache, skipping.k_cache)
+    assert torch.equal(wrong.v_cache, skipping.v_cache)
+
+
+def test_infinities_stay_where_they_are() -> None:
+    """V is not rotated: an infinity in one dim must not make NaN of its partner."""
+    arguments = qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float16))
+    arguments.v_weight[:, 0] = 60000.0
+    arguments.x.abs_().add_(1.0)
+    run_swapped(arguments, SWAPPED["slices of a head"])
+    pages, offsets = arguments.slot_mapping // 16, arguments.slot_mapping % 16
+    rows = arguments.v_cache[pages, offsets]
+    assert rows[..., 0].isinf().all()
+    assert rows[..., 1:].isfinite().all()
+
+
+def test_fp32_has_no_fused_kernel() -> None:
+    problem = prepare(qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float32)))[2]
+    assert "fp32" in (tiled_obstacle(problem) or "")
+    assert "fp32" in (swapped_obstacle(problem) or "")
+
+
+def test_a_norm_after_the_rotation_wants_whole_heads() -> None:
+    arguments = qkv_cache.OP.sample_inputs(OPTIONS["norm after rope"])
+    with pytest.raises(ValueError, match="whole heads"):
+        tiled_spec(prepare(arguments)[2], TILED["pairs first"], "sm90")

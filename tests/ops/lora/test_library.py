@@ -1,0 +1,255 @@
+"""The shrink of one adapter by a library's product: when it is taken, what it computes, and again.
+
+The lowering for CUDA runs here on CPU tensors, its kernels on Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.test_contract import as_double
+from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.lora.library_plan import ALONE, APART, STACKED, library_shrink
+from tilewright.codegen.lora.library_plan import LibraryShrink as Way
+from tilewright.codegen.lora.shrink_specs import ShrinkProblem
+from tilewright.codegen.lora.specs import RowForm
+from tilewright.ops import contract
+from tilewright.ops.lora import library as lora_library
+from tilewright.ops.lora import lowering as lora_lowerings
+from tilewright.ops.lora import shrink as lora_shrink
+from tilewright.ops.lora.cases import LoraCase
+from tilewright.ops.lora.operands import row_counts
+from tilewright.ops.runtime.recording import note_launch
+
+OP = lora_shrink.OP
+SINGLE = RowForm("single", 1)
+
+
+def problem(rank=64, hidden=4096, form=SINGLE, **changes):
+    strides = (3 * rank * hidden, hidden, 1)
+    made = ShrinkProblem("bf16", hidden, rank, (rank,) * 3, hidden, (strides,) * 3, form)
+    return replace(made, **changes)
+
+
+TABLES = {"stacked": STACKED, "apart": APART, "alone": ALONE}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_each_step_is_taken_from_its_rows_on(table):
+    tried = 0
+    for hidden, by_columns in TABLES[table].items():
+        for columns, steps in by_columns.items():
+            planes = 1 if table == "alone" else 3
+            rank = min(columns, 384) // planes // 8 * 8
+            given = problem(rank, max(hidden, 1024))
+            given = replace(given, ranks=(rank,) * planes)
+            before = "kernels"
+            for rows, way in steps:
+                assert way != before
+                for count, expected in ((rows - 1, before), (rows, way)):
+                    taken = library_shrink(given, table != "apart", False, count)
+                    assert ("kernels" if taken is None else taken.way) == expected
+                    assert taken is None or taken.joined == (table == "apart")
+                assert taken is None or f"from {rows} rows" in str(taken)
+                before = way
+                tried += 1
+    assert tried > 5
+
+
+LARGE = 8192
+
+
+def refused(given, *, stacked=True, one_group=False):
+    return library_shrink(given, stacked, one_group, LARGE) is None
+
+
+def test_the_library_is_for_one_adapter_of_all_rows():
+    assert not refused(problem())
+    groups = RowForm("groups", 1, None, "i32")
+    assert not refused(problem(form=groups), one_group=True)
+    assert refused(problem(form=groups))
+    assert refused(problem(form=replace(groups, num_adapters=2)), one_group=True)
+    assert refused(problem(form=replace(groups, id_dtype="i32")), one_group=True)
+    assert refused(problem(form=RowForm("rows", 1, "i32")))
+
+
+def test_the_library_is_for_what_it_computes_alike_and_fast():
+    assert not refused(problem(dtype="fp16"))
+    assert refused(problem(dtype="fp32"))
+    assert refused(problem(ranks=(64, 32, 64)))
+    assert refused(problem(rank=60))
+    assert refused(problem(hidden=4100))
+    assert refused(problem(a_stride=4097))
+    assert refused(problem(unaligned=("a_ptr",)))
+    transposed = problem(weight_strides=((192 * 4096, 1, 192),) * 3)
+    assert not refused(transposed)
+    assert refused(transposed, stacked=False)
+
+
+def run_kernel(spec, grid, values):
+    load_interpreted(spec)[(*grid,)](**{name: values[name] for name, _ in spec.signature})
+
+
+class Launcher:
+    """An interpreted kernel, launched with tensors or, again, with addresses."""
+
+    def __init__(self, spec, grid, values):
+        self.spec, self.grid, self.like = spec, grid, values
+
+    def __call__(self, values):
+        names = [name for name, _ in self.spec.signature]
+        given = zip(names, values, strict=True)
+        run_kernel(self.spec, self.grid, {name: self.tensor(name, v) for name, v in given})
+
+    def tensor(self, name, value):
+        like = self.like[name]
+        if not isinstance(like, torch.Tensor) or isinstance(value, torch.Tensor):
+            return value
+        size = like.numel() * like.element_size()
+        memory = (ctypes.c_char * size).from_address(value)
+        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    def launch(spec, grid, values, device):
+        launcher = Launcher(spec, grid, values)
+        given = tuple(values[name] for name, _ in spec.signature)
+        launcher(given)
+        note_launch(launcher, given)
+
+    monkeypatch.setattr(lora_library, "launch", launch)
+    monkeypatch.setattr(lora_lowerings, "device_target", lambda device: None)
+
+
+def taking(way, monkeypatch):
+    monkeypatch.setattr(lora_lowerings, "library_choice", lambda *_: way)
+
+
+STACK = LoraCase(
+    "stack", "single", num_rows=21, hidden=64, num_adapters=1, layout="stacked", ranks=(8, 8, 8)
+)
+APART = replace(STACK, layout="separate")
+ONE_GROUP = replace(STACK, rows="ends", sizes=(17,), spare=5)
+CASES = {
+    "rows": (STACK, Way("rows", False, 1)),
+    "rows, fp16": (replace(STACK, dtype=torch.float16), Way("rows", False, 1)),
+    "rows, not all": (replace(STACK, base_rows=4), Way("rows", False, 1)),
+    "rows, odd rank": (replace(STACK, ranks=(12, 12, 12)), Way("rows", False, 1)),
+    "a batch": (STACK, Way("batch", False, 1)),
+    "joined": (APART, Way("rows", True, 1)),
+    "joined, transposed": (replace(APART, layout="transposed"), Way("rows", True, 1)),
+    "joined, two": (replace(APART, ranks=(8, 0, 8)), Way("rows", True, 1)),
+    "one plane": (replace(APART, ranks=(0, 8, 0)), Way("plane", False, 1)),
+    "one group": (ONE_GROUP, Way("rows", False, 1)),
+}
+
+
+def one_group(inclusive):
+    """Arguments of rows of one group, and rows of none behind, which hold NaN."""
+    a = OP.sample_inputs(ONE_GROUP)
+    a.a[17:] = torch.nan
+    if inclusive:
+        return a
+    return replace(a, a_offsets=torch.tensor([0, 17, 99]), inclusive_offsets=False,
+                   num_active_experts=1)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_computes_the_op(name, on_the_cpu, monkeypatch):
+    case, way = CASES[name]
+    taking(way, monkeypatch)
+    a = OP.sample_inputs(case)
+    found = OP.tolerances[case.dtype].problem(
+        lora_lowerings.launch_shrink(*_split(a)[0], **_split(a)[1]), OP.reference(as_double(a))
+    )
+    assert found is None, found
+
+
+def _split(a):
+    return OP.split(a)
+
+
+@pytest.mark.parametrize("inclusive", [True, False])
+def test_rows_of_no_group_are_zero(inclusive, on_the_cpu, monkeypatch):
+    taking(CASES["one group"][1], monkeypatch)
+    a = one_group(inclusive)
+    args, kwargs = _split(a)
+    out = lora_lowerings.launch_shrink(*args, **kwargs)
+    assert not out[:, 17:].any()
+    exact = OP.reference(as_double(replace(a, a=a.a.nan_to_num())))
+    assert OP.tolerances[out.dtype].problem(out, exact) is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_repeat_calls_the_library_again(name, on_the_cpu, monkeypatch):
+    """On other contents at the same addresses, into a new result."""
+    case, way = CASES[name]
+    taking(way, monkeypatch)
+    checks = []
+    run = contract._implementation(replace(OP, validate_values=checks.append), "cuda")
+    a = OP.sample_inputs(case)
+    args, kwargs = _split(a)
+    first = run(*args, **kwargs)
+    kept = first.clone()
+    a.a.neg_()
+    second = run(*args, **kwargs)
+    assert len(checks) == 1
+    assert second.data_ptr() != first.data_ptr()
+    assert torch.equal(first, kept)
+    assert torch.equal(second, -kept)
+    assert (second.shape, second.stride(), second.dtype) == (kept.shape, kept.stride(), kept.dtype)
+
+
+def meta(rank=64, rows=4096, hidden=4096, adapters=1, layout="b"):
+    x = torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta")
+    if layout == "b":
+        return lora_shrink.ShrinkArguments(x, x.new_empty(adapters, 3 * rank, hidden))
+    names = ("q_weight", "k_weight", "v_weight")
+    return lora_shrink.ShrinkArguments(
+        x, **{name: x.new_empty(adapters, rank, hidden) for name in names}
+    )
+
+
+def test_reports_say_what_the_library_does():
+    report = OP.plan_for(meta(), "sm90")
+    assert report.name == "library GEMM"
+    assert report.reason.startswith("one product, then planes: faster from ")
+    assert [spec.kernel for spec in report.specs] == ["lora_planes"]
+    apart = OP.plan_for(meta(layout="apart", rows=8192), "sm90")
+    assert "weights joined before" in apart.reason
+    batch = OP.plan_for(meta(rows=1024), "sm90")
+    assert "a batch of a product for each plane" in batch.reason
+    assert batch.specs == ()
+    assert OP.plan_for(meta(rows=16), "sm90").name == "shrink kernel"
+
+
+def test_weights_on_a_stack_are_seen_as_one():
+    """q, k and v as parts of one tensor, in this order; in another they are joined."""
+    stack = torch.zeros(1, 192, 128, dtype=torch.bfloat16)
+    q, k, v = stack.split(64, 1)
+    x = torch.zeros(4096, 128, dtype=torch.bfloat16)
+
+    def joined(**weights):
+        a = lora_shrink.ShrinkArguments(x, **weights)
+        counts = row_counts(a, a.rows, a.rows)
+        given, _ = lora_lowerings.shrink_problem(a, counts)
+        return lora_library.library_choice(a, given, counts).joined
+
+    assert not joined(q_weight=q, k_weight=k, v_weight=v)
+    assert joined(q_weight=k, k_weight=q, v_weight=v)
+    assert joined(q_weight=q, k_weight=k.clone(), v_weight=v)
+
+
+def test_a_row_seen_many_times_is_no_stack():
+    row = torch.zeros(1, 1, 128, dtype=torch.bfloat16)
+    a = lora_shrink.ShrinkArguments(
+        torch.zeros(4096, 128, dtype=row.dtype), row.expand(1, 192, 128)
+    )
+    counts = row_counts(a, a.rows, a.rows)
+    given, _ = lora_lowerings.shrink_problem(a, counts)
+    assert lora_library.library_choice(a, given, counts) is None

@@ -1,0 +1,225 @@
+"""The MLA attention core on a GPU against float64, with CUDA graphs and at real widths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention_cases import FP8, Case, call_of, exact, offsets, prefix, with_options
+from tilewright.codegen.targets import SM90
+from tilewright.ops.mla.attention_lowering import QueryRope, attend, attention_plan, merge
+from tilewright.ops.mla.attention_operands import AttentionCall
+from tilewright.ops.mla.query_lowering import finished_queries
+from tilewright.ops.reference.rope import apply_rope
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+REAL = Case("real", (300, 129), (300, 129), 3, 128, 64, 128, torch.bfloat16)
+LATER = replace(REAL, name="prefix", queries=(77, 1, 200), keys=(400, 257, 333))
+BYTES = replace(LATER, name="e4m3", dtype=FP8, v_by_key=True)
+WIDE = replace(LATER, name="wide heads", nope=192, v_dim=256)
+MANY = replace(REAL, name="many sequences", queries=tuple(range(70)), keys=tuple(range(3, 213, 3)))
+DENSE = Case("dense", (257,) * 2, (257,) * 2, 4, 128, 64, 128, torch.bfloat16, dense=True)
+CASES = [
+    with_options(REAL, mask="none"),
+    with_options(LATER, **prefix(LATER)),
+    with_options(BYTES, **prefix(BYTES)),
+    with_options(replace(BYTES, name="e4m3 by row", v_by_key=False), **prefix(BYTES)),
+    with_options(WIDE, **prefix(WIDE)),
+    with_options(MANY, **prefix(MANY)),
+    with_options(replace(LATER, name="window"), mask="sliding_window", window=100, **prefix(LATER)),
+    with_options(replace(LATER, name="chunks"), mask="chunked", window=128, **prefix(LATER)),
+    with_options(replace(LATER, name="odd", nope=40, rope=24, v_dim=72), **prefix(LATER)),
+    replace(DENSE, name="dense causal"),
+    with_options(replace(DENSE, dtype=torch.float16), mask="none"),
+    with_options(DENSE, query_positions=torch.randint(0, 257, (257,))),
+    with_options(DENSE, mask="none", attn_mask=torch.rand(2, 1, 257, 257) < 0.5),
+    with_options(DENSE, attn_mask=torch.randn(1, 4, 257, 257).bfloat16()),
+    with_options(
+        replace(LATER, name="many long", queries=(40,) * 20, keys=(2100,) * 20),
+        query_starts=torch.full((20,), 2060),
+    ),
+    # Many tiles; the last is long enough for the library.
+    with_options(replace(LATER, name="long", queries=(300, 257), keys=(2300, 2111)),
+                 query_starts=torch.tensor([2000, 1854])),
+    with_options(replace(REAL, name="long", queries=(2200,), keys=(2200,)), mask="none"),
+    with_options(replace(LATER, name="long window", queries=(3000,), keys=(3000,)),
+                 mask="sliding_window", window=1500),
+    replace(DENSE, name="library", queries=(1100,), keys=(1100,), heads=128),
+]  # fmt: skip
+
+
+def on_gpu(case: Case) -> AttentionCall:
+    return call_of(case, device="cuda")
+
+
+def run(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {f.name: getattr(a, f.name) for f in fields(a)}
+    q, k, v, k_rope = (options.pop(name) for name in ("q", "k", "v", "k_rope"))
+    out, lse = attend(q, k, v, k_rope, **options)
+    assert lse is not None
+    return out, lse
+
+
+def tolerance(case: Case) -> float:
+    return {torch.float16: 4e-3, torch.bfloat16: 3e-2, FP8: 0.15}[case.dtype]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.name} {c.options.get('mask', '')}")
+def test_attention_is_that_of_float64(case):
+    case = with_options(case, out_dtype=torch.bfloat16 if case.dtype == FP8 else case.dtype)
+    case = with_options(case, scale=0.1)
+    a = on_gpu(case)
+    out, lse = run(a)
+    want, want_lse = exact(a)
+    bound = tolerance(case)
+    torch.testing.assert_close(out.double(), want, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
+    again, _ = run(a)
+    assert torch.equal(out, again)
+
+
+def test_every_call_gives_the_same_bits():
+    """Sequences of which the longest take specialised warps: without a barrier too many in a tile's
+    memory, one call of ten was not finite."""
+    lengths = (3072, 512, 256, 64)
+    long = Case("long and short", lengths, lengths, 64, 128, 64, 128, torch.bfloat16)
+    a = on_gpu(with_options(long, scale=0.1, out_dtype=torch.bfloat16))
+    first, _ = run(a)
+    assert torch.isfinite(first).all()
+    others = sum((run(a)[0] != first).any() for _ in range(300))
+    assert int(others) == 0
+
+
+@pytest.mark.parametrize("case", [LATER, BYTES], ids=lambda c: c.name)
+def test_a_graph_follows_its_offsets(case):
+    """One capture serves other lengths, no longer ones in all."""
+    a = on_gpu(with_options(case, out_dtype=torch.bfloat16, scale=0.1, **prefix(case)))
+    run(a)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(a)
+    other = replace(case, queries=(100, 150, 28), keys=(340, 400, 200))
+    a.query_offsets.copy_(offsets(other.queries))
+    a.key_offsets.copy_(offsets(other.keys))
+    a.query_starts.copy_(prefix(other)["query_starts"])
+    graph.replay()
+    rows, keys = sum(other.queries), sum(other.keys)
+    cut = replace(
+        a, q=a.q[:rows], q_rope=a.q_rope[:rows], k=a.k[:keys], v=a.v[:keys], k_rope=a.k_rope[:keys]
+    )
+    want, want_lse = exact(cut)
+    bound = tolerance(case)
+    torch.testing.assert_close(out[:rows].double(), want, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse[:rows].double(), want_lse, rtol=1e-3, atol=2e-3)
+
+
+def test_rope_keys_from_pages():
+    case = replace(LATER, name="pages")
+    a = on_gpu(with_options(case, scale=0.1, **prefix(case)))
+    pool = torch.randn(40, 16, 512 + case.rope).bfloat16().cuda()[..., 512:]
+    table = torch.randperm(40)[:39].reshape(3, 13).to(torch.int32)
+    table = torch.cat((table, table.flip(1)), 1).cuda()
+    a = replace(a, k_rope=pool, block_table=table, out_dtype=torch.bfloat16)
+    out, _ = run(a)
+    torch.testing.assert_close(out.double(), exact(a)[0], rtol=3e-2, atol=3e-2)
+
+
+def test_chunks_merge():
+    case = replace(REAL, queries=(200,), keys=(1000,))
+    a = on_gpu(with_options(case, scale=0.1, query_starts=torch.tensor([800])))
+    want, want_lse = exact(a)
+    parts = []
+    for first, last in ((0, 333), (333, 700), (700, 1000)):
+        chunk = replace(
+            a, k=a.k[first:last], v=a.v[first:last], k_rope=a.k_rope[first:last],
+            key_offsets=offsets((last - first,)).cuda(), key_starts=torch.tensor([first]).cuda(),
+            out_dtype=torch.float32,
+        )  # fmt: skip
+        parts.append(run(chunk))
+    outs, lses = (torch.stack(items) for items in zip(*parts, strict=True))
+    out, lse = merge(outs, lses, torch.bfloat16, return_lse=True)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_queries_are_rotated_on_the_way(dtype):
+    case = replace(DENSE, dtype=dtype, v_by_key=False)
+    a = on_gpu(with_options(case, scale=0.1, out_dtype=torch.bfloat16))
+    q = torch.randn(2, 257, 4, 192, device="cuda").bfloat16()
+    angles = torch.rand(300, 32, device="cuda") * 6
+    rope = QueryRope(angles.cos(), angles.sin(), "interleaved", by_position=True)
+    scale = torch.tensor(0.02, device="cuda")
+    options: dict[str, Any] = {"q_scale": scale} if dtype == FP8 else {}
+    out, _ = attend(q, a.k, a.v, a.k_rope, scale=0.1, q_rope=rope, **options)
+    table = [t[:257].double() for t in (rope.cos, rope.sin)]
+    turned = apply_rope(q.flatten(0, 1)[..., 128:].double(), *table, 64, "interleaved")
+    want, _ = exact(replace(a, q=q[..., :128], q_rope=turned.view(2, 257, 4, 64)))
+    bound = 0.2 if dtype == FP8 else 3e-2
+    torch.testing.assert_close(out.double(), want, rtol=bound, atol=bound)
+    assert math.isfinite(float(out.float().sum()))
+
+
+ROTATED = {
+    "ragged, starts": with_options(LATER, **prefix(LATER)),
+    "ragged, positions": with_options(
+        LATER, query_positions=torch.cat([torch.arange(k - q, k) for q, k in
+                                          zip(LATER.queries, LATER.keys, strict=True)]),
+    ),
+    "dense": DENSE,
+    "dense, positions": with_options(DENSE, query_positions=torch.randint(0, 257, (2, 257))),
+    "long tiles": with_options(
+        replace(DENSE, queries=(1100,) * 2, keys=(1100,) * 2),
+        query_starts=torch.tensor([0, 7], dtype=torch.int32),
+    ),
+    "dense, no mask, fp16": with_options(replace(DENSE, dtype=torch.float16), mask="none"),
+}  # fmt: skip
+
+
+# (where, style and form of the tables, whether a row of them is a position)
+ROTATIONS = [
+    *(("ragged, starts", style, True) for style in ("half", "interleaved, paired", "half, full")),
+    *(("dense", style, False) for style in ("half", "interleaved, paired", "half, full")),
+    *(("long tiles", style, True) for style in ("half", "interleaved, paired")),
+    ("ragged, starts", "interleaved", False),
+    ("ragged, positions", "interleaved_to_half", True),
+    ("dense, positions", "interleaved", True),
+    ("dense, no mask, fp16", "interleaved_to_half, full", True),
+]
+
+
+@pytest.mark.parametrize(("name", "style", "by_position"), ROTATIONS)
+def test_rotated_inside_is_rotated_before_bit_by_bit(name, style, by_position):
+    case = with_options(ROTATED[name], scale=0.1, out_dtype=torch.bfloat16)
+    a = on_gpu(case)
+    options = {f.name: getattr(a, f.name) for f in fields(a)}
+    _, _, k, v, k_rope = (options.pop(n) for n in ("q", "q_rope", "k", "v", "k_rope"))
+    q = torch.randn(*a.q.shape[:-1], 192, device="cuda").to(case.dtype)
+    style, _, form = style.partition(", ")
+    rows = 2000 if by_position else a.q.shape[-3]
+    angles = torch.rand(rows, 32, device="cuda") * 6
+    cos, sin = angles.cos(), angles.sin()
+    if form == "paired":
+        both = torch.stack((cos, sin), -1).flatten(-2).to(case.dtype)
+        cos, sin = both[:, ::2], both[:, 1::2]
+    if form == "full":
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    rope = QueryRope(cos, sin, style, by_position)
+    planned, _ = attention_plan(q, k, v, k_rope, q_rope=rope, target=SM90, **options)
+    assert [spec.kernel for spec in planned] == ["mla_attention"]
+    plain = AttentionCall(q, None, k, v, k_rope, **options)
+    _, turned = finished_queries(plain, rope)
+    inside = attend(q, k, v, k_rope, q_rope=rope, **options)
+    before = attend(q, k, v, k_rope, q_rope=turned, **options)
+    for got, want in zip(inside, before, strict=True):
+        assert got is not None
+        assert torch.equal(got, want)
+    assert math.isfinite(float(inside[0].float().sum()))

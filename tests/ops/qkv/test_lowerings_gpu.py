@@ -1,0 +1,277 @@
+"""The CUDA lowerings at real sizes, each forced in turn, against the reference in float64."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright.codegen.qkv.plan import (
+    candidates,
+    estimate,
+    fused_choice,
+    library_choice,
+    plan_fused_qkv,
+)
+from tilewright.ops.qkv import cache_store, qkv_cache
+from tilewright.ops.qkv.lowering import device_target, prepare, run
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.runtime import launch as kernel_launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+
+LLAMA = AttentionCase(
+    "llama",
+    num_tokens=37,
+    hidden=1000,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    num_pages=200,
+    page_size=16,
+    rope_style="half",
+    rotary_dim=128,
+)
+CASES = {
+    "one token": replace(LLAMA, num_tokens=1),
+    "37 tokens": LLAMA,
+    "300 tokens": replace(LLAMA, num_tokens=300),
+    "1500 tokens": replace(LLAMA, num_tokens=1500),
+    "packed": replace(LLAMA, projection="packed", num_tokens=130),
+    "per head": replace(LLAMA, projection="per_head", num_kv_heads=8, bias=True),
+    "norm": replace(LLAMA, qk_norm=True, num_tokens=70),
+    "interleaved": replace(LLAMA, rope_style="interleaved", rotary_dim=64, num_tokens=70),
+    "head_dim 64": replace(LLAMA, head_dim=64, rotary_dim=64, num_tokens=140),
+    "head_dim 80": replace(LLAMA, head_dim=80, rotary_dim=32, num_tokens=140),
+    "static cache": replace(
+        LLAMA,
+        num_tokens=96,
+        num_pages=4,
+        page_size=64,
+        layout="static_cache",
+        slots="per_sequence",
+        indexing="torch",
+        tokens_per_row=4,
+        dtype=torch.float16,
+    ),
+}
+
+
+NORMED = replace(LLAMA, qk_norm=True, norm_per_head=True)
+TABLE = replace(LLAMA, num_tokens=300, new_tokens=(0, 1, 0, 215, 64, 20, 0), num_pages=60)
+TABLE = replace(TABLE, cached_tokens=(40, 5, 0, 17, 0, 300, 8))
+FP8 = replace(LLAMA, cache_dtype=torch.float8_e4m3fn, cache_scale="head")
+OPTIONS = {
+    "grouped q": replace(LLAMA, projection="grouped", bias=True),
+    "n-major": replace(LLAMA, projection="n_major", bias=True),
+    "n-major, interleaved": replace(LLAMA, projection="n_major", rope_style="interleaved"),
+    "kv heads repeated, clipped": replace(LLAMA, kv_repeat=4, bias=True, clip=0.7),
+    "layer norm": replace(NORMED, norm_kind="layer"),
+    "norm after rope": replace(NORMED, norm_after_rope=True, norm_offset=1.0),
+    "no norm weights": replace(LLAMA, weightless_norm=True),
+    "interleaved to half": replace(LLAMA, rope_style="interleaved_to_half", rotary_dim=64),
+    "norm of rows": replace(NORMED, norm_width="row", bias=True),
+    "layer norm of rows": replace(NORMED, norm_width="row", norm_kind="layer"),
+    "fp8 cache": FP8,
+    "fp8 cache, multiplied": replace(
+        FP8, cache_dtype=torch.float8_e5m2, cache_scale="scalar", cache_scale_multiplies=True
+    ),
+    "no v": replace(LLAMA, writes_v=False, projection="packed"),
+    "block table": replace(TABLE, slots="block_table", skipped=3),
+    "ragged": replace(TABLE, slots="ragged", slot_dtype=torch.uint32, layout="max_pair"),
+}
+
+
+def samples(case: AttentionCase) -> FusedQkvArguments:
+    return qkv_cache.OP.sample_inputs(case, device="cuda")
+
+
+def in_float64(a: Any) -> Any:
+    wide = {
+        f.name: value.double()
+        for f in fields(a)
+        if isinstance(value := getattr(a, f.name, None), torch.Tensor) and value.is_floating_point()
+    }
+    return replace(a, **wide)
+
+
+def with_fresh_caches(a: Any) -> Any:
+    caches = {"k_cache": a.k_cache.clone()}
+    if a.v_cache is not None:
+        caches["v_cache"] = a.v_cache.clone()
+    return replace(a, **caches)
+
+
+def results(a: FusedQkvArguments, choice: Any) -> list[torch.Tensor]:
+    call = prepare(a)
+    call.q.fill_(torch.nan)
+    run(call, choice)
+    return [call.q, a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
+
+
+def check_lowerings(arguments: FusedQkvArguments, best: int | None = None) -> list[str]:
+    """Every lowering (of each kind the `best`) is right and repeats itself bit for bit; names."""
+    exact = in_float64(arguments)
+    want = [qkv_cache.reference(exact), exact.k_cache, exact.v_cache]
+    target = device_target(arguments.x.device)
+    assert target is not None
+    call = prepare(arguments)
+    tokens = arguments.x.shape[0]
+    choices = [
+        fused_choice(call.problem, config, target, seconds, measured=False)
+        for config in candidates(call.problem, tokens, target)
+        for seconds in [estimate(call.problem, config, tokens, target)]
+    ]
+    choices.sort(key=lambda choice: choice.seconds)
+    for name in ("swapped", "tiled") if best is not None else ():
+        for choice in [choice for choice in choices if choice.name == name][best:]:
+            choices.remove(choice)
+    choices.append(library_choice(call.problem, tokens, target, call.rows is not None, None))
+    for choice in choices:
+        first = results(with_fresh_caches(arguments), choice)
+        second = results(with_fresh_caches(arguments), choice)
+        for got, again, right in zip(first, second, want, strict=False):
+            check_result(got, right, rounded_twice=choice.name == "library", what=choice.reason)
+            assert torch.equal(got.view(torch.uint8), again.view(torch.uint8)), choice.reason
+    return [choice.name for choice in choices]
+
+
+def check_result(got: torch.Tensor, right: torch.Tensor, rounded_twice: bool, what: str) -> None:
+    tolerance = qkv_cache.OP.tolerances[got.dtype]
+    if not rounded_twice:
+        assert tolerance.problem(got, right) is None, what
+        return
+    # The library rounds between its GEMM and the epilogue, as the unfused graph does.
+    if got.dtype.itemsize == 1:
+        right = right.clamp(-torch.finfo(got.dtype).max, torch.finfo(got.dtype).max)
+    allowed = max(2.0**-8, tolerance.relative)
+    assert (got.double() - right).norm() <= allowed * right.norm(), what
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_lowering_is_right_and_repeats_itself(case: AttentionCase) -> None:
+    arguments = samples(case)
+    assert (prepare(arguments).rows is not None) == (case.projection != "separate")
+    assert len(check_lowerings(arguments)) > 3 or case.head_dim == 80
+
+
+@pytest.mark.parametrize("tokens", [20, 300])
+@pytest.mark.parametrize("case", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_has_right_lowerings(case: AttentionCase, tokens: int) -> None:
+    if not case.new_tokens:
+        case = replace(case, num_tokens=tokens)
+    names = set(check_lowerings(samples(case), best=3))
+    fused = "swapped" if case.num_tokens <= 128 else "tiled"
+    assert names >= {"library"} | ({fused} if case.norm_width == "head" else set())
+
+
+SAMPLES = {case.name: case for case in qkv_cache.OP.cases if case.dtype != torch.float64}
+
+
+@pytest.mark.parametrize("case", SAMPLES.values(), ids=SAMPLES)
+def test_no_sample_falls_back_to_the_reference(
+    case: AttentionCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")  # what fails raises
+    arguments = samples(case)
+    assert qkv_cache.OP.choose("cuda", arguments).lowering.name == "emitted_kernel"
+    exact, written = in_float64(arguments), with_fresh_caches(arguments)
+    want = [qkv_cache.reference(exact), exact.k_cache, exact.v_cache]
+    got = [qkv_cache.OP.call(written), written.k_cache, written.v_cache]
+    for actual, right in zip(got, want, strict=True):
+        if actual is not None:
+            check_result(actual, right, rounded_twice=True, what=case.name)
+
+
+STORES = {case.name: case for case in cache_store.OP.cases if case.dtype != torch.float64}
+
+
+@pytest.mark.parametrize("case", STORES.values(), ids=STORES)
+def test_stores(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
+    arguments = cache_store.OP.sample_inputs(case, device="cuda")
+    exact, written = in_float64(arguments), with_fresh_caches(arguments)
+    cache_store.reference(exact)
+    cache_store.OP.call(written)
+    for name in ("k_cache", "v_cache"):
+        if getattr(written, name) is not None:
+            actual, right = getattr(written, name), getattr(exact, name)
+            check_result(actual, right, rounded_twice=False, what=name)
+
+
+def test_graphs_of_split_k_launches_may_run_side_by_side() -> None:
+    """Two graphs captured on one stream, replayed on two at once: counters are not shared."""
+    arguments = samples(replace(LLAMA, num_tokens=16, qk_norm=True, hidden=4096))
+    target = device_target(arguments.x.device)
+    assert target is not None
+    call = prepare(arguments)
+    config = next(
+        c
+        for c in candidates(call.problem, 16, target)
+        if getattr(c, "split_k", 1) == 4 and c.num_stages >= 4
+    )
+    choice = fused_choice(call.problem, config, target, 0.0, measured=False)
+    right = results(with_fresh_caches(arguments), choice)[0].clone()
+    torch.cuda.synchronize()
+    calls, graphs = [], []
+    for _ in range(2):
+        calls.append([prepare(with_fresh_caches(arguments)) for _ in range(20)])
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for captured in calls[-1]:
+                run(captured, choice)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for captured in (call for batch in calls for call in batch):
+            assert torch.equal(captured.q, right)
+            captured.q.fill_(torch.nan)
+        torch.cuda.synchronize()
+
+
+def test_no_kernel_is_compiled_for_a_token_count() -> None:
+    arguments = samples(replace(LLAMA, num_tokens=60))
+    target = device_target(arguments.x.device)
+    assert target is not None
+
+    def call(tokens: int) -> None:
+        part = replace(
+            arguments,
+            x=arguments.x[:tokens],
+            slot_mapping=arguments.slot_mapping[:tokens],
+            cos=arguments.cos[:tokens],
+            sin=arguments.sin[:tokens],
+        )
+        qkv_cache.OP.call(part)
+
+    plan = plan_fused_qkv(prepare(arguments).problem, target)
+    assert plan.choice(33) is plan.choice(60)
+    call(33)
+    before = kernel_launch.compiled_kernel.cache_info().currsize
+    for tokens in (34, 48, 50, 60):
+        call(tokens)
+    assert kernel_launch.compiled_kernel.cache_info().currsize == before
+
+
+def test_tensors_off_the_16_byte_grid() -> None:
+    """Unaligned x goes elsewhere than TMA, unaligned tables and slots are read as they are."""
+    arguments = samples(replace(LLAMA, hidden=1024, num_tokens=100))
+
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
+        moved = flat[1:].view(tensor.shape)
+        return moved.copy_(tensor)
+
+    names = ("x", "cos", "sin", "slot_mapping")
+    odd = replace(arguments, **{name: shifted(getattr(arguments, name)) for name in names})
+    assert odd.x.data_ptr() % 16
+    assert set(check_lowerings(odd)) == {"swapped", "library"}

@@ -1,0 +1,118 @@
+"""The CUDA lowerings of quantised weights at real sizes against the reference in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.qkv.test_lowerings_gpu import in_float64, results, with_fresh_caches
+from tilewright.codegen.qkv.plan import LoweringChoice, candidates, fused_choice, library_choice
+from tilewright.ops.formats.quantized_weight import AWQ_ORDER
+from tilewright.ops.qkv import qkv_cache
+from tilewright.ops.qkv.checks import value_dtype
+from tilewright.ops.qkv.lowering import device_target, prepare
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.samples import AttentionCase
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+
+LLAMA = AttentionCase(
+    "llama",
+    num_tokens=37,
+    hidden=1024,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    num_pages=200,
+    page_size=16,
+    rope_style="half",
+    rotary_dim=128,
+    weight_format="int4_k",
+    scale_block=(1, 128),
+)
+GPTQ = replace(LLAMA, transposed=True, zeros="packed", zero_point=1, dtype=torch.float16)
+AWQ = replace(
+    LLAMA, weight_format="int4_n", transposed=True, zeros="packed", nibble_order=AWQ_ORDER
+)
+FP8 = replace(LLAMA, weight_format="fp8")
+CODES = replace(FP8, scale_block=(1, 1024), codes=True, x_scale="token")
+CASES = {
+    "nibbles": replace(LLAMA, zero_point=8),
+    "nibbles, 300 tokens": replace(LLAMA, num_tokens=300, zeros="float"),
+    "nibbles, groups of 32": replace(LLAMA, scale_block=(1, 32), zero_point=8, bias=True),
+    "nibbles, K 960": replace(LLAMA, scale_block=(1, 64), hidden=960, zeros="int"),
+    "bytes of nibbles": replace(LLAMA, words=torch.uint8, zeros="int", qk_norm=True),
+    "bytes of nibbles, high first": replace(LLAMA, words=torch.uint8, nibble_order=(1, 0)),
+    "gptq": GPTQ,
+    "gptq, packed, 300 tokens": replace(GPTQ, num_tokens=300, projection="packed"),
+    "awq": AWQ,
+    "awq, interleaved": replace(AWQ, rope_style="interleaved", rotary_dim=64),
+    "awq, packed, head_dim 64": replace(AWQ, projection="packed", head_dim=64, rotary_dim=64),
+    "int8": replace(LLAMA, weight_format="int8", scale_block=(1, 1024)),
+    "int8 with zeros": replace(LLAMA, weight_format="int8", zeros="int", zero_point=3),
+    "fp8": replace(FP8, scale_block=(1, 1024)),
+    "fp8 blocks": replace(FP8, scale_block=(128, 128), num_tokens=300),
+    "fp8 tensor": replace(FP8, scale_block=(1024, 1024), qk_norm=True),
+    "fp8 x": CODES,
+    "fp8 x, a scale for all": replace(CODES, x_scale="tensor", scale_block=(1024, 1024)),
+    "fp8 x, blocks": replace(CODES, x_scale="block", scale_block=(128, 128)),
+    "fp8 x, blocks, 700 tokens": replace(
+        CODES, x_scale="block", scale_block=(128, 128), num_tokens=700
+    ),
+    "k alone": replace(AWQ, writes_v=False),
+    "groups without a kernel": replace(LLAMA, scale_block=(1, 16)),
+    "row norm": replace(CODES, qk_norm=True, norm_width="row"),
+}
+# One in so many of the configs that would be tried.
+SHARE = 13
+
+
+def choices(a: FusedQkvArguments) -> list[LoweringChoice]:
+    call, target = prepare(a), device_target(a.x.device)
+    assert target is not None
+    tokens = a.x.shape[0]
+    tried = candidates(call.problem, tokens, target)[::SHARE]
+    fused = [fused_choice(call.problem, config, target, 0.0, measured=False) for config in tried]
+    return [*fused, library_choice(call.problem, tokens, target, True, None)]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_lowerings_are_right_and_repeat_themselves(case: AttentionCase) -> None:
+    a = qkv_cache.OP.sample_inputs(case, device="cuda")
+    exact = in_float64(a)
+    want: list[Any] = [qkv_cache.reference(exact), exact.k_cache]
+    want += [] if exact.v_cache is None else [exact.v_cache]
+    tolerance = qkv_cache.OP.tolerances[value_dtype(a)]
+    if case.codes:
+        # The tensor core adds up to 128 products of 8-bit floats in about 14 bits.
+        tolerance = replace(tolerance, of_rms=2.0**-8)
+    tried = choices(a)
+    assert len(tried) > 1 or case.scale_block == (1, 16) or case.norm_width == "row"
+    for choice in tried:
+        first, second = (results(with_fresh_caches(a), choice) for _ in range(2))
+        for got, again, right in zip(first, second, want, strict=True):
+            if choice.name == "library":
+                # It rounds the weight, and between its GEMM and the epilogue, as the graph does.
+                assert (got - right).norm() < 2.0**-7 * right.norm(), choice.reason
+            else:
+                assert tolerance.problem(got, right) is None, choice.reason
+            assert torch.equal(got, again), choice.reason
+
+
+@pytest.mark.parametrize("name", ["nibbles", "gptq", "awq", "fp8 blocks"])
+def test_never_less_accurate_than_the_graph(name: str) -> None:
+    """Beside w = bf16((code - zero) * scale) and a GEMM of that, both against float64."""
+    case = replace(CASES[name], rope_style="none", rotary_dim=0, num_tokens=64)
+    a = qkv_cache.OP.sample_inputs(case, device="cuda")
+    exact = qkv_cache.reference(in_float64(a))
+    rounded = [*choices(a)][-1]
+    graph = (results(with_fresh_caches(a), rounded)[0].double() - exact).norm()
+    for choice in choices(a)[:-1]:
+        ours = (results(with_fresh_caches(a), choice)[0].double() - exact).norm()
+        assert ours <= graph, choice.reason

@@ -1,0 +1,92 @@
+"""Random settings of every option: the ops against plain code in float64 (plain.py).
+
+The caches lie inside buffers of random bits: whatever no token names keeps its bits, in the cache
+and around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.ops.qkv import plain
+from tests.ops.qkv.option_space import attention_cases
+from tilewright.ops.contract import get_op
+
+QKV = get_op("fused_qkv_paged")
+STORE = get_op("paged_kv_store")
+SEEDS = st.integers(0, 2**16)
+
+
+def bounded(examples):
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def check(op, case, seed):
+    a, changes = plain.guarded(op.sample_inputs(case, seed=seed), op)
+    expected = plain.outcome(a)
+    assert not expected.twice
+    q = op.call(a)
+    assert not list(plain.mismatches(op, a, q, expected))
+    assert not list(changes(expected.touched))
+
+
+@bounded(80)
+@given(attention_cases(), SEEDS)
+def test_fused_qkv_is_plain_code(case, seed):
+    check(QKV, case, seed)
+
+
+@bounded(60)
+@given(attention_cases(), SEEDS)
+def test_store_is_plain_code(case, seed):
+    check(STORE, replace(case, kv_repeat=1), seed)
+
+
+@bounded(25)
+@given(attention_cases(), SEEDS)
+def test_fakes_are_like_results(case, seed):
+    a = QKV.sample_inputs(case, seed=seed)
+    real = QKV.call(a)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = QKV.call(a)
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_the_space_reaches_every_option():
+    """What hypothesis draws has every keyword of the op at more than its default."""
+    seen = {}
+
+    @bounded(600)
+    @given(attention_cases())
+    def collect(case):
+        for field in fields(case):
+            seen.setdefault(field.name, set()).add(getattr(case, field.name))
+
+    collect()
+    fixed = {"name"}
+    assert {name for name, values in seen.items() if len(values) < 2} == fixed
+    assert len(seen["slots"]) == 4
+    assert len(seen["weight_format"]) == 5
+    assert len(seen["projection"]) == 5
+    assert len(seen["rope_style"]) == 4
+
+
+def test_a_wrong_bit_shows():
+    """The control: the check sees an element off by little, and a stray write."""
+    case = next(case for case in QKV.cases if case.name == "ragged")
+    a, changes = plain.guarded(QKV.sample_inputs(case), QKV)
+    expected = plain.outcome(a)
+    q = QKV.call(a)
+    assert list(plain.mismatches(QKV, a, q + 0.02, expected))
+    stray = replace(expected, touched={n: m & False for n, m in expected.touched.items()})
+    assert list(changes(stray.touched))

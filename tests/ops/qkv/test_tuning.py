@@ -1,0 +1,139 @@
+"""Tuning without a GPU: when a measurement is asked for, on what, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewright.codegen.qkv.plan import HERE
+from tilewright.codegen.qkv.tune import Machine, name_of
+from tilewright.codegen.targets import SM90
+from tilewright.ops.qkv import launch as launches
+from tilewright.ops.qkv import lowering as lowerings
+from tilewright.ops.qkv import plans, tuning
+from tilewright.ops.qkv.qkv_cache import OP
+from tilewright.ops.qkv.samples import AttentionCase
+
+CASE = AttentionCase(
+    "llama", num_tokens=5, hidden=256, head_dim=64, rope_style="half", rotary_dim=64
+)
+
+
+class Bench:
+    """Stands for the GPU: times by trial name, and what was asked."""
+
+    def __init__(self):
+        self.fastest = "library"
+        self.asked = []
+        self.error = None
+
+    def __call__(self, a, case, index, choices):
+        self.asked.append((a, case, index))
+        if self.error is not None:
+            raise self.error
+        return [1e-6 if name_of(choice) == self.fastest else 2e-6 for choice in choices]
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """A pretended H200 with a cache folder of its own."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "machine", lambda index: Machine("H200", (("triton", "0"),)))
+    monkeypatch.setattr(tuning, "_known", {})
+    for module in (lowerings, plans):
+        monkeypatch.setattr(module, "device_target", lambda device: SM90)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(plans, "device_for", lambda target: 0 if target == "sm90" else None)
+    bench = Bench()
+    monkeypatch.setattr(tuning, "_time", bench)
+    return bench
+
+
+def call(tune=True, tokens=5, **changes):
+    a = OP.sample_inputs(replace(CASE, num_tokens=tokens))
+    return lowerings.prepare(replace(a, tune=tune, **changes))
+
+
+def test_a_launch_takes_what_was_measured_here(bench):
+    unmeasured = launches.choose_lowering(call(tune=False))
+    assert unmeasured.name == "swapped"
+    assert bench.asked == []
+    chosen = launches.choose_lowering(call())
+    assert (chosen.name, chosen.source) == ("library", HERE)
+
+
+def test_a_bucket_is_measured_once_and_another_at_its_own_first_need(bench):
+    for tokens in (5, 16, 1, 5):
+        launches.choose_lowering(call(tokens=tokens))
+    assert [case.num_tokens for _, case, _ in bench.asked] == [16]
+    launches.choose_lowering(call(tokens=17))
+    assert [case.num_tokens for _, case, _ in bench.asked] == [16, 32]
+
+
+def test_a_static_count_is_measured_as_it_is(bench):
+    launches.choose_lowering(call(static_tokens=True))
+    assert [case.num_tokens for _, case, _ in bench.asked] == [5]
+
+
+def test_the_next_process_reads_what_was_measured(bench, monkeypatch):
+    first = launches.choose_lowering(call())
+    monkeypatch.setattr(tuning, "_known", {})
+    assert launches.choose_lowering(call()) == first
+    assert len(bench.asked) == 1
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(bench, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert launches.choose_lowering(call()).source != HERE
+    assert bench.asked == []
+    assert launches.choose_lowering(call()).source == HERE
+    with monkeypatch.context() as patched:  # a process that finds it on disk
+        patched.setattr(tuning, "_known", {})
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert launches.choose_lowering(call()).source == HERE
+    assert len(bench.asked) == 1
+
+
+def test_where_measuring_fails_the_plan_stands_and_it_is_said_once(bench, caplog):
+    bench.error = torch.OutOfMemoryError("no room")
+    for _ in range(2):
+        assert launches.choose_lowering(call()).source != HERE
+    assert len(bench.asked) == 1
+    (record,) = [r for r in caplog.records if "tune" in r.message]
+    assert "no room" in record.message
+
+
+def test_measuring_has_a_thread_without_the_callers_modes(bench, monkeypatch):
+    seen = []
+
+    def spy(a, case, index, choices):
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return bench(a, case, index, choices)
+
+    monkeypatch.setattr(tuning, "_time", spy)
+    with torch.inference_mode():
+        launches.choose_lowering(call())
+    assert seen == [(False, False)]
+
+
+def test_a_report_tells_measured_from_not_yet_measured(bench):
+    a = OP.sample_inputs(CASE, device="meta")
+    report = OP.plan_for(replace(a, tune=True), "sm90")
+    lines = report.reason.splitlines()
+    assert "measured here" in lines[0]
+    assert all("not measured here yet" in line for line in lines[1:])
+    assert [case.num_tokens for _, case, _ in bench.asked] == [16]
+    static = OP.plan_for(replace(a, tune=True, static_tokens=True), "sm90")
+    assert static.name == "library"
+    assert "us measured here, best of" in static.reason
+    assert "measured here" not in OP.plan_for(a, "sm90").reason
+
+
+def test_a_report_for_a_chip_that_is_not_here_measures_nothing(bench):
+    a = replace(OP.sample_inputs(CASE, device="meta"), tune=True)
+    assert OP.plan_for(a, "sm100") == OP.plan_for(replace(a, tune=False), "sm100")
+    assert bench.asked == []

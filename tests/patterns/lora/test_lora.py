@@ -1,0 +1,274 @@
+"""Adapters of many rows, spelling by spelling: fused, or missed by name; right either way."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+
+from tests.agreement import assert_no_worse, upcast
+from tests.models.lora_bent import BENT, build_bent
+from tests.models.lora_idioms import IDIOMS, Layer, build
+from tilewright.compiler import lower, reports
+from tilewright.patterns.lora.arguments import has_kernels
+from tilewright.patterns.qkv import qkv_cache
+
+#: What is not fused, and why.
+MISSED = {"slice_add": "LORA_IN_PLACE"}
+#: One site for each adapter.
+SITES = {"looped": 4}
+DYNAMIC = (
+    "gather_einsum", "stacked_split", "none_where", "sequences_bmm", "grouped", "one_hot",
+)  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def run(module, args, dynamic=None):
+    """(eager, compiled) outputs, each a tuple, and the report."""
+    compiled = torch.compile(
+        module, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+    )
+    eager, ours = outputs(module(*args)), outputs(compiled(*args))
+    return eager, ours, reports()[-1]
+
+
+CASES = [(name, None) for name in IDIOMS] + [(name, True) for name in DYNAMIC]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), CASES)
+def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
+    module, args = build(name)
+    eager, ours, report = run(module, args, dynamic)
+    if name.startswith("grouped"):  # grouped products know no float64
+        exact = outputs(Layer(IDIOMS["gather_einsum"][0]).to(torch.float64)(*map(upcast, args)))
+        if name == "grouped_stacked":
+            bases = [args[0].double() @ w.double().T for w in module.base.values()]
+            exact = tuple(b + 2 * (e - b) for b, e in zip(bases, exact, strict=True))
+    else:
+        exact = outputs(upcast(module)(*map(upcast, args)))
+    for a, b, c in zip(ours, eager, exact, strict=True):
+        assert_no_worse(a, b, c, name)
+    if name in MISSED:
+        assert report.matches == ()
+        assert {miss.code for miss in report.misses} == {MISSED[name]}
+    else:
+        patterns = ["lora_qkv"] * SITES.get(name, 1)
+        assert [m.pattern for m in report.matches] == patterns, report.misses
+        assert report.misses == ()
+
+
+def test_the_adapters_are_read_where_they_are():
+    """No table is taken by index, and nothing is joined, in front of the op."""
+    lowered = lower(*build("gather_einsum_scaled"))
+    names = [str(node.target) for node in lowered.graphs[0].after.graph.nodes]
+    assert sum("shrink_qkv_permute_3mn" in name for name in names) == 1
+    assert not any("einsum" in name or "cat" in name for name in names)
+
+
+def test_an_index_beyond_the_adapters_is_an_error_as_before():
+    module, (x, index) = build("gather_einsum")
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    compiled(x, index)
+    for bad in (4, -5):
+        index[2] = bad
+        with pytest.raises((IndexError, ValueError, RuntimeError)):
+            compiled(x, index)
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_bent_model_stays_right(name):
+    module, args, expected = build_bent(name)
+    eager, ours, report = run(module, args)
+    for a, b in zip(ours, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert len(report.matches) == expected.sites, (report.matches, report.misses)
+    assert {miss.code for miss in report.misses} == set(expected.codes)
+
+
+def test_the_report_lists_the_kernels_of_both_ops():
+    names = [kernel.spec.name for kernel in lower(*build("gather_einsum")).kernels]
+    assert any("shrink" in name for name in names), names
+    assert any("expand" in name for name in names), names
+
+
+FLOATS = (torch.float32, torch.float32, torch.float64)
+
+
+class Cached(torch.nn.Module):
+    """q, k and v with adapters picked by row, k and v written by slot."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.ParameterDict({n: torch.randn(64, 96) for n in "qkv"})
+        self.a = torch.nn.ParameterDict({n: torch.randn(3, 8, 96) for n in "qkv"})
+        self.b = torch.nn.ParameterDict({n: torch.randn(3, 64, 8) for n in "qkv"})
+
+    def forward(self, x, slots, k_cache, v_cache, **ids):
+        q, k, v = (
+            x @ self.base[n].T
+            + torch.bmm(self.b[n][ids[n]], torch.bmm(self.a[n][ids[n]], x.unsqueeze(-1))).squeeze(
+                -1
+            )
+            for n in "qkv"
+        )
+        k_cache[slots] = k.view(-1, 2, 32)
+        v_cache[slots] = v.view(-1, 2, 32)
+        return q.relu()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_adapters_of_one_batch_go_into_the_cache_write(same):
+    torch.manual_seed(0)
+    module, one, other = (
+        Cached().requires_grad_(False),
+        torch.tensor([0, 2, 1]),
+        torch.tensor([1, 1, 0]),
+    )
+    caches = [torch.zeros(16, 2, 32) for _ in range(4)]
+    ids = {"q": one, "k": one, "v": one if same else other}
+    args = torch.randn(3, 96), torch.tensor([3, 0, 9])
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    ours, eager = compiled(*args, *caches[:2], **ids), module(*args, *caches[2:], **ids)
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(caches[:2], caches[2:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    report = reports()[-1]
+    (site,) = report.matches
+    assert (site.pattern, site.shapes["lora"]) == ("qkv_cache", "qkv rank=8 of 3")
+    calls = sum("shrink" in str(node.target) for node in lowered_nodes(module, args, caches, ids))
+    assert calls == (1 if same else 2)
+
+
+def lowered_nodes(module, args, caches, ids):
+    return lower(module, (*args, *caches[:2]), ids).graphs[0].after.graph.nodes
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_write(
+    same, monkeypatch
+):
+    """On a GPU, adapters in fp32."""
+    monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
+    torch.manual_seed(0)
+    module, one = Cached().requires_grad_(False), torch.tensor([0, 2, 1])
+    ids = {"q": one, "k": one, "v": one if same else one.flip(0)}
+    args = torch.randn(3, 96), torch.tensor([3, 0, 9])
+    pairs = [[torch.zeros(16, 2, 32, dtype=d) for _ in range(2)] for d in FLOATS]
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    ours, eager = (run(*args, *c, **ids) for run, c in zip((compiled, module), pairs, strict=False))
+    exact = copy.deepcopy(module).double()(args[0].double(), args[1], *pairs[2], **ids)
+    for results in zip((ours, *pairs[0]), (eager, *pairs[1]), (exact, *pairs[2]), strict=True):
+        assert_no_worse(*results, "result")
+    report = reports()[-1]
+    (site,) = report.matches
+    assert site.shapes["lora"] == "qkv rank=8 of 3 added"
+
+
+class Coded(Cached):
+    """Bases of int8 codes, each output feature scaled behind the sum with its adapter."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.scale = torch.nn.Parameter(torch.rand(64) * 0.02)
+        for n in "qkv":
+            self.register_buffer(f"codes_{n}", torch.randint(-128, 128, (64, 96)).to(torch.int8))
+
+    def forward(self, x, slots, k_cache, v_cache, ids):
+        parts = []
+        for n in "qkv":
+            y = F.linear(x, getattr(self, f"codes_{n}").to(x.dtype))
+            delta = torch.einsum("th,trh->tr", x, self.a[n][ids])
+            delta = torch.einsum("tr,twr->tw", delta, self.b[n][ids])
+            y = y.add_(delta) if self.in_place else y + delta
+            parts.append((y * self.scale).view(-1, 2, 32))
+        k_cache[slots], v_cache[slots] = parts[1:]
+        return parts[0].relu()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_scale_behind_codes_and_adapters_scales_both(in_place):
+    torch.manual_seed(0)
+    module = Coded(in_place).requires_grad_(False)
+    args = torch.randn(3, 96), torch.tensor([3, 0, 9])
+    caches, ids = [torch.zeros(16, 2, 32) for _ in range(4)], torch.tensor([0, 2, 1])
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    ours, eager = compiled(*args, *caches[:2], ids), module(*args, *caches[2:], ids)
+    torch.testing.assert_close([ours, *caches[:2]], [eager, *caches[2:]], rtol=1e-4, atol=1e-4)
+    assert "K_PATH" in {miss.code for miss in reports()[-1].misses}
+
+
+def define_operators():
+    """Operators in the manner of punica: one writes into y, one returns the sum."""
+    if hasattr(torch.ops.lora_test, "bgmv_expand"):
+        return
+
+    @torch.library.custom_op("lora_test::bgmv_shrink", mutates_args=("out",))
+    def shrink(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, ids: torch.Tensor) -> None:
+        out += torch.einsum("th,trh->tr", x, a[ids])
+
+    @torch.library.custom_op("lora_test::bgmv_expand", mutates_args=("y",))
+    def expand(y: torch.Tensor, s: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> None:
+        y += torch.einsum("tr,twr->tw", s, b[ids])
+
+    @torch.library.custom_op("lora_test::add_lora", mutates_args=())
+    def add(y: torch.Tensor, s: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return y + torch.einsum("tr,twr->tw", s, b[ids])
+
+    @torch.library.custom_op("lora_test::expand_dims", mutates_args=())
+    def other(y: torch.Tensor) -> torch.Tensor:
+        return y * 1
+
+    add.register_fake(lambda y, s, b, ids: torch.empty_like(y))
+    other.register_fake(torch.empty_like)
+
+
+def written(m, x, ids):
+    y, s = x @ m.base["q"].T, x.new_zeros(x.shape[0], 8)
+    torch.ops.lora_test.bgmv_shrink(s, x, m.a["q"], ids)
+    torch.ops.lora_test.bgmv_expand(y, s, m.b["q"], ids)
+    return y
+
+
+def returned(m, x, ids):
+    s = torch.einsum("th,trh->tr", x, m.a["q"][ids])
+    return torch.ops.lora_test.add_lora(x @ m.base["q"].T, s, m.b["q"], ids)
+
+
+def unrelated(m, x, ids):
+    return torch.ops.lora_test.expand_dims(x @ m.base["q"].T)
+
+
+@pytest.mark.parametrize(("step", "misses"), [(written, 1), (returned, 1), (unrelated, 0)])
+def test_an_operator_that_hides_the_adapters_is_named(step, misses):
+    define_operators()
+    module = Layer(step, torch.float32)
+    args = torch.randn(6, 64), torch.tensor([2, 0, 3, 3, 1, 0])
+    eager, ours, report = run(module, args)
+    torch.testing.assert_close(ours, eager)
+    assert [miss.code for miss in report.misses] == ["LORA_OPERATOR"] * misses
+    assert all("lora_test::" in miss.message for miss in report.misses)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows", "there"),
+    [("cpu", torch.float64, 5, True), ("cuda", torch.bfloat16, 8192, True),
+     ("cuda", torch.float64, 1, False), ("cuda", torch.float32, 16, True),
+     ("cuda", torch.float32, 64, False), ("cuda", torch.float32, sympy.Symbol("s0"), False)],
+)  # fmt: skip
+def test_in_fp32_kernels_are_for_a_few_rows(device, dtype, rows, there):
+    """What has_kernels looks at of a delta of rank 16."""
+    value = SimpleNamespace(device=torch.device(device), dtype=dtype)
+    x = SimpleNamespace(value=value, shape=(rows, 4096))
+    delta = SimpleNamespace(x=x, shrink=SimpleNamespace(value=value), rank=16)
+    assert has_kernels(delta) is there

@@ -1,0 +1,353 @@
+"""Patterns `mla_prefill` and `mla_latent_store`: every idiom of engines is fused, no worse than
+eager against float64, or missed by name; what is nearly latent attention is left as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.models import mla_attention
+from tests.models.mla_idioms import IDIOMS, build
+from tests.scaled_products import ROW_SCALES
+from tilewright.compiler import lower, reports, rewrite
+from tilewright.patterns.recognise import attention_varlen
+from tilewright.patterns.recognise.attention_varlen import VarlenForm, register_varlen
+
+STORE, PREFILL = "mla_latent_store", "mla_prefill"
+
+#: Idioms whose attention is not fused, and why.
+MISSED = {
+    "absorbed": "ABSORBED_DECODE",
+    "chunked": "CHUNKED_PREFIX",
+    "kv_b_separate": "LATENT_WEIGHT",
+    "attention_own_varlen": "ATTENTION_FORM",
+    "attention_own_varlen_padded": "ATTENTION_FORM",
+}
+
+#: idiom -> what the mask was proven to be
+MASKS = {
+    "attention_causal": "causal",
+    "no_context": "causal",
+    "attention_unmasked": "none",
+    "attention_masked_float": "tensor",
+}
+
+#: idiom -> what its PyTorch must have
+NEEDS = {"kv_b_fp8_product": ROW_SCALES}
+
+OWN_VARLEN = VarlenForm("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale")
+
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def known_varlen(monkeypatch):
+    monkeypatch.setattr(attention_varlen, "FORMS", dict(attention_varlen.FORMS))
+    monkeypatch.setattr("tilewright.patterns.recognise.attention.FORMS", attention_varlen.FORMS)
+    register_varlen("mla_idioms::varlen", OWN_VARLEN)
+
+
+def in_float64(name, module, args, **changes):
+    """(result, arguments after) of the same module with the same numbers in float64."""
+    exact, _ = build(name, dtype=torch.float64, **changes)
+    wide = dict(module.named_parameters())
+    for key, parameter in exact.named_parameters():
+        if parameter.dtype == torch.float64:
+            parameter.data = wide[key].double()
+    arguments = [upcast(a) for a in args]
+    return exact(*arguments), arguments
+
+
+def check_fused(name, patterns, **changes):
+    """Runs an idiom beside eager and float64; returns the report."""
+    module, args = build(name, **changes)
+    eager, ours = cloned(args), cloned(args)
+    expected = module(*eager)
+    reference, exact = in_float64(name, module, args, **changes)
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+    actual = compiled(*ours)
+    found = reports()[-1]
+    assert [m.pattern for m in found.matches] == patterns, found.misses
+    assert_no_worse(actual, expected, reference, name)
+    for i in range(5, len(args)):
+        assert_no_worse(ours[i], eager[i], exact[i], f"{name} cache {i - 5}")
+        assert_untouched(args[i], ours[i], exact[i], f"{name} cache {i - 5}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NEEDS.get(name, ())) for name in IDIOMS if name not in MISSED],
+)
+def test_every_idiom_is_fused_and_no_worse_than_eager(name):
+    found = check_fused(name, [STORE, PREFILL])
+    assert found.misses == ()
+    (site,) = (m for m in found.matches if m.pattern == PREFILL)
+    assert site.shapes["mask"] == MASKS.get(name, "causal by position")
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_what_is_not_fused_is_named_and_its_write_still_is(name):
+    found = check_fused(name, [STORE])
+    assert {miss.code for miss in found.misses} == {MISSED[name]}
+    assert all(miss.hint for miss in found.misses)
+
+
+@pytest.mark.parametrize("name", ["attention_own_varlen", "attention_own_varlen_padded"])
+def test_an_engines_own_operator_is_fused_once_it_is_known(name, known_varlen):
+    found = check_fused(name, [STORE, PREFILL])
+    assert found.matches[1].shapes["batch"] == "ragged"
+
+
+def test_an_operator_is_known_as_one_thing(known_varlen):
+    register_varlen("mla_idioms::varlen", OWN_VARLEN)
+    with pytest.raises(ValueError, match="mla_idioms::varlen"):
+        register_varlen("mla_idioms::varlen", VarlenForm("k", "q", "v", "a", "b", "c"))
+
+
+@pytest.mark.parametrize("length", ["num_tokens", "context"])
+def test_token_counts_may_be_symbols(length):
+    """One graph serves every count: the masks are proven with sizes as symbols."""
+    compiled = None
+    for count in (9, 13):
+        module, args = build("plain", **{length: count})
+        torch._dynamo.mark_dynamic(args[0], 0)
+        if compiled is None:
+            compiled = torch.compile(
+                module, backend="tilewright", dynamic=True, options={"inner": "eager"}
+            )
+        eager, ours = cloned(args), cloned(args)
+        expected, actual = module(*eager), compiled(*ours)
+        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(ours[5], eager[5], rtol=0.02, atol=0.01)
+    assert [m.pattern for m in reports()[-1].matches] == [STORE, PREFILL]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "patterns"),
+    [(torch.bfloat16, [STORE, PREFILL]), (torch.float32, [STORE])],
+)
+def test_a_gpu_without_a_kernel_for_it_keeps_its_graph(monkeypatch, dtype, patterns):
+    monkeypatch.setattr(rewrite, "_device_type", lambda match: "cuda")
+    module, args = build("plain", dtype=dtype)
+    found = lower(module, args)
+    assert [m.pattern for m in found.matches] == patterns
+    refused = [m.message for m in found.misses if m.code == "UNSUPPORTED"]
+    assert len(refused) == (PREFILL not in patterns)
+    assert all("no kernel for torch.float32" in message for message in refused)
+
+
+# --- near misses ----------------------------------------------------------------------------------
+
+
+def missed(change, name="plain", **changes):
+    """(patterns matched, codes) of an idiom after `change` bent one step of it."""
+    module, args = build(name, **changes)
+    change(module)
+    found = lower(module, args)
+    return [m.pattern for m in found.matches], {m.code for m in found.misses}
+
+
+def rope_key_per_head(module):
+    def concat(k_nope, rope_key):
+        k_pe = rope_key.unsqueeze(1) * torch.arange(1, 5, dtype=rope_key.dtype)[:, None]
+        return torch.cat((k_nope, k_pe), dim=-1)
+
+    module.concat = concat
+
+
+def rope_key_first(module):
+    def concat(k_nope, rope_key):
+        k_pe = rope_key.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
+        return torch.cat((k_pe, k_nope), dim=-1)
+
+    module.concat = concat
+
+
+def three_pieces(module):
+    def concat(k_nope, rope_key):
+        k_pe = rope_key.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
+        return torch.cat((k_nope, k_pe[..., :8], k_pe[..., 8:].neg()), dim=-1)
+
+    module.concat = concat
+
+
+def values_first(module):
+    module.split_of = lambda kv: kv.split([module.axes.v_dim, module.axes.nope], dim=-1)[::-1]
+
+
+def values_of_x(module):
+    module.other = torch.nn.Linear(64, 4 * 32, bias=False).to(torch.bfloat16)
+    module.values_of = lambda values, x: module.other(x.repeat(2, 1)[: len(values)]).unflatten(
+        -1, (4, 32)
+    )
+
+
+def values_scaled(module):
+    module.values_of = lambda values, x: values * 2
+
+
+def keys_scaled(module):
+    module.keys_of = lambda keys: keys * 1.1
+
+
+def bias_on_kv_b(module):
+    weight = module.kv_b.weight
+    module.kv_b.bias = torch.nn.Parameter(weight[:, 0].clone(), requires_grad=False)
+
+
+def dropout(module):
+    def attend(q, keys, values, positions, scale):
+        parts = (t.transpose(0, 1) for t in (q, keys, values))
+        return torch.nn.functional.scaled_dot_product_attention(
+            *parts, dropout_p=0.1, scale=scale
+        ).transpose(0, 1)
+
+    module.attend = attend
+
+
+def large_negative_fill(module):
+    def attend(q, keys, values, positions, scale):
+        q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
+        scores = (q @ keys.transpose(-1, -2)) * scale
+        scores = scores.masked_fill(mla_attention.seen(keys[0], positions).logical_not(), -1e4)
+        return (scores.float().softmax(-1).to(q.dtype) @ values).transpose(0, 1)
+
+    module.attend = attend
+
+
+def keys_escape(module):
+    def attend(q, keys, values, positions, scale):
+        return mla_attention.masked(q, keys, values, positions, scale) + keys.sum()
+
+    module.attend = attend
+
+
+NEAR_MISSES = {
+    rope_key_first: "LATENT_KEYS",
+    three_pieces: "LATENT_KEYS",
+    values_first: "LATENT_WEIGHT",
+    values_of_x: "LATENT_VALUES",
+    values_scaled: "LATENT_VALUES",
+    bias_on_kv_b: "UNSUPPORTED",
+    dropout: "ATTENTION_FORM",
+    large_negative_fill: "ATTENTION_FORM",
+    keys_escape: "ESCAPES",
+}
+
+
+@pytest.mark.parametrize("change", NEAR_MISSES, ids=lambda change: change.__name__)
+def test_near_misses_say_what_is_wrong(change):
+    patterns, codes = missed(change)
+    assert patterns == [STORE]
+    assert codes == {NEAR_MISSES[change]}
+
+
+@pytest.mark.parametrize("change", [rope_key_per_head, keys_scaled], ids=lambda c: c.__name__)
+def test_keys_that_no_head_shares_are_ordinary_attention(change):
+    """Nothing about them says that they are latent attention, so nothing is said."""
+    assert missed(change) == ([STORE], set())
+
+
+# --- the write ------------------------------------------------------------------------------------
+
+
+def latent_bent(how):
+    def change(module):
+        norm = module.kv_norm.forward
+        module.kv_norm.forward = lambda x: how(norm(x))
+
+    return change
+
+
+def rope_key_normed(module):
+    rope = module.key_rope
+    module.key_rope = lambda x, cos, sin: rope(
+        torch.nn.functional.rms_norm(x, (16,), eps=1e-6), cos, sin
+    )
+
+
+def other_slots(module):
+    def write(caches, latent, rope_key, slots, page_size):
+        flat = caches[0].view(-1, 56)
+        flat[slots, :40] = latent
+        flat[slots + 1, 40:] = rope_key
+
+    module.write = write
+
+
+def read_between(module):
+    kept = []
+
+    def write(caches, latent, rope_key, slots, page_size):
+        flat = caches[0].view(-1, 56)
+        flat[slots, :40] = latent
+        kept[:] = [flat.sum()]
+        flat[slots, 40:] = rope_key
+
+    module.write = write
+    module.values_of = lambda values, x: values + kept[0]
+
+
+def written_twice(module):
+    def write(caches, latent, rope_key, slots, page_size):
+        flat = caches[0].view(-1, 56)
+        flat[slots, :40] = latent
+        flat[slots] = 0
+        flat[slots, 40:] = rope_key
+
+    module.write = write
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (rope_key_normed, "UNSUPPORTED"),
+        (read_between, "CACHE_READ"),
+        (written_twice, "CACHE_WRITE"),
+        (other_slots, "LONE_WRITE"),
+    ],
+    ids=lambda item: getattr(item, "__name__", item),
+)
+def test_a_write_that_is_not_one_says_why(change, code):
+    patterns, codes = missed(change)
+    assert STORE not in patterns
+    assert code in codes
+
+
+def test_a_latent_finished_in_its_own_way_is_stored_as_it_comes():
+    """Only the rotation is absorbed: what the latent went through after its norm is not known."""
+    assert missed(latent_bent(lambda x: x.sin())) == ([STORE, PREFILL], set())
+    check_with(latent_bent(lambda x: x.sin()))
+
+
+def test_a_normed_latent_that_others_read_is_stored_as_it_comes():
+    """The new tokens' latents are attended directly, besides being written."""
+
+    def change(module):
+        kept = []
+        norm = module.kv_norm.forward
+
+        def remember(x):
+            kept[:] = [norm(x)]
+            return kept[0]
+
+        module.kv_norm.forward = remember
+        module.latents_of = lambda latents: torch.cat((latents[:6], kept[0]))
+
+    assert missed(change) == ([STORE, PREFILL], set())
+    check_with(change)
+
+
+def check_with(change):
+    """A bent model gives what it gives in eager, its caches too."""
+    module, args = build("plain", dtype=torch.float32)
+    change(module)
+    eager, ours = cloned(args), cloned(args)
+    expected = module(*eager)
+    torch._dynamo.reset()
+    actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[5], eager[5], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,311 @@
+"""Pattern `moe`: every spelling of the routing matches and computes no worse than the model;
+what only looks like a mixture does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, relative_error
+from tests.models.moe_idioms import IDIOMS, build, exact
+from tilewright.codegen import targets
+from tilewright.compiler import lower, reports
+from tilewright.patterns import language
+from tilewright.patterns.recognise import grouped_gemm as expert_gemm
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_every_idiom_matches_and_is_no_less_accurate(name):
+    torch._dynamo.reset()
+    module, args = build(name)
+    with torch.no_grad():
+        lowered = lower(module, args)
+        assert [site.op for site in lowered.matches] == ["fused_moe"], str(lowered)
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager = compiled(*args), module(*args)
+    assert_no_worse(fused, eager, exact(module, *args), name)
+
+
+@pytest.mark.parametrize("ends", ["bincount", "bincount_cut"])
+def test_counts_whose_shape_is_data_match_where_they_are_captured(ends):
+    module, args = build("plain", ends=ends)
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager = compiled(*args), module(*args)
+    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert_no_worse(fused, eager, exact(module, *args), ends)
+
+
+def test_counts_whose_shape_is_data_end_the_graph():
+    """As torch has it by default: the graph after the cut says what it misses."""
+    module, args = build("plain", ends="bincount")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        assert torch.equal(compiled(*args), module(*args))
+    found = reports()[-1]
+    assert "fused_moe" not in {site.op for site in found.matches}
+    assert "EXPERT_ORDER" in {miss.code for miss in found.misses}
+
+
+def test_the_public_grouped_mm_is_the_private_one():
+    module, args = build("plain")
+    module.multiply = lambda x, weight, ends: torch.nn.functional.grouped_mm(
+        x, weight.transpose(1, 2), offs=ends
+    )
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager = compiled(*args), module(*args)
+    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert_no_worse(fused, eager, exact(module, *args), "grouped_mm")
+
+
+CLAMPS = {
+    "in_place": lambda ids: ids.clamp_max_(7),
+    "apart": lambda ids: ids.clamp(0, 7),
+    "from_above": lambda ids: ids.clamp_max(7),
+}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("clamp", CLAMPS)
+def test_experts_elsewhere_are_left_out_however_they_are_clamped(clamp, masked):
+    """Without masks their rows of the graph hold anything: memory that no product wrote."""
+    module, args = build("elsewhere_bias")
+    module.clamp = CLAMPS[clamp]
+    module.mask_of = module.mask_of if masked else lambda ids: None
+    torch._dynamo.reset()
+    with torch.no_grad():
+        fused = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*args)
+    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert relative_error(fused, exact(module, *args)) < 2**-7
+
+
+def misses(name, change, **axes):
+    """The codes of what was not fused after `change`, which rebinds one step of the module."""
+    torch._dynamo.reset()
+    module, args = build(name, **axes)
+    change(module)
+    with torch.no_grad():
+        lowered = lower(module, args)
+    assert "fused_moe" not in {site.op for site in lowered.matches}, str(lowered)
+    return {miss.code for miss in lowered.misses}
+
+
+def other_experts(module):
+    """The rows' ends are those of other experts than the rows were sorted by."""
+    module.ends_of = lambda ids: (ids + 1) % module.axes.num_experts
+
+
+def experts_as_bool(module):
+    module.ends_of = lambda ids: ids.bool().long()
+
+
+def other_tokens(module):
+    module.rows_of = lambda rows: (rows + 1) % module.axes.num_tokens
+
+
+def unknown_activation(module):
+    module.activation = lambda gate, up: torch.sin(gate) * up
+
+
+def other_clamps(module):
+    module.activation = lambda gate, up: (
+        (up.clamp(-2.0, 2.0) + 1)
+        * (gate.clamp(max=1.0) * torch.sigmoid(gate.clamp(max=1.0) * 1.702))
+    )
+
+
+def overlapping_halves(module):
+    inner = module.axes.inner
+    module.split = lambda both: (both[..., :inner], both[..., 1 : inner + 1].flip(-1))
+
+
+def weights_in_token_order(module):
+    module.weights_of = lambda weights, order: weights
+
+
+def no_inverse(module):
+    module.combine = lambda y, order, rows, shape: y[order].view(*shape, -1)
+
+
+def scaled_weight(module):
+    module.weight_of = lambda weight: weight * 0.5
+
+
+def summed_tokens(module):
+    module.reduce = lambda out: out.sum(0, keepdim=True).expand(out.shape[0], -1, -1)[:, 0]
+
+
+def doubled_sum(module):
+    module.combine = lambda y, order, rows, shape: torch.zeros(
+        shape[0], y.shape[1], dtype=y.dtype
+    ).index_add(0, rows, y, alpha=2)
+
+
+def row_too_many(module):
+    module.combine = lambda y, order, rows, shape: torch.zeros(
+        shape[0] + 1, y.shape[1], dtype=y.dtype
+    ).index_add(0, rows, y)[: shape[0]]
+
+
+def rounded_to_eight_bits(module):
+    combine = module.combine
+    module.combine = lambda y, *rest: combine(y.to(torch.float8_e4m3fn).to(y.dtype), *rest)
+
+
+def rounded_inside(module):
+    activation = module.activation
+    module.activation = lambda gate, up: activation(gate, up).to(torch.float8_e5m2).to(gate.dtype)
+
+
+def multiple_of_up(module):
+    module.activation = lambda gate, up: (
+        torch.add(up, 1, alpha=3) * (gate * torch.sigmoid(gate * 1.702))
+    )
+
+
+def summed_in_float32(module):
+    module.reduce = lambda out: (out.float().sum(1), 0)[0] * 2
+
+
+def weights_changed_later(module):
+    def change(weights, order):
+        taken = weights[order]
+        weights.mul_(2)
+        return taken
+
+    module.weights_of = change
+
+
+def rows_of_a_held_expert_masked(module):
+    module.mask_of = lambda ids: (ids >= module.axes.num_experts - 1)[:, None]
+
+
+def masked_out_of_order(module):
+    module.mask_of = lambda ids: (ids.flip(0) >= module.axes.num_experts)[:, None]
+
+
+MASKED = (rows_of_a_held_expert_masked, masked_out_of_order)
+NEAR_MISSES = dict.fromkeys(MASKED, "EXPERT_ORDER") | {
+    doubled_sum: "EXPERT_COMBINE",
+    row_too_many: "EXPERT_COMBINE",
+    rounded_to_eight_bits: "EXPERT_COMBINE",
+    rounded_inside: "EXPERT_ACTIVATION",
+    multiple_of_up: "EXPERT_ACTIVATION",
+    summed_in_float32: "EXPERT_COMBINE",
+    weights_changed_later: "INPUT_MUTATED",
+    other_experts: "EXPERT_ENDS",
+    experts_as_bool: "EXPERT_ENDS",
+    other_tokens: "EXPERT_ORDER",
+    unknown_activation: "EXPERT_ACTIVATION",
+    other_clamps: "EXPERT_ACTIVATION",
+    overlapping_halves: "EXPERT_ACTIVATION",
+    weights_in_token_order: "EXPERT_COMBINE",
+    no_inverse: "EXPERT_COMBINE",
+    scaled_weight: "EXPERT_WEIGHT",
+    summed_tokens: "EXPERT_COMBINE",
+}
+
+
+@pytest.mark.parametrize("change", NEAR_MISSES, ids=lambda change: change.__name__)
+def test_near_misses_say_what_is_wrong(change):
+    name = "elsewhere" if change in MASKED else "plain"
+    assert NEAR_MISSES[change] in misses(name, change)
+
+
+MIXED = {"inner": 64, "quantised": "nvfp4_table"}
+
+
+@pytest.mark.parametrize("down", ["", "mxfp4_ldexp"])
+def test_weights_of_two_kinds_are_refused(down):
+    assert "WEIGHT_FORMAT" in misses("plain", lambda module: None, **MIXED, quantised_down=down)
+
+
+def test_weights_in_an_unknown_format_are_refused():
+    def change(module):
+        module.weight_of = lambda weight: weight + 1
+
+    assert "WEIGHT_FORMAT" in misses("plain", change, **MIXED)
+
+
+def test_rows_that_meet_another_token_s_weights_are_refused():
+    """As many tokens as slots: shapes alone do not tell that the two were exchanged."""
+
+    def change(module):
+        module.combine = lambda y, order, rows, shape: (
+            y[order.argsort()].view(*shape, -1).transpose(0, 1)
+        )
+
+    assert "EXPERT_COMBINE" in misses("weigh_tokens", change, num_tokens=2, num_slots=2)
+
+
+def test_a_long_way_to_the_row_numbers_takes_no_long_time():
+    """Experts that choose their tokens, behind layers of which each reads the last one twice."""
+
+    class Deep(torch.nn.Module):
+        def forward(self, x, layer, router, gate_up, down):
+            for _ in range(40):
+                x = x + torch.tanh(x @ layer)
+            weights, rows = (x @ router).softmax(0).topk(4, 0)
+            rows = rows.T.reshape(-1)
+            ends = torch.arange(4, 17, 4, dtype=torch.int32)
+            gate, up = torch._grouped_mm(x[rows], gate_up, offs=ends).chunk(2, -1)
+            y = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down, offs=ends)
+            return torch.zeros_like(x).index_add(0, rows, y * weights.T.reshape(-1, 1))
+
+    shapes = ((16, 32), (32, 32), (32, 4), (4, 32, 32), (4, 16, 32))
+    torch._dynamo.reset()
+    found = lower(Deep(), tuple(torch.ones(shape, dtype=torch.bfloat16) for shape in shapes))
+    assert "EXPERT_ORDER" in {miss.code for miss in found.misses}
+
+
+def test_dtypes_without_a_kernel_are_refused():
+    assert "DTYPE" in misses("batched", lambda module: None, dtype=torch.float32)
+
+
+def test_a_value_that_others_read_is_not_absorbed():
+    def change(module):
+        module.escape = True
+
+    assert "ESCAPES" in misses("plain", change)
+
+
+def test_a_sum_written_in_place_and_used_as_it_is_is_refused():
+    def change(module):
+        module.reduce = lambda out: out * out
+
+    assert "EXPERT_COMBINE" in misses("combine_index_add_", change)
+
+
+def test_rows_written_in_place_that_others_read_stay():
+    def stored_and_kept(y, order, rows, shape):
+        out = torch.zeros_like(y)
+        out[order] = y
+        return out.view(*shape, -1) + out[0]
+
+    def change(module):
+        module.combine = stored_and_kept
+
+    assert "EXPERT_COMBINE" in misses("plain", change)
+
+
+@pytest.mark.parametrize(("device", "known", "refused"), [
+    ("cuda", False, True), ("cuda", True, False), ("cpu", False, False),
+])  # fmt: skip
+def test_a_gpu_without_kernels_keeps_its_graph(monkeypatch, device, known, refused):
+    target = targets.SM90 if known else None
+    monkeypatch.setattr(expert_gemm, "detect_target", lambda index: target)
+    value = SimpleNamespace(device=torch.device(device))
+    view = SimpleNamespace(value=value, meta={})
+    if refused:
+        with pytest.raises(language.Reject) as caught:
+            expert_gemm.check_device(view)
+        assert caught.value.miss.code == "UNSUPPORTED"
+    else:
+        expert_gemm.check_device(view)

@@ -1,0 +1,111 @@
+"""The mixture-of-experts kernels of `make audit`: what they cover; and one of each family compiled
+for SM100 with the Triton that is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tilewright.codegen.audit import check
+from tilewright.codegen.build import compile_for
+from tilewright.codegen.grouped.nvfp4_specs import Nvfp4Problem, nvfp4_spec
+from tilewright.codegen.grouped.specs import GemmConfig
+from tilewright.codegen.targets import SM90, SM100
+from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_case
+from tilewright.tools.audit.quantized import all_cases
+from tilewright.tools.audit_matrix import audit_one
+
+# One kernel of each family and form.
+COMPILED = {
+    "sort": r"qwen3-30b-a3b dense .* order",
+    "weights stream": r"qwen3-30b-a3b dense T=64 up",
+    "gathered rows": r"qwen3-30b-a3b dense T=8192 up",
+    "specialised warps": r"gpt-oss-20b dense T=8192 down",
+    "codes stream": r"gpt-oss-20b mxfp4 T=64 down",
+    "codes in tiles": r"qwen3-30b-a3b int4 T=1024 down",
+    "rows by codes": r"deepseek-v3 of 8 fp8 by codes T=1024 up",
+    "weights stream by codes": r"deepseek-v3 of 8 fp8 by codes T=1 down",
+    "combine": r"qwen3-30b-a3b dense .* combine",
+    "alone": r"grouped bf16 dense rows=1024",
+    "nvfp4 weights as rows": r"nvfp4 2880x2880 rows=1:",
+    "nvfp4 tokens as rows": r"nvfp4 2880x2880 rows=1024",
+}
+PROBLEM = Nvfp4Problem(32, 32, 2880, 2880, 1440, 2880 * 1440, 1440)
+TILES = GemmConfig(128, 128, 256, False, 8, 3)
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return moe_cases(SM100)
+
+
+@pytest.fixture(scope="module")
+def outcomes(cases, tmp_path_factory):
+    """The audits by what was compiled; all at once, as each takes a process of its own."""
+    picked = [next(c for c in cases if re.search(COMPILED[name], c.name)) for name in COMPILED]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        root = tmp_path_factory.getbasetemp() / "tilewright-cache"
+        patch.setenv("TILEWRIGHT_CACHE_DIR", str(root))
+        python = Path(sys.executable)
+        made = pool.map(lambda case: audit_one(case, "installed", python, SM100), picked)
+        return dict(zip(COMPILED, made, strict=True))
+
+
+def test_cases_cover_models_formats_and_kernels(cases):
+    assert len({case.spec for case in cases}) == len(cases)
+    assert all(case.spec.target == "sm100" for case in cases)
+    names = [case.name for case in cases]
+    for model in MODELS:
+        for weight_format in model.formats:
+            for step in ("up", "down"):
+                start = f"moe {model.name} {weight_format} "
+                assert any(n.startswith(start) and f" {step}: " in n for n in names), (start, step)
+    kernels = {case.spec.kernel for case in cases}
+    assert {"moe_order", "moe_count", "moe_up", "grouped_gemm", "moe_combine"} <= kernels
+    assert {"grouped_nvfp4", "quantize_nvfp4"} <= kernels
+    claims = [case.expectations for case in cases if case.spec.kernel == "grouped_nvfp4"]
+    assert {c.mma for c in claims} == {"nvfp4"}
+    assert {bool(c.row_scales_reason) for c in claims} == {False, True}  # both tile orders
+    assert all(c.mma for c in claims + [c.expectations for c in cases if " up: " in c.name])
+
+
+def test_make_audit_has_them(cases):
+    assert {case.spec for case in cases} <= {case.spec for case in all_cases(SM100)}
+
+
+def test_a_chip_without_the_format_multiplies_it_as_bf16():
+    assert nvfp4_case("case", PROBLEM, TILES, SM90).expectations.mma == "bf16"
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_one_of_each_family_keeps_the_rules(name, outcomes):
+    outcome = outcomes[name]
+    assert outcome.error == ""
+    assert outcome.problems == ()
+
+
+def test_the_block_scaled_path_shows_in_the_machine_code(outcomes):
+    for name in ("nvfp4 weights as rows", "nvfp4 tokens as rows"):
+        audit = outcomes[name].audit
+        assert audit.main_loop["UTCOMMA"] > 0
+        assert audit.main_loop["UTCCP"] > 0
+        assert any("mxf4nvf4" in kind for kind in audit.mma_kinds)
+    assert outcomes["nvfp4 tokens as rows"].audit.warp_specialized
+
+
+def test_a_fallback_to_bf16_fails_the_audit(tmp_path, monkeypatch):
+    """The same kernel, its operands dequantised: right numbers, at a quarter of the rate."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    claims = nvfp4_case("case", PROBLEM, TILES, SM100).expectations
+    fallback = nvfp4_spec(PROBLEM, TILES, "sm100", block_scaled=False)
+    audit = compile_for(fallback).audit
+    assert audit.count("UTCHMMA") > 0
+    problems = check(audit, SM100, claims)
+    assert [p.partition(":")[0] for p in problems][:2] == ["tensor core", "block scales"]
+    honest = dataclasses.replace(claims, mma="bf16")
+    assert not [p for p in check(audit, SM100, honest) if p.startswith(("tensor", "block scales"))]

@@ -1,0 +1,1 @@
+"""The kernels that every compiler release is tried on, family by family."""
