@@ -233,9 +233,7 @@ def _places(
 
 def _has_symbols(node: fx.Node) -> bool:
     values = [source.meta.get("example_value") for source in node.all_input_nodes]
-    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    sizes = [n for value in values for tensor in _compat.tensors_in(value) for n in tensor.shape]
-    return any(isinstance(item, symbolic) for item in (*values, *sizes))
+    return any(map(_compat.is_symbolic, (*values, *given(node))))
 
 
 def _is_torchs(node: fx.Node) -> bool:

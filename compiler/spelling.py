@@ -185,11 +185,6 @@ def is_torch_function(target: Any) -> bool:
     return module is None or module.split(".")[0] in ("torch", "builtins", "_operator")
 
 
-def is_in_place(name: str) -> bool:
-    """Whether a name follows PyTorch's convention for in-place operations."""
-    return name.endswith("_") and not name.endswith("__")
-
-
 # --- layout -------------------------------------------------------------------------------------
 
 
