@@ -29,6 +29,7 @@ from moe_layers import BY_NAME, COLD_BYTES, WEIGHT_BYTES, MoeShape, coded, dense
 from timing import Call, capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig, quantize_grid, quantize_spec
 from tilewright.codegen.grouped.plan import DECODED_ROWS, grouped_config
 from tilewright.codegen.grouped.specs import (
@@ -40,7 +41,6 @@ from tilewright.codegen.grouped.specs import (
     gemm_grid,
     grouped_spec,
 )
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
@@ -48,7 +48,7 @@ from tilewright.ops.grouped.lowering import chosen, kernel_values
 from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments, fake
 from tilewright.ops.grouped.operands import grouped_problem
 from tilewright.ops.grouped.quantize_nvfp4 import OP as QUANTIZE
-from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments, problem_of
+from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments, quantize_problem
 from tilewright.ops.grouped.quantize_nvfp4 import fake as fake_codes
 from tilewright.ops.grouped.quantize_nvfp4 import kernel_values as quantize_values
 from tilewright.ops.runtime.launch import launch
@@ -265,7 +265,7 @@ def quantise_specs() -> list[KernelSpec]:
         ends = torch.empty(129, dtype=torch.int32, device=DEVICE)
         grouped = QuantizeNvfp4Arguments(x, ends, torch.ones(128, device=DEVICE))
         for a in (grouped, QuantizeNvfp4Arguments(x)):
-            made.append(quantize_spec(problem_of(a), QuantizeConfig(), SM90.name))
+            made.append(quantize_spec(quantize_problem(a), QuantizeConfig(), SM90.name))
     return made
 
 
@@ -300,7 +300,7 @@ def quantise(sweep: bool) -> list[dict[str, Any]]:
 
 
 def codes(a: QuantizeNvfp4Arguments, config: QuantizeConfig) -> Call:
-    problem = problem_of(a)
+    problem = quantize_problem(a)
     spec = quantize_spec(problem, config, SM90.name)
     grid = quantize_grid(problem, config, a.num_blocks)
     return lambda: launch(spec, grid, quantize_values(a, *fake_codes(a)), DEVICE)

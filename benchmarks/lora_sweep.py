@@ -26,10 +26,10 @@ from lora_shapes import LoraSet, LoraShape, make_set, make_sets
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.lora import expand_specs as lora_expand_kernels
 from tilewright.codegen.lora import shrink_specs as lora_shrink_kernels
 from tilewright.codegen.lora import specs as lora_kernels
-from tilewright.codegen.qkv.heads import cdiv
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.lora import expand as lora_expand

@@ -44,7 +44,7 @@ from moe_rows import chain, describe, measure, stored
 from timing import keep
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.qkv.heads import next_power_of_2
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.moe.lowering import cached_plan, specs

@@ -11,12 +11,12 @@ import torch
 from moe_layers import WEIGHT_BYTES, Experts, MoeShape, arguments, glu
 from timing import capture, cpu_us, interleaved_us
 
-from tilewright.codegen.qkv.heads import next_power_of_2
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.targets import SM90
 from tilewright.ops.moe.lowering import Step, cached_plan, moe_steps
 from tilewright.ops.moe.moe import OP, FusedMoeArguments, reference
 from tilewright.ops.moe.operands import moe_problem
-from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime.device import device_target
 
 MAX_SETS = 16
 # float64 of more routes than this takes longer than all the rest.

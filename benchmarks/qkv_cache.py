@@ -34,8 +34,9 @@ from timing import capture, keep
 from torch.nn.functional import linear
 
 from tilewright.codegen.qkv.plan import plan_fused_qkv
-from tilewright.ops.qkv.lowering import device_target, prepare
+from tilewright.ops.qkv.lowering import prepare
 from tilewright.ops.qkv.qkv_cache import OP
+from tilewright.ops.runtime.device import device_target
 
 SHAPES = (
     Shape("llama3-8b", 4096, 32, 8),

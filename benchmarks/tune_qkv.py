@@ -27,7 +27,8 @@ from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.lowering import device_target, prepare, run
+from tilewright.ops.qkv.lowering import prepare, run
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.launch import compiled_kernel
 
 SHAPES = (

@@ -34,7 +34,8 @@ from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.quantized_plan import MEASURED_FILE, row_key
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.lowering import device_target, prepare, run
+from tilewright.ops.qkv.lowering import prepare, run
+from tilewright.ops.runtime.device import device_target
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
 FINALISTS = 5

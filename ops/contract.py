@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from operator import attrgetter
@@ -22,9 +22,13 @@ import torch
 from torch.autograd import forward_ad
 
 from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
+from tilewright.ops.runtime.replay import repeat
 
 log = logging.getLogger("tilewright")
 
@@ -38,29 +42,39 @@ MAX_REMEMBERED = 4096
 class Lowering:
     """One way to compute an op.
 
-    `entry` is called exactly as the op is; it may be "module:function", imported on first use.
+    `build` takes the arguments record and the target, and generates the steps of a call
+    (`ops.runtime.program`): from them the call is run, repeated and reported. Or `entry` is called
+    exactly as the op is. Each may be "module:function", imported on first use.
     `unsupported` takes the arguments record: None, or why this lowering cannot take them.
     `repeatable`, where given, is called as `entry` is and gives (result, again): `again`, called so
     too, makes the same call once more while metadata and addresses of all tensors stay (whatever
-    their contents), and is None where nothing can be remembered. It must hold no tensor;
-    `ops.replay.call_again` makes it of noted launches. Used on CUDA alone.
+    their contents), and is None where nothing can be remembered. It must hold no tensor. Used on
+    CUDA alone.
     """
 
     name: str
-    entry: OpCallable | str
+    entry: OpCallable | str | None
     device_types: frozenset[str]
     unsupported: Callable[[Any], str | None]
     repeatable: OpCallable | str | None = None
+    build: Callable[[Any, Target], Steps] | str | None = None
 
-    def load(self) -> OpCallable:
-        return _load(self.entry) if isinstance(self.entry, str) else self.entry
+    def __post_init__(self) -> None:
+        if (self.entry is None) == (self.build is None):
+            raise ValueError(f"lowering {self.name!r}: expected one of entry and build")
 
-    def call(self, *args: Any, **kwargs: Any) -> tuple[Any, OpCallable | None]:
-        """The result, and what makes the same call again."""
+    def call(
+        self, arguments: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, OpCallable | None]:
+        """The result, and what makes the same call again. arguments: the record of args and
+        kwargs."""
+        if self.build is not None:
+            machine = machine_of(_device(arguments))
+            program = drive(_loaded(self.build)(arguments, machine.target), machine)
+            return program.outcome.result, repeat(program, args, kwargs, machine)
         if self.repeatable is None:
-            return self.load()(*args, **kwargs), None
-        run = _load(self.repeatable) if isinstance(self.repeatable, str) else self.repeatable
-        return run(*args, **kwargs)
+            return _loaded(self.entry)(*args, **kwargs), None
+        return _loaded(self.repeatable)(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,7 @@ class FusedOp:
     tolerances: per dtype of the op's result.
     error_model: in words, what `tolerances` follow from.
     plan: plan(arguments, target name) gives a LoweringReport, also for fake arguments and without a
-        GPU; may be "module:function". None: the op has no emitted kernel.
+        GPU; may be "module:function". None: what the lowering's `build` generates.
     """
 
     name: str
@@ -159,14 +173,19 @@ class FusedOp:
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""
-        if self.plan is None:
-            return LoweringReport("reference", "the op declares no kernel")
         choice = self.choose("cuda", arguments)
+        if self.plan is None and choice.lowering.build is None and not choice.rejected:
+            return LoweringReport("reference", "the op declares no kernel")
         if self.lowerings and choice.lowering.name == "reference":
             reasons = (f"{name}: {reason}" for name, reason in choice.rejected)
             return LoweringReport("reference", "; ".join(reasons))
-        plan = _load(self.plan) if isinstance(self.plan, str) else self.plan
-        return plan(arguments, target)
+        if self.plan is not None:
+            return _loaded(self.plan)(arguments, target)
+        planner = Planner(get_target(target))
+        steps = _loaded(choice.lowering.build)(arguments, planner.target)
+        program = drive(steps, planner, keep=True)
+        outcome = program.outcome
+        return LoweringReport(outcome.name, str(outcome.reason), program.specs)
 
     @property
     def qualified_name(self) -> str:
@@ -287,7 +306,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     entries: dict[Any, OpCallable] = {}
     repeats: dict[Any, OpCallable] = {}
     # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
-    repeatable = device_type == "cuda" and any(lowering.repeatable for lowering in op.lowerings)
+    repeatable = device_type == "cuda" and any(low.repeatable or low.build for low in op.lowerings)
     repeatable = repeatable and not _takes_tensor_lists(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -324,7 +343,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _check_needs_no_grad(op, arguments)
         op.validate_values(arguments)
-        return entry(*args, **kwargs)
+        return entry(arguments, args, kwargs)
 
     return run
 
@@ -388,13 +407,12 @@ def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
     The writes are pure stores, so what a failed attempt may have written is written again.
     `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory and bad values.
     """
-    reference = op.reference_lowering().load()
     failed: list[Exception] = []
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(arguments: Any, args: Any, kwargs: Any) -> Any:
         if not failed:
             try:
-                return lowering.call(*args, **kwargs)
+                return lowering.call(arguments, args, kwargs)
             except (ArgumentError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -402,7 +420,7 @@ def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
                     raise
                 failed.append(error)
                 log.exception("%s: %s failed; using the reference", op.name, lowering.name)
-        return reference(*args, **kwargs), None
+        return op.reference(arguments), None
 
     return run
 
@@ -493,6 +511,17 @@ def _fake_implementation(op: FusedOp) -> OpCallable:
         return op.fake(arguments)
 
     return run
+
+
+def _loaded(function: OpCallable | str | None) -> OpCallable:
+    assert function is not None
+    return _load(function) if isinstance(function, str) else function
+
+
+def _device(arguments: Any) -> torch.device:
+    """Where a call is: with its first tensor."""
+    tensors = (getattr(arguments, field.name) for field in fields(arguments))
+    return next(tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 @cache

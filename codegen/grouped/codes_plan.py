@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.grouped.codes_specs import (
     CodesConfig,
     codes_config,
@@ -11,8 +12,7 @@ from tilewright.codegen.grouped.codes_specs import (
     scale_bytes,
 )
 from tilewright.codegen.grouped.specs import GemmConfig
-from tilewright.codegen.moe.specs import MoeProblem, cdiv, down_problem, up_problem
-from tilewright.codegen.qkv.heads import next_power_of_2
+from tilewright.codegen.moe.specs import MoeProblem, down_problem, up_problem
 
 # Rows per expert from which 128-row tiles are taken.
 WIDE_ROWS = 96

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.grouped.specs import GemmConfig, GroupedProblem, make_spec
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # A word of the weight's storage is an int32.

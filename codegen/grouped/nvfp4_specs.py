@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.grouped.specs import GemmConfig, make_spec, search_steps
-from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.grouped.specs import GemmConfig, search_steps
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 
 
 @dataclass(frozen=True)
 class Nvfp4Problem:
-    """The static part of a `grouped_matmul_dynamic_scaled_nvfp4` call; strides in bytes."""
+    """The static part of a `grouped_matmul_dynamic_scaled_nvfp4` call.
+
+    a: strides (row,) in bytes; b: (expert, row). offsets, deltas, expert_ids: their own dtypes.
+    """
 
     num_experts: int
     max_groups: int
     rows: int
     inner: int
-    a_stride: int
-    b_expert_stride: int
-    b_stride: int
+    a: Operand
+    b: Operand
+    offsets: Operand
+    deltas: Operand
+    expert_ids: Operand
     out_dtype: str = "bf16"
-    index_types: tuple[str, str, str] = ("i32", "i32", "i32")
 
 
 # Rows per group up to which weights stand on the M side.
@@ -46,22 +51,7 @@ def nvfp4_spec(
     problem: Nvfp4Problem, config: GemmConfig, target: str, *, block_scaled: bool
 ) -> KernelSpec:
     """block_scaled: the target's tensor core multiplies NVFP4 itself."""
-    offsets, deltas, ids = problem.index_types
-    signature = {
-        "a_ptr": "*u8",
-        "b_ptr": "*u8",
-        "a_scales_ptr": "*fp8e4nv",
-        "b_scales_ptr": "*fp8e4nv",
-        "offsets_ptr": f"*{offsets}",
-        "deltas_ptr": f"*{deltas}",
-        "expert_ids_ptr": f"*{ids}",
-        "expert_scales_ptr": "*fp32",
-        "out_ptr": f"*{problem.out_dtype}",
-        "num_rows": "i32",
-        "num_scale_blocks": "i32",
-        "num_groups": "i32",
-    }
-    return KernelSpec.make(
+    return KernelSpec.of(
         "grouped.nvfp4",
         "grouped_nvfp4",
         {
@@ -69,9 +59,9 @@ def nvfp4_spec(
             "NUM_EXPERTS": problem.num_experts,
             "ROWS_OUT": problem.rows,
             "INNER": problem.inner,
-            "A_STRIDE": problem.a_stride,
-            "B_EXPERT_STRIDE": problem.b_expert_stride,
-            "B_STRIDE": problem.b_stride,
+            "A_STRIDE": problem.a.strides[0],
+            "B_EXPERT_STRIDE": problem.b.strides[0],
+            "B_STRIDE": problem.b.strides[1],
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -81,8 +71,20 @@ def nvfp4_spec(
             "WARP_SPECIALIZE": config.warp_specialize,
             "SEARCH_STEPS": search_steps(config, problem.max_groups),
         },
-        signature,
-        divisible16=["a_ptr", "b_ptr", "a_scales_ptr", "b_scales_ptr", "out_ptr"],
+        {
+            "a_ptr": problem.a,
+            "b_ptr": problem.b,
+            "a_scales_ptr": Operand("fp8e4nv"),
+            "b_scales_ptr": Operand("fp8e4nv"),
+            "offsets_ptr": problem.offsets,
+            "deltas_ptr": problem.deltas,
+            "expert_ids_ptr": problem.expert_ids,
+            "expert_scales_ptr": Operand("fp32", aligned=False),
+            "out_ptr": Operand(problem.out_dtype),
+            "num_rows": "i32",
+            "num_scale_blocks": "i32",
+            "num_groups": "i32",
+        },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         target=target,
@@ -91,15 +93,14 @@ def nvfp4_spec(
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """The static part of a `quantize_nvfp4` call. num_groups, offsets_dtype: None for one group."""
+    """The static part of a `quantize_nvfp4` call. x: strides (row,). num_groups, offsets: None
+    where all rows are one group."""
 
-    dtype: str
     inner: int
-    x_stride: int
+    x: Operand
     num_groups: int | None = None
-    offsets_dtype: str | None = None
-    tensor_scales: bool = False
-    unaligned: tuple[str, ...] = ()
+    offsets: Operand | None = None
+    tensor_scales: Operand | None = None
 
 
 @dataclass(frozen=True)
@@ -113,30 +114,28 @@ class QuantizeConfig:
 
 def quantize_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
     groups = 1 if problem.num_groups is None else problem.num_groups
-    offsets = problem.offsets_dtype
-    return make_spec(
+    return KernelSpec.of(
         "grouped.quantize_nvfp4",
         "quantize_nvfp4",
         {
             "NUM_GROUPS": groups,
             "GROUPS": next_power_of_2(groups),
             "INNER": problem.inner,
-            "X_STRIDE": problem.x_stride,
+            "X_STRIDE": problem.x.strides[0],
             "BLOCK_R": config.block_r,
             "BLOCK_C": config.block_c,
         },
         {
-            "x_ptr": f"*{problem.dtype}",
-            "offsets_ptr": None if offsets is None else f"*{offsets}",
-            "tensor_scales_ptr": "*fp32" if problem.tensor_scales else None,
-            "packed_ptr": "*u8",
-            "scales_ptr": "*fp8e4nv",
+            "x_ptr": problem.x,
+            "offsets_ptr": problem.offsets,
+            "tensor_scales_ptr": problem.tensor_scales,
+            "packed_ptr": Operand("u8"),
+            "scales_ptr": Operand("fp8e4nv"),
             "num_rows": "i32",
         },
-        problem.unaligned,
-        config.num_warps,
-        1,
-        target,
+        num_warps=config.num_warps,
+        num_stages=1,
+        target=target,
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.grouped.codes_plan import STREAMED_K, token_tile
 from tilewright.codegen.grouped.codes_specs import CodesConfig, codes_config, codes_obstacle
 from tilewright.codegen.grouped.scaled_specs import ScaledConfig, scaled_config
 from tilewright.codegen.grouped.specs import TMA_BYTES, GemmConfig, GroupedProblem
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.grouped.specs import (
     GemmConfig,
     GroupedProblem,
@@ -15,7 +16,6 @@ from tilewright.codegen.grouped.specs import (
     make_spec,
 )
 from tilewright.codegen.moe.specs import MoeProblem, down_problem, up_arguments, up_constants
-from tilewright.codegen.qkv.heads import cdiv
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # Columns that share a scale, and those of a step.

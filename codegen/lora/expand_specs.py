@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.lora.specs import RowCounts, RowForm, lora_spec, tile_bound
-from tilewright.codegen.qkv.heads import cdiv
 from tilewright.codegen.spec import Constant, KernelSpec
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.lora.shrink_specs import ShrinkProblem
 from tilewright.codegen.lora.specs import lora_spec
-from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 LIBRARY_DTYPES = ("bf16", "fp16")

@@ -5,6 +5,7 @@ The bounds are where kernels of these tiles took equal time on an H200 (docs/lor
 
 from __future__ import annotations
 
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.lora.expand_specs import ExpandConfig, ExpandProblem
 from tilewright.codegen.lora.shrink_specs import (
     FewShrink,
@@ -14,7 +15,6 @@ from tilewright.codegen.lora.shrink_specs import (
     TiledShrink,
     padded_rank,
 )
-from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
 from tilewright.codegen.targets import Target
 
 # Rows in any order up to which each program finds its own; more are sorted first.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.lora.specs import RowCounts, RowForm, lora_spec, tile_bound
-from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # The tensor core's least: rows of a dot, and its inner dim.

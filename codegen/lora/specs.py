@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilewright.codegen.qkv.heads import cdiv
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import get_target
 

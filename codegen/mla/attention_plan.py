@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mla.attention_specs import (
     MAX_SORTED,
     AttentionConfig,
     AttentionProblem,
     AttentionSizes,
 )
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv
 from tilewright.codegen.targets import Target
 
 # Shared memory for barriers and reductions.

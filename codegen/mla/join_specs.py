@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.mla.attention_specs import AttentionProblem
-from tilewright.codegen.qkv.heads import cdiv
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # Rows of one program.

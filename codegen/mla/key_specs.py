@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # TMA: strides and base addresses in whole 16 bytes.

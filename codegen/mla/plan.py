@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.targets import Target
 
 # Rows up to which a program has one: there are fewer than warps that hide latency.

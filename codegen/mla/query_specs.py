@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 POINTERS = (

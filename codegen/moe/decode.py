@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilewright.codegen.arithmetic import ELEMENT_BYTES
 from tilewright.codegen.grouped.specs import (
     TMA_BYTES,
     DequantizeConfig,
@@ -18,7 +19,6 @@ from tilewright.codegen.grouped.specs import (
     dequantize_spec,
 )
 from tilewright.codegen.moe.specs import MoeProblem, down_problem, up_problem
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES
 from tilewright.codegen.spec import KernelSpec
 
 DECODE = DequantizeConfig()

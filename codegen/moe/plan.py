@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.grouped.codes_plan import (
     SHORT_INNER,
     STREAMING_TILES,
@@ -27,10 +28,8 @@ from tilewright.codegen.moe.specs import (
     GemmConfig,
     MoeProblem,
     OrderConfig,
-    cdiv,
     order_config,
 )
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.targets import Target
 
 # Rows per expert up to which weights stand on the tensor core's M side.

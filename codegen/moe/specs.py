@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.grouped.codes_specs import (
     WORD_BYTES,
     CodesConfig,
@@ -34,7 +35,6 @@ from tilewright.codegen.grouped.specs import (
 from tilewright.codegen.grouped.specs import (
     gemm_grid as gemm_grid,
 )
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # Up to here every program of the sort counts all routes itself.

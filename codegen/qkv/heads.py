@@ -10,12 +10,6 @@ from dataclasses import dataclass
 
 from tilewright.codegen.spec import Constant
 
-# Bytes of one element, by Triton dtype name.
-ELEMENT_BYTES = {
-    "bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1,
-    "i8": 1, "u8": 1, "i32": 4, "u32": 4, "i64": 8,
-}  # fmt: skip
-
 POINTER_NAMES = (
     "q_out_ptr", "k_cache_ptr", "v_cache_ptr", "slots_ptr", "sequences_ptr", "positions_ptr",
     "k_cache_scale_ptr", "v_cache_scale_ptr", "q_bias_ptr", "k_bias_ptr", "v_bias_ptr", "delta_ptr",
@@ -269,11 +263,3 @@ class HeadFinish:
         """Triton types of the counts that every kernel takes; None where a count has no use."""
         table = "i32" if self.table else None
         return {**dict.fromkeys(COUNT_NAMES, "i32"), **dict.fromkeys(TABLE_COUNT_NAMES, table)}
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)

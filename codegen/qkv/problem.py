@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES, HeadFinish, next_power_of_2
+from tilewright.codegen.qkv.heads import HeadFinish
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.qkv.quantized_specs import (
     number_dtype,
     quantization_of,

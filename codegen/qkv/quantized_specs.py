@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.formats import AWQ_ORDER, Quantization
-from tilewright.codegen.qkv.heads import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.qkv.specs import (
     QkvProblem,
     SwappedConfig,

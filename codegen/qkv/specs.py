@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilewright.codegen.qkv.heads import (
-    ELEMENT_BYTES,
-    CacheStrides,
-    HeadFinish,
-    Norm,
-    PageTable,
-    Rope,
-    cdiv,
-    next_power_of_2,
-)
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.qkv.heads import CacheStrides, HeadFinish, Norm, PageTable, Rope
 from tilewright.codegen.qkv.problem import (
     EpilogueProblem,
     InputStrides,

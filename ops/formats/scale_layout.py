@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.codegen.qkv.heads import cdiv
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.ops.formats.row_groups import group_of_rows
 
 BLOCK_ROWS = 128

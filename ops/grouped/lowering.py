@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.grouped.codes_specs import CodesConfig, down_codes_spec
 from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
 from tilewright.codegen.grouped.scaled_specs import ScaledConfig, grouped_scaled_spec
@@ -21,7 +22,6 @@ from tilewright.codegen.grouped.specs import (
     gemm_grid,
     grouped_spec,
 )
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -29,7 +29,7 @@ from tilewright.ops.formats.row_groups import dense
 from tilewright.ops.grouped.matmul import GroupedMatmulArguments, fake, reference
 from tilewright.ops.grouped.operands import grouped_problem, unsupported
 from tilewright.ops.moe.lowering import as_words
-from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.launch import launch
 
 

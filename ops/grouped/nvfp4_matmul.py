@@ -252,9 +252,10 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.grouped.nvfp4_lowering:launch_grouped_nvfp4",
+                None,
                 frozenset({"cuda"}),
                 unsupported,
+                build="tilewright.ops.grouped.nvfp4_lowering:grouped_nvfp4_steps",
             ),
         ),
         cases=CASES,
@@ -265,7 +266,6 @@ OP = register(
             torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
         },
         error_model="products are exact in fp32; sums of them in fp32, one rounding of the result",
-        plan="tilewright.ops.grouped.nvfp4_lowering:plan_grouped_nvfp4",
     )
 )
 

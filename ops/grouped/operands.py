@@ -13,7 +13,8 @@ from tilewright.codegen.grouped.specs import (
     weight_obstacle,
 )
 from tilewright.ops.moe.operands import KERNEL_DTYPES, expert_layout, scattered
-from tilewright.ops.qkv.operands import TRITON_TYPES, unaligned
+from tilewright.ops.qkv.operands import unaligned
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 
 def unsupported(a: Any) -> str | None:

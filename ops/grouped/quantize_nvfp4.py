@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from tilewright.codegen.grouped.nvfp4_specs import (
     quantize_spec,
 )
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90
+from tilewright.codegen.targets import Target
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
@@ -32,7 +31,6 @@ from tilewright.ops.checks import (
 from tilewright.ops.contract import (
     FusedOp,
     Lowering,
-    LoweringReport,
     Tolerance,
     debug_values,
     register,
@@ -40,9 +38,8 @@ from tilewright.ops.contract import (
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, dense
 from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
-from tilewright.ops.qkv.lowering import device_target
-from tilewright.ops.qkv.operands import TRITON_TYPES, unaligned
-from tilewright.ops.runtime.launch import launch
+from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.program import Buffer, Launch, Outcome, Steps
 
 NAME = "quantize_nvfp4"
 SCHEMA = "(Tensor x, Tensor? group_offsets=None, Tensor? tensor_scales=None) -> (Tensor, Tensor)"
@@ -137,44 +134,34 @@ def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 # --- the kernel -----------------------------------------------------------------------------------
 
+CONFIG = QuantizeConfig()
 
-def problem_of(a: QuantizeNvfp4Arguments) -> QuantizeProblem:
+
+def quantize_problem(a: QuantizeNvfp4Arguments) -> QuantizeProblem:
     """The static part of a call; metadata and addresses only."""
-    tensors = {"x_ptr": a.x, "offsets_ptr": a.group_offsets, "tensor_scales_ptr": a.tensor_scales}
-    offsets = a.group_offsets
     return QuantizeProblem(
-        dtype=TRITON_TYPES[a.x.dtype],
         inner=a.x.shape[1],
-        x_stride=a.x.stride(0),
-        num_groups=None if offsets is None else a.num_groups,
-        offsets_dtype=None if offsets is None else TRITON_TYPES[offsets.dtype],
-        tensor_scales=a.tensor_scales is not None,
-        unaligned=unaligned(tensors),
+        x=operand(a.x, a.x.stride(0)),
+        num_groups=None if a.group_offsets is None else a.num_groups,
+        offsets=operand(a.group_offsets),
+        tensor_scales=operand(a.tensor_scales),
     )
 
 
 @cache
-def cached_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
+def _spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
     return quantize_spec(problem, config, target)
 
 
-def launch_quantize_nvfp4(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_nvfp4` on CUDA tensors; see QuantizeNvfp4Arguments."""
-    a = QuantizeNvfp4Arguments(*args, **kwargs)
+def quantize_nvfp4_steps(
+    a: QuantizeNvfp4Arguments, target: Target, config: QuantizeConfig = CONFIG
+) -> Steps:
+    """The steps of a call."""
     packed, scales = fake(a)
-    target = device_target(a.x.device) or SM90
-    problem, config = problem_of(a), QuantizeConfig()
-    spec = cached_spec(problem, config, target.name)
-    grid = quantize_grid(problem, config, a.num_blocks)
-    launch(spec, grid, kernel_values(a, packed, scales), a.x.device)
-    return packed, scales
-
-
-def kernel_values(
-    a: QuantizeNvfp4Arguments, packed: torch.Tensor, scales: torch.Tensor
-) -> dict[str, Any]:
-    """The run-time arguments of the kernel by name."""
-    return {
+    packed = yield Buffer.like(packed)
+    scales = yield Buffer.like(scales)
+    problem = quantize_problem(a)
+    values = {
         "x_ptr": a.x,
         "offsets_ptr": dense(a.group_offsets),
         "tensor_scales_ptr": dense(a.tensor_scales),
@@ -182,12 +169,9 @@ def kernel_values(
         "scales_ptr": scales,
         "num_rows": a.x.shape[0],
     }
-
-
-def plan_quantize_nvfp4(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target; `a` may hold meta tensors."""
-    spec = cached_spec(problem_of(a), QuantizeConfig(), target)
-    return LoweringReport("quantisation kernel", "one pass over x", (spec,))
+    grid = quantize_grid(problem, config, a.num_blocks)
+    yield Launch(_spec(problem, config, target.name), grid, values)
+    return Outcome((packed, scales), "quantisation kernel", "one pass over x")
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -246,16 +230,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.grouped.quantize_nvfp4:launch_quantize_nvfp4",
+                None,
                 frozenset({"cuda"}),
                 lambda arguments: None,
+                build=quantize_nvfp4_steps,
             ),
         ),
         cases=CASES,
         sample_inputs=sample_inputs,
         tolerances={torch.uint8: EXACT, torch.float8_e4m3fn: EXACT},
         error_model="the order of operations is fixed, so every device gives the same bits",
-        plan="tilewright.ops.grouped.quantize_nvfp4:plan_quantize_nvfp4",
     )
 )
 

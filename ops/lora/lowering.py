@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.lora import plan as lora_plan
 from tilewright.codegen.lora.expand_specs import (
     ExpandConfig,
@@ -23,7 +24,6 @@ from tilewright.codegen.lora.shrink_specs import (
     shrink_spec,
 )
 from tilewright.codegen.lora.specs import OrderConfig, RowCounts, RowForm, order_grid, order_spec
-from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -38,7 +38,7 @@ from tilewright.ops.lora.operands import (
 )
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.lora.shrink import fake as fake_shrink
-from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.launch import launch, split_k_scratch
 from tilewright.ops.runtime.recording import noted_scratch, noting_launches
 from tilewright.ops.runtime.replay import Again, call_again

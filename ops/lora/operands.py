@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.lora.expand_specs import ExpandProblem, Projection
 from tilewright.codegen.lora.plan import UNSORTED_ROWS
 from tilewright.codegen.lora.shrink_specs import ShrinkProblem
 from tilewright.codegen.lora.specs import RowCounts, RowForm
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.ops.formats.row_groups import dense
 from tilewright.ops.lora.expand import ExpandArguments
 from tilewright.ops.lora.rows import num_groups

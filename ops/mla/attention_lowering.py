@@ -32,7 +32,7 @@ from tilewright.ops.mla.cudnn import (
     run_library,
 )
 from tilewright.ops.mla.query_lowering import finished_queries, query_specs
-from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.launch import launch
 

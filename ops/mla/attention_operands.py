@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.attention_specs import (
     MASKS,
     STRIDES,
@@ -15,7 +16,6 @@ from tilewright.codegen.mla.attention_specs import (
     AttentionSizes,
 )
 from tilewright.codegen.mla.query_specs import NO_ROTATION, Rotation
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.ops.checks import ArgumentError, check_choice
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 

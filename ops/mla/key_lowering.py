@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla import key_specs as kernels
 from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.mla.checks import FP8, widths

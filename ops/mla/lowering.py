@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.attention_specs import merge_spec
 from tilewright.codegen.mla.plan import uses_library
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -36,7 +36,7 @@ from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
 from tilewright.ops.mla.latent_store import LatentStoreArguments
 from tilewright.ops.mla.operands import Chunk, key_buffers, numbers_problem, up_problem
 from tilewright.ops.mla.prefill import MlaPrefillArguments
-from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.launch import launch
 from tilewright.ops.runtime.recording import noting_launches

@@ -12,7 +12,7 @@ from tilewright.codegen.mla.query_specs import NO_ROTATION, POINTERS, Q_STRIDES,
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, Target
 from tilewright.ops.mla.attention_operands import TMA_BYTES, AttentionCall, QueryRope, address
-from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.launch import launch
 from tilewright.ops.runtime.recording import noted_scratch

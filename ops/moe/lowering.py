@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.grouped.codes_specs import (
     WORD_BYTES,
     CodesConfig,
@@ -35,7 +36,6 @@ from tilewright.codegen.moe.decode import (
 )
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.moe.specs import MoeProblem
-from tilewright.codegen.qkv.heads import cdiv, next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, TARGETS, Target
 from tilewright.ops.contract import LoweringReport
@@ -48,7 +48,7 @@ from tilewright.ops.moe.operands import (
     unsupported,
     up_distance,
 )
-from tilewright.ops.qkv.lowering import device_target
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.launch import launch
 from tilewright.ops.runtime.recording import noted_scratch, noting_launches
 from tilewright.ops.runtime.replay import Again, call_again

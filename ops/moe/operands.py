@@ -15,7 +15,8 @@ from tilewright.codegen.moe.specs import (
     down_problem,
     gemm_obstacle,
 )
-from tilewright.ops.qkv.operands import TRITON_TYPES, unaligned
+from tilewright.ops.qkv.operands import unaligned
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.qkv.heads import next_power_of_2
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.qkv.plan import (
     LoweringChoice,
     LoweringPlan,
@@ -33,7 +33,7 @@ from tilewright.codegen.qkv.specs import (
     tiled_grid,
 )
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90, Target, detect_target
+from tilewright.codegen.targets import SM90, Target
 from tilewright.ops.qkv.cache_store import KvStoreArguments
 from tilewright.ops.qkv.library import (
     WeightRows,
@@ -52,6 +52,7 @@ from tilewright.ops.qkv.operands import (
 )
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, fake
 from tilewright.ops.qkv.quantized_numbers import numbers_rows, weight_numbers, x_numbers
+from tilewright.ops.runtime.device import device_target as device_target
 from tilewright.ops.runtime.launch import launch, split_k_scratch
 
 
@@ -86,12 +87,6 @@ def prepare(a: FusedQkvArguments) -> FusedCall:
 def run(call: FusedCall, choice: LoweringChoice) -> None:
     """Computes a call by one lowering; each call is run once."""
     _RUN[choice.name](call, choice)
-
-
-@cache
-def device_target(device: torch.device) -> Target | None:
-    """The target of a CUDA device; None for a chip without a record."""
-    return detect_target(device.index)
 
 
 @cache

@@ -22,13 +22,13 @@ from tilewright.ops.qkv.lowering import (
     FusedCall,
     cached_epilogue_spec,
     cached_plan,
-    device_target,
     prepare,
     prepare_store,
     project_and_plan,
     store_config,
 )
 from tilewright.ops.qkv.tuning import case_of, device_for, measured_choice
+from tilewright.ops.runtime.device import device_target
 
 
 def plan_fused_qkv_paged(a: Any, target: str) -> LoweringReport:

@@ -20,9 +20,10 @@ from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, remembered, tuned
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.lowering import FusedCall, device_target, prepare, run
+from tilewright.ops.qkv.lowering import FusedCall, prepare, run
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, reference
 from tilewright.ops.qkv.scratch import argument_bytes, scratch_arguments
+from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.isolation import apart
 from tilewright.ops.runtime.timing import capture, interleaved_us
 

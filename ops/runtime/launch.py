@@ -1,4 +1,4 @@
-"""Launching emitted kernels on CUDA tensors: compiled handles, and scratch memory for split K."""
+"""Steps of a call on a GPU: compiled kernels, new memory, and scratch memory for split K."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ from tilewright.codegen.build import (
 )
 from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.runtime import recording
+from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.isolation import apart
-from tilewright.ops.runtime.recording import SplitK, note_launch
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Machine, SplitK, Step
+from tilewright.ops.runtime.recording import note_launch
 
 # Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
@@ -31,7 +35,38 @@ _slabs: dict[int, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
-class Launch:
+class Gpu:
+    """Performs steps on the current stream of a CUDA device."""
+
+    device: torch.device
+
+    @property
+    def target(self) -> Target:
+        return target_of(self.device)
+
+    def perform(self, step: Step) -> Any:
+        match step:
+            case Launch(spec, grid) if 0 not in grid:
+                launcher(spec, grid, self.device)(step.given)
+            case Buffer(shape, dtype):
+                return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            case SplitK(num_tiles, elements):
+                return _split_k_scratch(num_tiles, elements, self.device)
+            case Library(function, tensors):
+                return function(*tensors)
+        return None
+
+    def launcher(self, launch: Launch) -> Callable[[Sequence[Any]], None]:
+        return launcher(launch.spec, launch.grid, self.device)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """What the calls on tensors of a device are performed on."""
+    return Gpu(device)
+
+
+@dataclass(frozen=True)
+class Launcher:
     """One kernel on one grid."""
 
     runner: Callable[..., None]
@@ -51,6 +86,15 @@ class Launch:
         return None
 
 
+def launcher(spec: KernelSpec, grid: Sequence[int], device: torch.device) -> Launcher:
+    """A spec's kernel on a grid, compiled for `device`."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        kernel = compiled_kernel(spec, index)
+        full_grid = (*grid, *(1,) * (3 - len(grid)))
+        return Launcher(kernel[full_grid], index, bool(kernel.metadata.global_scratch_size))
+
+
 def launch(
     spec: KernelSpec, grid: Sequence[int], values: Mapping[str, Any], device: torch.device
 ) -> None:
@@ -61,13 +105,8 @@ def launch(
     """
     if 0 in grid:
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with torch.cuda.device(index):
-        kernel = compiled_kernel(spec, index)
-        full_grid = (*grid, *(1,) * (3 - len(grid)))
-        made = Launch(kernel[full_grid], index, bool(kernel.metadata.global_scratch_size))
-        given = tuple(values[name] for name, _ in spec.signature)
-        made(given)
+    made, given = launcher(spec, grid, device), tuple(values[name] for name, _ in spec.signature)
+    made(given)
     note_launch(made, given)
 
 
@@ -105,7 +144,7 @@ def split_k_scratch(
     that no other launch has, since its graph may be replayed on any stream.
     """
     made = _split_k_scratch(num_tiles, elements_per_tile, device)
-    note_launch(SplitK(num_tiles, elements_per_tile), made)
+    note_launch(recording.SplitK(num_tiles, elements_per_tile), made)
     return made
 
 

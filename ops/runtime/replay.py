@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.runtime import program as program_steps
 from tilewright.ops.runtime.launch import split_k_scratch
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Machine, Program
 from tilewright.ops.runtime.recording import LibraryCall, Noted, Scratch, SplitK
 
 Again = Callable[..., Any]
@@ -81,6 +83,30 @@ class _Layout:
         where the view does if there is one."""
         named = self.given[_storage(tensor)]
         return next((g for g in named if g.address == tensor.data_ptr()), named[0])
+
+
+def repeat(
+    program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], machine: Machine
+) -> Again | None:
+    """Performs a program's steps once more for a call with such arguments: see `call_again`."""
+    if not program.repeatable:
+        return None
+    result = program.outcome.result
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    made = {_storage(tensor) for tensor in results}
+    noted: list[Noted] = []
+    for step, answer in program.steps:
+        match step:
+            case Buffer() if _storage(answer) not in made:
+                noted.append((Scratch(), (answer,)))
+            case program_steps.SplitK(tiles, elements):
+                noted.append((SplitK(tiles, elements), answer))
+            case Library(function, tensors, makes):
+                filled = () if makes is None else (answer,)
+                noted.append((LibraryCall(function, makes is not None), (*filled, *tensors)))
+            case Launch(_, grid) if 0 not in grid:
+                noted.append((machine.launcher(step), step.given))
+    return call_again(noted, args, kwargs, result)
 
 
 def call_again(

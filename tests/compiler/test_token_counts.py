@@ -19,8 +19,8 @@ from torch._inductor import compile_fx
 from tilewright.codegen.qkv.plan import candidates, fused_choice
 from tilewright.compiler import backend, reports
 from tilewright.ops.qkv import launch as launches
-from tilewright.ops.qkv.lowering import device_target
 from tilewright.ops.runtime import launch as kernel_launch
+from tilewright.ops.runtime.device import device_target
 
 K, HQ, HKV, D, LAYERS = 2048, 4, 1, 128, 2
 PAGES, PAGE, CONTEXT = 64, 16, 512

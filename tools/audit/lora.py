@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.lora import expand_specs as lora_expand_kernels
 from tilewright.codegen.lora import shrink_specs as lora_shrink_kernels
@@ -15,7 +16,6 @@ from tilewright.codegen.lora.library_plan import library_shrink, planes_spec
 from tilewright.codegen.lora.plan import UNSORTED_ROWS, plan_expand, plan_shrink
 from tilewright.codegen.lora.shrink_specs import FewShrink, ShrinkProblem, TiledShrink
 from tilewright.codegen.lora.specs import RowForm
-from tilewright.codegen.qkv.heads import next_power_of_2
 from tilewright.codegen.targets import Target
 from tilewright.tools.audit.cases import MMA_ROWS, AuditCase
 

@@ -6,24 +6,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.grouped.codes_specs import CodesConfig
-from tilewright.codegen.grouped.nvfp4_specs import (
-    Nvfp4Problem,
-    QuantizeConfig,
-    QuantizeProblem,
-    nvfp4_config,
-    nvfp4_spec,
-    quantize_spec,
-)
 from tilewright.codegen.grouped.scaled_specs import CODE_TYPE
 from tilewright.codegen.moe import specs as kernels
 from tilewright.codegen.moe.decode import decode_specs, decoded_problem
 from tilewright.codegen.moe.plan import plan_moe
 from tilewright.codegen.moe.specs import ExpertLayout, GemmConfig, MoeProblem
-from tilewright.codegen.qkv.heads import cdiv
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.formats.scale_layout import layout_shape
+from tilewright.ops.grouped import nvfp4_matmul, quantize_nvfp4
 from tilewright.ops.grouped.lowering import chosen
+from tilewright.ops.grouped.nvfp4_matmul import Nvfp4MatmulArguments
+from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
 from tilewright.ops.moe.lowering import specs
 from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase
 
@@ -210,25 +209,46 @@ def nvfp4_mma(target: Target) -> str:
     return "nvfp4" if target.has("block_scaled_mma") else "bf16"
 
 
-def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
-    problem = Nvfp4Problem(
-        NVFP4_EXPERTS, NVFP4_EXPERTS, rows, inner, inner // 2, rows * inner // 2, inner // 2
+def nvfp4_arguments(num_rows: int, rows: int, inner: int) -> Nvfp4MatmulArguments:
+    """A call with NVFP4_EXPERTS groups, without memory."""
+    index = torch.empty(NVFP4_EXPERTS + 1, dtype=torch.int32, device="meta")
+    packed = index.new_empty((num_rows, inner // 2), dtype=torch.uint8)
+    scales = index.new_empty(layout_shape(num_rows, inner // 16), dtype=torch.float8_e4m3fn)
+    b_shape = layout_shape(rows, inner // 16, (NVFP4_EXPERTS,))
+    return Nvfp4MatmulArguments(
+        a=packed,
+        b=packed.new_empty((NVFP4_EXPERTS, rows, inner // 2)),
+        a_scales=scales,
+        b_scales=scales.new_empty(b_shape),
+        group_offsets=index,
+        group_scale_offsets=index[1:],
+        expert_ids=index[1:],
+        expert_scales=index[1:].float(),
     )
+
+
+def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
     for per_group in ROWS_PER_GROUP:
-        config = nvfp4_config(problem, per_group * NVFP4_EXPERTS, target)
-        yield nvfp4_case(f"nvfp4 {rows}x{inner} rows={per_group}", problem, config, target)
-    rounding = QuantizeProblem("bf16", inner, inner, NVFP4_EXPERTS, "i32", True)
-    spec = quantize_spec(rounding, QuantizeConfig(), target.name)
+        a = nvfp4_arguments(per_group * NVFP4_EXPERTS, rows, inner)
+        (spec,) = nvfp4_matmul.OP.plan_for(a, target.name).specs
+        yield nvfp4_case(f"nvfp4 {rows}x{inner} rows={per_group}", spec, target)
+    x = torch.empty((NVFP4_EXPERTS, inner), dtype=torch.bfloat16, device="meta")
+    scales = x.new_empty(NVFP4_EXPERTS, dtype=torch.float32)
+    rounding = QuantizeNvfp4Arguments(x, a.group_offsets, scales)
+    (spec,) = quantize_nvfp4.OP.plan_for(rounding, target.name).specs
     yield AuditCase(f"nvfp4 {inner} quantise", spec, Expectations())
 
 
-def nvfp4_case(name: str, problem: Nvfp4Problem, config: GemmConfig, target: Target) -> AuditCase:
+def nvfp4_case(name: str, spec: KernelSpec, target: Target) -> AuditCase:
     """The case of one NVFP4 x NVFP4 kernel; on a chip that multiplies the format itself it may not
     do anything else."""
-    scaled = target.has("block_scaled_mma")
-    spec = nvfp4_spec(problem, config, target.name, block_scaled=scaled)
-    claims = replace(
-        gemm_claims(nvfp4_mma(target), config, memory_bound=config.swapped),
-        row_scales_reason=ROW_SCALES_REASON if config.swapped else "",
+    swapped, specialised = spec.constant("SWAPPED"), bool(spec.constant("WARP_SPECIALIZE"))
+    claims = Expectations(
+        mma=nvfp4_mma(target),
+        tma_loads=True,
+        warp_specialized=specialised,
+        stack_bytes=SPECIALISED_STACK_BYTES if specialised else 0,
+        memory_bound=bool(swapped),
+        row_scales_reason=ROW_SCALES_REASON if swapped else "",
     )
-    return AuditCase(f"{name}: {config}", spec, claims)
+    return AuditCase(name, spec, claims)

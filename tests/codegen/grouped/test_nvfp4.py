@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.interpreted import interpret
 from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.grouped.nvfp4_specs import Nvfp4Problem, nvfp4_spec
+from tilewright.codegen.grouped.nvfp4_specs import nvfp4_spec
 from tilewright.codegen.moe.specs import GemmConfig
-from tilewright.codegen.targets import TARGETS
-from tilewright.ops.grouped import nvfp4_lowering as nvfp4_lowerings
 from tilewright.ops.grouped import nvfp4_matmul as op
+from tilewright.ops.grouped.nvfp4_lowering import nvfp4_problem
 
 CONFIGS = {
     "tiled": GemmConfig(128, 128, 128, False, 4, 2),
@@ -22,10 +22,7 @@ CONFIGS = {
 
 
 def run(a, config, block_scaled):
-    problem = Nvfp4Problem(
-        a.b.shape[0], a.num_groups, a.b.shape[1], 2 * a.b.shape[2], a.a.stride(0), a.b.stride(0),
-        a.b.stride(1),
-    )  # fmt: skip
+    problem = nvfp4_problem(a)
     out = torch.full((a.a.shape[0], a.b.shape[1]), float("nan"), dtype=torch.bfloat16)
     spec = nvfp4_spec(problem, config, "sm100", block_scaled=block_scaled)
     load_interpreted(spec)[(3,)](
@@ -48,22 +45,12 @@ def test_kernel_computes_the_op(case, config, block_scaled):
     assert got[end:].isnan().all()
 
 
-def test_numbers_of_groups_and_experts_may_lie_apart(monkeypatch):
-    def interpret(spec, grid, values, device):
-        load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
-
-    few = type("Properties", (), {"multi_processor_count": 2})
-    monkeypatch.setattr(nvfp4_lowerings, "launch", interpret)
-    monkeypatch.setattr(nvfp4_lowerings, "device_target", lambda device: TARGETS["sm90"])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+def test_numbers_of_groups_and_experts_may_lie_apart():
     a = op.sample_inputs(op.CASES[2])
     names = ("group_offsets", "group_scale_offsets", "expert_ids", "expert_scales")
     given = {name: getattr(a, name) for name in names}
     apart = {name: torch.stack((t, t + 1), 1)[:, 0] for name, t in given.items()}
-    results = []
-    for arguments in (a, replace(a, **apart)):
-        args, options = op.OP.split(arguments)
-        results.append(nvfp4_lowerings.launch_grouped_nvfp4(*args, **options))
+    results = [interpret(op.OP, each).outcome.result for each in (a, replace(a, **apart))]
     assert torch.equal(*results)
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig, quantize_grid, quantize_spec
+from tests.interpreted import Interpreter
+from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig
+from tilewright.codegen.targets import SM100
 from tilewright.ops import ArgumentError, grouped_matmul_dynamic_scaled_nvfp4
 from tilewright.ops import quantize_nvfp4 as quantize
 from tilewright.ops.contract import get_op
@@ -18,27 +19,19 @@ from tilewright.ops.grouped.quantize_nvfp4 import (
     CASES,
     QuantizeCase,
     QuantizeNvfp4Arguments,
-    fake,
-    kernel_values,
-    problem_of,
+    quantize_nvfp4_steps,
     reference,
     sample_inputs,
 )
+from tilewright.ops.runtime.program import drive
 
 OP = get_op("quantize_nvfp4")
 
 
 def run(a, block_r=32, block_c=128):
     """(packed, scales) as the kernel writes them over memory that holds other bytes."""
-    packed, scales = fake(a)
-    packed.fill_(0xAB)
-    scales.view(torch.uint8).fill_(0xCD)
-    problem, config = problem_of(a), QuantizeConfig(block_r, block_c)
-    spec = quantize_spec(problem, config, "sm100")
-    grid = quantize_grid(problem, config, a.num_blocks)
-    values = kernel_values(a, packed, scales)
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
-    return packed, scales
+    steps = quantize_nvfp4_steps(a, SM100, QuantizeConfig(block_r, block_c))
+    return drive(steps, Interpreter()).outcome.result
 
 
 def check(a, block_r=32, block_c=128):

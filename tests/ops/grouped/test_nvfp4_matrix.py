@@ -181,7 +181,7 @@ def test_interpreted_sm100_source(case):
     of the second an eighth."""
     small = case.shrunk(144, 288)
     a, x = arguments(small, "cpu")
-    problem = nvfp4_lowerings.problem_of(a)
+    problem = nvfp4_lowerings.nvfp4_problem(a)
     config = nvfp4_config(problem, x.shape[0], SM100)
     spec = nvfp4_spec(problem, config, "sm100", block_scaled=True)
     out = torch.zeros(x.shape[0], small.rows, dtype=torch.bfloat16)

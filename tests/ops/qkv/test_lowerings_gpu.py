@@ -16,10 +16,11 @@ from tilewright.codegen.qkv.plan import (
     plan_fused_qkv,
 )
 from tilewright.ops.qkv import cache_store, qkv_cache
-from tilewright.ops.qkv.lowering import device_target, prepare, run
+from tilewright.ops.qkv.lowering import prepare, run
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime import launch as kernel_launch
+from tilewright.ops.runtime.device import device_target
 
 pytestmark = [
     pytest.mark.gpu,

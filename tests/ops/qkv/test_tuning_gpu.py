@@ -12,9 +12,10 @@ from tilewright.codegen.qkv.plan import HERE
 from tilewright.compiler import lower
 from tilewright.ops.qkv import launch as launches
 from tilewright.ops.qkv import tuning
-from tilewright.ops.qkv.lowering import device_target, prepare
+from tilewright.ops.qkv.lowering import prepare
 from tilewright.ops.qkv.qkv_cache import OP
 from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.runtime.device import device_target
 
 pytestmark = [
     pytest.mark.gpu,

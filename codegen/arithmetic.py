@@ -1,0 +1,19 @@
+"""Whole numbers that problems, plans and launch grids are made of."""
+
+from __future__ import annotations
+
+# Bytes of one element, by Triton dtype name.
+ELEMENT_BYTES = {
+    "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8e4nv": 1, "fp8e5": 1,
+    "i8": 1, "u8": 1, "i32": 4, "u32": 4, "i64": 8,
+}  # fmt: skip
+INT32_MAX = 2**31 - 1
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)

@@ -1,0 +1,19 @@
+"""A tensor as a kernel's problem knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What is static about one tensor of a call. A problem holds None for a tensor that is absent.
+
+    dtype: Triton's name, "bf16". strides: in elements; a problem that does not build on them leaves
+    them out, so that calls which differ in nothing else share a plan. aligned: the first element
+    lies at whole 16 bytes.
+    """
+
+    dtype: str
+    strides: tuple[int, ...] = ()
+    aligned: bool = True

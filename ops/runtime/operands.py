@@ -1,0 +1,31 @@
+"""Tensors of a call as its problem knows them."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+
+from tilewright.codegen.operand import Operand
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
+
+ALIGNMENT = 16  # bytes
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the first element lies at whole 16 bytes; that of a meta tensor does."""
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
+@overload
+def operand(tensor: torch.Tensor, *strides: int) -> Operand: ...
+@overload
+def operand(tensor: None, *strides: int) -> None: ...
+@overload
+def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None: ...
+def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
+    """The tensor as an operand with the strides that a problem builds on; None where there is no
+    tensor."""
+    if tensor is None:
+        return None
+    return Operand(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
