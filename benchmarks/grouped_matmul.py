@@ -30,7 +30,7 @@ from timing import Call, capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig, quantize_grid, quantize_spec
+from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig
 from tilewright.codegen.grouped.plan import DECODED_ROWS, grouped_config
 from tilewright.codegen.grouped.specs import (
     DequantizeConfig,
@@ -48,10 +48,9 @@ from tilewright.ops.grouped.lowering import chosen, kernel_values
 from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments, fake
 from tilewright.ops.grouped.operands import grouped_problem
 from tilewright.ops.grouped.quantize_nvfp4 import OP as QUANTIZE
-from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments, quantize_problem
-from tilewright.ops.grouped.quantize_nvfp4 import fake as fake_codes
-from tilewright.ops.grouped.quantize_nvfp4 import kernel_values as quantize_values
-from tilewright.ops.runtime.launch import launch
+from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments, quantize_nvfp4_steps
+from tilewright.ops.runtime.launch import launch, machine_of
+from tilewright.ops.runtime.program import drive
 
 KEPT = (
     "qwen3/up/dense/1,16,128,1024,8192", "qwen3/down/dense/1,16,128,1024,8192",
@@ -265,7 +264,7 @@ def quantise_specs() -> list[KernelSpec]:
         ends = torch.empty(129, dtype=torch.int32, device=DEVICE)
         grouped = QuantizeNvfp4Arguments(x, ends, torch.ones(128, device=DEVICE))
         for a in (grouped, QuantizeNvfp4Arguments(x)):
-            made.append(quantize_spec(quantize_problem(a), QuantizeConfig(), SM90.name))
+            made += QUANTIZE.plan_for(a, SM90.name).specs
     return made
 
 
@@ -300,10 +299,8 @@ def quantise(sweep: bool) -> list[dict[str, Any]]:
 
 
 def codes(a: QuantizeNvfp4Arguments, config: QuantizeConfig) -> Call:
-    problem = quantize_problem(a)
-    spec = quantize_spec(problem, config, SM90.name)
-    grid = quantize_grid(problem, config, a.num_blocks)
-    return lambda: launch(spec, grid, quantize_values(a, *fake_codes(a)), DEVICE)
+    machine = machine_of(DEVICE)
+    return lambda: drive(quantize_nvfp4_steps(a, SM90, config), machine)
 
 
 def compile_all(wanted: list[KernelSpec]) -> None:
