@@ -84,8 +84,8 @@ class KernelSpec:
     kernels are equal specs with equal hashes.
 
     Attributes:
-        template: `family.module` in tilewright.codegen.<family>.templates, or a full dotted
-            module path.
+        template: `family.module` in tilewright.codegen.<family>.templates, or any other module by
+            the name that it is imported by.
         kernel: name of the module's `@triton.jit` function.
         constants: (constexpr parameter, value), sorted by name.
         signature: (run-time parameter, Triton type), in the kernel's own order.
@@ -243,11 +243,11 @@ class KernelSpec:
     @property
     def module(self) -> str:
         """Dotted path of the template module."""
+        here = Path(__file__).parent
         family, _, name = self.template.rpartition(".")
-        if not family:
-            return f"tilewright.codegen.templates.{name}"
-        if (Path(__file__).parent / family / "templates").is_dir():
-            return f"tilewright.codegen.{family}.templates.{name}"
+        if (here / family / "templates" / f"{name}.py").is_file():
+            room = f"{family}.templates" if family else "templates"
+            return f"tilewright.codegen.{room}.{name}"
         return self.template
 
     @cached_property

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from add_rms_norm_kernel import add_rms_norm_steps, unsupported
 from torch.nn import functional
 
 from tilewright.compiler import lower, reports
 from tilewright.ops import contract
 from tilewright.ops.checks import check_dtype, check_shape
-from tilewright.ops.contract import FusedOp, Tolerance
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance
 from tilewright.patterns import effects, language
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.language import Match, Result, Stage, reject
@@ -75,7 +76,9 @@ contract.register(
         validate_values=lambda a: None,
         fake=lambda a: torch.empty_like(a.y),
         reference=reference,
-        lowerings=(),
+        lowerings=(
+            Lowering("kernel", None, frozenset({"cuda"}), unsupported, build=add_rms_norm_steps),
+        ),
         cases=(torch.bfloat16, torch.float32),
         sample_inputs=sample_inputs,
         tolerances={

@@ -173,7 +173,8 @@ def _imports(module: str, node: ast.Import | ast.ImportFrom) -> dict[str, Extern
         source = ".".join([*parents, source] if source else parents)
     if source.split(".")[0] in ("triton", "math"):
         return {a.asname or a.name: External(f"{source}.{a.name}") for a in node.names}
-    sibling = source.rpartition(".")[0] == module.rpartition(".")[0]
+    package = module.rpartition(".")[0]
+    sibling = package and source.rpartition(".")[0] == package
     if sibling or "templates" in source.split("."):  # another template
         return {a.asname or a.name: Imported(source, a.name) for a in node.names}
     return {}

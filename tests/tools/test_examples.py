@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.interpreted import interpret
+from tilewright.codegen.audit import check
+from tilewright.codegen.build import compile_for
+from tilewright.codegen.targets import SM100
 from tilewright.compiler import lower
+from tilewright.ops import contract
 from tilewright.patterns import language
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +46,9 @@ def swiglu():
 
 @pytest.fixture(scope="module")
 def post_norm():
-    yield from registered_example("post_norm_pattern", "add_rms_norm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)  # as for `python examples/post_norm_pattern.py`
+        yield from registered_example("post_norm_pattern", "add_rms_norm")
 
 
 @pytest.fixture(autouse=True)
@@ -185,8 +192,28 @@ def test_the_weight_of_a_norm_is_computed_where_the_graph_has_none(post_norm):
 def test_the_example_with_a_norm_runs(post_norm, capsys):
     post_norm.main()
     said = capsys.readouterr().out
-    assert "* x3  add_rms_norm  y=[10, 64] eps=1e-06  [reference]" in said
+    assert "* x3  add_rms_norm  y=[10, 64] eps=1e-06  [norm kernel]" in said
     assert "3 sites; error " in said
+
+
+@pytest.mark.parametrize("hidden", [64, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_of_an_example_computes_its_op(post_norm, dtype, hidden):
+    op, generator = contract.get_op("examples::add_rms_norm"), torch.Generator().manual_seed(0)
+    y, s = (torch.randn(7, 2 * hidden, generator=generator).to(dtype)[:, :hidden] for _ in "ys")
+    a = op.arguments(y, s, torch.rand(hidden, generator=generator).to(dtype), 1e-6)
+    out = interpret(op, a).outcome.result
+    wide = op.arguments(*(t.double() for t in (a.y, a.s, a.weight)), a.eps)
+    problem = op.tolerances[dtype].problem(out, op.reference(wide))
+    assert problem is None, problem
+
+
+def test_the_kernel_of_an_example_passes_the_audit(post_norm):
+    from add_rms_norm_kernel import CLAIMS
+
+    op = contract.get_op("examples::add_rms_norm")
+    (spec,) = op.plan_for(op.sample_inputs(torch.bfloat16), "sm100").specs
+    assert check(compile_for(spec).audit, SM100, CLAIMS) == []
 
 
 def test_an_argument_that_scratch_writes_is_refused(post_norm, monkeypatch):

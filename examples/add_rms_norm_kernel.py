@@ -1,0 +1,171 @@
+"""The kernel of `examples::add_rms_norm`, from its template to the steps of a call, in one file.
+
+In the package each part is a file of the family's folder; docs/adding-a-pattern.md goes through
+them. Dimension letters: T tokens, K hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.audit import Expectations
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.program import Buffer, Launch, Outcome, Steps
+
+# --- template -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_rms_norm(
+    y_ptr, s_ptr, weight_ptr, out_ptr, num_tokens,
+    HIDDEN: tl.constexpr, Y_STRIDE: tl.constexpr, S_STRIDE: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [T, HIDDEN] = RMS norm of y + s, times weight [HIDDEN], in fp32.
+
+    Grid (cdiv(T, BLOCK_T),). Strides are those of rows; columns are contiguous.
+    """
+    tokens = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    mask = (tokens < num_tokens) & (columns < HIDDEN)
+    y = tl.load(y_ptr + tokens * Y_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(s_ptr + tokens * S_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0).to(tl.float32)
+    total = y + s
+    mean = tl.sum(total * total, axis=1)[:, None] / HIDDEN
+    normed = total * tl.rsqrt(mean + EPS) * weight
+    out = out_ptr + tokens * HIDDEN + columns
+    tl.store(out, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# --- problem ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormProblem:
+    """What is static about a call. y, s: strides (row,)."""
+
+    hidden: int
+    eps: float
+    y: Operand
+    s: Operand
+    weight: Operand
+
+
+# --- specs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Tokens of one program."""
+
+    block_t: int
+    num_warps: int
+
+
+@cache
+def norm_spec(problem: NormProblem, config: NormConfig, target: str) -> KernelSpec:
+    return KernelSpec.of(
+        "add_rms_norm_kernel",  # the module of the template
+        "add_rms_norm",
+        {
+            "HIDDEN": problem.hidden,
+            "Y_STRIDE": problem.y.strides[0],
+            "S_STRIDE": problem.s.strides[0],
+            "EPS": problem.eps,
+            "BLOCK_T": config.block_t,
+            "BLOCK_K": next_power_of_2(problem.hidden),
+        },
+        {
+            "y_ptr": problem.y,
+            "s_ptr": problem.s,
+            "weight_ptr": problem.weight,
+            "out_ptr": Operand(problem.y.dtype),
+            "num_tokens": "i32",
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        target=target,
+    )
+
+
+def norm_grid(config: NormConfig, num_tokens: int) -> tuple[int]:
+    return (cdiv(num_tokens, config.block_t),)
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+# Elements of a program: enough loads in flight, few enough registers.
+TILE = 4096
+
+
+def norm_plan(problem: NormProblem, num_tokens: int, target: Target) -> NormConfig:
+    """As many tokens as fill a tile, where that leaves a program for each multiprocessor."""
+    most = max(TILE // next_power_of_2(problem.hidden), 1)
+    while most > 1 and cdiv(num_tokens, most) < target.num_sms:
+        most //= 2
+    return NormConfig(most, 4 if problem.hidden <= TILE else 8)
+
+
+# --- operands: from the arguments to the problem --------------------------------------------------
+
+# A row is held in registers.
+MAX_HIDDEN = 16384
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unsupported(a: Any) -> str | None:
+    """Why the kernel cannot take a call; None where it can. Metadata only."""
+    if a.y.dtype not in DTYPES:
+        return f"no kernel for {a.y.dtype}"
+    if a.y.shape[1] > MAX_HIDDEN:
+        return f"rows of {a.y.shape[1]} columns; at most {MAX_HIDDEN} fit"
+    if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in (a.y, a.s, a.weight)):
+        return "columns are not contiguous"
+    return None
+
+
+def norm_problem(a: Any) -> NormProblem:
+    return NormProblem(
+        hidden=a.y.shape[1],
+        eps=a.eps,
+        y=operand(a.y, a.y.stride(0)),
+        s=operand(a.s, a.s.stride(0)),
+        weight=operand(a.weight),
+    )
+
+
+# --- lowering -----------------------------------------------------------------------------------
+
+
+def add_rms_norm_steps(a: Any, target: Target) -> Steps:
+    """The steps of a call: memory for the result, one launch."""
+    problem, num_tokens = norm_problem(a), a.y.shape[0]
+    config = norm_plan(problem, next_power_of_2(num_tokens), target)
+    out = yield Buffer(a.y.shape, a.y.dtype)
+    values = {
+        "y_ptr": a.y,
+        "s_ptr": a.s,
+        "weight_ptr": a.weight,
+        "out_ptr": out,
+        "num_tokens": num_tokens,
+    }
+    spec = norm_spec(problem, config, target.name)
+    yield Launch(spec, norm_grid(config, num_tokens), values)
+    return Outcome(out, "norm kernel", f"{config.block_t} tokens a program")
+
+
+# --- audit --------------------------------------------------------------------------------------
+
+#: What the kernel's machine code has to show: no GEMM and no loop, so only the limits of the chip.
+CLAIMS = Expectations()
