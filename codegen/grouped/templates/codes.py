@@ -17,8 +17,7 @@ from tilewright.codegen.grouped.templates.gemm import (
     group_tiles,
     tile_place,
 )
-from tilewright.codegen.moe.templates.gemm import activate
-from tilewright.codegen.qkv.templates.projection import part_of
+from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.codes import code_unit
 from tilewright.codegen.templates.expert_weights import (
     e2m1_codes,
@@ -27,6 +26,7 @@ from tilewright.codegen.templates.expert_weights import (
     place_in_order,
     rows_in_order,
 )
+from tilewright.codegen.templates.parts import part_of
 
 
 @triton.jit

@@ -16,9 +16,9 @@ from tilewright.codegen.grouped.templates.gemm import (
     group_tiles,
     tile_place,
 )
-from tilewright.codegen.mla.templates.entries import quantized_groups
-from tilewright.codegen.moe.templates.gemm import activate
+from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.expert_weights import block_scales
+from tilewright.codegen.templates.fp8_groups import quantized_groups
 
 
 @triton.jit

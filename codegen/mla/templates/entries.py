@@ -7,7 +7,8 @@ of every pair.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.templates.fp8_groups import quantized_groups
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit
@@ -244,27 +245,6 @@ def finished_entries(
         wide = wide * tl.rsqrt(mean + NORM_EPS)[:, None]
         latent = (wide * weight[None, :]).to(DTYPE)
     return latent, low, high
-
-
-@triton.jit
-def quantized_groups(
-    latent, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_L: tl.constexpr
-):  # fmt: skip
-    """(codes [rows, BLOCK_L], scales [rows, BLOCK_L / GROUP]) of latents; CAP 0: none.
-
-    Zero codes where the scale's inverse is not a finite number.
-    """
-    ROWS: tl.constexpr = latent.shape[0]
-    groups = tl.reshape(latent.to(tl.float32), (ROWS, BLOCK_L // GROUP, GROUP))
-    largest = tl.max(tl.abs(groups), axis=2)
-    bound = largest
-    if CAP > 0.0:
-        bound = tl.minimum(largest, CAP)
-    scale = tl.math.div_rn(bound, tl.full(bound.shape, 448.0, tl.float32))
-    inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    inverse = tl.where((largest == 0.0) | (inverse == float("inf")), 0.0, inverse)
-    codes = rounded(groups * inverse[:, :, None], tl.float8e4nv)
-    return tl.reshape(codes, (ROWS, BLOCK_L)), scale
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.mla.templates.entries import load_pairs, pair_angles, turned_by
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from tilewright.codegen.mla.templates.entries import load_pairs, store_pairs, turned_pairs
 from tilewright.codegen.mla.templates.latent import token_positions
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit

@@ -9,7 +9,7 @@ values' dtype or saturated to 8-bit floats.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit

@@ -18,7 +18,7 @@ of a rotation, and K may be split with a reduction of fixed order.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.qkv.templates.epilogue import add_bias_and_norm, rotate_and_store
 from tilewright.codegen.qkv.templates.loads import (
     grouped,
     load_bias,
@@ -29,6 +29,7 @@ from tilewright.codegen.qkv.templates.loads import (
     pair_dims,
     token_rows,
 )
+from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
 
 
@@ -46,21 +47,6 @@ def split_pairs(
         low = tl.reshape(low, (ROWS, HEADS, HEAD_DIM // 2))
         high = tl.reshape(high, (ROWS, HEADS, HEAD_DIM // 2))
     return low, high
-
-
-@triton.jit
-def part_of(values, part: tl.constexpr, PARTS: tl.constexpr):
-    """Columns of the part-th of PARTS (1, 2 or 4) equal parts of [rows, columns]."""
-    if PARTS > 1:
-        ROWS: tl.constexpr = values.shape[0]
-        WIDTH: tl.constexpr = values.shape[1] // 2
-        first, second = tl.split(tl.permute(tl.reshape(values, (ROWS, 2, WIDTH)), (0, 2, 1)))
-        values = first if part < PARTS // 2 else second
-        if PARTS == 4:
-            halves = tl.permute(tl.reshape(values, (ROWS, 2, WIDTH // 2)), (0, 2, 1))
-            first, second = tl.split(halves)
-            values = first if part % 2 == 0 else second
-    return values
 
 
 @triton.jit

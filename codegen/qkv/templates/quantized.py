@@ -15,7 +15,7 @@ put into their order (`x_in_order`).
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.qkv.templates.epilogue import add_bias_and_norm, rotate_and_store
 from tilewright.codegen.qkv.templates.loads import (
     grouped,
     load_bias,
@@ -26,7 +26,7 @@ from tilewright.codegen.qkv.templates.loads import (
     pair_dims,
     token_rows,
 )
-from tilewright.codegen.qkv.templates.projection import part_of, reduce_partials, stride_of
+from tilewright.codegen.qkv.templates.projection import reduce_partials, stride_of
 from tilewright.codegen.templates.codes import (
     code_unit,
     codes_in_order,
@@ -34,6 +34,7 @@ from tilewright.codegen.templates.codes import (
     load_blocks,
     x_in_order,
 )
+from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.places import KEY, QUERY, head_of_tile, store_target
 
 
