@@ -14,11 +14,10 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.codegen.emit import source as template_source
-from tilewright.codegen.emit.copies import remove_copies
 from tilewright.codegen.emit.evaluator import PartialEvaluator
 from tilewright.codegen.emit.layout import unparse
-from tilewright.codegen.emit.liveness import remove_dead
 from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
+from tilewright.codegen.emit.tidy import tidy
 from tilewright.codegen.emit.values import DTYPES, TL, literal
 from tilewright.codegen.spec import KernelSpec, is_integer
 
@@ -27,15 +26,14 @@ _EMITTER_FILES = (
     "../spec.py",
     "__init__.py",
     "control_flow.py",
-    "copies.py",
     "evaluator.py",
     "expressions.py",
     "index_math.py",
     "layout.py",
-    "liveness.py",
     "rules.py",
     "source.py",
     "statements.py",
+    "tidy.py",
     "values.py",
 )
 
@@ -77,8 +75,7 @@ def _emit(spec: KernelSpec) -> str:
     evaluator = PartialEvaluator(spec, library)
     parameters, body = evaluator.kernel(function)
     helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]
-    body = remove_dead(remove_copies(remove_dead(body), parameters))
-    kernel = _function(spec, function, parameters, body)
+    kernel = _function(spec, function, parameters, tidy(body, parameters))
     imports = _extra_imports(evaluator.externals)
     text = _assemble(spec, function, [*helpers, kernel], imports)
     _check_names(spec, text)

@@ -14,10 +14,10 @@ from dataclasses import replace
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.control_flow import ControlFlow, assigned_names
 from tilewright.codegen.emit.expressions import Scope
-from tilewright.codegen.emit.liveness import has_side_effects, is_impure_call
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
 from tilewright.codegen.emit.statements import is_constexpr, stored
+from tilewright.codegen.emit.tidy import has_side_effects, is_impure_call
 from tilewright.codegen.emit.values import TL, Value, literal
 from tilewright.codegen.spec import KernelSpec, is_integer, is_pointer
 
