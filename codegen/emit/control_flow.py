@@ -13,7 +13,7 @@ import sympy
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import External
-from tilewright.codegen.emit.statements import StatementEvaluator, is_constexpr, stored
+from tilewright.codegen.emit.statements import Statements, is_constexpr, stored
 from tilewright.codegen.emit.values import TL, Value
 
 # tl.static_range is unrolled up to this many statements; above it stays a loop.
@@ -29,8 +29,8 @@ _IDLE_LOOP_OPTIONS = {
 }
 
 
-class ControlFlow(StatementEvaluator):
-    """Adds `if`, `for` and `while`."""
+class ControlFlow(Statements):
+    """The part of the evaluator for `if`, `for` and `while`."""
 
     def _do_if(self, node: ast.If) -> bool:
         test = self._root(node.test)

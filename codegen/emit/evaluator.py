@@ -15,20 +15,15 @@ from tilewright.codegen.emit import values
 from tilewright.codegen.emit.control_flow import ControlFlow, assigned_names
 from tilewright.codegen.emit.expressions import Scope
 from tilewright.codegen.emit.rules import Folded
-from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
+from tilewright.codegen.emit.source import EmitError, External, JitFunction
 from tilewright.codegen.emit.statements import is_constexpr, stored
 from tilewright.codegen.emit.tidy import has_side_effects, is_impure_call
 from tilewright.codegen.emit.values import TL, Value, literal
-from tilewright.codegen.spec import KernelSpec, is_integer, is_pointer
+from tilewright.codegen.spec import is_integer, is_pointer
 
 
 class PartialEvaluator(ControlFlow):
     """Evaluates one kernel of a template for one spec."""
-
-    def __init__(self, spec: KernelSpec, library: Library) -> None:
-        super().__init__(library, spec.grid)
-        self.spec = spec
-        self._assigned: dict[JitFunction, set[str]] = {}
 
     def kernel(self, function: JitFunction) -> tuple[list[str], list[ast.stmt]]:
         """(run-time parameters, body) of the kernel with the spec's constants filled in."""
@@ -90,9 +85,7 @@ class PartialEvaluator(ControlFlow):
         first = len(self.body)
         scope = Scope(function, runtime_depth=0)
         outer = self.scope
-        if function not in self._assigned:
-            self._assigned[function] = assigned_names(function.node.body)
-        assigned = self._assigned[function]
+        assigned = assigned_names(function.node.body)
         for name, folded, annotation in self._arguments(function, call):
             if folded.value.literal or (_is_simple(folded.node) and name not in assigned):
                 scope.bindings[name] = folded

@@ -7,24 +7,14 @@ import copy
 from collections.abc import Sequence
 
 from tilewright.codegen.emit import values
-from tilewright.codegen.emit.expressions import BUILTIN_NAMES, Folder
+from tilewright.codegen.emit.expressions import Expressions
 from tilewright.codegen.emit.rules import Folded
-from tilewright.codegen.emit.source import External, JitFunction, Library
+from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.values import NOTHING, TL, constant, literal
 
-RESERVED_NAMES = BUILTIN_NAMES | {"tl", "triton", "math", "libdevice"}
 
-
-class StatementEvaluator(Folder):
-    """Evaluates statements in order; what is left of them is appended to `body`."""
-
-    def __init__(self, library: Library, grid: tuple[int, ...] | None) -> None:
-        super().__init__(library, grid)
-        self.body: list[ast.stmt] = []
-        self.used: set[str] = set(RESERVED_NAMES)
-        self.stack: list[JitFunction] = []
-        self.returned: Folded | None = None
-        self.root: ast.expr | None = None
+class Statements(Expressions):
+    """The part of the evaluator for straight-line statements; what is left goes to `body`."""
 
     def _block(self, statements: Sequence[ast.stmt]) -> bool:
         """Evaluate statements in order; True where a `return` ended them."""

@@ -81,12 +81,14 @@ def _uses(body: Iterable[ast.stmt]) -> Iterator[_Use]:
     """All uses of names, in the order in which one pass over the text meets them."""
     for statement in body:
         reads, writes = _parts(statement)
-        for is_store, parts in ((False, reads), (True, writes)):
-            for node in (node for part in parts for node in ast.walk(part)):
-                if isinstance(node, ast.Name):
-                    yield _Use(node, is_store, statement)
+        yield from (_Use(node, False, statement) for node in _names(reads))
+        yield from (_Use(node, True, statement) for node in _names(writes))
         for inner in _bodies(statement):
             yield from _uses(inner)
+
+
+def _names(parts: Iterable[ast.AST]) -> Iterator[ast.Name]:
+    return (node for part in parts for node in ast.walk(part) if isinstance(node, ast.Name))
 
 
 def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
@@ -143,8 +145,8 @@ def _without_unread(body: Iterable[ast.stmt], live: set[str]) -> list[ast.stmt]:
     kept: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            written = {use.name for use in _uses([statement]) if use.is_store}
-            kept += [statement] if written & live or has_side_effects(statement) else []
+            targets = {node.id for node in _names(_parts(statement)[1])}
+            kept += [statement] if targets & live or has_side_effects(statement) else []
         elif (pruned := _pruned(statement, live)) is not None:
             kept.append(pruned)
     return kept
@@ -171,26 +173,20 @@ def _pruned(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
 
 def _without_overwritten(body: list[ast.stmt]) -> list[ast.stmt]:
     """Drop assignments whose value is overwritten in the same block before anything reads it."""
-    kept = []
-    uses = [list(_uses([statement])) for statement in body]
-    for index, statement in enumerate(body):
+    kept: list[ast.stmt] = []
+    overwritten: set[str] = set()  # below the statement at hand
+    for statement in reversed(body):
         for inner in _bodies(statement):
             inner[:] = _without_overwritten(inner)
-        name = _target(statement) if isinstance(statement, ast.Assign) else None
-        following = zip(body[index + 1 :], uses[index + 1 :], strict=True)
-        if name is None or has_side_effects(statement) or not _overwritten(name, following):
-            kept.append(statement)
-    return kept
-
-
-def _overwritten(name: str, following: Iterable[tuple[ast.stmt, list[_Use]]]) -> bool:
-    for statement, uses in following:
-        own = [use for use in uses if use.name == name]
-        if any(not use.is_store for use in own):
-            return False
-        if own and isinstance(statement, ast.Assign):
-            return True
-    return False
+        assigns = isinstance(statement, ast.Assign)
+        if assigns and _target(statement) in overwritten and not has_side_effects(statement):
+            continue
+        uses = list(_uses([statement]))
+        if assigns:
+            overwritten |= {use.name for use in uses if use.is_store}
+        overwritten -= {use.name for use in uses if not use.is_store}
+        kept.append(statement)
+    return kept[::-1]
 
 
 @dataclass(frozen=True)
