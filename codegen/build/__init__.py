@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright.codegen import emit as emitter
 from tilewright.codegen.audit import Audit, audit_folder
 from tilewright.codegen.build.cache import Entry, KernelCache, key_of
-from tilewright.codegen.build.cache_folder import private_folder, warn_once
+from tilewright.codegen.build.cache.folder import private_folder, warn_once
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
 from tilewright.codegen.build.worker import DISK_ERROR_EXIT

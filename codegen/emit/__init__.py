@@ -17,7 +17,7 @@ from tilewright.codegen.emit import source as template_source
 from tilewright.codegen.emit.evaluator import PartialEvaluator
 from tilewright.codegen.emit.layout import unparse
 from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
-from tilewright.codegen.emit.tidy import tidy
+from tilewright.codegen.emit.tidy import tidied
 from tilewright.codegen.emit.values import DTYPES, TL, literal
 from tilewright.codegen.spec import KernelSpec, is_integer
 
@@ -75,7 +75,7 @@ def _emit(spec: KernelSpec) -> str:
     evaluator = PartialEvaluator(spec, library)
     parameters, body = evaluator.kernel(function)
     helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]
-    kernel = _function(spec, function, parameters, tidy(body, parameters))
+    kernel = _function(spec, function, parameters, tidied(body, parameters))
     imports = _extra_imports(evaluator.externals)
     text = _assemble(spec, function, [*helpers, kernel], imports)
     _check_names(spec, text)

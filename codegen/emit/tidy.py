@@ -57,7 +57,7 @@ def _calls_impure(node: ast.AST) -> bool:
     return any(isinstance(part, ast.Call) and is_impure_call(part) for part in ast.walk(node))
 
 
-def tidy(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
+def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
     """The kernel's statements without dead ones and needless copies; nodes change in place."""
     body = _without_dead(body)
     _remove_copies(body, set(parameters))

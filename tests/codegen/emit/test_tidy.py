@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tilewright.codegen.emit.layout import unparse
-from tilewright.codegen.emit.tidy import tidy
+from tilewright.codegen.emit.tidy import tidied
 
 PARAMETERS = ["p", "q"]
 
@@ -97,7 +97,7 @@ def test_random_programs_store_the_same(first):
     shorter = 0
     for seed in range(first, first + 50):
         text = "\n".join(Writer(seed).block(PARAMETERS, 3)[0])
-        body = tidy(ast.parse(text).body, PARAMETERS)
+        body = tidied(ast.parse(text).body, PARAMETERS)
         cleaned = unparse(ast.Module(body, []))
         for p, q in ((0, 1), (3, 2), (5, -1)):
             assert run(cleaned, p, q) == run(text, p, q), f"{text}\n---\n{cleaned}"
@@ -138,7 +138,7 @@ def test_random_programs_store_the_same(first):
     ],
 )
 def test_known_answers(before, after):
-    body = tidy(ast.parse(before).body, PARAMETERS)
+    body = tidied(ast.parse(before).body, PARAMETERS)
     assert unparse(ast.Module(body, [])) == after
 
 

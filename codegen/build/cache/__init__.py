@@ -25,8 +25,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from tilewright.codegen.build import cache_upkeep
-from tilewright.codegen.build.cache_folder import (
+from tilewright.codegen.build.cache import upkeep
+from tilewright.codegen.build.cache.folder import (
     cache_dir,
     distrust,
     make_folders,
@@ -171,7 +171,7 @@ class KernelCache:
                 self._warn(f"{error.strerror}. TILEWRIGHT_CACHE_DIR names another folder")
                 continue
             if root == self.root:
-                cache_upkeep.now_and_then(root)
+                upkeep.now_and_then(root)
             return _place(root, kind, key)
         return None
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.codegen.build.cache_folder import (
+from tilewright.codegen.build.cache.folder import (
     STALE_AFTER_S,
     is_stale,
     remove,
