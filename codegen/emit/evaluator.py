@@ -15,10 +15,10 @@ from tilewright.codegen.emit import values
 from tilewright.codegen.emit.control_flow import ControlFlow, assigned_names
 from tilewright.codegen.emit.expressions import Scope
 from tilewright.codegen.emit.rules import Folded
-from tilewright.codegen.emit.source import EmitError, External, JitFunction
+from tilewright.codegen.emit.source import EmitError, JitFunction
 from tilewright.codegen.emit.statements import is_constexpr, stored
 from tilewright.codegen.emit.tidy import has_side_effects, is_impure_call
-from tilewright.codegen.emit.values import TL, Value, literal
+from tilewright.codegen.emit.values import Value
 from tilewright.codegen.spec import is_integer, is_pointer
 
 
@@ -148,14 +148,11 @@ class PartialEvaluator(ControlFlow):
         """Evaluate an argument once, before the helper's body."""
         printed = self._fresh(name)
         scope.renamed[name] = printed
-        target = ast.Name(printed, ast.Store())
         if constexpr and folded.value.weak:
-            annotation = literal(External(f"{TL}.constexpr"))
-            self.body.append(ast.AnnAssign(target, annotation, folded.node, simple=1))
-            value = folded.value
-        else:
-            self.body.append(ast.Assign([target], stored(folded)))
-            value = values.tensor_of(folded.value)
+            scope.bindings[name] = self._kept_constexpr(printed, folded)
+            return
+        self.body.append(ast.Assign([ast.Name(printed, ast.Store())], stored(folded)))
+        value = values.tensor_of(folded.value)
         scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), value)
 
 

@@ -322,9 +322,8 @@ class Expressions:
         return self._boolean(node.op, undecided if len(undecided) > 1 else rest, UNKNOWN)
 
     def _boolean(self, op: ast.boolop, items: list[Folded], const: Any) -> Folded:
-        node = ast.BoolOp(op, [item.node for item in items])
-        if len(items) == 1:
-            return Folded(items[0].node, Value(const, dtype="int1", shape=(), runtime=True))
+        nodes = [item.node for item in items]
+        node = ast.BoolOp(op, nodes) if len(nodes) > 1 else nodes[0]
         return Folded(node, Value(const, dtype="int1", shape=(), runtime=True))
 
     def _fold_ifexp(self, node: ast.IfExp) -> Folded:

@@ -46,7 +46,7 @@ class Statements(Expressions):
         if isinstance(node.value, ast.Call):
             callee = self.fold(node.value.func).value.const
             if isinstance(callee, External) and callee.path == f"{TL}.static_assert":
-                self._static_assert(node.value)
+                self._require(node.value, node.value.args[0], node.value.args[1:])
                 return False
             if isinstance(callee, External) and callee.path == f"{TL}.static_print":
                 return False
@@ -56,9 +56,6 @@ class Statements(Expressions):
         if any(isinstance(part, ast.Call) for part in ast.walk(folded.node)):
             self.body.append(ast.Expr(folded.node))
         return False
-
-    def _static_assert(self, call: ast.Call) -> None:
-        self._require(call, call.args[0], call.args[1:])
 
     def _require(self, node: ast.AST, test: ast.expr, message: Sequence[ast.expr]) -> None:
         condition = self.fold(test).value
@@ -95,16 +92,16 @@ class Statements(Expressions):
         elif folded.value.literal:
             self.scope.bindings[node.target.id] = folded
         else:
-            self._bind_constexpr(node.target.id, folded)
+            printed = self._local(node.target.id)
+            self.scope.bindings[node.target.id] = self._kept_constexpr(printed, folded)
         return False
 
-    def _bind_constexpr(self, name: str, folded: Folded) -> None:
+    def _kept_constexpr(self, printed: str, folded: Folded) -> Folded:
         """A constexpr whose value only Triton can tell, such as a dtype, keeps its line."""
-        printed = self._local(name)
         annotation = literal(External(f"{TL}.constexpr"))
         target = ast.Name(printed, ast.Store())
         self.body.append(ast.AnnAssign(target, annotation, folded.node, simple=1))
-        self.scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), folded.value)
+        return Folded(ast.Name(printed, ast.Load()), folded.value)
 
     def _assign(self, target: ast.expr, folded: Folded) -> None:
         if isinstance(target, ast.Name):
