@@ -5,8 +5,8 @@ import triton.language as tl
 
 
 @triton.jit
-def logistic(x):
-    """1 / (1 + exp(-x)) without a division, which is several instructions."""
+def sigmoid(x):
+    """1 / (1 + exp(-x)) without a division, which takes several instructions."""
     root = tl.rsqrt(1.0 + tl.exp(-x))
     return root * root
 
@@ -14,9 +14,12 @@ def logistic(x):
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
              GATED: tl.constexpr):  # fmt: skip
-    """activation(gate, up) in fp32; up is not looked at where GATED is false. NaN stays NaN."""
+    """activation(gate) * up in fp32, or activation(gate) where GATED is false. NaN stays NaN.
+
+    The activation of gpt-oss, which has no name in the branches, clamps both and takes up + 1.
+    """
     if ACTIVATION == "silu":
-        value = gate * logistic(gate)
+        value = gate * sigmoid(gate)
     elif ACTIVATION == "relu":
         value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "relu_squared":
@@ -26,12 +29,12 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
         value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = gate * logistic(2.0 * inner)
+        value = gate * sigmoid(2.0 * inner)
     else:
         if LIMIT > 0.0:
             gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
             up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        value = gate * logistic(ALPHA * gate)
+        value = gate * sigmoid(ALPHA * gate)
         up = up + 1.0
     if GATED:
         value = value * up

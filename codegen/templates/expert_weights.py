@@ -1,4 +1,4 @@
-"""Tiles of quantised expert weights, as the numbers that the tensor core multiplies."""
+"""Tiles of quantised expert weights, decoded for the tensor core."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def block_scales(
     """fp32 scales [rows, COLUMNS / BLOCK[1]] of weight rows from k = first_k on.
 
     BLOCK: (rows, columns) that share a scale; COLUMNS is a multiple of BLOCK[1] or divides it.
-    e8m0 becomes the power of two that it stands for.
+    e8m0 scales are converted to their powers of two.
     """
     WIDTH: tl.constexpr = max(COLUMNS // BLOCK[1], 1)
     columns = first_k // BLOCK[1] + tl.arange(0, WIDTH)
@@ -37,7 +37,7 @@ def dequantize_tile(
     stored, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Weights [ROWS, COLUMNS] of DTYPE out of their storage and their scales.
+    """Weights [ROWS, COLUMNS] of DTYPE from stored codes and their scales.
 
     NVFP4 and MXFP4 are exact; int4 and fp8 are rounded once, after the product with the scale.
     """
@@ -54,14 +54,15 @@ def dequantize_tile(
 
 @triton.jit
 def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes at `position` and `position` + 4 of each word of eight, in both halves of a word.
+    """The E2M1 codes at `position` and `position` + 4 of each word, as 16-bit floats in the halves
+    of a word.
 
-    Exact, but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa go where
-    DTYPE has them, for both codes at once; so does the one subnormal.
+    Exact but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa are moved to
+    where DTYPE has them, for both codes at once; this holds for the one subnormal too.
     """
     if tl.bfloat16 == DTYPE:
-        # A product puts the sign and the rest into their places at once, and garbage beside them:
-        # one instruction less than shifts, and not of the unit that has most of them.
+        # One multiplication moves the sign and the rest to their places, with garbage beside them:
+        # an instruction less than shifts, and on a unit that is less busy.
         if position >= 2:
             words = words >> 8
         if position % 2 == 0:
@@ -77,8 +78,8 @@ def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def times(pair, factor):
-    """Words of two bf16 numbers times such words. The compiler pairs products of single numbers
-    too, but by another order, and takes two instructions more to exchange the halves."""
+    """Products of words that hold two bf16 numbers each. The compiler also pairs products of single
+    numbers, but in another order, and takes two instructions more to exchange the halves."""
     return tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
     )
@@ -86,7 +87,7 @@ def times(pair, factor):
 
 @triton.jit
 def halves_of(pair, DTYPE: tl.constexpr):
-    """Words of two numbers: one more axis, of two."""
+    """The two numbers of each word, along a new last axis."""
     low = pair.to(tl.int16).to(DTYPE, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.join(low, high)

@@ -10,9 +10,10 @@ from tilewright.codegen.templates.rounding import rounded
 def quantized_groups(
     latent, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_L: tl.constexpr
 ):  # fmt: skip
-    """(codes [rows, BLOCK_L], scales [rows, BLOCK_L / GROUP]) of latents; CAP 0: none.
+    """(e4m3 codes [rows, BLOCK_L], scales [rows, BLOCK_L / GROUP]) of values [rows, BLOCK_L].
 
-    Zero codes where the scale's inverse is not a finite number.
+    CAP: the largest magnitude that a scale covers, 0 for no limit. Codes are zero where the scale's
+    inverse is not finite.
     """
     ROWS: tl.constexpr = latent.shape[0]
     groups = tl.reshape(latent.to(tl.float32), (ROWS, BLOCK_L // GROUP, GROUP))

@@ -1,8 +1,8 @@
-"""The first GEMM of a mixture of experts: gate and up in one tile.
+"""The gate and up projections of a mixture of experts, in one GEMM with the activation.
 
-`moe_up` gathers its rows from the tokens, multiplies them with the gate and up weights of their
-expert, and applies the activation before anything reaches memory. Tiles go as in `grouped_gemm`,
-which is the second GEMM.
+`moe_up` gathers rows of tokens, multiplies them by the gate and up weights of their expert, and
+applies the activation to the accumulators. The schedule of tiles is that of `grouped_gemm`, which
+is the down projection.
 """
 
 import triton
@@ -20,7 +20,7 @@ from tilewright.codegen.templates.expert_weights import block_scales, dequantize
 
 @triton.jit
 def halves(accumulator, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(gate, up), each [ROWS, COLUMNS], of [ROWS, 2 * COLUMNS]."""
+    """(gate, up), each [ROWS, COLUMNS], of an accumulator [ROWS, 2 * COLUMNS]."""
     if INTERLEAVED:
         gate, up = tl.split(tl.reshape(accumulator, (ROWS, COLUMNS, 2)))
     else:
@@ -70,12 +70,13 @@ def moe_up(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden [routes, INNER] = activation of x's gathered rows by each expert's gate and up.
+    """Gate and up projections of a mixture of experts: hidden [routes, INNER] = activation(x @
+    Wgate^T) * (x @ Wup^T), rows of x gathered by route, weights of the route's expert.
 
-    Grid of any size. weight: where gate and up are one block of rows (INTERLEAVED: 2i gate, 2i + 1
-    up; not GATED: gate alone) a row is ROW_STRIDE apart, or K is where N_MAJOR; else up lies
-    `distance` elements from gate. UP_FIRST: up stands where gate does in the above. BLOCK_N columns
-    of hidden, BLOCK_M routes per tile.
+    Grid of any size. weight: gate's and up's rows are one block where they are INTERLEAVED (row 2i
+    is gate's, row 2i + 1 up's) or where there is no up (not GATED); ROW_STRIDE is from row to row,
+    for N_MAJOR from column of K to column of K. Else up lies `distance` elements from gate.
+    UP_FIRST: up and gate change places in this. BLOCK_N columns of hidden, BLOCK_M routes per tile.
     FORMAT: "dense", or a quantised one whose rows hold PER_BYTE weights in an element, K-major.
     SEARCH_STEPS: not 0 where warps are specialised; see searched_place.
     """

@@ -63,7 +63,7 @@ def norm_heads(
 ):  # fmt: skip
     """RMSNorm ("rms") or LayerNorm ("layer") of whole heads, or of all of a kind (head_limit).
 
-    NORMED: whether (q, k) are. Padded dims and heads hold zeros and do not count.
+    NORMED: whether (q, k) have a norm. Padded dims and heads hold zeros and do not count.
     """
     width = HEAD_DIM
     if head_limit is not None:
@@ -79,7 +79,7 @@ def norm_heads(
     scale = tl.rsqrt(square_sum / width + NORM_EPS)[:, :, None]
     normed = ((kind == QUERY) & NORMED[0]) | ((kind == KEY) & NORMED[1])
     if NORM == "rms":
-        # What has no norm is multiplied by ones, exactly: selects of small tensors only.
+        # What has no norm is multiplied by ones, exactly: only small tensors are selected.
         scale = tl.where(normed, scale, 1.0)
         low = low * scale * tl.where(normed, low_norm, 1.0)
         high = high * scale * tl.where(normed, high_norm, 1.0)
@@ -117,7 +117,7 @@ def store_pairs(
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Writes both partners of pairs at `rows` [tokens, heads, 1] of pointers."""
+    """Stores both members of pairs at `rows`, pointers [tokens, heads, 1]."""
     PAIRS: tl.constexpr = low.shape[2]
     pairs = first_pair + tl.arange(0, PAIRS)
     if INTERLEAVED:
@@ -125,7 +125,7 @@ def store_pairs(
         dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
         rest = mask & (dims < HEAD_DIM)
         if HALVES > 0:
-            # Two stores and not one to selected dims: those would have an address per element.
+            # Two stores: one store to selected dims would need an address per element.
             halves = rows + pairs[None, None, :] * dim_stride
             tl.store(halves, low, mask=mask & rotates)
             tl.store(halves + HALVES * dim_stride, high, mask=mask & rotates)
@@ -151,9 +151,9 @@ def rotate_and_store(
     NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
     KV_REPEAT: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
 ):  # fmt: skip
-    """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", writes.
+    """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", stores them.
 
-    The target is that of `store_target`. A norm here needs whole heads. Each k and v head goes to
+    Where: as `store_target` gives it. A norm here needs whole heads. Each k and v head is stored to
     KV_REPEAT heads of the cache.
     """
     if ROTARY_DIM > 0:
@@ -213,13 +213,13 @@ def load_heads(
     PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Both partners of pointer[tokens, heads] as fp32; zeros where there is none.
+    """Both members of the pairs of pointer[tokens, heads], fp32; zeros for masked heads.
 
     STRIDES: (token, group, head, dim).
     """
     rows = pointer + tokens.to(tl.int64)[:, None, None] * STRIDES[0]
     if max(STRIDES[1], STRIDES[2]) > 2**23:
-        # Heads outside of tokens: a few of them would pass 2 ** 31.
+        # Heads are far apart: the offsets of a few of them pass 2 ** 31.
         rows += grouped(heads.to(tl.int64)[None, :, None], GROUP, STRIDES[1], STRIDES[2])
     else:
         rows += grouped(heads[None, :, None], GROUP, STRIDES[1], STRIDES[2])
@@ -255,7 +255,8 @@ def qkv_epilogue(
     BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Finishes projected q [T, Hq, D], k and v [T, Hkv, D], of any strides, in one launch.
+    """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
+    and of k and v [T, Hkv, D], of any strides, and the store to q_out and to a paged cache.
 
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE), heads counted over q, then k, then v;
     HEADS_PER_TILE divides each of the three. With WHOLE_ROWS, grid (cdiv(T, BLOCK_T), 3, or 2
@@ -311,7 +312,6 @@ def qkv_epilogue(
             delta_ptr, kind, tokens, token_mask, heads, head_limit, 0,
             BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
         )  # fmt: skip
-    if delta_ptr is not None:
         low += low_delta
         high += high_delta
     low, high = add_bias_and_norm(
