@@ -122,7 +122,7 @@ def _standalone(function: JitFunction) -> ast.FunctionDef:
     bodies = ast.Module(node.body, [])
     free = {n.id for n in ast.walk(bodies) if isinstance(n, ast.Name)} - known
     if free:
-        raise EmitError(f"{function} is passed as an argument and reads {sorted(free)}")
+        raise EmitError(f"{function} is passed as an argument: it must not read {sorted(free)}")
     decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
     copy = ast.FunctionDef(node.name, node.args, node.body, [decorator])
     return ast.fix_missing_locations(copy)

@@ -122,7 +122,9 @@ class PartialEvaluator(ControlFlow):
         parameters, defaults = _parameters(function), _defaults(function)
         given = dict(zip((arg.arg for arg in parameters), call.args, strict=False))
         if len(call.args) > len(parameters):
-            raise self.error(call, f"{function} takes {len(parameters)} arguments")
+            raise self.error(
+                call, f"{function} takes {len(parameters)} arguments, got {len(call.args)}"
+            )
         for keyword in call.keywords:
             if keyword.arg is None or keyword.arg in given:
                 raise self.error(call, f"{function}: argument {keyword.arg} given twice or by **")

@@ -372,7 +372,7 @@ class Expressions:
         if root == "math":
             return self._call_math(call, name)
         if not path.startswith("triton."):
-            raise self.error(call.node, f"{path} is not of triton")
+            raise self.error(call.node, f"only functions of triton may be called, not {path}")
         rule = FUNCTIONS.get(name) if root in (TL, "triton") else None
         return rule(call, self) if rule is not None else call.unknown()
 
