@@ -30,9 +30,9 @@ from timing import keep
 
 from tilewright.codegen import build
 from tilewright.codegen.build import cache as cache_module
-from tilewright.codegen.build import cache_upkeep, compile_for, emitted
-from tilewright.codegen.build.cache import KernelCache, key_of
-from tilewright.codegen.build.cache_folder import remove, sweep_private
+from tilewright.codegen.build import compile_for, emitted
+from tilewright.codegen.build.cache import KernelCache, key_of, upkeep
+from tilewright.codegen.build.cache.folder import remove, sweep_private
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.contract import get_op
 
@@ -158,9 +158,9 @@ def kills(work: Path, rng: random.Random, scale: float) -> str:
         if number % 10 == 9:
             if failures([child(partial(everything, root, rng))]):
                 raise WrongAnswerError(f"{root} after kills")
-            leftovers += len(cache_upkeep.survey(root, stale_after=0).stale)
-            cache_upkeep.prune(root, 1 << 40, stale_after=0)
-            if cache_upkeep.survey(root, stale_after=0).stale or whole_or_absent(root) != ENTRIES:
+            leftovers += len(upkeep.survey(root, stale_after=0).stale)
+            upkeep.prune(root, 1 << 40, stale_after=0)
+            if upkeep.survey(root, stale_after=0).stale or whole_or_absent(root) != ENTRIES:
                 raise WrongAnswerError(f"{root} after sweeping")
     return f"{killed} kills; {answers} entries found whole, {leftovers} leftovers, all swept"
 
@@ -252,7 +252,7 @@ def fill(disk: Path) -> str:
     for number in range(ENTRIES):
         ask(root, number)
     stored = whole_or_absent(root)
-    on_disk = len(cache_upkeep.survey(root).entries)
+    on_disk = len(upkeep.survey(root).entries)
     (disk / "rest").write_bytes(bytes(free) if (free := free_bytes(disk)) else b"")
     ask_kernel(root, spec, kernels()[spec])
     compile_for(spec, "sm90", store=KernelCache(root))
@@ -434,7 +434,7 @@ def storm(work: Path, rng: random.Random, scale: float) -> str:
 
     def prune() -> None:
         while time.monotonic() < until:
-            cache_upkeep.prune(root, 0, stale_after=3600)
+            upkeep.prune(root, 0, stale_after=3600)
             time.sleep(0.05)
 
     if failures([*(child(read) for _ in range(6)), child(harm), child(prune)]):

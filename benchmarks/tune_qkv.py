@@ -10,7 +10,6 @@ the table for other chips are kept.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from timing import capture, environment, interleaved_us
 
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.plan import LoweringChoice
+from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.lowering import prepare, run
@@ -172,8 +172,7 @@ def main() -> None:
                 f"{row['library_us']} packed {row['packed_library_us']} {row['config']}",
                 flush=True,
             )
-            text = json.dumps(environment() | {"rows": [*others, *rows]}, indent=1)
-            options.out.write_text(text + "\n")
+            options.out.write_text(table_text(environment(), [*others, *rows]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from tune_qkv import compile_quietly
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.quantized_plan import MEASURED_FILE, row_key
+from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.lowering import prepare, run
@@ -108,7 +110,7 @@ def compiled(jobs: dict[Job, dict[str, LoweringChoice]]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default=str(MEASURED_FILE))
+    parser.add_argument("--out", type=Path, default=MEASURED_FILE)
     parser.add_argument("--formats", nargs="+", default=list(BY_NAME))
     parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -134,9 +136,7 @@ def main() -> None:
         keys = row.keys() - {"fused_us", "library_us", "packed_library_us", "config"}
         same = {key: row[key] for key in keys}
         rows = [old for old in rows if not same.items() <= old.items()] + [row]
-        text = json.dumps(environment() | {"rows": rows}, indent=1)
-        with open(options.out, "w") as file:
-            file.write(text + "\n")
+        options.out.write_text(table_text(environment(), rows))
         print(
             f"{job.form.name} {job.shape.name} T={job.num_tokens}: fused {row['fused_us']} "
             f"library {row['library_us']} {row['config']}",

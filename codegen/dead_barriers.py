@@ -1,10 +1,10 @@
-"""Barriers that Triton 3.6 and 3.7 leave where they part Hopper's warps, and how to take them out.
+"""Removal of unused barriers that Triton 3.6 and 3.7 make when they specialise warps on Hopper.
 
-The pass that parts producers from consumers makes a barrier for each value handed over, and uses
-none of those that TMA's own barriers replace. They are initialised all the same, in shared memory
-that the first tile of keys gets as well, and never invalidated, before which their memory may hold
-nothing else (PTX ISA, `mbarrier.inval`). On an H200 2 to 40 calls of a hundred had tiles of NaN: a
-barrier's bits among the keys. Without these barriers none of 37,000 had. Triton 3.9 gives every
+The pass that separates producers from consumers makes an mbarrier for each value handed over, and
+does not use those that TMA's own barriers replace. It initialises them all the same, in shared
+memory that a tile of keys also gets, and never invalidates them; until then the memory may hold
+nothing else (PTX ISA, `mbarrier.inval`). On an H200 2 to 40 calls of a hundred gave tiles of NaN:
+a barrier's bits among the keys. Without these barriers none of 37,000 did. Triton 3.9 gives every
 barrier memory of its own.
 
 Needs the standard library and triton alone, as `worker.py` does.
@@ -24,22 +24,22 @@ _INIT = re.compile(r"\s*ttng\.(?:init|inval)_barrier (%\w+)")
 
 
 def without_dead_barriers(ttgir: str) -> str:
-    """The module's text without barriers that are initialised and used for nothing; the same text
-    where there are none."""
+    """The module's text without barriers that are initialised and never used; the same text where
+    there are none."""
     lines = ttgir.split("\n")
     dead = _dead_lines(lines) if _PARTED in ttgir else set()
     return "\n".join(line for number, line in enumerate(lines) if number not in dead)
 
 
 def count_dead_barriers(ttgir: str) -> int:
-    """How many allocations of barriers are used for nothing."""
+    """How many allocations of barriers are initialised and never used."""
     lines = ttgir.split("\n")
     return sum(1 for number in _dead_lines(lines) if _ALLOC.match(lines[number]))
 
 
 def _dead_lines(lines: list[str]) -> set[int]:
-    """The numbers of the lines that make, index and initialise barriers and do no more. A name that
-    another region uses again only keeps its barrier alive."""
+    """The numbers of the lines that allocate, index and initialise unused barriers. Where another
+    region uses a name again, its barrier counts as used."""
     users: dict[str, list[int]] = defaultdict(list)
     for number, line in enumerate(lines):
         for name in set(_NAME.findall(line)):
@@ -55,7 +55,7 @@ def _dead_lines(lines: list[str]) -> set[int]:
 def _own_lines(
     lines: list[str], users: dict[str, list[int]], made_at: int, barriers: str
 ) -> set[int]:
-    """All lines that an allocation of barriers concerns if it is dead, else none."""
+    """All lines about an allocation of barriers if these are unused, else none."""
     own = {made_at}
     for indexed_at in users[barriers]:
         if indexed_at == made_at:
@@ -74,8 +74,8 @@ def _own_lines(
 def compile_without_dead_barriers(
     source: Any, target: Any, options: dict[str, Any], keep: Callable[[str], Path]
 ) -> Any:
-    """`triton.compile`, and once more from the module's text without its dead barriers where it has
-    some. keep: writes that text to a file, which is what Triton compiles texts from."""
+    """`triton.compile`; where the module has dead barriers, once more from its text without them.
+    keep: writes the text to a file, because Triton compiles texts from files."""
     import triton
 
     compiled = triton.compile(source, target=target, options=options)

@@ -1,7 +1,7 @@
 """What the machine code of a kernel does, read from its PTX and SASS, and rules it must keep.
 
-Triton reports none of this and enforces none of it: it emits kernels that spill, that want more
-shared or tensor memory than there is, whose body is one trap, or that quietly use a slower
+Triton neither reports nor enforces any of this: it compiles kernels that spill, that need more
+shared or tensor memory than there is, that are a single trap, or that silently use a slower
 tensor-core path.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.targets import Target
 
 SPILL_OPCODES = frozenset({"LDL", "STL"})
-# Fewer registers than any real kernel has: the whole body was replaced by a trap.
+# A real kernel has more registers: the whole body was replaced by a trap.
 TRAP_REGISTERS = 16
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")
-# Allocated empty, to be filled by loads; an operand would be a tensor on its way elsewhere.
+# Buffers that are allocated empty, for loads; one with an operand holds a tensor of registers.
 _POOLED = re.compile(
     r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x((?:\d+x)+)([a-zA-Z][a-zA-Z0-9]*)"
 )
@@ -44,12 +44,12 @@ class Audit:
         num_warps: warps launched, those of warp specialisation included.
         warp_specialized: whether producers and consumers are different warps.
         global_scratch_bytes: per block, for descriptors made on the device.
-        opcodes: SASS opcode (without modifiers) to how often it stands in the kernel.
-        main_loop: the same for the innermost loop that holds tensor-core arithmetic.
+        opcodes: how often each SASS opcode (without modifiers) occurs in the kernel.
+        main_loop: the same for the innermost loop with tensor-core arithmetic.
         mma_kinds: PTX spellings of the tcgen05 instructions.
         staged_bytes: shared memory of multi-stage load buffers, what a block has in flight.
-        dead_barriers: barriers that nothing waits for, in memory that something else has as well.
-        is_trap: the body is nothing but a trap.
+        dead_barriers: barriers that nothing waits for, in memory that is used for data as well.
+        is_trap: the whole kernel is a trap.
     """
 
     kernel: str
@@ -189,20 +189,20 @@ def staged_bytes(ttgir: str) -> int:
 
 @dataclass(frozen=True)
 class Expectations:
-    """What a kernel claims of itself, so that `check` can hold it to that.
+    """What a kernel is expected to do, for `check`.
 
     Attributes:
         mma: operand dtype of its GEMM, None for a kernel without one.
         legacy_mma_reason: why this GEMM may use an older tensor-core path, "" where it may not.
         tma_loads: operands come by TMA. tma_stores: outputs leave by TMA.
         warp_specialized: producers and consumers are different warps.
-        stack_bytes: allowed; warp specialisation keeps up to 8 bytes of its own.
+        stack_bytes: allowed; warp specialisation takes up to 8 bytes.
         memory_bound: its loads in flight must cover the memory latency.
         blocks_per_sm: blocks of it that must fit an SM at once.
         row_scales_reason: why the block scales of one operand pass through registers, "" where all
             scales go from shared to tensor memory.
-        fresh_sums_reason: why each step of the main loop starts a sum at zero and reads it out, ""
-            where one accumulator stays in tensor memory.
+        fresh_sums_reason: why each step of the main loop starts an accumulator at zero and reads
+            it, "" where one accumulator stays in tensor memory.
     """
 
     mma: str | None = None
@@ -217,32 +217,27 @@ class Expectations:
     fresh_sums_reason: str = ""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A named demand; `problem` gives a sentence where it is not met, else None."""
-
-    name: str
-    problem: Callable[[Audit, Target, Expectations], str | None]
+def _unless(holds: object, problem: str) -> str | None:
+    return None if holds else problem
 
 
-def _limit(what: str, actual: int, most: int) -> str | None:
-    return f"{what}: {actual}, at most {most}" if actual > most else None
+def _limit(actual: int, what: str, most: int) -> str | None:
+    return _unless(actual <= most, f"{actual} {what}".rstrip() + f", at most {most}")
 
 
 def _mma_present(audit: Audit, target: Target, expected: Expectations) -> str | None:
     if expected.mma is None or expected.legacy_mma_reason:
         return None
     opcode = target.mma_opcode(expected.mma)
-    if audit.count(opcode):
-        return None
-    return f"expected {opcode} for {expected.mma}, found {audit.mma or 'no tensor-core opcode'}"
+    found = audit.mma or "no tensor-core opcode"
+    return _unless(audit.count(opcode), f"expected {opcode} for {expected.mma}, found {found}")
 
 
 def _no_legacy_mma(audit: Audit, target: Target, expected: Expectations) -> str | None:
     if expected.mma is None or expected.legacy_mma_reason:
         return None
     found = {k: n for k, n in (audit.main_loop or audit.opcodes).items() if k in target.legacy_mma}
-    return f"older tensor-core opcodes in the main loop: {found}" if found else None
+    return _unless(not found, f"older tensor-core opcodes in the main loop: {found}")
 
 
 def _block_scaled(audit: Audit, target: Target, expected: Expectations) -> str | None:
@@ -252,83 +247,69 @@ def _block_scaled(audit: Audit, target: Target, expected: Expectations) -> str |
     if not kinds:
         return f"no kind::mxf4nvf4.block_scale instruction: {list(audit.mma_kinds)}"
     if not audit.count("UTCCP"):
-        return "scales do not reach tensor memory by UTCCP"
-    by_hand = audit.main_loop.get("STTM", 0) and not expected.row_scales_reason
-    return "scales reach tensor memory by registers (STTM in the main loop)" if by_hand else None
+        return "no copy of scales from shared to tensor memory (UTCCP)"
+    by_registers = audit.main_loop.get("STTM", 0) and not expected.row_scales_reason
+    problem = "scales are copied to tensor memory through registers (STTM in the main loop)"
+    return _unless(not by_registers, problem)
 
 
-def _round_trip(audit: Audit, target: Target, expected: Expectations) -> str | None:
+def _accumulator(audit: Audit, target: Target, expected: Expectations) -> str | None:
     # Before triton 3.9 an accumulator that two dots share goes through registers, and is wrong.
-    if expected.fresh_sums_reason:
-        return None
     both = audit.main_loop.get("LDTM", 0) and audit.main_loop.get("STTM", 0)
-    return "the accumulator leaves and re-enters tensor memory in the main loop" if both else None
+    return _unless(
+        expected.fresh_sums_reason or not both,
+        "the accumulator is read from tensor memory and written back in the main loop",
+    )
+
+
+def _spills(audit: Audit, target: Target, expected: Expectations) -> str | None:
+    if not audit.main_loop:
+        return _limit(audit.spills, "", 0)
+    return _limit(sum(audit.main_loop.get(k, 0) for k in SPILL_OPCODES), "in the main loop", 0)
 
 
 def _in_flight(audit: Audit, target: Target, expected: Expectations) -> str | None:
-    if not expected.memory_bound:
-        return None
     has, needs = audit.bytes_in_flight(target), target.bytes_in_flight_per_sm
-    return f"bytes in flight per SM: {has}, at least {needs}" if has < needs else None
+    return _unless(not expected.memory_bound or has >= needs, f"{has} per SM, at least {needs}")
 
 
-def _expects(flag: bool, present: object, message: str) -> str | None:
-    return message if flag and not present else None
+def _occupancy(audit: Audit, target: Target, expected: Expectations) -> str | None:
+    has, needs = audit.blocks_per_sm(target), expected.blocks_per_sm
+    return _unless(has >= needs, f"{has} blocks per SM, at least {needs}")
 
 
-RULES: Sequence[Rule] = (
-    Rule(
-        "target",
-        lambda a, t, e: (
-            None if a.sm_target == t.sm_name else f"built for {a.sm_target}, not {t.sm_name}"
-        ),
+#: Name to what gives a sentence where the rule is not kept, else None.
+RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
+    "target": lambda a, t, e: _unless(
+        a.sm_target == t.sm_name, f"built for {a.sm_target}, not {t.sm_name}"
     ),
-    Rule("body", lambda a, t, e: "the body is nothing but a trap" if a.is_trap else None),
-    Rule("tensor core", _mma_present),
-    Rule("no legacy tensor core", _no_legacy_mma),
-    Rule("block scales", _block_scaled),
-    Rule("accumulator", _round_trip),
-    Rule("stack", lambda a, t, e: _limit("stack bytes", a.stack_bytes, e.stack_bytes)),
-    Rule(
-        "spills",
-        lambda a, t, e: (
-            _limit("spills in the main loop", sum(a.main_loop.get(k, 0) for k in SPILL_OPCODES), 0)
-            if a.main_loop
-            else _limit("spills", a.spills, 0)
-        ),
+    "body": lambda a, t, e: _unless(not a.is_trap, "Triton replaced the whole kernel by a trap"),
+    "tensor core": _mma_present,
+    "no legacy tensor core": _no_legacy_mma,
+    "block scales": _block_scaled,
+    "accumulator": _accumulator,
+    "stack": lambda a, t, e: _limit(a.stack_bytes, "bytes", e.stack_bytes),
+    "spills": _spills,
+    "registers": lambda a, t, e: _limit(a.registers, "", t.max_registers),
+    "shared": lambda a, t, e: _limit(a.shared_bytes, "bytes", t.max_shared_bytes),
+    "tmem": lambda a, t, e: _limit(a.tmem_columns, "columns", t.tmem_columns),
+    "occupancy": _occupancy,
+    "tma loads": lambda a, t, e: _unless(
+        not e.tma_loads or a.count("UTMALDG"), "no TMA load (UTMALDG)"
     ),
-    Rule("registers", lambda a, t, e: _limit("registers", a.registers, t.max_registers)),
-    Rule("shared", lambda a, t, e: _limit("shared bytes", a.shared_bytes, t.max_shared_bytes)),
-    Rule("tmem", lambda a, t, e: _limit("TMEM columns", a.tmem_columns, t.tmem_columns)),
-    Rule(
-        "occupancy",
-        lambda a, t, e: (
-            f"blocks per SM: {a.blocks_per_sm(t)}, at least {e.blocks_per_sm}"
-            if a.blocks_per_sm(t) < e.blocks_per_sm
-            else None
-        ),
+    "tma stores": lambda a, t, e: _unless(
+        not e.tma_stores or a.count("UTMASTG"), "no TMA store (UTMASTG)"
     ),
-    Rule(
-        "tma loads",
-        lambda a, t, e: _expects(e.tma_loads, a.count("UTMALDG"), "no TMA load (UTMALDG)"),
+    "warp specialisation": lambda a, t, e: _unless(
+        not e.warp_specialized or a.warp_specialized, "the warps are not specialised"
     ),
-    Rule(
-        "tma stores",
-        lambda a, t, e: _expects(e.tma_stores, a.count("UTMASTG"), "no TMA store (UTMASTG)"),
-    ),
-    Rule(
-        "warp specialisation",
-        lambda a, t, e: _expects(
-            e.warp_specialized, a.warp_specialized, "the warps are not specialised"
-        ),
-    ),
-    Rule("bytes in flight", _in_flight),
-    Rule("barriers", lambda a, t, e: _limit("barriers used for nothing", a.dead_barriers, 0)),
-)
+    "bytes in flight": _in_flight,
+    "barriers": lambda a, t, e: _limit(a.dead_barriers, "that nothing waits for", 0),
+}
 
 
 def check(audit: Audit, target: Target, expectations: Expectations | None = None) -> list[str]:
-    """Problems of a kernel, as `rule: sentence`; empty where it keeps every rule."""
+    """The rules that a kernel breaks, as `rule: sentence`; empty where it keeps every rule."""
     expected = expectations or Expectations()
-    found = ((rule.name, rule.problem(audit, target, expected)) for rule in RULES)
+    found = ((name, problem(audit, target, expected)) for name, problem in RULES.items())
     return [f"{name}: {problem}" for name, problem in found if problem]

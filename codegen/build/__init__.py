@@ -1,8 +1,9 @@
-"""From a spec to something that runs (JIT or interpreter), or to a cubin for any target."""
+"""A spec's kernel, emitted and built: for Triton's JIT, its interpreter, or as a cubin."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import linecache
@@ -14,8 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-import functools
-from functools import cached_property
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from tilewright.codegen import emit as emitter
 from tilewright.codegen.audit import Audit, audit_folder
 from tilewright.codegen.build.cache import Entry, KernelCache, key_of
-from tilewright.codegen.build.cache_folder import private_folder, warn_once
+from tilewright.codegen.build.cache.folder import private_folder, warn_once
+from tilewright.codegen.build.worker import DISK_ERROR_EXIT
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
-from tilewright.codegen.build.worker import DISK_ERROR_EXIT
 
 if TYPE_CHECKING:
     from tilewright.codegen.build.interpreter import InterpretedKernel
@@ -48,7 +47,7 @@ class Artifact:
     """One compiled kernel.
 
     files: source.py, kernel.ttir, kernel.ttgir, kernel.ptx, kernel.cubin, metadata.json and
-    audit.json, by name. folder: where they lie; None where no disk took them.
+    audit.json, by name. folder: where they lie; None where none could be written.
     """
 
     folder: Path | None
@@ -70,12 +69,12 @@ class Artifact:
     def cubin(self) -> bytes:
         return self.files["kernel.cubin"]
 
-    @cached_property
+    @functools.cached_property
     def metadata(self) -> dict[str, Any]:
         metadata: dict[str, Any] = json.loads(self.files["metadata.json"])
         return metadata
 
-    @cached_property
+    @functools.cached_property
     def audit(self) -> Audit:
         return Audit.from_json(self.files["audit.json"].decode())
 
@@ -95,7 +94,7 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
 def emitted_path(spec: KernelSpec, store: KernelCache | None = None) -> Path:
     """The emitted file of a spec, for people and their tools; emitted now where it is missing.
 
-    Raises OSError where no disk takes it.
+    Raises OSError where it cannot be written.
     """
     entry, name = emitted(spec, store), f"{spec.name}.py"
     if entry.folder is not None:
@@ -117,7 +116,7 @@ def compile_for(
 
     target: where the kernel is to run; by default the spec's own. python: an interpreter whose
     environment holds the triton to use, by default this one. options: further Triton options.
-    Raises BuildError where Triton fails, also where it takes its process down.
+    Raises BuildError where Triton fails, also where it aborts its process.
     """
     if isinstance(source, KernelSpec):
         text = emitted(source, store).text(f"{source.name}.py")
@@ -201,7 +200,7 @@ def _run_worker(python: str, folder: Path, request: Mapping[str, Any]) -> None:
 
 def _exit_reason(code: int) -> str:
     if code < 0:
-        return f"Triton took its process down ({signal.Signals(-code).name})"
+        return f"Triton aborted its process ({signal.Signals(-code).name})"
     return "Triton did not compile the kernel"
 
 
@@ -212,15 +211,15 @@ def _last_lines(text: str, count: int = 25) -> str:
 def _load(spec: KernelSpec) -> tuple[Any, str]:
     """The emitted kernel of a spec as its file defines it, and the file's text.
 
-    What runs is the text that was read and compared with its hash: the file is not opened again,
-    and no byte code is looked for beside it.
+    The text that was read and compared with its hash is what runs: the file is not opened again,
+    and no byte code beside it is used.
     """
     entry, name = emitted(spec), f"{spec.name}.py"
     text = entry.text(name)
     place = str(entry.folder / name) if entry.folder is not None else f"<emitted {name}>"
     module = ModuleType(f"tilewright_emitted.{spec.name}")
     module.__file__ = place
-    # Triton asks `inspect` for a kernel's source, which looks here first; a time of None: for good.
+    # Triton asks `inspect` for a kernel's source, which looks here first; None: never checked again.
     linecache.cache[place] = (len(text), None, StringIO(text).readlines(), place)
     exec(compile(text, place, "exec"), module.__dict__)
     return getattr(module, module.KERNEL), text
@@ -276,7 +275,7 @@ def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
 
 
 def keep_ttgir(text: str) -> Path:
-    """A file of this process alone that holds a module's text, for Triton to compile."""
+    """A file of this process alone with a module's text, for Triton to compile."""
     handle, path = tempfile.mkstemp(".ttgir", dir=private_folder())
     with open(handle, "w", encoding="utf-8") as file:
         file.write(text)
@@ -285,10 +284,10 @@ def keep_ttgir(text: str) -> Path:
 
 @functools.cache
 def find_triton_a_cache() -> None:
-    """Gives Triton a private folder for this process where its own cache cannot be written.
+    """Gives Triton a private cache folder for this process where its own cannot be written.
 
-    Triton compiles nothing then, and fails. A folder that the user chose (TRITON_CACHE_DIR) is left
-    as it is.
+    Without one Triton fails to compile anything. A folder that the user chose (TRITON_CACHE_DIR) is
+    left as it is.
     """
     from triton import knobs
 
@@ -314,7 +313,7 @@ def needs_scratch(source: str) -> bool:
 
 
 def install_allocator() -> None:
-    """Let Triton take scratch memory from torch's caching allocator, on the launching stream."""
+    """Let Triton take scratch memory from torch's caching allocator, on the launch's stream."""
     import torch
     import triton
 

@@ -1,7 +1,7 @@
 """Compiles one emitted file in a process of its own: `python worker.py REQUEST.json`.
 
-Needs the standard library and triton alone, so that any environment that holds a triton can run it.
-Triton may abort the process on a form it does not support; whoever started it is not harmed.
+Needs the standard library and triton alone: any environment with a triton can run it. Triton may
+abort the process on what it does not support, and the process that started it goes on.
 
 The request: {"source": path, "out": folder, "arch": 90 | 100, "options": {...}}. Written to `out`:
 kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json. Exit code 74: the disk was

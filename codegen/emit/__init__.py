@@ -14,11 +14,10 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.codegen.emit import source as template_source
-from tilewright.codegen.emit.copies import remove_copies
 from tilewright.codegen.emit.evaluator import PartialEvaluator
 from tilewright.codegen.emit.layout import unparse
-from tilewright.codegen.emit.liveness import remove_dead
 from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
+from tilewright.codegen.emit.tidy import tidied
 from tilewright.codegen.emit.values import DTYPES, TL, literal
 from tilewright.codegen.spec import KernelSpec, is_integer
 
@@ -27,15 +26,14 @@ _EMITTER_FILES = (
     "../spec.py",
     "__init__.py",
     "control_flow.py",
-    "copies.py",
     "evaluator.py",
     "expressions.py",
     "index_math.py",
     "layout.py",
-    "liveness.py",
     "rules.py",
     "source.py",
     "statements.py",
+    "tidy.py",
     "values.py",
 )
 
@@ -77,8 +75,7 @@ def _emit(spec: KernelSpec) -> str:
     evaluator = PartialEvaluator(spec, library)
     parameters, body = evaluator.kernel(function)
     helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]
-    body = remove_dead(remove_copies(remove_dead(body), parameters))
-    kernel = _function(spec, function, parameters, body)
+    kernel = _function(spec, function, parameters, tidied(body, parameters))
     imports = _extra_imports(evaluator.externals)
     text = _assemble(spec, function, [*helpers, kernel], imports)
     _check_names(spec, text)
@@ -125,7 +122,7 @@ def _standalone(function: JitFunction) -> ast.FunctionDef:
     bodies = ast.Module(node.body, [])
     free = {n.id for n in ast.walk(bodies) if isinstance(n, ast.Name)} - known
     if free:
-        raise EmitError(f"{function} is passed as an argument and reads {sorted(free)}")
+        raise EmitError(f"{function} is passed as an argument: it must not read {sorted(free)}")
     decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
     copy = ast.FunctionDef(node.name, node.args, node.body, [decorator])
     return ast.fix_missing_locations(copy)

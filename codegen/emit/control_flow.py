@@ -13,7 +13,7 @@ import sympy
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import External
-from tilewright.codegen.emit.statements import StatementEvaluator, is_constexpr, stored
+from tilewright.codegen.emit.statements import Statements, is_constexpr, stored
 from tilewright.codegen.emit.values import TL, Value
 
 # tl.static_range is unrolled up to this many statements; above it stays a loop.
@@ -29,8 +29,8 @@ _IDLE_LOOP_OPTIONS = {
 }
 
 
-class ControlFlow(StatementEvaluator):
-    """Adds `if`, `for` and `while`."""
+class ControlFlow(Statements):
+    """The part of the evaluator for `if`, `for` and `while`."""
 
     def _do_if(self, node: ast.If) -> bool:
         test = self._root(node.test)
@@ -149,14 +149,18 @@ class ControlFlow(StatementEvaluator):
 
     def _do_for(self, node: ast.For) -> bool:
         if node.orelse or not isinstance(node.target, ast.Name):
-            raise self.error(node, "a loop has one name and no else")
+            raise self.error(node, "a for loop takes one name and no else")
         if not isinstance(node.iter, ast.Call):
-            raise self.error(node, f"loops run over range, not {ast.unparse(node.iter)}")
+            raise self.error(
+                node, f"loops run over range or tl.range, not {ast.unparse(node.iter)}"
+            )
         callee = self.fold(node.iter.func)
         path = callee.value.const.path if isinstance(callee.value.const, External) else ""
         is_range = isinstance(callee.node, ast.Name) and callee.node.id == "range"
         if not is_range and path not in (f"{TL}.range", f"{TL}.static_range"):
-            raise self.error(node, f"loops run over range, not {ast.unparse(node.iter)}")
+            raise self.error(
+                node, f"loops run over range or tl.range, not {ast.unparse(node.iter)}"
+            )
         bounds, options = self._range(node.iter)
         if path == f"{TL}.static_range":
             return self._static_loop(node, callee, bounds)

@@ -14,21 +14,16 @@ from dataclasses import replace
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.control_flow import ControlFlow, assigned_names
 from tilewright.codegen.emit.expressions import Scope
-from tilewright.codegen.emit.liveness import has_side_effects, is_impure_call
 from tilewright.codegen.emit.rules import Folded
-from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
+from tilewright.codegen.emit.source import EmitError, JitFunction
 from tilewright.codegen.emit.statements import is_constexpr, stored
-from tilewright.codegen.emit.values import TL, Value, literal
-from tilewright.codegen.spec import KernelSpec, is_integer, is_pointer
+from tilewright.codegen.emit.tidy import has_side_effects, is_impure_call
+from tilewright.codegen.emit.values import Value
+from tilewright.codegen.spec import is_integer, is_pointer
 
 
 class PartialEvaluator(ControlFlow):
     """Evaluates one kernel of a template for one spec."""
-
-    def __init__(self, spec: KernelSpec, library: Library) -> None:
-        super().__init__(library, spec.grid)
-        self.spec = spec
-        self._assigned: dict[JitFunction, set[str]] = {}
 
     def kernel(self, function: JitFunction) -> tuple[list[str], list[ast.stmt]]:
         """(run-time parameters, body) of the kernel with the spec's constants filled in."""
@@ -90,9 +85,7 @@ class PartialEvaluator(ControlFlow):
         first = len(self.body)
         scope = Scope(function, runtime_depth=0)
         outer = self.scope
-        if function not in self._assigned:
-            self._assigned[function] = assigned_names(function.node.body)
-        assigned = self._assigned[function]
+        assigned = assigned_names(function.node.body)
         for name, folded, annotation in self._arguments(function, call):
             if folded.value.literal or (_is_simple(folded.node) and name not in assigned):
                 scope.bindings[name] = folded
@@ -129,7 +122,9 @@ class PartialEvaluator(ControlFlow):
         parameters, defaults = _parameters(function), _defaults(function)
         given = dict(zip((arg.arg for arg in parameters), call.args, strict=False))
         if len(call.args) > len(parameters):
-            raise self.error(call, f"{function} takes {len(parameters)} arguments")
+            raise self.error(
+                call, f"{function} takes {len(parameters)} arguments, got {len(call.args)}"
+            )
         for keyword in call.keywords:
             if keyword.arg is None or keyword.arg in given:
                 raise self.error(call, f"{function}: argument {keyword.arg} given twice or by **")
@@ -155,14 +150,11 @@ class PartialEvaluator(ControlFlow):
         """Evaluate an argument once, before the helper's body."""
         printed = self._fresh(name)
         scope.renamed[name] = printed
-        target = ast.Name(printed, ast.Store())
         if constexpr and folded.value.weak:
-            annotation = literal(External(f"{TL}.constexpr"))
-            self.body.append(ast.AnnAssign(target, annotation, folded.node, simple=1))
-            value = folded.value
-        else:
-            self.body.append(ast.Assign([target], stored(folded)))
-            value = values.tensor_of(folded.value)
+            scope.bindings[name] = self._kept_constexpr(printed, folded)
+            return
+        self.body.append(ast.Assign([ast.Name(printed, ast.Store())], stored(folded)))
+        value = values.tensor_of(folded.value)
         scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), value)
 
 

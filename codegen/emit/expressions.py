@@ -30,6 +30,7 @@ from tilewright.codegen.emit.source import (
     TemplateModule,
 )
 from tilewright.codegen.emit.values import NOTHING, TL, UNKNOWN, Value, constant, literal
+from tilewright.codegen.spec import KernelSpec
 
 _BUILTINS: dict[str, Callable[..., Any]] = {
     "min": min,
@@ -41,6 +42,7 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "bool": bool,
 }
 BUILTIN_NAMES = frozenset({*_BUILTINS, "range", "print", "isinstance", "getattr", "hasattr"})
+RESERVED_NAMES = BUILTIN_NAMES | {"tl", "triton", "math", "libdevice"}
 
 _IDENTITY_RIGHT = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.FloorDiv: 1, ast.LShift: 0}
 _IDENTITY_RIGHT |= {ast.RShift: 0, ast.BitAnd: True, ast.BitOr: False}
@@ -68,21 +70,42 @@ class Scope:
         return self.function.module
 
 
-class Folder:
-    """Evaluates expressions in the current scope. Statements and inlining: evaluator.py."""
+class Expressions:
+    """The part of the evaluator that evaluates expressions, and the state of all its parts.
 
-    def __init__(self, library: Library, grid: tuple[int, ...] | None) -> None:
+    The evaluator is one class in four parts, a file each, every part on top of the one before:
+    Expressions, Statements, ControlFlow, PartialEvaluator (kernels and the inlining of helpers).
+
+    Attributes:
+        spec, library: the kernel's spec, and the templates that it may read.
+        math, facts: what is known of index symbols, and of the expressions printed so far.
+        externals, kept: paths of triton and jit functions that the emitted file has to have.
+        scope, stack: the names of the function being evaluated; it and its callers.
+        body: the statements that are left so far, of the block being evaluated.
+        used: names that a new local name must not take.
+        returned: what the helper being inlined returns.
+        root: the expression of the statement being evaluated; a helper's statements go before it.
+        conditional: why no statement may be put before this expression, None where it may.
+    """
+
+    def __init__(self, spec: KernelSpec, library: Library) -> None:
+        self.spec = spec
         self.library = library
-        self.grid = grid
+        self.grid = spec.grid
         self.math = IndexMath()
-        self.scope: Scope
         self.facts: dict[ast.expr, Value] = {}
         self.externals: set[str] = set()
         self.kept: dict[str, JitFunction] = {}
-        self.conditional: str | None = None  # why no statement may be put before this expression
+        self.scope: Scope
+        self.stack: list[JitFunction] = []
+        self.body: list[ast.stmt] = []
+        self.used: set[str] = set(RESERVED_NAMES)
+        self.returned: Folded | None = None
+        self.root: ast.expr | None = None
+        self.conditional: str | None = None
 
     def inline(self, function: JitFunction, call: ast.Call) -> Folded:
-        raise NotImplementedError
+        raise NotImplementedError  # by PartialEvaluator
 
     def error(self, node: ast.AST, message: str) -> EmitError:
         """The error to raise where `node` cannot be carried over."""
@@ -299,9 +322,8 @@ class Folder:
         return self._boolean(node.op, undecided if len(undecided) > 1 else rest, UNKNOWN)
 
     def _boolean(self, op: ast.boolop, items: list[Folded], const: Any) -> Folded:
-        node = ast.BoolOp(op, [item.node for item in items])
-        if len(items) == 1:
-            return Folded(items[0].node, Value(const, dtype="int1", shape=(), runtime=True))
+        nodes = [item.node for item in items]
+        node = ast.BoolOp(op, nodes) if len(nodes) > 1 else nodes[0]
         return Folded(node, Value(const, dtype="int1", shape=(), runtime=True))
 
     def _fold_ifexp(self, node: ast.IfExp) -> Folded:
@@ -350,7 +372,7 @@ class Folder:
         if root == "math":
             return self._call_math(call, name)
         if not path.startswith("triton."):
-            raise self.error(call.node, f"{path} is not of triton")
+            raise self.error(call.node, f"only functions of triton may be called, not {path}")
         rule = FUNCTIONS.get(name) if root in (TL, "triton") else None
         return rule(call, self) if rule is not None else call.unknown()
 

@@ -202,14 +202,16 @@ class IndexMath:
                 rest += term
         return quotient, rest
 
+    def _common_multiple(self, left: sympy.Expr, right: sympy.Expr) -> int:
+        return math.gcd(self.multiple(left), self.multiple(right)) or 1
+
     def minimum(self, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
         if self.decide("<=", left, right):
             return left
         if self.decide("<=", right, left):
             return right
         (low, high), (least, greatest) = self.bounds(left), self.bounds(right)
-        multiple = math.gcd(self.multiple(left), self.multiple(right)) or 1
-        key = ("min", left, right)
+        key, multiple = ("min", left, right), self._common_multiple(left, right)
         return self.symbol(key, min(low, least), min(high, greatest), multiple, (left, right))
 
     def maximum(self, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
@@ -218,8 +220,8 @@ class IndexMath:
         if self.decide(">=", right, left):
             return right
         (low, high), (least, greatest) = self.bounds(left), self.bounds(right)
-        multiple = math.gcd(self.multiple(left), self.multiple(right)) or 1
-        return self.symbol(("max", left, right), max(low, least), max(high, greatest), multiple)
+        key, multiple = ("max", left, right), self._common_multiple(left, right)
+        return self.symbol(key, max(low, least), max(high, greatest), multiple)
 
     def decide(self, comparison: str, left: sympy.Expr, right: sympy.Expr) -> bool | None:
         """Whether `left comparison right` holds always (True), never (False), or it depends."""
@@ -309,7 +311,7 @@ class IndexMath:
         if left == right:
             return left
         (low, high), (least, greatest) = self.bounds(left), self.bounds(right)
-        multiple = math.gcd(self.multiple(left), self.multiple(right)) or 1
+        multiple = self._common_multiple(left, right)
         return self.symbol(None, min(low, least), max(high, greatest), multiple)
 
 

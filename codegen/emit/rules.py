@@ -142,18 +142,6 @@ def _extreme(call: Call, context: Context, pick: Callable) -> Folded:
     return Folded(call.rebuild(), value)
 
 
-def _minimum(call: Call, context: Context) -> Folded:
-    return _extreme(call, context, context.math.minimum)
-
-
-def _maximum(call: Call, context: Context) -> Folded:
-    return _extreme(call, context, context.math.maximum)
-
-
-def _constexpr(call: Call, context: Context) -> Folded:
-    return call.args[0]
-
-
 def _cdiv(call: Call, context: Context) -> Folded:
     left, right = call.args
     if left.value.literal and right.value.literal:
@@ -170,10 +158,15 @@ def _next_power_of_2(call: Call, context: Context) -> Folded:
     return Folded(call.node, constant(1 << max(number - 1, 0).bit_length()))
 
 
-def _program_id(call: Call, context: Context) -> Folded:
+def _axis(call: Call, context: Context) -> int:
     axis = call.constant(0, "axis")
     if not isinstance(axis, int):
         raise context.error(call.node, f"the axis must be a constant: {ast.unparse(call.node)}")
+    return axis
+
+
+def _program_id(call: Call, context: Context) -> Folded:
+    axis = _axis(call, context)
     limit = 2**31 - 1 if axis == 0 else 65535
     if context.grid is not None:
         limit = context.grid[axis] if axis < len(context.grid) else 1
@@ -182,9 +175,7 @@ def _program_id(call: Call, context: Context) -> Folded:
 
 
 def _num_programs(call: Call, context: Context) -> Folded:
-    axis = call.constant(0, "axis")
-    if not isinstance(axis, int):
-        raise context.error(call.node, f"the axis must be a constant: {ast.unparse(call.node)}")
+    axis = _axis(call, context)
     if context.grid is None:
         index = context.math.symbol(("num_programs", axis), 1, 2**31 - 1)
     else:
@@ -202,27 +193,25 @@ def _arange(call: Call, context: Context) -> Folded:
     return Folded(call.rebuild(), value)
 
 
-def _zeros(call: Call, context: Context) -> Folded:
-    return _block(call, context, call.argument(1, "dtype"))
-
-
-def _full(call: Call, context: Context) -> Folded:
-    return _block(call, context, call.argument(2, "dtype"))
-
-
 def _block(call: Call, context: Context, dtype: Folded | None) -> Folded:
     shape = call.constant(0, "shape")
     name = values.dtype_of(dtype.value) if dtype is not None else None
-    index = context.math.unknown(name) if name in INT_RANGES and name is not None else None
-    return call.gives(name, shape if isinstance(shape, tuple) else None, index)
+    return _any_value(call, context, name, shape if isinstance(shape, tuple) else None)
+
+
+def _any_value(call: Call, context: Context, dtype: str | None, shape: Shape | None) -> Folded:
+    """A call that may give any value of its type."""
+    index = context.math.unknown(dtype) if dtype in INT_RANGES and dtype is not None else None
+    return call.gives(dtype, shape, index)
+
+
+def _pointee(call: Call, context: Context) -> Folded:
+    """What lies at the first argument, a pointer."""
+    return _any_value(call, context, call.args[0].value.pointee, call.args[0].value.shape)
 
 
 def _load(call: Call, context: Context) -> Folded:
-    pointer = call.args[0].value
-    name = pointer.pointee
-    index = context.math.unknown(name) if name in INT_RANGES and name is not None else None
-    call = call.without_true_mask(1, (1, 2), ("mask", "other"), context)
-    return call.gives(name, pointer.shape, index)
+    return _pointee(call.without_true_mask(1, (1, 2), ("mask", "other"), context), context)
 
 
 def _store(call: Call, context: Context) -> Folded:
@@ -250,23 +239,16 @@ def _where(call: Call, context: Context) -> Folded:
     return Folded(call.rebuild(), value)
 
 
-def _cast_function(call: Call, context: Context) -> Folded:
-    return cast(call, context, call.args[0], call.argument(1, "dtype"))
-
-
 def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) -> Folded:
     """`x.to(dtype)` or `tl.cast(x, dtype)`: dropped where x has that type already."""
     name = values.dtype_of(dtype.value) if dtype is not None else None
     if name is not None and operand.value.dtype == name and not operand.value.weak:
         return operand
-    if name not in INT_RANGES or name is None:
-        return call.gives(name, operand.value.shape)
-    index = operand.value.index
-    if index is None or not operand.value.is_int or "bitcast" in call.keywords:
-        return call.gives(name, operand.value.shape, context.math.unknown(name))
-    return Folded(
-        call.rebuild(), values.integer(context.math.fit(index, name), name, operand.value.shape)
-    )
+    index, shape = operand.value.index, operand.value.shape
+    exact = index is not None and operand.value.is_int and "bitcast" not in call.keywords
+    if name not in INT_RANGES or name is None or not exact:
+        return _any_value(call, context, name, shape)
+    return Folded(call.rebuild(), values.integer(context.math.fit(index, name), name, shape))
 
 
 def _same(call: Call, context: Context) -> Folded:
@@ -288,8 +270,8 @@ def _clamp(call: Call, context: Context) -> Folded:
 
 
 def _reshape(call: Call, context: Context) -> Folded:
-    shape = _shape_arguments(call)
-    return call.gives(call.args[0].value.dtype, shape)
+    """Another shape, given as an argument."""
+    return call.gives(call.args[0].value.dtype, _shape_arguments(call))
 
 
 def _shape_arguments(call: Call) -> Shape | None:
@@ -325,10 +307,6 @@ def _join(call: Call, context: Context) -> Folded:
     return call.gives(dtype, None if shape is None else (*shape, 2))
 
 
-def _broadcast_to(call: Call, context: Context) -> Folded:
-    return call.gives(call.args[0].value.dtype, _shape_arguments(call))
-
-
 def _reduce(call: Call, context: Context) -> Folded:
     """A reduction; its element type is the operand's where Triton does not widen it."""
     value, axis = call.args[0].value, call.constant(1, "axis")
@@ -338,8 +316,7 @@ def _reduce(call: Call, context: Context) -> Folded:
     if shape is None or not isinstance(axis, int) or keeps is not None or len(call.keywords) > 1:
         return call.gives(dtype, None)
     axis %= len(shape)
-    index = context.math.unknown(dtype) if dtype in INT_RANGES and dtype is not None else None
-    return call.gives(dtype, shape[:axis] + shape[axis + 1 :], index)
+    return _any_value(call, context, dtype, shape[:axis] + shape[axis + 1 :])
 
 
 def _dot(call: Call, context: Context) -> Folded:
@@ -367,43 +344,37 @@ def descriptor_block(value: Value) -> Value:
     )
 
 
-def _atomic(call: Call, context: Context) -> Folded:
-    name = call.args[0].value.pointee
-    index = context.math.unknown(name) if name in INT_RANGES and name is not None else None
-    return call.gives(name, call.args[0].value.shape, index)
-
-
 METHODS: dict[str, Rule] = {
     "reshape": _reshape,
     "permute": _permute,
     "trans": _permute,
     "split": _split,
     "sum": _reduce,
-    "broadcast_to": _broadcast_to,
+    "broadcast_to": _reshape,
 }
 FUNCTIONS: dict[str, Rule] = {
     **METHODS,
     "max": _reduce,
     "min": _reduce,
-    "minimum": _minimum,
-    "maximum": _maximum,
-    "constexpr": _constexpr,
+    "minimum": lambda call, context: _extreme(call, context, context.math.minimum),
+    "maximum": lambda call, context: _extreme(call, context, context.math.maximum),
+    "constexpr": lambda call, context: call.args[0],
     "cdiv": _cdiv,
     "next_power_of_2": _next_power_of_2,
     "program_id": _program_id,
     "num_programs": _num_programs,
     "arange": _arange,
-    "zeros": _zeros,
-    "full": _full,
+    "zeros": lambda call, context: _block(call, context, call.argument(1, "dtype")),
+    "full": lambda call, context: _block(call, context, call.argument(2, "dtype")),
     "load": _load,
     "store": _store,
     "where": _where,
-    "cast": _cast_function,
+    "cast": lambda call, context: cast(call, context, call.args[0], call.argument(1, "dtype")),
     "clamp": _clamp,
     "join": _join,
     "dot": _dot,
     "make_tensor_descriptor": _descriptor,
-    "atomic_add": _atomic,
+    "atomic_add": _pointee,
     **dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), _same),
     **dict.fromkeys(
         ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "abs", "sigmoid"), _elementwise

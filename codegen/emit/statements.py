@@ -7,24 +7,14 @@ import copy
 from collections.abc import Sequence
 
 from tilewright.codegen.emit import values
-from tilewright.codegen.emit.expressions import BUILTIN_NAMES, Folder
+from tilewright.codegen.emit.expressions import Expressions
 from tilewright.codegen.emit.rules import Folded
-from tilewright.codegen.emit.source import External, JitFunction, Library
+from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.values import NOTHING, TL, constant, literal
 
-RESERVED_NAMES = BUILTIN_NAMES | {"tl", "triton", "math", "libdevice"}
 
-
-class StatementEvaluator(Folder):
-    """Evaluates statements in order; what is left of them is appended to `body`."""
-
-    def __init__(self, library: Library, grid: tuple[int, ...] | None) -> None:
-        super().__init__(library, grid)
-        self.body: list[ast.stmt] = []
-        self.used: set[str] = set(RESERVED_NAMES)
-        self.stack: list[JitFunction] = []
-        self.returned: Folded | None = None
-        self.root: ast.expr | None = None
+class Statements(Expressions):
+    """The part of the evaluator for straight-line statements; what is left goes to `body`."""
 
     def _block(self, statements: Sequence[ast.stmt]) -> bool:
         """Evaluate statements in order; True where a `return` ended them."""
@@ -56,7 +46,7 @@ class StatementEvaluator(Folder):
         if isinstance(node.value, ast.Call):
             callee = self.fold(node.value.func).value.const
             if isinstance(callee, External) and callee.path == f"{TL}.static_assert":
-                self._static_assert(node.value)
+                self._require(node.value, node.value.args[0], node.value.args[1:])
                 return False
             if isinstance(callee, External) and callee.path == f"{TL}.static_print":
                 return False
@@ -66,9 +56,6 @@ class StatementEvaluator(Folder):
         if any(isinstance(part, ast.Call) for part in ast.walk(folded.node)):
             self.body.append(ast.Expr(folded.node))
         return False
-
-    def _static_assert(self, call: ast.Call) -> None:
-        self._require(call, call.args[0], call.args[1:])
 
     def _require(self, node: ast.AST, test: ast.expr, message: Sequence[ast.expr]) -> None:
         condition = self.fold(test).value
@@ -105,16 +92,16 @@ class StatementEvaluator(Folder):
         elif folded.value.literal:
             self.scope.bindings[node.target.id] = folded
         else:
-            self._bind_constexpr(node.target.id, folded)
+            printed = self._local(node.target.id)
+            self.scope.bindings[node.target.id] = self._kept_constexpr(printed, folded)
         return False
 
-    def _bind_constexpr(self, name: str, folded: Folded) -> None:
+    def _kept_constexpr(self, printed: str, folded: Folded) -> Folded:
         """A constexpr whose value only Triton can tell, such as a dtype, keeps its line."""
-        printed = self._local(name)
         annotation = literal(External(f"{TL}.constexpr"))
         target = ast.Name(printed, ast.Store())
         self.body.append(ast.AnnAssign(target, annotation, folded.node, simple=1))
-        self.scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), folded.value)
+        return Folded(ast.Name(printed, ast.Load()), folded.value)
 
     def _assign(self, target: ast.expr, folded: Folded) -> None:
         if isinstance(target, ast.Name):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -159,6 +159,12 @@ def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float
         return {}
     numbers = all(isinstance(s, float) and 0 < s < math.inf for s in seconds.values())
     return seconds if numbers else {}
+
+
+def table_text(facts: Mapping[str, object], rows: Iterable[Mapping[str, object]]) -> str:
+    """A measured table as it is shipped: where it was measured, then its rows, one a line."""
+    head = json.dumps({**facts, "rows": []}, indent=1).removesuffix("]\n}")
+    return head + "\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]\n}\n"
 
 
 def _fastest(tried: Mapping[str, LoweringChoice], seconds: Mapping[str, float]) -> LoweringChoice:

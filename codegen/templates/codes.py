@@ -1,4 +1,4 @@
-"""Words of 4- and 8-bit codes as operands of the tensor cores, exactly; their scales and zeros."""
+"""Words of 4- and 8-bit codes decoded to operands of the tensor cores; their scales and zeros."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """The code of 4 bits at `position` of each word, less OFFSET, exactly."""
+    """The 4-bit code at `position` of each word, less OFFSET, exactly."""
     code = ((words >> (4 * position)) & 0xF).to(tl.int16)
     # The code as the last bits of the mantissa of 128 (bf16) or 1024 (fp16).
     if tl.bfloat16 == DTYPE:
@@ -17,23 +17,23 @@ def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def code_unit(DTYPE: tl.constexpr):
-    """What codes of `nibble_pair` have to be multiplied with."""
+    """The factor by which values of `nibble_pair` are too small."""
     return 64.0 if tl.bfloat16 == DTYPE else 512.0
 
 
 @triton.jit
 def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes at `position` and `position` + 4 of each word: one more axis, of two.
+    """The codes at `position` and `position` + 4 of each word, along a new last axis of two.
 
-    Both lie in one register as the tensor core wants them, made by one mask. They are in parts of
-    `code_unit`: bits that low are a subnormal number, and one multiplication with an addition makes
-    that a code.
+    Values are codes less OFFSET, divided by `code_unit`. One mask leaves both in one register,
+    where the tensor core wants them; as 16-bit floats such low bits are subnormal numbers, and one
+    FMA turns those into the values.
     """
     BIGGEST: tl.constexpr = 2.0**127 if tl.bfloat16 == DTYPE else 2.0**15
     UNIT: tl.constexpr = 1.0 / code_unit(DTYPE)
     both = (words >> (4 * position)) & 0x000F000F
     if position == 3:
-        # The compiler would see through the mask of the last bits, and take two registers.
+        # Else the compiler would simplify the mask of the last bits, and take two registers.
         both |= 0x40004000
     low = both.to(tl.int16).to(DTYPE, bitcast=True)
     high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -58,7 +58,7 @@ def codes_in_order(
     words, DTYPE: tl.constexpr, PER: tl.constexpr, REVERSED: tl.constexpr,
     OFFSET: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Words [rows, columns] as codes [rows, PER * columns], K in the order of `x_in_order`.
+    """Words [rows, columns] decoded to [rows, PER * columns], K in the order of `x_in_order`.
 
     PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: of two, the first is the high.
     """
@@ -83,10 +83,10 @@ def codes_in_order(
 
 @triton.jit
 def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr):
-    """x [tokens, K] with K as `codes_in_order` has it.
+    """x [tokens, K] with K permuted to the order of `codes_in_order`.
 
-    INTERLEAVED_NIBBLES: of eight codes the even ones are the low half of the word (AWQ), else the
-    first four are.
+    INTERLEAVED_NIBBLES: the low half of a word holds the even ones of its eight codes (AWQ), else
+    the first four.
     """
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -109,7 +109,7 @@ def codes_of_rows(
     words, DTYPE: tl.constexpr, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr,
     REVERSED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Words [rows / PER, K] packed along the rows as codes [rows, K]."""
+    """Words [rows / PER, K], packed along the rows, decoded to [rows, K]."""
     ROWS: tl.constexpr = PER * words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 2:
@@ -117,7 +117,7 @@ def codes_of_rows(
         second = nibble(words, 0 if REVERSED else 1, OFFSET, DTYPE)
         codes = tl.permute(tl.join(first, second), (0, 2, 1))
     else:
-        # Joined by the bits of the row's place in the word, lowest first.
+        # One join for each bit of the row's place in the word, the lowest first.
         STEP: tl.constexpr = 4 if INTERLEAVED_NIBBLES else 1
         NEXT: tl.constexpr = 1 if INTERLEAVED_NIBBLES else 2
         LAST: tl.constexpr = 2 if INTERLEAVED_NIBBLES else 4

@@ -1,4 +1,4 @@
-"""Tiles of quantised expert weights, as the numbers that the tensor core multiplies."""
+"""Tiles of quantised expert weights, decoded for the tensor core."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def block_scales(
     """fp32 scales [rows, COLUMNS / BLOCK[1]] of weight rows from k = first_k on.
 
     BLOCK: (rows, columns) that share a scale; COLUMNS is a multiple of BLOCK[1] or divides it.
-    e8m0 becomes the power of two that it stands for.
+    e8m0 scales are converted to their powers of two.
     """
     WIDTH: tl.constexpr = max(COLUMNS // BLOCK[1], 1)
     columns = first_k // BLOCK[1] + tl.arange(0, WIDTH)
@@ -37,7 +37,7 @@ def dequantize_tile(
     stored, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Weights [ROWS, COLUMNS] of DTYPE out of their storage and their scales.
+    """Weights [ROWS, COLUMNS] of DTYPE from stored codes and their scales.
 
     NVFP4 and MXFP4 are exact; int4 and fp8 are rounded once, after the product with the scale.
     """
@@ -54,14 +54,15 @@ def dequantize_tile(
 
 @triton.jit
 def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes at `position` and `position` + 4 of each word of eight, in both halves of a word.
+    """The E2M1 codes at `position` and `position` + 4 of each word, as 16-bit floats in the halves
+    of a word.
 
-    Exact, but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa go where
-    DTYPE has them, for both codes at once; so does the one subnormal.
+    Exact but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa are moved to
+    where DTYPE has them, for both codes at once; this holds for the one subnormal too.
     """
     if tl.bfloat16 == DTYPE:
-        # A product puts the sign and the rest into their places at once, and garbage beside them:
-        # one instruction less than shifts, and not of the unit that has most of them.
+        # One multiplication moves the sign and the rest to their places, with garbage beside them:
+        # an instruction less than shifts, and on a unit that is less busy.
         if position >= 2:
             words = words >> 8
         if position % 2 == 0:
@@ -77,8 +78,8 @@ def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def times(pair, factor):
-    """Words of two bf16 numbers times such words. The compiler pairs products of single numbers
-    too, but by another order, and takes two instructions more to exchange the halves."""
+    """Products of words that hold two bf16 numbers each. The compiler also pairs products of single
+    numbers, but in another order, and takes two instructions more to exchange the halves."""
     return tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
     )
@@ -86,7 +87,7 @@ def times(pair, factor):
 
 @triton.jit
 def halves_of(pair, DTYPE: tl.constexpr):
-    """Words of two numbers: one more axis, of two."""
+    """The two numbers of each word, along a new last axis."""
     low = pair.to(tl.int16).to(DTYPE, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.join(low, high)
@@ -94,8 +95,8 @@ def halves_of(pair, DTYPE: tl.constexpr):
 
 @triton.jit
 def scale_codes(scales, COUNT: tl.constexpr):
-    """Integers [rows, 4] that begin with COUNT bytes as integers [rows, 4, COUNT] that begin with
-    one."""
+    """Integers [rows, 4, COUNT] whose low bytes are the COUNT low bytes of integers [rows, 4];
+    their other bits are not cleared."""
     codes = scales.to(tl.int32)
     if COUNT == 4:
         pair = tl.join(codes, codes >> 16)
@@ -107,7 +108,7 @@ def scale_codes(scales, COUNT: tl.constexpr):
 
 @triton.jit
 def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
-    """Scales [rows, 4] as integers with a few of one byte each, by word: [rows, 4, WORDS], fp32."""
+    """The scale of each word, fp32 [rows, 4, WORDS], from integers [rows, 4] of one-byte scales."""
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
     codes = scale_codes(scales, COUNT)
@@ -126,8 +127,11 @@ def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.constexpr,
                     SWAPPED: tl.constexpr):  # fmt: skip
-    """Codes [ROWS, 4, WORDS, half of the word, low bit, high bit of the place in it] as [ROWS, K],
-    [K, ROWS] where not SWAPPED, K in the order of `rows_in_order`."""
+    """Codes [ROWS, 4, WORDS, 2, 2, 2] as [ROWS, K], or [K, ROWS] where not SWAPPED, K in the order
+    of `rows_in_order`.
+
+    The last three axes: the half of the word, the low and the high bit of the place in that half.
+    """
     K: tl.constexpr = 32 * WORDS
     if SWAPPED:
         order: tl.constexpr = (
@@ -146,8 +150,10 @@ def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.cons
 
 @triton.jit
 def rows_in_order(x, RUN: tl.constexpr):
-    """x [tokens, K] with K as words of eight codes give it to a tensor core whose threads hold RUN
-    (2, 4, 8) columns in a row: a quarter of the words each."""
+    """x [tokens, K] with K permuted to the order in which the tensor core's threads hold words of
+    eight codes. RUN: neighbouring columns of an operand that a thread holds, 2, 4 or 8; each of
+    four threads has a quarter of a row's words.
+    """
     TOKENS: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
     order: tl.constexpr = (
@@ -160,7 +166,7 @@ def rows_in_order(x, RUN: tl.constexpr):
 
 @triton.jit
 def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
-    """Where `rows_in_order` puts columns of a row that goes by steps of STEP."""
+    """The columns to which `rows_in_order` moves columns of rows, permuted in steps of STEP."""
     column = columns % STEP
     quarter = column // (STEP // 4)
     word = column // 8 % (STEP // 32)
@@ -178,14 +184,16 @@ def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def e2m1_unit(DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """What products of `e2m1_codes` have to be multiplied with."""
+    """The factor by which values of `e2m1_codes` are too small."""
     return 256.0 if FORMAT == "nvfp4" and tl.bfloat16 == DTYPE else 1.0
 
 
 @triton.jit
 def e4m3_pairs(scales, WORDS: tl.constexpr):
-    """Scales [rows, 4], see `word_scales`, for every word [rows, 4 * WORDS]: twice in a word, bf16
-    numbers 2 ** 118 times too large, as much as the largest scale leaves of bf16's powers of two.
+    """The e4m3 scale of each word, as two equal bf16 numbers in an integer, [rows, 4 * WORDS].
+
+    scales: see `word_scales`. Multiplied by 2 ** 118: times the 2 ** -126 of `e2m1_pair` that makes
+    products 1 / `e2m1_unit` of the weights.
     """
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2
@@ -201,10 +209,10 @@ def e4m3_pairs(scales, WORDS: tl.constexpr):
 @triton.jit
 def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
                SWAPPED: tl.constexpr):  # fmt: skip
-    """Words [rows, K / 8] of E2M1 codes times their scales, see `joined_in_order`, in parts of
-    `e2m1_unit`.
+    """Words [rows, K / 8] of E2M1 codes times their scales, divided by `e2m1_unit`, as
+    `joined_in_order` gives them.
 
-    scales: see `word_scales`. Exact, unless a power of two is beyond DTYPE's.
+    scales: see `word_scales`. Exact, unless a scale's exponent is out of DTYPE's range.
     """
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1] // 4
@@ -222,7 +230,7 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl
     odd = tl.join(halves_of(third, DTYPE), halves_of(fourth, DTYPE))
     codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
     if not (FORMAT == "nvfp4" and tl.bfloat16 == DTYPE):
-        # By itself, though a scale might have it: both halves of a register stay in it.
+        # Not merged with the scale: so both halves of a register stay in that register.
         codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
         factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
         codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
@@ -231,7 +239,8 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl
 
 @triton.jit
 def int4_codes(words, DTYPE: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr):
-    """Words [rows, K / 8] of int4 codes less 8, in parts of `code_unit`, see `joined_in_order`."""
+    """Words [rows, K / 8] of int4 codes less 8, divided by `code_unit`, as `joined_in_order` gives
+    them."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1] // 4
     even = tl.join(nibble_pair(words, 0, 8.0, DTYPE), nibble_pair(words, 1, 8.0, DTYPE))

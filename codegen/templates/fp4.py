@@ -1,4 +1,4 @@
-"""Tiles of NVFP4 and their scales, for every kernel that reads the format."""
+"""Tiles of NVFP4 codes and their scales, decoded."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def e2m1_value(codes):
-    """bf16 of 4-bit codes (any integer type), exact.
+    """bf16 values of E2M1 codes (any integer type), exact.
 
-    Exponent and mantissa go where bf16 has them; 2 ** 126 makes up for the difference in bias, also
-    for the one subnormal.
+    Exponent and mantissa are moved to where bf16 has them; 2 ** 126 corrects the difference in
+    bias, also for the one subnormal.
     """
     codes = codes.to(tl.int16)
     bits = ((codes & 7) << 6) | ((codes & 8) << 12)
@@ -37,7 +37,7 @@ def dequantize_nvfp4(packed, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def scale_tile(scale_desc, batch, row_block, column_block, ROW_BLOCKS: tl.constexpr,
                COLUMN_BLOCKS: tl.constexpr):  # fmt: skip
-    """Scales [128 * ROW_BLOCKS, 4 * COLUMN_BLOCKS] out of the 128x4 layout.
+    """Scales [128 * ROW_BLOCKS, 4 * COLUMN_BLOCKS] from the 128x4 layout.
 
     scale_desc: [batch, row blocks, column blocks, 2, 256], a block of the layout as two rows of 256
     bytes: the form in which the scales reach tensor memory without passing through registers.
@@ -51,7 +51,7 @@ def scale_tile(scale_desc, batch, row_block, column_block, ROW_BLOCKS: tl.conste
 @triton.jit
 def scale_rows(scales_ptr, rows, row_mask, first_column, COLUMN_BLOCKS_IN_ALL: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
-    """Scales [len(rows), COLUMNS] of any rows of the 128x4 layout's row space, by pointers."""
+    """Scales [len(rows), COLUMNS] of any rows of the 128x4 layout, by pointers."""
     columns = first_column + tl.arange(0, COLUMNS)
     within = rows % 128
     blocks = (rows // 128)[:, None] * COLUMN_BLOCKS_IN_ALL + (columns // 4)[None, :]

@@ -7,8 +7,8 @@ QUERY = tl.constexpr(0)
 KEY = tl.constexpr(1)
 VALUE = tl.constexpr(2)
 
-# Up to so many pairs of token and sequence are compared at once; beyond, a search takes fewer
-# registers than the one load it takes more.
+# Up to so many (token, sequence) pairs are compared at once; beyond, a binary search is faster: it
+# takes more loads but fewer registers.
 COMPARED_PAIRS = tl.constexpr(4096)
 
 
@@ -28,7 +28,7 @@ def sequence_of(
     tokens, row_offsets_ptr, num_sequences, OFFSETS_STRIDE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """How many of row_offsets[1:] lie at or before each token: its sequence, or num_sequences.
+    """Each token's sequence, by row_offsets [num_sequences + 1]; num_sequences after the last one.
 
     2 ** SEARCH_STEPS is more than num_sequences.
     """
@@ -58,7 +58,7 @@ def table_places(
     PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
     ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """(page, slot in the page, mask) of tokens whose pages stand in a lookup table."""
+    """(page, slot in the page, mask) of tokens whose pages are looked up in a block table."""
     if ADDRESSING == "ragged":
         sequence = sequence_of(
             tokens, sequences_ptr, num_sequences, ADDRESS_STRIDES[1], SEARCH_STEPS
@@ -147,9 +147,9 @@ def store_target(
 ):  # fmt: skip
     """(pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
 
-    One target for q, k and v, selected and not branched to: Triton 3.6 cannot flatten a loop over
-    tiles that branches, and three stores are three times the code. Where q and the caches differ
-    in dtype no pointer can be both: the target is the cache's, and masked for q.
+    One target for q, k and v, by selects, not branches: Triton 3.6 cannot flatten a loop over tiles
+    that branches, and three stores are three times the code. Where q and the caches differ in dtype
+    one pointer cannot serve both: the target is the cache's, and masked for q.
     """
     page, slot, row_mask = cache_places(
         tokens, token_mask & (kind != QUERY), slots_ptr, sequences_ptr, positions_ptr,
@@ -157,8 +157,8 @@ def store_target(
         PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
     )  # fmt: skip
     pointer = k_cache_ptr
-    # Counted in ROW_UNIT, which divides every stride of a row: a select alone would lose that the
-    # offsets are multiples of anything, and stores would shrink to single elements.
+    # In units of ROW_UNIT, which divides every stride of a row: a plain select loses what offsets
+    # are multiples of, and stores would shrink to single elements.
     units = page * (K_STRIDES[0] // ROW_UNIT) + slot * (K_STRIDES[1] // ROW_UNIT)
     head_stride = tl.where(kind == VALUE, V_STRIDES[2], K_STRIDES[2])
     if v_cache_ptr is not None:

@@ -77,7 +77,6 @@ EDGES = {
 }
 # What lies in a family's folder and belongs into a shared room: taken by others all the same.
 MISPLACED = {
-    "tilewright.codegen.mla.templates.entries": {"quantized_groups"},
     "tilewright.codegen.moe.specs": {
         "MoeProblem",
         "cdiv",
@@ -86,10 +85,7 @@ MISPLACED = {
         "up_constants",
         "up_problem",
     },
-    "tilewright.codegen.moe.templates.gemm": {"activate"},
     "tilewright.codegen.qkv.heads": {"ELEMENT_BYTES", "cdiv", "next_power_of_2"},
-    "tilewright.codegen.qkv.templates.finish": {"rounded"},
-    "tilewright.codegen.qkv.templates.projection": {"part_of"},
     "tilewright.ops.moe.cases": {"quantize_weight"},
     "tilewright.ops.moe.lowering": {"as_words"},
     "tilewright.ops.moe.operands": {"KERNEL_DTYPES", "expert_layout", "scattered"},

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from tilewright.codegen.build.cache import cache_dir
-from tilewright.codegen.build.cache_folder import others_are_trusted, refusal
-from tilewright.codegen.build.cache_upkeep import (
+from tilewright.codegen.build.cache.folder import others_are_trusted, refusal
+from tilewright.codegen.build.cache.upkeep import (
     KINDS,
     Pruned,
     Survey,

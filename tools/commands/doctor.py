@@ -14,8 +14,8 @@ import typer
 
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.build.cache import cache_dir
-from tilewright.codegen.build.cache_folder import make_folders, refusal
-from tilewright.codegen.build.cache_upkeep import size_bound, survey
+from tilewright.codegen.build.cache.folder import make_folders, refusal
+from tilewright.codegen.build.cache.upkeep import size_bound, survey
 from tilewright.codegen.targets import TARGETS, Target
 from tilewright.compiler import lower
 from tilewright.ops.contract import get_op

@@ -1,10 +1,10 @@
-"""The two expert GEMMs for few rows per expert and weights of 4-bit codes, read as they lie.
+"""The two expert GEMMs for few rows per expert and weights of 4-bit codes, read as they are stored.
 
-As `moe_gemm` with SWAPPED, but a weight reaches the tensor core without leaving the thread that
-loaded it: K goes in the order in which words of eight codes give it, and the rows of tokens, the
-smaller tile, are put into the same order (`qkv_codes` says how). E2M1 codes meet their scales
-before the product, exactly; int4 codes are multiplied as they are and their scales meet the sums of
-a group.
+As `moe_up` and `grouped_gemm` with SWAPPED, but a weight reaches the tensor core without leaving
+the thread that loaded it: K is taken in the order of the words of eight codes, and the rows of
+tokens, the smaller tile, are permuted to match (`rows_in_order`). E2M1 codes are multiplied by
+their scales before the product, exactly; int4 codes go into the product, and their scales are
+applied to the sums of a group.
 """
 
 import triton
@@ -17,8 +17,7 @@ from tilewright.codegen.grouped.templates.gemm import (
     group_tiles,
     tile_place,
 )
-from tilewright.codegen.moe.templates.gemm import activate
-from tilewright.codegen.qkv.templates.projection import part_of
+from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.codes import code_unit
 from tilewright.codegen.templates.expert_weights import (
     e2m1_codes,
@@ -27,6 +26,7 @@ from tilewright.codegen.templates.expert_weights import (
     place_in_order,
     rows_in_order,
 )
+from tilewright.codegen.templates.parts import part_of
 
 
 @triton.jit
@@ -34,9 +34,12 @@ def multiply_codes(
     words, x, scales, accumulator, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
     RUN: tl.constexpr, SWAPPED: tl.constexpr, SPLIT: tl.constexpr, X_IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """accumulator + x [tokens, K] times the weights of words [rows, K / 8]; accumulator: [rows,
-    tokens] where SWAPPED, else [tokens, rows]. scales: see `load_scales`. SPLIT > 1: rows and
-    tokens are those of so many products, one after the other; accumulator [SPLIT, rows, tokens]."""
+    """accumulator + x [tokens, K] times the weights of words [rows, K / 8].
+
+    accumulator: [rows, tokens] where SWAPPED, else [tokens, rows]. scales: see `load_scales`.
+    SPLIT > 1: rows and tokens hold SPLIT products one after the other, accumulator is
+    [SPLIT, rows, tokens].
+    """
     if not X_IN_ORDER:
         x = rows_in_order(x, RUN)
     if SPLIT > 1:
@@ -70,9 +73,11 @@ def load_scales(
     row_ptrs, row_mask, first, K: tl.constexpr, PART_K: tl.constexpr, FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Scales of PART_K columns from the first-th part on, one part for each row. E2M1: [rows, 4]
-    integers with those of a quarter of the columns each; int4, whose groups are the parts: fp32
-    [rows, 1]. FULL: all rows and columns are there."""
+    """Scales of PART_K columns of each row, from the row's part number `first` on.
+
+    E2M1: [rows, 4] integers, each with the scales of a quarter of the columns; int4, where a part
+    is a group: fp32 [rows, 1]. FULL: no row or column needs a mask.
+    """
     WIDTH: tl.constexpr = 1 if FORMAT == "int4" else 4
     places = (first * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     if FULL:
@@ -92,16 +97,16 @@ def multiply_tile(
     BLOCK_K: tl.constexpr, PART_K: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr,
     SPLIT: tl.constexpr, X_IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times rows of weights, fp32 [rows of x, rows of weights], turned where SWAPPED.
+    """Rows of x times rows of weights, fp32 [rows of x, rows of weights], transposed where SWAPPED.
 
-    x_rows, word_rows, scale_rows: pointers. SPLIT > 1: each of so many warps has columns of its own
-    of a step, and what it takes of a row is a row of those: the rows come SPLIT times, warp by
-    warp. PART_K: columns that are unpacked and multiplied together, of BLOCK_K that are loaded
-    together. RUN: see `rows_in_order`. FULL_ROWS: weight_mask is true.
+    x_rows, word_rows, scale_rows: pointers. SPLIT > 1: each of SPLIT warps takes its own columns of
+    a step; all rows are repeated SPLIT times, once for each warp. PART_K: columns that are unpacked
+    and multiplied together, of BLOCK_K that are loaded together. RUN: see `rows_in_order`.
+    FULL_ROWS: weight_mask is true.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    # int4's scales take 40 registers less where they are loaded with a mask.
+    # int4's scales take 40 registers fewer where they are loaded with a mask.
     FULL_SCALES: tl.constexpr = EVEN and FULL_ROWS and (SPLIT > 1 or FORMAT != "int4")
     OWN_K: tl.constexpr = BLOCK_K // SPLIT
     PARTS: tl.constexpr = OWN_K // PART_K
@@ -132,7 +137,7 @@ def multiply_tile(
             )  # fmt: skip
         if not EVEN:
             x_mask = x_mask & (x_columns < K)
-        # A step ahead: what a load needs here is not staged in shared memory.
+        # A step ahead: Triton does not pipeline these loads through shared memory.
         for part in tl.static_range(PARTS):
             first = (step * BLOCK_K + weight_first) // PART_K + part
             scales = load_scales(scale_rows, weight_mask, first, K, PART_K, FORMAT, FULL_SCALES)
@@ -151,7 +156,7 @@ def multiply_tile(
 
 @triton.jit
 def route_place(tile, ids_ptr, NUM_EXPERTS: tl.constexpr, TILES_N: tl.constexpr):
-    """What `tile_place` gives, where every route is a block of rows and they are not sorted."""
+    """As `tile_place`, where routes are not sorted and each is a block of rows of its own."""
     route = tile // TILES_N
     expert = tl.load(ids_ptr + route).to(tl.int32)
     placed = (expert >= 0) & (expert < NUM_EXPERTS)
@@ -173,12 +178,15 @@ def moe_up_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden [routes, INNER] as `moe_up` makes it. Grid of any size.
+    """Gate and up projections of a mixture of experts, weights of 4-bit codes, few rows per expert:
+    hidden [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T), rows of x gathered by route.
 
-    weight and scales: words of eight codes, strides (of scales: expert, row, column) and distance
-    count words (of E2M1's scales: of PART_K / 4 columns). PART_K: columns that are unpacked and
-    multiplied together, of BLOCK_K that are loaded together. RUN: see `rows_in_order`. HIDDEN_STEP:
-    the columns of hidden go in order for steps of that many and HIDDEN_RUN; 0: as they are.
+    Grid of any size. Arguments without a word here are those of `moe_up`. weight and scales: words
+    of eight codes, strides (of scales: expert, row, column) and distance count words (of E2M1's
+    scales: of PART_K / 4 columns). PART_K: columns that are unpacked and multiplied together, of
+    BLOCK_K that are loaded together. RUN: see `rows_in_order`. HIDDEN_STEP: the columns of hidden
+    are permuted to the order of the next GEMM, whose steps have that many columns and whose RUN is
+    HIDDEN_RUN; 0: they are not.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -187,7 +195,7 @@ def moe_up_codes(
     TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile_rows = tl.arange(0, SPLIT * WIDTH) % WIDTH
     if GATED:
-        # A thread of the tensor core has rows r and r + 8 of the product: gate and up of a column.
+        # In the tensor core's layout a thread holds rows r and r + 8 of the product: gate and up.
         within = tile_rows // 16 * 8 + tile_rows % 8
         is_upper = tile_rows // 8 % 2 == 1
     else:
@@ -217,7 +225,7 @@ def moe_up_codes(
         else:
             offsets = columns * ROW_STRIDE + tl.where(is_upper, distance, 0)
         word_rows = weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + offsets
-        # Scales of gate's rows and of up's may lie in different tensors.
+        # The scales of gate and of up may be different tensors.
         scale_rows = (
             gate_scale_ptr + expert * GATE_SCALE_STRIDES[0] + columns * GATE_SCALE_STRIDES[1]
         )
@@ -227,7 +235,7 @@ def moe_up_codes(
                 scale_rows = tl.where(is_upper, scale_rows, upper)
             else:
                 scale_rows = tl.where(is_upper, upper, scale_rows)
-        # Not after the product, where nothing hides their latency.
+        # Before the product: after it nothing hides the latency of these loads.
         if gate_factor_ptr is not None:
             gate_factor = tl.load(gate_factor_ptr + expert)
         if up_factor_ptr is not None:
@@ -288,9 +296,13 @@ def moe_down_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [num_rows, HIDDEN] as `grouped_gemm` makes it, also without order_ptr; group g's weight is
-    its own. Grid of any size. Strides as in `moe_up_codes`; X_IN_ORDER: that one wrote its result
-    in order."""
+    """Down projection of a mixture of experts, or grouped GEMM, weights of 4-bit codes, few rows
+    per expert: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T, rows sorted by
+    expert.
+
+    Grid of any size. order_ptr as in `grouped_gemm`; strides as in `moe_up_codes`. X_IN_ORDER: the
+    columns of x are permuted already, by `moe_up_codes`.
+    """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -317,7 +329,7 @@ def moe_down_codes(
         weight_rows = tile_n * BLOCK_N + tl.arange(0, SPLIT * BLOCK_N) % BLOCK_N
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
-        # Not after the product, where nothing hides their latency.
+        # Before the product: after it nothing hides the latency of these loads.
         places = rows
         if order_ptr is not None:
             places = tl.load(order_ptr + rows, mask=row_mask, other=0)

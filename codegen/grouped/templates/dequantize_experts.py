@@ -1,5 +1,5 @@
-"""Expert weights out of their codes, all at once: for many rows per expert, where a GEMM would
-decode every weight again for each of its row tiles."""
+"""Dequantisation of all expert weights: for many rows per expert, where a GEMM would decode every
+weight again for each of its row tiles."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,8 @@ def dequantize_experts(
     SCALE_BLOCK: tl.constexpr, SCALE_STRIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [E, HIDDEN, INNER] of weights with INNER / PER_BYTE bytes a row.
+    """Quantised expert weights, dequantised: out [E, HIDDEN, INNER] = codes * scales, from rows of
+    INNER / PER_BYTE bytes.
 
     Grid (ceil(INNER / BLOCK_K), ceil(HIDDEN / BLOCK_N), E).
     """

@@ -1,15 +1,15 @@
-"""Grouped GEMM over rows sorted by expert, and how a tile finds its rows: what the kernels of a
-mixture share.
+"""Grouped GEMM over rows sorted by expert, and the schedule of tiles that mixtures of experts
+share.
 
-`grouped_gemm` alone is `grouped_matmul`, whose rows stay where they are; as the second GEMM of a
-mixture it stores each row at its route's own place, so that a token's rows lie together.
+`grouped_gemm` is the kernel of `grouped_matmul`, which stores rows in place; as the down projection
+of a mixture it stores each row at its route's own place, so that a token's rows lie together.
 
 Persistent. A tile finds its expert by comparing its number with the running sums of all experts'
 tiles at once: no schedule is built beforehand, and an expert without rows costs nothing. Tiles of
 one expert follow each other, its row blocks innermost, so that a weight is read once.
 
-SWAPPED puts weight rows on the tensor core's M side: for few rows per expert, where the time is
-that of streaming the weights.
+SWAPPED puts weight rows on the tensor core's M side: for few rows per expert, where reading the
+weights takes all the time.
 """
 
 import triton
@@ -45,8 +45,8 @@ def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.cons
 @triton.jit
 def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
                    TILES_N: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
-    """What `tile_place` gives, by a binary search in the first blocks that `moe_order` left behind
-    the ends: warps of Triton before 3.9 cannot be specialised around a reduction.
+    """As `tile_place`, by a binary search in the first blocks that `moe_order` stores behind the
+    ends: before version 3.9 Triton cannot specialise warps around a reduction.
 
     2 ** SEARCH_STEPS is at least NUM_EXPERTS.
     """
@@ -79,11 +79,11 @@ def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: 
 @triton.jit
 def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
                 NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """(first row, one past the last row, row blocks, blocks of rows without a weight, weight) of
-    every group, each [GROUPS].
+    """(first row, one past the last row, row blocks, row blocks without a weight, expert) of every
+    group, each [GROUPS].
 
-    expert_ids_ptr None: a group's weight is its own. Rows after the last end are one more group,
-    without a weight. Ends that are out of range reach no memory.
+    expert_ids_ptr None: group g has expert g. Rows after the last end are one more group, without a
+    weight. Ends out of range are clamped: no access leaves the tensors.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS
@@ -106,7 +106,7 @@ def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GR
 @triton.jit
 def clear_rows(y_ptr, start, end, idle, GROUPS: tl.constexpr, HIDDEN: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Zeros in y's rows that have no weight: the `idle` row blocks of all groups."""
+    """Stores zeros to y's rows that have no weight: the `idle` row blocks of all groups."""
     TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     num_idle = tl.sum(idle, axis=0) * TILES_N
     for idle_tile in range(tl.program_id(0), num_idle, tl.num_programs(0)):
@@ -135,10 +135,11 @@ def grouped_gemm(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [num_rows, HIDDEN] = x [num_rows, INNER], rows sorted by group, times the weight
-    [HIDDEN, INNER] of each group's expert (N_MAJOR: stored [INNER, HIDDEN]). Grid of any size.
+    """Grouped GEMM: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T, rows of x sorted
+    by group, weight [experts, HIDDEN, INNER].
 
-    order_ptr: where each sorted row goes in y. None: it stays where it is, group g's weight is
+    Persistent: the grid may have any size. N_MAJOR: the weight is stored [experts, INNER, HIDDEN].
+    order_ptr: the row of y that each sorted row is stored to. None: its own, group g has expert
     expert_ids[g], and rows without a weight are zero.
     GROUPS: a power of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS.
     SEARCH_STEPS: with order_ptr, not 0 where warps are specialised; see searched_place.
@@ -183,7 +184,7 @@ def grouped_gemm(
         else:
             accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for column in range(0, INNER, BLOCK_K):
-            # Rows past the expert's last are another's; they are not stored.
+            # Rows past the expert's last belong to the next one; they are not stored.
             x = x_desc.load([first_row, column])
             if N_MAJOR:
                 weight = weight_desc.load([expert, column, tile_n * BLOCK_N])

@@ -4,8 +4,9 @@ On SM100 the tensor core multiplies packed codes and applies both scales itself 
 SM90 the same tiles and the same scales are dequantised, exactly, to bf16. SWAPPED puts 128 weight
 rows on the M side: for few rows per group.
 
-Persistent; a tile finds its group as in `grouped_gemm`. Groups start at any row, while their scales
-start a block of 128 rows: a tile of 128 rows from its group's start has whole blocks.
+Persistent; a tile finds its group as in `grouped_gemm`. A group may start at any row, but its
+scales start a new block of 128 rows: tiles of 128 rows, counted from the group's start, have whole
+blocks.
 """
 
 import triton
@@ -17,7 +18,7 @@ from tilewright.codegen.templates.fp4 import dequantize_nvfp4, scale_rows, scale
 
 @triton.jit
 def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
-    """The block of 128 rows of the scales at which a group starts; past all others without one."""
+    """The first block of 128 rows of a group's scales; 2**31 - 1 past the last group."""
     real = group < num_groups
     start = tl.load(offsets_ptr + group, mask=real, other=0).to(tl.int32)
     delta = tl.load(deltas_ptr + group, mask=real, other=0).to(tl.int32)
@@ -27,9 +28,8 @@ def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
 @triton.jit
 def searched_place(tile, offsets_ptr, deltas_ptr, num_rows, num_groups, TILES_N: tl.constexpr,
                    SEARCH_STEPS: tl.constexpr):  # fmt: skip
-    """What `tile_place` gives for tiles of 128 rows, by a binary search
-    in the groups' scale blocks: warps of Triton before 3.9 cannot be specialised around a
-    reduction.
+    """As `tile_place` for tiles of 128 rows, by a binary search in the groups' scale blocks: before
+    version 3.9 Triton cannot specialise warps around a reduction.
 
     (group, its first row, the tile's first row, one past the group's last, column tile).
     2 ** SEARCH_STEPS is at least num_groups.
@@ -57,11 +57,13 @@ def grouped_nvfp4(
     SWAPPED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, ROWS_OUT]; rows of a group with expert -1 are zero. Grid of any size.
+    """Grouped GEMM in NVFP4: out [T, ROWS_OUT] = a [T, INNER] @ b[expert]^T, times the expert's
+    fp32 scale; rows of a group with expert -1 are zero.
 
-    BLOCK_M rows (128 where not SWAPPED), BLOCK_N weight rows (a multiple of 128), BLOCK_K inner
-    elements (a multiple of 64). GROUPS: a power of two of at least num_groups. SEARCH_STEPS: not 0
-    where warps are specialised, which wants tiles of 128 rows; see searched_place.
+    Persistent: the grid may have any size. BLOCK_M rows (128 where not SWAPPED), BLOCK_N weight
+    rows (a multiple of 128), BLOCK_K inner elements (a multiple of 64). GROUPS: a power of two of
+    at least num_groups. SEARCH_STEPS: not 0 where warps are specialised, which wants tiles of 128
+    rows; see searched_place.
     """
     COLUMN_BLOCKS: tl.constexpr = (INNER + 63) // 64
     K_BLOCKS: tl.constexpr = BLOCK_K // 64
@@ -87,7 +89,7 @@ def grouped_nvfp4(
         )  # fmt: skip
     groups = tl.arange(0, GROUPS)
     real = groups < num_groups
-    # Offsets, experts and deltas that were not checked reach no memory but the tensors' own.
+    # Offsets, experts and deltas are not checked before: they are clamped to the tensors.
     start = tl.maximum(tl.load(offsets_ptr + groups, mask=real, other=0).to(tl.int32), 0)
     end = tl.load(offsets_ptr + groups + 1, mask=real, other=0).to(tl.int32)
     end = tl.minimum(end, num_rows)
@@ -158,7 +160,7 @@ def grouped_nvfp4(
         if SWAPPED:
             accumulator = tl.trans(accumulator)
         factor = tl.load(expert_scales_ptr + weight_expert)
-        # Rows past the group's last may hold garbage, and so may the product of no expert.
+        # The products of rows without an expert are garbage.
         value = tl.where(known, accumulator * factor, 0.0)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(

@@ -1,8 +1,8 @@
-"""Rows to NVFP4: packed codes, and their scales in the layout of the tensor core.
+"""Quantisation to NVFP4: packed codes, and their scales in the layout of the tensor core.
 
-A program has a block of 128 rows of the scale space, which lie within one group, and some columns.
-The arithmetic is that of `ops.formats.nvfp4`, operation by operation: IEEE division, so that one
-definition holds on every device.
+A program takes a block of 128 rows of the scales, which belong to one group, and some columns. The
+arithmetic is that of `ops.formats.nvfp4`, operation by operation, with IEEE division: every device
+gives the same codes.
 """
 
 import triton
@@ -13,8 +13,8 @@ import triton.language as tl
 def e2m1_code(x):
     """The nearest 4-bit codes of fp32 numbers, as int32: ties to even, saturating; NaN is 6.
 
-    Added to 2 ** (22 + e), a number of exponent e is rounded to a mantissa of one bit, of exponent
-    0 and below to halves; the sum's last bits are the code but for 2 * e, which its exponent has.
+    Adding 2 ** (22 + e) rounds a number of exponent e to a mantissa of one bit, and numbers below 1
+    to halves. The last bits of the sum are the code less 2 * e, which the sum's exponent gives.
     """
     number = x.to(tl.int32, bitcast=True)
     # As integers NaN and infinity are beyond 6, too.
@@ -27,9 +27,9 @@ def e2m1_code(x):
 
 @triton.jit
 def group_rows(block, offsets_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr):
-    """(first row, one past the last, group) of a block of the scale space.
+    """(first row, one past the last, group) of a block of 128 rows of the scales.
 
-    Blocks past those of all groups get the rows of no group, 128 each, and group NUM_GROUPS.
+    Blocks past those of all groups get the rows behind the groups, 128 each, and group NUM_GROUPS.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS
@@ -56,7 +56,8 @@ def quantize_nvfp4(
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """packed [num_rows, INNER / 2] and scales [S, ceil(INNER / 64), 32, 4, 4] of x.
+    """x [num_rows, INNER] quantised to NVFP4: packed codes [num_rows, INNER / 2], and e4m3 scales
+    [S, ceil(INNER / 64), 32, 4, 4] in the layout of the tensor core.
 
     offsets [NUM_GROUPS + 1], exclusive; None: all rows are one group. tensor_scales [NUM_GROUPS];
     None: 1. Grid (S, ceil(INNER / BLOCK_C)); BLOCK_C columns, a multiple of 64, BLOCK_R rows (that
@@ -70,7 +71,7 @@ def quantize_nvfp4(
     else:
         first, stop, group = group_rows(block, offsets_ptr, num_rows, NUM_GROUPS, GROUPS)
     here = tl.minimum(stop - first, 128)
-    # Rows of no group are zero codes, and have no scales.
+    # Rows of no group get zero codes and zero scales.
     scaled = tl.where(group < NUM_GROUPS, here, 0)
     if tensor_scales_ptr is None:
         own = 1.0

@@ -1,9 +1,10 @@
 """Grouped GEMMs of e4m3 rows by e4m3 weights, both with scales by blocks of 128 columns.
 
-The product of a step of 128 columns is a sum by itself, exact but for the tensor core's rounding;
-it meets the scales of its row and its weight block in fp32, and is added there. A wide tile comes
-in two parts of columns, so that only one such product takes registers at a time: what the tensor
-core has done for one is scaled while it works on the other. Tiles go as in `grouped_gemm`.
+Each step of 128 columns is a product of its own, exact but for the tensor core's rounding; it is
+multiplied by the scales of its rows and of its weight block in fp32, and added to the accumulator.
+A wide tile is computed in two parts of columns, so that only one such product takes registers at a
+time: one part is scaled while the tensor core works on the other. The schedule of tiles is that of
+`grouped_gemm`.
 """
 
 import triton
@@ -16,9 +17,9 @@ from tilewright.codegen.grouped.templates.gemm import (
     group_tiles,
     tile_place,
 )
-from tilewright.codegen.mla.templates.entries import quantized_groups
-from tilewright.codegen.moe.templates.gemm import activate
+from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.expert_weights import block_scales
+from tilewright.codegen.templates.fp8_groups import quantized_groups
 
 
 @triton.jit
@@ -27,10 +28,11 @@ def quantize_rows(
     COLUMNS: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """codes [num_rows, BLOCKS * GROUP] e4m3 and scales [num_rows, BLOCKS] of x's rows of COLUMNS.
+    """Rows of x [num_rows, COLUMNS] quantised to e4m3: codes [num_rows, BLOCKS * GROUP] and an fp32
+    scale for each row and GROUP columns, scales [num_rows, BLOCKS].
 
-    As ops/formats/fp8_block.py has them. Codes past the columns are zero. Grid (cdiv(num_rows,
-    BLOCK_M), cdiv(BLOCKS * GROUP, BLOCK_K)).
+    The arithmetic is that of ops/formats/fp8_block.py. Codes past the columns are zero. Grid
+    (cdiv(num_rows, BLOCK_M), cdiv(BLOCKS * GROUP, BLOCK_K)).
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -95,8 +97,8 @@ def add_scaled(accumulator, x, weight, x_scales, scales, ONE: tl.constexpr, SWAP
 
 
 @triton.jit
-def finished(values, factor_ptr, bias_ptr, expert, columns, column_mask,
-             EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+def with_factor_and_bias(values, factor_ptr, bias_ptr, expert, columns, column_mask,
+                         EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
     """values [rows, columns] times the expert's factor, plus its bias, where there are such."""
     if factor_ptr is not None:
         values *= tl.load(factor_ptr + expert)
@@ -118,12 +120,12 @@ def moe_up_scaled(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first GEMM of a mixture: hidden [routes, INNER] = activation of x's gathered rows by each
-    expert's gate and up.
+    """Gate and up projections of a mixture of experts, e4m3 with block scales: hidden
+    [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T), rows of x gathered by route.
 
     x [tokens, cdiv(HIDDEN, BLOCK_K) * BLOCK_K] with a scale for each BLOCK_K columns. Weights lie
     as in `moe_up`. hidden_scale_ptr: hidden is rounded to tile_ptr's type and quantised, as x is,
-    with BLOCK_N columns to a scale; None: it is stored as numbers. tile_ptr [programs, BLOCK_M,
+    with BLOCK_N columns to a scale; None: it is not quantised. tile_ptr [programs, BLOCK_M,
     BLOCK_N]: scratch that stays in the L2 cache.
     """
     if LAUNCH_PDL:
@@ -192,14 +194,14 @@ def moe_up_scaled(
         column_mask = out_columns < INNER
         if SWAPPED:
             gate = tl.trans(gate)
-        gate = finished(
+        gate = with_factor_and_bias(
             gate, gate_factor_ptr, gate_bias_ptr, expert, out_columns, column_mask,
             BIAS_STRIDES[0], BIAS_STRIDES[1],
         )  # fmt: skip
         if GATED:
             if SWAPPED:
                 up = tl.trans(up)
-            up = finished(
+            up = with_factor_and_bias(
                 up, up_factor_ptr, up_bias_ptr, expert, out_columns, column_mask,
                 BIAS_STRIDES[2], BIAS_STRIDES[3],
             )  # fmt: skip
@@ -212,9 +214,9 @@ def moe_up_scaled(
                 mask=row_mask[:, None] & column_mask[None, :],
             )
         else:
-            # Through memory: ptxas spills the accumulators all along the loop where a reduction and
-            # a division, which is a call, find them in registers. A bias would make something of
-            # the columns past the last.
+            # Through memory: where the reduction and the division, which is a call, read the
+            # accumulators from registers, ptxas spills them in the whole loop. A bias makes the
+            # columns past the last nonzero: they are cleared.
             within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             own = tile_ptr + tl.program_id(0) * (BLOCK_M * BLOCK_N) + within
             value = tl.where(column_mask[None, :], value, 0.0)
@@ -237,12 +239,12 @@ def store_part(
     accumulator, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n,
     HIDDEN: tl.constexpr, PART: tl.constexpr, BIAS_STRIDES: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A part of a tile, finished, to y's rows."""
+    """Stores a part of a tile, with factor and bias, to y's rows."""
     if SWAPPED:
         accumulator = tl.trans(accumulator)
     columns = first_n + tl.arange(0, PART)
     column_mask = columns < HIDDEN
-    value = finished(
+    value = with_factor_and_bias(
         accumulator, factor_ptr, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0],
         BIAS_STRIDES[1],
     )  # fmt: skip
@@ -264,8 +266,12 @@ def grouped_scaled(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     SWAPPED: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """`grouped_gemm` where x is codes too, a scale per row and BLOCK_K columns. PARTS: into how
-    many parts a tile's columns go, 1 or 2."""
+    """Grouped GEMM, e4m3 with block scales: y [num_rows, HIDDEN] = x [num_rows, INNER] @
+    weight[expert]^T, rows of x sorted by group.
+
+    x has a scale for each row and BLOCK_K columns. PARTS: the parts, 1 or 2, in which a tile's
+    columns are computed. The other arguments are those of `grouped_gemm`.
+    """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     PART: tl.constexpr = BLOCK_N // PARTS
@@ -299,7 +305,7 @@ def grouped_scaled(
             accumulator = tl.zeros((BLOCK_M, PART), tl.float32)
         second = accumulator
         for column in range(0, INNER, BLOCK_K):
-            # Rows past the expert's last are another's; they are not stored.
+            # Rows past the expert's last belong to the next one; they are not stored.
             x = x_desc.load([first_row, column])
             x_scales = tl.load(
                 x_scale_rows + column // BLOCK_K * X_SCALE_STRIDES[1], mask=row_mask, other=0.0

@@ -1,6 +1,6 @@
-"""The expand of multi-LoRA: q, k and v plus what their adapters' B matrices make of the shrink.
+"""The expand of multi-LoRA: q, k and v plus the shrink's result times their adapters' B matrices.
 
-One launch for all projections: a program has rows of one adapter and columns of one projection.
+One launch for all projections: a program takes rows of one adapter and columns of one projection.
 """
 
 import triton
@@ -25,7 +25,7 @@ def part_of_delta(
     weight_rows += columns * WEIGHT_STRIDES[1]
     column_mask = (columns < WIDTH)[:, None]
     delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # A loop and not its steps in a row: before triton 3.9 SM100 wants one dot per accumulator.
+    # Not unrolled: on SM100, Triton before 3.9 must have one dot per accumulator.
     for first in range(0, RANK, BLOCK_R):
         ranks = first + tl.arange(0, BLOCK_R)
         rank_mask = (ranks < RANK)[None, :]
@@ -92,7 +92,8 @@ def lora_expand(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each output [T, WIDTH] = base + scale * (s [P, num_rows, N] by weights [G, WIDTH, R]).
+    """Multi-LoRA expand: each of q, k and v [T, WIDTH] = base + scale * s @ B[adapter]^T, s
+    [P, num_rows, N] from the shrink, B [G, WIDTH, R], every row with its own adapter.
 
     Grid (sum of cdiv(WIDTH, BLOCK_N), tiles). WIDTHS, RANKS, SCALES, PLANES (which of s), and
     strides are q's, k's and v's; a width of 0: no such output. S_STRIDE: of a row of s;

@@ -22,7 +22,8 @@ def lora_order(
     NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS_PER_LOAD: tl.constexpr, ROWS_PER_STEP: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """order [total_rows]: the row at each sorted place; ends [NUM_ADAPTERS]: where each ends.
+    """Counting sort of rows by LoRA adapter: order [total_rows] gets the row at each sorted place,
+    ends [NUM_ADAPTERS] where each adapter's rows end.
 
     Grid (cdiv(total_rows, CHUNK),): each program counts all rows, and places those of its chunk.
     GROUPS is a power of two above NUM_ADAPTERS.

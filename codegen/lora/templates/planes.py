@@ -1,4 +1,4 @@
-"""Rows of q, k and v side by side, as a library's product leaves them, to a plane for each."""
+"""The result of one library GEMM for q, k and v, rearranged to one plane for each."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,11 @@ def lora_planes(
     N: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, INCLUSIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [PLANES, num_rows, N] = rows [num_rows, PLANES, N].
+    """LoRA shrink by a library GEMM, rearranged: out [PLANES, num_rows, N] = rows
+    [num_rows, PLANES, N], a plane for each of q, k and v.
 
-    Grid (cdiv(num_rows, BLOCK_M), PLANES). WIDTH: the power of two from N on. offsets: of one
-    group, [start, end] or INCLUSIVE [end]; rows that are not in it become zeros.
+    Grid (cdiv(num_rows, BLOCK_M), PLANES). WIDTH: the smallest power of two that covers N. offsets:
+    of one group, [start, end] or INCLUSIVE [end]; rows outside of it become zeros.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

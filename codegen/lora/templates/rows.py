@@ -1,13 +1,13 @@
-"""Which rows a tile of a LoRA kernel has: all of one adapter, in the caller's order or not.
+"""The rows of a tile of a LoRA kernel: all of one adapter, in the caller's order or not.
 
-ADDRESSING says how rows are told apart:
+ADDRESSING says how a row's adapter is given:
 
 * "single": all rows have adapter 0.
 * "sequences": every rows_per_id rows have one id.
 * "groups": offsets of consecutive groups, and an id for each (ids_ptr None: its number).
 * "rows": an id for every rows_per_id rows, in any order. Each program counts all ids and picks its
-  rows: for so few rows that this is less than the launch of a sort.
-* "sorted": the same after `lora_order`: order lists the rows by adapter, offsets are their ends.
+  rows: for few rows, where that takes less time than the launch of a sort.
+* "sorted": as "rows", after `lora_order`: order has the rows by adapter, offsets their ends.
 
 Rows without an adapter are in tiles of their own, so that every row is in exactly one tile.
 """
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
-    """int32 ids; NONE for one that names no adapter."""
+    """int32 ids; NONE for an id that is no adapter's."""
     return tl.where((ids >= 0) & (ids < NUM_ADAPTERS), ids.to(tl.int32), NONE)
 
 
@@ -26,7 +26,7 @@ def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
 def group_bounds(
     offsets_ptr, num_groups, total_rows, INCLUSIVE: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """(first row, one past the last) of groups [GROUPS]; group num_groups: all rows behind."""
+    """(first row, one past the last) of groups [GROUPS]; group num_groups: all rows after them."""
     groups = tl.arange(0, GROUPS)
     if INCLUSIVE:
         before = (groups > 0) & (groups <= num_groups)
@@ -143,7 +143,7 @@ def adapter_of_row(
 
 @triton.jit
 def of_plane(plane, VALUES: tl.constexpr):
-    """The plane-th of up to three constants; a constant where all are equal."""
+    """The value of q, k or v by `plane`; a constant where the three are equal."""
     value = VALUES[0]
     if VALUES[1] != VALUES[0]:
         value += (plane == 1) * (VALUES[1] - VALUES[0])

@@ -1,12 +1,12 @@
-"""The shrink of multi-LoRA: rows by their adapters' A matrices, planar for q, k and v.
+"""The shrink of multi-LoRA: rows times their adapters' A matrices, one plane each for q, k and v.
 
-The columns of all planes are counted in a row: column c is column c % N of plane c // N. So one
-product makes q, k and v, and a row is read once, wherever the three weights lie.
+Columns are counted over all planes: column c is column c % N of plane c // N. So one GEMM computes
+q, k and v, and a row is read once, wherever the three weights lie.
 
 `lora_shrink` is for many rows. K may be split over programs; the last of a tile to arrive adds the
 parts in their order. `lora_shrink_few` splits K over the warps of a program, without an exchange
 through memory: for a few rows of an adapter. `lora_shrink_row` does without the tensor core: for a
-row or two, where the time is that of the first loads.
+row or two, where the latency of the first loads takes all the time.
 """
 
 import triton
@@ -23,7 +23,8 @@ def weight_rows(
 ):  # fmt: skip
     """(pointers to the weight rows of columns, their stride along K, whether there is such a row).
 
-    The weights of the second and third plane lie so many elements from the first.
+    The weights of the second and third plane lie second_distance and third_distance elements from
+    the first.
     """
     plane = columns // N
     rank = columns % N
@@ -46,7 +47,7 @@ def store_columns(
     plane = columns // N
     rank = columns % N
     if RANKS[0] != N or RANKS[1] != N or RANKS[2] != N:
-        # Zero times an infinity is NaN.
+        # Masked weights are zeros, and zero times an infinity is NaN.
         values = tl.where((rank < of_plane(plane, RANKS))[None, :], values, 0.0)
     places = (plane * num_rows)[None, :] + rows[:, None]
     tl.store(
@@ -91,7 +92,7 @@ def add_parts(
     """The sum of all parts of a tile's columns, in their order; part `part` is `own`."""
     places = part_places(first_column, BLOCK_M, COLUMNS, WIDTH)
     if SPLIT_K == 2:
-        # Whichever comes first: the sum of two is the same.
+        # In any order: the sum of two is the same.
         other = parts_ptr + (1 - part) * (BLOCK_M * COLUMNS)
         total = own + tl.load(other + places, cache_modifier=".cg")
     else:
@@ -117,7 +118,8 @@ def lora_shrink(
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [PLANES, num_rows, N] = rows of a [., HIDDEN] by their adapters' weights [G, R, HIDDEN].
+    """Multi-LoRA shrink, many rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @ A[adapter]^T
+    for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
 
     Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). WIDTHS: the columns of a tile in up to three
     accumulators, COLUMNS their sum. With SPLIT_K > 1 workspace holds fp32
@@ -227,10 +229,11 @@ def lora_shrink_few(
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for few rows: COLUMNS columns per program, all of K.
+    """Multi-LoRA shrink, few rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @ A[adapter]^T
+    for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
 
-    Grid (cdiv(PLANES * N, COLUMNS), tiles). K is walked in steps of SLICES * BLOCK_K; each warp has
-    its slice of a step.
+    Grid (cdiv(PLANES * N, COLUMNS), tiles): COLUMNS columns and all of K per program, in steps of
+    SLICES * BLOCK_K; each warp has its slice of a step. Arguments are those of `lora_shrink`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -275,9 +278,11 @@ def lora_shrink_row(
     GROUPS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same by products and sums. Grid (cdiv(PLANES * N, COLUMNS), tiles).
+    """Multi-LoRA shrink, one or two rows, by FMAs: out [PLANES, num_rows, N] = a [num_rows, HIDDEN]
+    @ A[adapter]^T for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
 
-    Where BLOCK_M is 1 a tile is a row.
+    Grid (cdiv(PLANES * N, COLUMNS), tiles). Where BLOCK_M is 1 a tile is a row. Arguments are those
+    of `lora_shrink`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -299,7 +304,7 @@ def lora_shrink_row(
         columns, adapter, weight_ptr, second_distance, third_distance,
         N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
     )  # fmt: skip
-    # An infinity in the row of no adapter would make its zeros NaN.
+    # An infinity in a row without an adapter would turn its zeros to NaN.
     real = real & (adapter >= 0)
     values = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for step in tl.static_range(0, HIDDEN, BLOCK_K):

@@ -1,9 +1,9 @@
 """Attention of MLA prefill: keys in two parts, of which the second may be shared by all heads.
 
 A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
-up-projection, rope keys from rows or straight from the pages of the latent cache. Online softmax
-over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that no query of
-a tile sees are not visited; blocks that all of them see whole are not masked.
+up-projection, rope keys from rows or from the pages of the latent cache. Online softmax over blocks
+of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that no query of a tile sees
+are not visited; blocks that every query sees whole are not masked.
 """
 
 import triton
@@ -42,8 +42,8 @@ def block_scores(
     """fp32 [queries, BLOCK_N]: q . k + q_rope . k_rope, not yet scaled where CHAINED.
 
     k_source, rope_source: descriptors where TMA (ROPE_TMA), else base pointers. CHAINED: both
-    products go to one accumulator; else to one each, and they are scaled before they are added:
-    of a plain sum the compiler would make a chain.
+    products share an accumulator; else each has one, and they are scaled before they are added,
+    because the compiler turns a plain sum into a chain.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
     if TMA:
@@ -82,7 +82,7 @@ def mask_scores(
     """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
     keys = tl.arange(0, BLOCK_N)
     if EVERY_BLOCK:
-        # Rows are moved, not columns: those are the same numbers for every block.
+        # The offset goes to the rows: the column numbers are then the same for every block.
         seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
         keys += first_key
     else:
@@ -108,8 +108,8 @@ def load_values(
     v_source, first_key, own_keys, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Values [BLOCK_N, V_BLOCK] of a block; v_first: the sequence's first key in a dim's row.
-    V_COLUMN: where a descriptor's values start."""
+    """Values [BLOCK_N, V_BLOCK] of a block of keys. V_BY_KEY: the keys of a dim are contiguous, and
+    v_first is the sequence's first. V_COLUMN: where the values start in a descriptor's rows."""
     if TMA:
         if V_BY_KEY:
             values = v_source.load([0, v_first + first_key]).T
@@ -129,11 +129,11 @@ def load_values(
 
 
 @triton.jit
-def soften(scores, top, total, factor, SHIFT: tl.constexpr):
-    """(weights, decay, top, total) of a block of scores by the online softmax.
+def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
+    """A step of the online softmax: (weights, factor of earlier sums, new maximum, new sum).
 
-    factor takes scores to the base-2 domain. Weights are 2 ** SHIFT times too large, so that fp8
-    holds small ones too.
+    factor takes scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
+    ones do not vanish in fp8.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     # A row that has seen no key yet.
@@ -145,7 +145,8 @@ def soften(scores, top, total, factor, SHIFT: tl.constexpr):
 
 @triton.jit
 def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
-    """output * decay + weights . values. PROMOTE: each block's product is summed apart, in fp32."""
+    """output * decay + weights @ values. PROMOTE: each block's product has an fp32 accumulator of
+    its own."""
     if PROMOTE:
         output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
     else:
@@ -177,17 +178,18 @@ def mla_attention(
     TMA: tl.constexpr, JOINT: tl.constexpr, ROPE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, H, V_DIM], and lse [rows, H] where there is one, of ragged or dense sequences.
+    """Attention of MLA prefill: out [rows, H, V_DIM] = softmax(q @ k^T + q_rope @ k_rope^T) @ v,
+    scaled and masked, and its log-sum-exp lse [rows, H] if asked; ragged or dense sequences.
 
     Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
     or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
     log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive",
     of the mask tensor. JOINT: one descriptor reads keys and values, which follow them. ONE_LOOP:
-    over masked blocks and whole ones; else the whole ones have a loop of their own. ROPE_STYLE: a
-    rotation of q_rope, "none" where it is done; table_rows: of cos and sin.
+    masked and whole blocks share a loop; else whole blocks have a loop of their own. ROPE_STYLE:
+    the rotation of q_rope, "none" if it is rotated already; table_rows: of cos and sin.
     """
-    # A program without a tile goes through with no queries and no keys: warps specialise only
-    # where nothing returns early.
+    # A program without a tile goes on with no queries and no keys: Triton cannot specialise warps
+    # where a program returns early.
     sequence, head, first_row, real = tile_place(
         query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles, head_group,
         NUM_HEADS, SEQUENCES, SORTED, RAGGED, BLOCK_M,
@@ -199,8 +201,8 @@ def mla_attention(
         query_offsets_ptr, key_offsets_ptr, key_lengths_ptr, sequence, real, num_queries, num_keys,
         key_start, RAGGED,
     )  # fmt: skip
-    # Along a dim's keys a descriptor is read from whole 16 bytes on: what lies between them and the
-    # sequence's first key goes before it, unseen.
+    # A descriptor starts at a multiple of 16 bytes: where keys are contiguous, it starts `lead`
+    # keys before the sequence's first, and those are masked.
     LED: tl.constexpr = RAGGED and V_BY_KEY and TMA
     lead = 0
     if LED:
@@ -232,8 +234,7 @@ def mla_attention(
     if ROPE > 0:
         if ROPE_STYLE != "none":
             if ROPE_STYLE == "half":
-                # Else ptxas waits for these columns, of which there are most, before it asks for
-                # the others.
+                # Else ptxas waits for these columns, the most of all, before it loads the others.
                 tl.debug_barrier()
             q_rope = rotated_queries(
                 low, high, low_cos, high_cos, low_sin, high_sin, q_rope_base, first_row,
@@ -273,7 +274,7 @@ def mla_attention(
         lowest, highest, key_start, own_keys, lead, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
     )
     if TMA:
-        # A descriptor needs a row; of none, no block is read.
+        # A descriptor needs a row; without keys no block is read.
         tma_keys = tl.maximum(own_keys, 1)
         k_source = tl.make_tensor_descriptor(
             k_source, [tma_keys, NOPE + V_DIM if JOINT else NOPE], [K_STRIDE, 1],
@@ -298,7 +299,7 @@ def mla_attention(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
-    # What takes scores to the base-2 domain: of whole blocks, and of masked ones.
+    # The factors that take scores to the base-2 domain: in whole blocks, and in masked ones.
     steepness = factor if CHAINED else 1.0
     masked_steepness = 1.0 if MASK_KIND == "additive" else steepness
     if not ONE_LOOP:
@@ -309,7 +310,7 @@ def mla_attention(
                 key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
                 ROPE_BLOCK, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
             )  # fmt: skip
-            weights, decay, top, total = soften(scores, top, total, steepness, SHIFT)
+            weights, decay, top, total = online_softmax_step(scores, top, total, steepness, SHIFT)
             values = load_values(
                 v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, V_COLUMN,
                 TMA, BLOCK_N,
@@ -333,14 +334,16 @@ def mla_attention(
             mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, LED,
             ONE_LOOP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        weights, decay, top, total = soften(scores, top, total, masked_steepness, SHIFT)
+        weights, decay, top, total = online_softmax_step(
+            scores, top, total, masked_steepness, SHIFT
+        )
         values = load_values(
             v_source, key, own_keys, v_first, v_stride, V_DIM, V_BLOCK, V_BY_KEY, V_COLUMN, TMA,
             BLOCK_N,
         )  # fmt: skip
         output = add_values(output, decay, weights, values, PROMOTE)
 
-    # A row that sees no key: zeros, and a logarithm of -inf.
+    # A row that sees no key gives zeros and a log-sum-exp of -inf.
     sees = total > 0.0
     total = tl.where(sees, total, 1.0)
     output *= (1.0 / total)[:, None]

@@ -1,13 +1,14 @@
-"""Entries of a latent cache: loaded, normed, rotated, quantised, stored.
+"""Entries of an MLA latent cache: load, norm, rotation, quantisation, store.
 
-An entry is a tile of latents [rows, L] and two tiles of rope columns [rows, pairs], the two members
-of every pair.
+Entries are held as a tile of latents [rows, L] and two tiles of rope columns [rows, pairs], the two
+members of every rotated pair.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.templates.fp8_groups import quantized_groups
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit
@@ -25,7 +26,8 @@ def store_latents(
     pointer, offsets, mask, values,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    # Eight to a lane also of codes: as latents are loaded, or all would go through other lanes.
+    # Eight columns to a lane also for codes, as latents are loaded: else values would have to move
+    # between lanes.
     columns = tl.max_contiguous(tl.arange(0, BLOCK_L), 8)
     inside = mask[:, None] & (columns < RANK)[None, :]
     tl.store(pointer + offsets[:, None] + (columns * STRIDE)[None, :], values, mask=inside)
@@ -36,7 +38,7 @@ def load_pairs(
     pointer, offsets, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both members of the pairs of pointer[offsets]: neighbours, or half the columns apart."""
+    """Both members of the pairs at pointer[offsets]: neighbours, or half the columns apart."""
     HALF: tl.constexpr = ROPE_DIM // 2
     if NEIGHBOURS:
         columns = tl.arange(0, 2 * PAIRS)
@@ -74,11 +76,11 @@ def store_pairs(
 
 
 @triton.jit
-def settled(values, ROWS: tl.constexpr):
-    """Integers [ROWS], each made of a scalar.
+def through_scalars(values, ROWS: tl.constexpr):
+    """Integers [ROWS], each taken to a scalar and back.
 
-    What is read in several layouts, for latents, for rope columns and for tables, is worked out
-    once in each of them; a scalar is worked out once.
+    Triton computes a tensor again for each layout in which it is read (for latents, rope columns
+    and tables); a scalar is computed once.
     """
     index = tl.arange(0, ROWS)
     result = tl.zeros_like(values)
@@ -92,10 +94,10 @@ def settled(values, ROWS: tl.constexpr):
 def entry_places(
     page, slot, STRIDES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Where entries lie in a cache of STRIDES (page, slot, column), both multiples of UNIT."""
-    # A settled number is a multiple of nothing known; loads of 16 bytes need to know.
+    """Offsets of entries in a cache of STRIDES (page, slot, column); UNIT divides the first two."""
+    # `through_scalars` loses what the offsets are multiples of, which loads of 16 bytes need.
     units = page * (STRIDES[0] // UNIT) + slot * (STRIDES[1] // UNIT)
-    return settled(units, ROWS) * UNIT
+    return through_scalars(units, ROWS) * UNIT
 
 
 @triton.jit
@@ -104,7 +106,7 @@ def load_entries(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Entries of a cache, or others that lie so; strides of columns."""
+    """Entries of a cache, or tokens of its layout; STRIDE, ROPE_STRIDE: from column to column."""
     latent = load_latents(latent_cache_ptr, places, mask, RANK, BLOCK_L, STRIDE)
     low, high = load_pairs(
         rope_cache_ptr, rope_places, mask, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDE
@@ -130,9 +132,11 @@ def table_columns(
     pointer, rows, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """What the first and the second members of all pairs take from a table, fp32 [rows, PAIRS].
+    """Values of a cos or sin table for the first and the second members of pairs, fp32
+    [rows, PAIRS].
 
-    Of a table of ROPE_DIM columns each member takes the column where it is after the rotation.
+    In a table of ROPE_DIM columns (FULL_WIDTH) each member has the column of its place after the
+    rotation.
     """
     pairs = tl.arange(0, PAIRS)
     inside = mask[:, None] & (pairs < ROPE_DIM // 2)[None, :]
@@ -180,15 +184,15 @@ def pair_angles(
 
 
 @triton.jit
-def turned_by(low, high, low_cos, high_cos, low_sin, high_sin):
+def rotated_by(low, high, low_cos, high_cos, low_sin, high_sin):
     """Members of pairs rotated, all fp32."""
-    # Which product is not rounded is said here: the compiler chooses another in each place.
+    # With explicit FMAs: the compiler would fuse one product here and the other one elsewhere.
     turned_low = tl.fma(low, low_cos, -(high * low_sin))
     return turned_low, tl.fma(high, high_cos, low * high_sin)
 
 
 @triton.jit
-def turned_pairs(
+def rotated_pairs(
     low, high, cos_ptr, sin_ptr, rows, known,
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
@@ -198,7 +202,7 @@ def turned_pairs(
         cos_ptr, sin_ptr, rows, known, ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
         SIN_STRIDES,
     )  # fmt: skip
-    return turned_by(low, high, low_cos, high_cos, low_sin, high_sin)
+    return rotated_by(low, high, low_cos, high_cos, low_sin, high_sin)
 
 
 @triton.jit
@@ -207,7 +211,8 @@ def load_tokens(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, ROPE_STYLE: tl.constexpr,
 ):  # fmt: skip
-    """(latents, first and second rope members) of new tokens as they are."""
+    """(latents, first and second members of rope pairs) of new tokens, neither normed nor
+    rotated."""
     tokens = tokens.to(tl.int64)
     latent = load_latents(latent_ptr, tokens * LATENT_STRIDE, mask, RANK, BLOCK_L, 1)
     low, high = load_pairs(
@@ -218,19 +223,19 @@ def load_tokens(
 
 
 @triton.jit
-def finished_entries(
+def normed_and_rotated(
     latent, low, high, rows, known, norm_ptr, cos_ptr, sin_ptr,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
     COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Entries of new tokens, normed and rotated in fp32, each number rounded once to its dtype.
+    """Entries of new tokens, normed and rotated in fp32, rounded once to their dtype.
 
-    rows: of the tables, where known.
+    rows: of the cos and sin tables; entries that are not `known` become zeros.
     """
     DTYPE: tl.constexpr = low.dtype
     if ROPE_STYLE != "none":
-        low, high = turned_pairs(
+        low, high = rotated_pairs(
             low.to(tl.float32), high.to(tl.float32), cos_ptr, sin_ptr, rows, known,
             ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
         )  # fmt: skip
@@ -244,27 +249,6 @@ def finished_entries(
         wide = wide * tl.rsqrt(mean + NORM_EPS)[:, None]
         latent = (wide * weight[None, :]).to(DTYPE)
     return latent, low, high
-
-
-@triton.jit
-def quantized_groups(
-    latent, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_L: tl.constexpr
-):  # fmt: skip
-    """(codes [rows, BLOCK_L], scales [rows, BLOCK_L / GROUP]) of latents; CAP 0: none.
-
-    Zero codes where the scale's inverse is not a finite number.
-    """
-    ROWS: tl.constexpr = latent.shape[0]
-    groups = tl.reshape(latent.to(tl.float32), (ROWS, BLOCK_L // GROUP, GROUP))
-    largest = tl.max(tl.abs(groups), axis=2)
-    bound = largest
-    if CAP > 0.0:
-        bound = tl.minimum(largest, CAP)
-    scale = tl.math.div_rn(bound, tl.full(bound.shape, 448.0, tl.float32))
-    inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    inverse = tl.where((largest == 0.0) | (inverse == float("inf")), 0.0, inverse)
-    codes = rounded(groups * inverse[:, :, None], tl.float8e4nv)
-    return tl.reshape(codes, (ROWS, BLOCK_L)), scale
 
 
 @triton.jit

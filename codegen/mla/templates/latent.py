@@ -1,10 +1,10 @@
-"""Everything about latents in one launch: norm, rotation, cache write, gather, quantisation.
+"""MLA latents in one launch: norm, rotation, cache write, gather, quantisation.
 
-The last `row_programs` programs take rows of keys: they find each key's place in the cache and copy
-its entry to the key's row of a buffer, quantised where that is wanted. The others take new tokens:
-they norm and rotate them and write them to the cache, to a buffer, or both. With FUSED a row that
-is a new token is computed from the token itself and not read back, so that neither part waits for
-the other.
+The last `row_programs` programs take rows of keys: they find each key's slot in the cache and copy
+its entry to the key's row of a buffer, quantised where that is asked. The others take new tokens:
+they norm and rotate them and write them to the cache, to a buffer, or both. With FUSED a key that
+is a new token is computed from the token itself, not read back from the cache, so that neither part
+waits for the other.
 """
 
 import triton
@@ -12,11 +12,11 @@ import triton.language as tl
 
 from tilewright.codegen.mla.templates.entries import (
     entry_places,
-    finished_entries,
     load_entries,
     load_tokens,
-    settled,
+    normed_and_rotated,
     store_entries,
+    through_scalars,
     write_rows,
 )
 from tilewright.codegen.templates.places import cache_places, sequence_of
@@ -27,7 +27,8 @@ def sequence_places(
     rows, mask, offsets_ptr, num_sequences, run,
     STRIDE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, place in it, whether there is one) of each row; by offsets, or by equal runs."""
+    """(sequence, place in the sequence, valid) of each row: by offsets, or `run` rows a
+    sequence."""
     if offsets_ptr is not None:
         sequence = sequence_of(rows, offsets_ptr, num_sequences, STRIDE, SEARCH_STEPS)
         valid = mask & (sequence < num_sequences)
@@ -105,7 +106,7 @@ def are_keys(
     num_sequences, token_run, key_run,
     BATCH_STRIDES: tl.constexpr, KEY_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Whether each new token is one of the keys that other programs take."""
+    """Whether each new token is among the keys, which the programs of keys take."""
     sequence, place, valid = sequence_places(
         tokens, mask, row_offsets_ptr, num_sequences, token_run, BATCH_STRIDES[0], SEARCH_STEPS
     )
@@ -146,8 +147,9 @@ def mla_latents(
     OUT_STRIDE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """latent [T, RANK] and k_rope [T, ROPE_DIM] to their slots of the cache (STORE) and to rows of
-    the buffers (KEEP); keys of the cache to rows of the buffers (GATHER).
+    """MLA latents: new tokens' latent [T, RANK] and k_rope [T, ROPE_DIM], normed and rotated, to
+    their slots of a paged cache (STORE) and to rows of buffers (KEEP), and keys of the cache to
+    rows of the buffers (GATHER), quantised where the buffers have scales.
 
     table_*: the lookup table that new tokens are written by; lookup_*: the one of keys.
 
@@ -156,12 +158,12 @@ def mla_latents(
     as in `places.cache_places`, keys as in `key_places`. BATCH_STRIDES: of row_offsets, lengths
     and token_positions. NEIGHBOURS: how the members of a pair lie in the cache and the buffers.
     UNITS divide the cache's strides of pages and slots, of latents and of rope columns. ONE_SOURCE:
-    tokens and the cache's slots differ in nothing but their addresses. FUSED: keys from position
-    lengths[b] on are the new tokens of sequence b; whoever takes such a key writes it to the cache
-    as well, and the programs of tokens are left with those that are no keys. BLOCK_L, a power of
-    two, covers RANK, and PAIRS half of ROPE_DIM.
+    new tokens have the dtype and layout of cache entries, and differ by addresses alone. FUSED:
+    keys from position lengths[b] on are the new tokens of sequence b; the program that takes such a
+    key also writes it to the cache, and the programs of tokens take only tokens that are no keys.
+    BLOCK_L, a power of two, covers RANK, and PAIRS half of ROPE_DIM.
     """
-    # Tokens come first: those that are no keys, if there are any, take a program longest.
+    # Programs of tokens come first: tokens that are no keys, if any, take longest.
     program = tl.program_id(0) - (tl.num_programs(0) - row_programs)
     if GATHER and program >= 0:
         rows = program * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -181,23 +183,23 @@ def mla_latents(
             token = first + position - length.to(tl.int64)
             is_cached = valid & (token < first)
             is_new = valid & (token >= first) & (token < end)
-            token = settled(token, BLOCK_T)
-            new = settled(is_new.to(tl.int32), BLOCK_T) > 0
-            cached = settled(is_cached.to(tl.int32), BLOCK_T) > 0
+            token = through_scalars(token, BLOCK_T)
+            new = through_scalars(is_new.to(tl.int32), BLOCK_T) > 0
+            cached = through_scalars(is_cached.to(tl.int32), BLOCK_T) > 0
             if BY_POSITION:
-                table_row = settled(position, BLOCK_T)
+                table_row = through_scalars(position, BLOCK_T)
                 known = new & (table_row >= 0) & (table_row < rope_rows)
             else:
                 table_row = token % rope_rows
                 known = new
             if tl.sum(known.to(tl.int32), axis=0) == BLOCK_T:
-                # The usual case: all are new, nothing is masked or selected.
+                # The usual case: all keys are new tokens, nothing is masked or selected.
                 everyone = tl.full((BLOCK_T,), 1, tl.int1)
                 latent, low, high = load_tokens(
                     token, everyone, latent_ptr, k_rope_ptr,
                     RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, ROPE_STYLE,
                 )  # fmt: skip
-                latent, low, high = finished_entries(
+                latent, low, high = normed_and_rotated(
                     latent, low, high, table_row, everyone, norm_ptr, cos_ptr, sin_ptr,
                     RANK, BLOCK_L, ROPE_DIM, PAIRS, NORM_EPS, ROPE_STYLE, FULL_WIDTH,
                     COS_STRIDES, SIN_STRIDES,
@@ -233,7 +235,7 @@ def mla_latents(
                             tl.where(new, token, 0), new, latent_ptr, k_rope_ptr,
                             RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, ROPE_STYLE,
                         )  # fmt: skip
-                    new_latent, new_low, new_high = finished_entries(
+                    new_latent, new_low, new_high = normed_and_rotated(
                         new_latent, new_low, new_high, table_row, known, norm_ptr, cos_ptr, sin_ptr,
                         RANK, BLOCK_L, ROPE_DIM, PAIRS, NORM_EPS, ROPE_STYLE, FULL_WIDTH,
                         COS_STRIDES, SIN_STRIDES,
@@ -253,7 +255,7 @@ def mla_latents(
                 )  # fmt: skip
         else:
             latent, low, high = load_entries(
-                places, rope_places, settled(valid.to(tl.int32), BLOCK_T) > 0,
+                places, rope_places, through_scalars(valid.to(tl.int32), BLOCK_T) > 0,
                 latent_cache_ptr, rope_cache_ptr,
                 RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES[2], ROPE_STRIDES[2],
             )  # fmt: skip
@@ -266,7 +268,7 @@ def mla_latents(
         start = tl.program_id(0) * BLOCK_T
         last = start + BLOCK_T
         if FUSED:
-            # Mostly there is none, and fewer programs find out.
+            # Mostly there is no such token: a program checks CHECKED of them.
             start = tl.program_id(0) * CHECKED
             checked = start + tl.arange(0, CHECKED)
             inside = checked < num_tokens
@@ -283,7 +285,7 @@ def mla_latents(
                     tokens, taken, row_offsets_ptr, lengths_ptr, key_offsets_ptr, key_starts_ptr,
                     num_sequences, token_run, key_run, BATCH_STRIDES, KEY_STRIDES, SEARCH_STEPS,
                 )  # fmt: skip
-                taken = settled((taken & apart).to(tl.int32), BLOCK_T) > 0
+                taken = through_scalars((taken & apart).to(tl.int32), BLOCK_T) > 0
             new_latent, new_low, new_high = load_tokens(
                 tokens, taken, latent_ptr, k_rope_ptr,
                 RANK, BLOCK_L, ROPE_DIM, PAIRS, LATENT_STRIDE, ROPE_STRIDE, ROPE_STYLE,
@@ -294,12 +296,12 @@ def mla_latents(
                     num_sequences, token_run,
                     BATCH_STRIDES[0], BATCH_STRIDES[1], BATCH_STRIDES[2], SEARCH_STEPS,
                 )  # fmt: skip
-                place = settled(place, BLOCK_T)
+                place = through_scalars(place, BLOCK_T)
                 known = taken & (place >= 0) & (place < rope_rows)
             else:
                 place = (tokens % rope_rows).to(tl.int64)
                 known = taken
-            new_latent, new_low, new_high = finished_entries(
+            new_latent, new_low, new_high = normed_and_rotated(
                 new_latent, new_low, new_high, place, known, norm_ptr, cos_ptr, sin_ptr,
                 RANK, BLOCK_L, ROPE_DIM, PAIRS, NORM_EPS, ROPE_STYLE, FULL_WIDTH,
                 COS_STRIDES, SIN_STRIDES,
@@ -319,7 +321,7 @@ def mla_latents(
                 store_entries(
                     entry_places(page, slot, LATENT_STRIDES, UNITS[0], BLOCK_T),
                     entry_places(page, slot, ROPE_STRIDES, UNITS[1], BLOCK_T),
-                    settled(valid.to(tl.int32), BLOCK_T) > 0, new_latent, new_low, new_high,
+                    through_scalars(valid.to(tl.int32), BLOCK_T) > 0, new_latent, new_low, new_high,
                     latent_cache_ptr, rope_cache_ptr,
                     RANK, BLOCK_L, ROPE_DIM, PAIRS, NEIGHBOURS, LATENT_STRIDES, ROPE_STRIDES,
                 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Loads of MLA attention's operands: rows, queries and their rotation, places of rope keys."""
+"""Loads of MLA attention's operands: rows, queries and their rotation, addresses of rope keys."""
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.mla.templates.entries import load_pairs, pair_angles, turned_by
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.mla.templates.entries import load_pairs, pair_angles, rotated_by
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit
@@ -20,11 +20,11 @@ def load_queries(
     base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Queries [BLOCK_M, BLOCK] of a tile, zeros behind the sequence's last."""
+    """Queries [BLOCK_M, BLOCK] of a tile, zeros after the sequence's last."""
     if TMA:
-        # Where warps are specialised, Triton 3.6 moves the row that is loaded by each group's
-        # share, and with it whatever else was made of that number: so it is one of its own, and
-        # zero. A descriptor needs a row; of none, nothing is stored.
+        # Where warps are specialised, Triton 3.6 adds each warp group's share to the row that is
+        # loaded, and to every other use of that value: so the row is a value of its own, zero. A
+        # descriptor needs a row: without queries it has one, of which nothing is stored.
         source = tl.make_tensor_descriptor(
             base + first_row.to(tl.int64) * token_stride,
             [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
@@ -42,8 +42,8 @@ def load_queries(
 def column_angles(
     pointer, rows, known, ROPE: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr
 ):
-    """What columns take from a table where pairs lie half of them apart, fp32 [rows, ROPE]; zeros
-    unless known."""
+    """Values of a cos or sin table for all columns, where the members of a pair lie half the
+    columns apart, fp32 [rows, ROPE]; zeros unless known."""
     columns = tl.arange(0, ROPE)
     taken = columns if FULL_WIDTH else columns % (ROPE // 2)
     places = pointer + (rows * STRIDES[0])[:, None] + (taken * STRIDES[1])[None, :]
@@ -57,12 +57,11 @@ def load_rotation(
     COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What `rotated_queries` makes a tile's rope columns of: (first and second members of pairs,
-    their cosines, their sines).
+    """The operands of `rotated_queries`: (first and second members of pairs, their cosines, their
+    sines). Style "half": (all columns, the other member of each column's pair, cosines and sines).
 
-    A row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows;
-    first_token: the number of the sequence's first. ROPE fills its tile. Where pairs lie half the
-    columns apart: (all columns, the other member of each one's pair, ..).
+    The row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows;
+    first_token: the number of the sequence's first query. ROPE is a power of two.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     real = rows < own_queries
@@ -108,14 +107,14 @@ def rotated_queries(
         other = tl.where(columns < ROPE // 2, -other, other)
         turned = rounded(tl.fma(wide, first_cos, other * first_sin), DTYPE)
     else:
-        low, high = turned_by(wide, other, first_cos, second_cos, first_sin, second_sin)
+        low, high = rotated_by(wide, other, first_cos, second_cos, first_sin, second_sin)
         pairs = tl.join(rounded(low, DTYPE), rounded(high, DTYPE))
         if ROPE_STYLE != "interleaved":
             pairs = tl.permute(pairs, (0, 2, 1))
         turned = tl.reshape(pairs, (BLOCK_M, ROPE))
-    # On Hopper Triton keeps an operand in shared memory for a whole loop if a load made it; any
-    # other goes to registers again in each step, which costs a tenth. So this one is loaded, from
-    # nowhere.
+    # On Hopper Triton keeps a loop's operand in shared memory if it comes from a load; any other is
+    # read into registers again in each step, which costs a tenth. So this is a load, with a mask
+    # that is false everywhere.
     rows = first_row + tl.arange(0, BLOCK_M)
     places = base + rows.to(tl.int64)[:, None] * token_stride + columns[None, :]
     return tl.load(places, mask=(rows < 0)[:, None], other=turned)
@@ -126,7 +125,7 @@ def rope_rows(
     rope_base, block_table_ptr, sequence, keys, own_keys, key_start, table_stride, num_pages,
     ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """(pointers to the rope keys of `keys`, which of them there are)."""
+    """(pointers to the rope keys of `keys`, which of them exist)."""
     real = keys < own_keys
     if block_table_ptr is None:
         return rope_base + keys.to(tl.int64) * ROPE_STRIDE, real

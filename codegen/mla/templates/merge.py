@@ -1,4 +1,4 @@
-"""Partial results of attention over disjoint sets of keys, put together exactly."""
+"""Merge of attention results over disjoint sets of keys, by their log-sum-exps."""
 
 import triton
 import triton.language as tl
@@ -9,9 +9,10 @@ def mla_merge(
     parts_ptr, lses_ptr, out_ptr, lse_ptr, num_rows, part_stride, lse_stride,
     PARTS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, V_DIM] and lse [rows] of PARTS results [PARTS, rows, V_DIM] with their lses.
+    """Merge of attention over disjoint sets of keys: out [rows, V_DIM] and lse [rows] of PARTS
+    results [PARTS, rows, V_DIM] with their log-sum-exps.
 
-    Grid (row blocks,). A row is one query of one head; one that no part saw a key for gives zeros
+    Grid (row blocks,). A row is one query of one head; a row without a key in any part gives zeros
     and -inf.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -1,12 +1,12 @@
-"""Queries as attention wants them: the rope part rotated; with the rest, or cast to 8 bits, where
-that is asked."""
+"""Queries of MLA for attention: the rope columns rotated, alone or with the rest, cast to 8 bits
+where that is asked."""
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.mla.templates.entries import load_pairs, store_pairs, turned_pairs
+from tilewright.codegen.mla.templates.entries import load_pairs, rotated_pairs, store_pairs
 from tilewright.codegen.mla.templates.latent import token_positions
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit
@@ -21,13 +21,13 @@ def mla_query(
     BY_POSITION: tl.constexpr, BATCH_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     WHOLE: tl.constexpr, KEY_STRIDES: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, ROPE_DIM], a row being one head of one token: q's last ROPE_DIM columns, rotated
-    in fp32 and rounded once. WHOLE: out [rows, NOPE + ROPE_DIM], all columns, over q's scale and
-    saturating where they are cast.
+    """MLA queries: out [rows, ROPE_DIM] = the last ROPE_DIM columns of q, rotated in fp32 and
+    rounded once. A row is one head of one token.
 
-    With joined_ptr, WHOLE: the rotated columns come before the others, of queries and of joined
-    keys: its rows, one for each of q, get those of k_rope [tokens, ROPE_DIM]. KEY_STRIDES: of
-    k_rope's and of joined's rows.
+    WHOLE: out [rows, NOPE + ROPE_DIM] has all columns, divided by q's scale and saturated where
+    they are cast. With joined_ptr also: the rotated columns come before the others, and the same
+    columns of the keys `joined`, which has a row for each row of q, are filled from k_rope
+    [tokens, ROPE_DIM]. KEY_STRIDES: of k_rope's and of joined's rows.
 
     Grid (cdiv(num_rows, BLOCK_R),). A row of cos and sin is the token's position (BY_POSITION) or
     its number modulo rope_rows. token_run: tokens of one sequence, where they are equally many.
@@ -60,7 +60,7 @@ def mla_query(
         else:
             turns = (tokens % rope_rows).to(tl.int64)
             known = mask
-        low, high = turned_pairs(
+        low, high = rotated_pairs(
             low, high, cos_ptr, sin_ptr, turns, known,
             ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES, SIN_STRIDES,
         )  # fmt: skip

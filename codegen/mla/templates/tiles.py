@@ -1,6 +1,6 @@
-"""Which queries a program of `mla_attention` takes, and which keys they see.
+"""The schedule of `mla_attention`: which queries a program takes, and which keys they see.
 
-Tiles go by groups of heads whose keys and values stay in the L2 cache together; within a group the
+Tiles are ordered by groups of heads whose keys and values fit the L2 cache together; within a group
 tiles with the most keys come first, so that the last ones to start are short.
 """
 
@@ -24,7 +24,7 @@ def ragged_place(
 ):  # fmt: skip
     """(sequence, row block, whether there is such a tile) of a row tile's number.
 
-    Row blocks of a sequence go from its last to its first. SORTED: sequences with more keys come
+    A sequence's row blocks come from its last to its first. SORTED: sequences with more keys come
     first; SEQUENCES is a power of two not below num_sequences.
     """
     sequences = tl.arange(0, SEQUENCES)
@@ -52,8 +52,8 @@ def tile_place(
 ):  # fmt: skip
     """(sequence, head, first row in the sequence, whether there is such a tile) of a program.
 
-    Dense: a group is of (sequence, head) pairs, and row_tiles those of one sequence. Ragged: of
-    heads, and row_tiles at most those of all sequences together.
+    Dense: a group has (sequence, head) pairs, and row_tiles counts one sequence's. Ragged: a group
+    has heads, and row_tiles is at least the number of all sequences' tiles.
     """
     program = tl.program_id(0)
     group = program // (row_tiles * head_group)
@@ -80,7 +80,7 @@ def own_rows(
 ):  # fmt: skip
     """(first query, number of queries, first key, number of keys) of a sequence, none unless real.
 
-    Keys at positions from key_lengths on do not count; a sequence's first lies at key_start.
+    Keys at positions from key_lengths on do not count; a sequence's first key is at key_start.
     """
     if RAGGED:
         query_base = tl.load(query_offsets_ptr + sequence).to(tl.int64)
@@ -105,7 +105,7 @@ def base_of(
     pointer, first_row, sequence, head, row_stride, sequence_stride, head_stride,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of a sequence and head start."""
+    """The pointer to the first row of a sequence and head."""
     start = first_row * row_stride if RAGGED else sequence.to(tl.int64) * sequence_stride
     return pointer + start + head.to(tl.int64) * head_stride
 
@@ -117,7 +117,7 @@ def query_positions(
 ):  # fmt: skip
     """(positions of a tile's queries, lowest, highest), i32; rows past own_queries do not count.
 
-    By tensor, else from the position of a sequence's first query on, which is 0 if not given.
+    From a tensor, or consecutive from query_starts on, 0 without it.
     """
     if positions_ptr is not None:
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -147,8 +147,8 @@ def block_range(
 ):  # fmt: skip
     """(first block, first whole block, whole blocks, all blocks) of keys for a tile of queries.
 
-    A whole block is seen by every query; blocks before and after the whole ones need a mask. The
-    first `lead` keys are nobody's. ALL_CHECKED: none counts as whole.
+    Every query sees all keys of a whole block; blocks before and after the whole ones need a mask.
+    The first `lead` keys belong to no sequence. ALL_CHECKED: no block counts as whole.
     """
     low = 0
     high = own_keys
@@ -173,7 +173,7 @@ def block_range(
     else:
         whole = (tl.maximum(whole_low, lead) + BLOCK_N - 1) // BLOCK_N
         num_whole = tl.maximum(whole_high, 0) // BLOCK_N - whole
-        # Where no block is whole, the masked ones start at the first.
+        # Where no block is whole, the masked blocks start at the first.
         whole = tl.where(num_whole > 0, whole, first)
         num_whole = tl.maximum(num_whole, 0)
     return first, whole, num_whole, total
@@ -192,8 +192,8 @@ def visible(
     positions, keys, base, key_start, own_keys, lead,
     MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr,
 ):  # fmt: skip
-    """[queries, keys]: which keys exist and are seen; `keys` count from `base`, which counts from
-    the sequence's first, and where LED the first `lead` are none of its own."""
+    """[queries, keys]: which keys exist and are seen. `keys` count from `base`, and that from the
+    sequence's first key; where LED the first `lead` of those are not the sequence's."""
     here = key_start + base
     if MASK == "none":
         seen = (keys < own_keys - base)[None, :]

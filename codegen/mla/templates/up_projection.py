@@ -1,15 +1,15 @@
-"""Keys and values out of latents: kv [K, H, N + V] = latents [K, L] times the weight's rows.
+"""The up-projection of MLA: keys and values [K, H, N + V] = latents [K, L] @ weight^T.
 
-One persistent GEMM. With scales, operands are e4m3 codes and every block of columns is promoted to
-fp32 and scaled on its own. The epilogue writes what the attention kernel reads: keys and values
-side by side as the weight has them, or each to its own place and in its own order, rounded to the
-values' dtype or saturated to 8-bit floats.
+One persistent GEMM. With scales, operands are e4m3 codes, and the product of every block of columns
+is accumulated in fp32 and scaled on its own. The epilogue stores what the attention kernel reads:
+keys and values side by side, as rows of the weight, or each to its own tensor in its own layout,
+rounded to 16 bits or saturated to 8-bit floats.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import rounded
+from tilewright.codegen.templates.rounding import rounded
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def tile_rows(
     tile_n, HEAD_ROWS: tl.constexpr, NOPE: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
-    """(first row of the weight, head, whether they are values, first column of the part) of a
-    column tile; JOINT: tiles know no heads."""
+    """(first row of the weight, head, whether the rows are values, first column in keys or values)
+    of a column tile; JOINT: a tile may span heads."""
     if JOINT:
         return tile_n * BLOCK_N, tile_n, tile_n < 0, tile_n
     else:
@@ -62,17 +62,17 @@ def mla_up_projection(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """k [K, H, NOPE] and v [K, H, V_DIM] of latents [K, RANK] and weight [H * (NOPE + V_DIM),
-    RANK], rows of both contiguous.
+    """MLA up-projection: keys k [K, H, NOPE] and values v [K, H, V_DIM] = latents [K, RANK] @
+    weight^T, weight [H * (NOPE + V_DIM), RANK].
 
     Grid of any size; with limit_ptr one program for each tile. latent_scale and weight_scale: fp32,
     strides (column block: scale_stride, row: LATENT_SCALE_STRIDE) and (row block, column block);
-    None for operands that are values.
-    JOINT: v follows k, whose strides are K_STRIDES (row, head); where heads are not side by side a
-    tile is of one head. Else k has strides K_STRIDES, v
+    None for operands that are not quantised.
+    JOINT: v follows k, whose strides are K_STRIDES (row, head); where heads are not contiguous a
+    tile has one head. Else k has strides K_STRIDES, v
     (V_ROW_STRIDE, v_head_stride, v_column_stride); V_TRANSPOSED: V_ROW_STRIDE is 1, and K is padded
     to 16, by zeros. Keys are divided by K_SCALE and values by V_SCALE.
-    limit: one int64; rows of which K % run is not below it are not made, in tiles that have none.
+    limit: one int64; a tile whose rows all have row % run >= limit is skipped.
     """
     HEAD_ROWS: tl.constexpr = NOPE + V_DIM
     ROWS: tl.constexpr = NUM_HEADS * HEAD_ROWS
@@ -95,7 +95,7 @@ def mla_up_projection(
     tiles_m = (num_rows + BLOCK_M - 1) // BLOCK_M
     num_tiles = tiles_m * TILES_N
     if limit_ptr is not None:
-        # One tile for each program here: what is not wanted ends before its loop.
+        # One tile for each program here: a skipped tile has no step.
         own = tl.program_id(0)
         group = own // (GROUP_M * TILES_N)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
@@ -149,7 +149,7 @@ def mla_up_projection(
                 places = v_ptr + head.to(tl.int64) * v_head_stride + starts * V_ROW_STRIDE
                 if V_TRANSPOSED:
                     places += columns.to(tl.int64)[None, :] * v_column_stride
-                    # Up to whole vectors: rows past the last are zeros.
+                    # Up to whole 16-row vectors: rows past the last are zeros.
                     row_mask = rows < (num_rows + 15) // 16 * 16
                 else:
                     places += columns[None, :]
@@ -170,7 +170,8 @@ def mla_weight_numbers(
     SCALE_BLOCK: tl.constexpr, WEIGHT_SCALE_STRIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [ROWS, RANK] = codes times the scales of their blocks, rounded to out's dtype.
+    """An fp8 weight with block scales, dequantised: out [ROWS, RANK] = codes * scales, rounded to
+    out's dtype.
 
     Grid (cdiv(ROWS, BLOCK_N), cdiv(RANK, BLOCK_K)).
     """

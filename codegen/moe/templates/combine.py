@@ -1,4 +1,4 @@
-"""The last step of a mixture of experts: each token's rows, weighted and summed in order."""
+"""The combine step of a mixture of experts: each token's rows, weighted and summed in order."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,8 @@ def moe_combine(
     WEIGHT_STRIDES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HIDDEN] = sum over slots of weights [T, S] * y [T * S, HIDDEN], in fp32.
+    """Combine step of a mixture of experts: out [T, HIDDEN] = sum over slots of weights [T, S] *
+    y [T * S, HIDDEN], in fp32.
 
     Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot without an expert adds nothing: its row
     of y was never written.

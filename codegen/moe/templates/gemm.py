@@ -1,8 +1,8 @@
-"""The first GEMM of a mixture of experts: gate and up in one tile.
+"""The gate and up projections of a mixture of experts, in one GEMM with the activation.
 
-`moe_up` gathers its rows from the tokens, multiplies them with the gate and up weights of their
-expert, and applies the activation before anything reaches memory. Tiles go as in `grouped_gemm`,
-which is the second GEMM.
+`moe_up` gathers rows of tokens, multiplies them by the gate and up weights of their expert, and
+applies the activation to the accumulators. The schedule of tiles is that of `grouped_gemm`, which
+is the down projection.
 """
 
 import triton
@@ -14,46 +14,13 @@ from tilewright.codegen.grouped.templates.gemm import (
     searched_place,
     tile_place,
 )
+from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.expert_weights import block_scales, dequantize_tile
 
 
 @triton.jit
-def logistic(x):
-    """1 / (1 + exp(-x)) without a division, which is several instructions."""
-    root = tl.rsqrt(1.0 + tl.exp(-x))
-    return root * root
-
-
-@triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-             GATED: tl.constexpr):  # fmt: skip
-    """activation(gate, up) in fp32; up is not looked at where GATED is false. NaN stays NaN."""
-    if ACTIVATION == "silu":
-        value = gate * logistic(gate)
-    elif ACTIVATION == "relu":
-        value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    elif ACTIVATION == "relu_squared":
-        value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        value = value * value
-    elif ACTIVATION == "gelu":
-        value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = gate * logistic(2.0 * inner)
-    else:
-        if LIMIT > 0.0:
-            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        value = gate * logistic(ALPHA * gate)
-        up = up + 1.0
-    if GATED:
-        value = value * up
-    return value
-
-
-@triton.jit
 def halves(accumulator, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(gate, up), each [ROWS, COLUMNS], of [ROWS, 2 * COLUMNS]."""
+    """(gate, up), each [ROWS, COLUMNS], of an accumulator [ROWS, 2 * COLUMNS]."""
     if INTERLEAVED:
         gate, up = tl.split(tl.reshape(accumulator, (ROWS, COLUMNS, 2)))
     else:
@@ -103,12 +70,13 @@ def moe_up(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden [routes, INNER] = activation of x's gathered rows by each expert's gate and up.
+    """Gate and up projections of a mixture of experts: hidden [routes, INNER] = activation(x @
+    Wgate^T) * (x @ Wup^T), rows of x gathered by route, weights of the route's expert.
 
-    Grid of any size. weight: where gate and up are one block of rows (INTERLEAVED: 2i gate, 2i + 1
-    up; not GATED: gate alone) a row is ROW_STRIDE apart, or K is where N_MAJOR; else up lies
-    `distance` elements from gate. UP_FIRST: up stands where gate does in the above. BLOCK_N columns
-    of hidden, BLOCK_M routes per tile.
+    Grid of any size. weight: gate's and up's rows are one block where they are INTERLEAVED (row 2i
+    is gate's, row 2i + 1 up's) or where there is no up (not GATED); ROW_STRIDE is from row to row,
+    for N_MAJOR from column of K to column of K. Else up lies `distance` elements from gate.
+    UP_FIRST: up and gate change places in this. BLOCK_N columns of hidden, BLOCK_M routes per tile.
     FORMAT: "dense", or a quantised one whose rows hold PER_BYTE weights in an element, K-major.
     SEARCH_STEPS: not 0 where warps are specialised; see searched_place.
     """

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def placed_experts(ids_ptr, routes, bound, NUM_EXPERTS: tl.constexpr):
-    """(experts of routes before `bound`, whether they have one), each of routes' shape."""
+    """(expert of each route, whether the route has one and comes before `bound`)."""
     ids = tl.load(ids_ptr + routes, mask=routes < bound, other=-1).to(tl.int32)
     return ids, (ids >= 0) & (ids < NUM_EXPERTS)
 
@@ -20,7 +20,8 @@ def moe_count(
     ids_ptr, counts_ptr, num_routes,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """counts [chunks, EXPERTS]: the routes of each expert in each chunk. Grid (chunks,)."""
+    """Counting sort of routes by expert, step 1 of 3: counts [chunks, EXPERTS] of each expert's
+    routes in each chunk. Grid (chunks,)."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
@@ -36,7 +37,8 @@ def moe_scan(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS_PER_LOAD: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """counts become those of all chunks before, total [EXPERTS] those of all.
+    """Counting sort of routes by expert, step 2 of 3: in place, counts become the sums over all
+    earlier chunks; total [EXPERTS] gets the sums over all chunks.
 
     Grid (EXPERTS / BLOCK_E,).
     """
@@ -61,11 +63,12 @@ def moe_order(
     ROUTES_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr, ROW_BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """order [routes]: the route at each sorted place; ends [NUM_EXPERTS]: where each expert ends;
-    behind it, where ROW_BLOCK is not 0, the number of its first block of so many rows, if each
-    expert starts a block of its own.
+    """Counting sort of routes by expert, step 3 of 3 or all of it: order [routes] gets the route at
+    each sorted place, ends [NUM_EXPERTS] where each expert's routes end.
 
-    Grid (chunks,). counts and total are what `moe_scan` left; None: every program counts all routes
+    With ROW_BLOCK not 0, ends holds NUM_EXPERTS more: the number of each expert's first block of
+    ROW_BLOCK rows, if every expert starts a block of its own.
+    Grid (chunks,). counts and total are those of `moe_scan`; None: every program counts all routes
     itself. EXPERTS is the power of two that covers NUM_EXPERTS.
     """
     if LAUNCH_PDL:

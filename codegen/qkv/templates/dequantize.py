@@ -1,8 +1,8 @@
-"""A weight of 4- or 8-bit codes as numbers, for a library's GEMM.
+"""Dequantisation of a weight of 4- or 8-bit codes, for a library GEMM.
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
 
-in fp32, rounded once. Any order of nibbles, any strides, any blocks.
+in fp32, rounded once. Nibbles in any order, any strides, scale blocks of any size.
 """
 
 import triton
@@ -48,13 +48,15 @@ def dequantize_weight(
     ZERO_ORDER: tl.constexpr, ZERO_POINT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """out [NUM_ROWS, HIDDEN], contiguous; grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)).
+    """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale in
+    fp32, rounded once to out's dtype.
 
-    The weight is [heads, HEAD_DIM, HIDDEN], or groups of GROUP heads where GROUP is not 0; its
-    strides (group, head, row, column) count words of PER codes along K or, with PACKED_ROWS, along
-    the rows. BLOCK_STRIDES: (scale row, scale column, zero row, zero column). ORDER: where each
-    element of a word lies; ZERO_ORDER: the same of zeros that lie eight rows to a word. UNIT
-    divides SCALE_COLUMNS and BLOCK_K: columns that share a scale.
+    Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)); out is contiguous. The weight is [heads,
+    HEAD_DIM, HIDDEN], or groups of GROUP heads where GROUP is not 0; its strides (group, head, row,
+    column) count words of PER codes along K or, with PACKED_ROWS, along the rows. BLOCK_STRIDES:
+    (scale row, scale column, zero row, zero column). ORDER: where each element of a word lies;
+    ZERO_ORDER: the same of zeros that lie eight rows to a word. UNIT divides SCALE_COLUMNS and
+    BLOCK_K: columns that share a scale.
     """
     first_row = tl.program_id(0) * BLOCK_R
     first_column = tl.program_id(1) * BLOCK_K

@@ -1,12 +1,13 @@
-"""One kernel over q, k and v that a library GEMM (or anything else) has already computed.
+"""The epilogue of a QKV projection: bias, clipping, QK norm, rotary embedding, store.
 
-All that follows a projection in one launch, by the helpers that finish the fused kernels too.
+The projection kernels run these helpers on their accumulators; `qkv_epilogue` runs them on q, k and
+v that a library GEMM has computed. Values are the two tiles of `loads`. With a `head_limit`, a norm
+spans all heads together. All arithmetic is fp32; the only rounding is at the stores.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import add_bias_and_norm, rotate_and_store
 from tilewright.codegen.qkv.templates.loads import (
     grouped,
     load_bias,
@@ -18,6 +19,191 @@ from tilewright.codegen.qkv.templates.loads import (
     pair_dims,
 )
 from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
+from tilewright.codegen.templates.rounding import rounded
+
+
+@triton.jit
+def sum_of_heads(low, high, head_limit):
+    """The sum of each head [tokens, heads, 1], or of all heads [tokens, 1, 1] (head_limit)."""
+    total = tl.sum(low + high, axis=2)
+    if head_limit is not None:
+        total = tl.sum(total, axis=1)[:, None]
+    return total
+
+
+@triton.jit
+def centred(
+    low, high, width, head_limit,
+    HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """low and high less the mean of each head (of all heads); zeros stay where padding is."""
+    PAIRS: tl.constexpr = low.shape[2]
+    HEADS: tl.constexpr = low.shape[1]
+    mean = (sum_of_heads(low, high, head_limit) / width)[:, :, None]
+    low -= mean
+    high -= mean
+    if 2 * PAIRS != HEAD_DIM or head_limit is not None:
+        low_dims, high_dims = pair_dims(tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
+        low_real = (low_dims < HEAD_DIM)[None, None, :]
+        high_real = (high_dims < HEAD_DIM)[None, None, :]
+        if head_limit is not None:
+            head_real = (tl.arange(0, HEADS) < head_limit)[None, :, None]
+            low_real = low_real & head_real
+            high_real = high_real & head_real
+        low = tl.where(low_real, low, 0.0)
+        high = tl.where(high_real, high, 0.0)
+    return low, high
+
+
+@triton.jit
+def norm_heads(
+    low, high, kind, low_norm, high_norm, head_limit,
+    HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm ("rms") or LayerNorm ("layer") of whole heads, or of all of a kind (head_limit).
+
+    NORMED: whether (q, k) have a norm. Padded dims and heads hold zeros and do not count.
+    """
+    width = HEAD_DIM
+    if head_limit is not None:
+        width = HEAD_DIM * head_limit
+    if NORM == "layer":
+        low_part, high_part = centred(
+            low, high, width, head_limit, HEAD_DIM, PAIR_HALF, INTERLEAVED
+        )
+    else:
+        low_part = low
+        high_part = high
+    square_sum = sum_of_heads(low_part * low_part, high_part * high_part, head_limit)
+    scale = tl.rsqrt(square_sum / width + NORM_EPS)[:, :, None]
+    normed = ((kind == QUERY) & NORMED[0]) | ((kind == KEY) & NORMED[1])
+    if NORM == "rms":
+        # What has no norm is multiplied by ones, exactly: only small tensors are selected.
+        scale = tl.where(normed, scale, 1.0)
+        low = low * scale * tl.where(normed, low_norm, 1.0)
+        high = high * scale * tl.where(normed, high_norm, 1.0)
+    else:
+        low = tl.where(normed, low_part * scale * low_norm, low)
+        high = tl.where(normed, high_part * scale * high_norm, high)
+    return low, high
+
+
+@triton.jit
+def add_bias_and_norm(
+    low, high, kind, low_bias, high_bias, low_norm, high_norm, head_limit,
+    HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CLIP: tl.constexpr,
+    NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
+):  # fmt: skip
+    """What comes before the rotation: bias, clipping, and a norm unless NORM is "none"."""
+    if HAS_BIAS:
+        low += low_bias
+        high += high_bias
+    if CLIP > 0.0:
+        low = tl.clamp(low, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
+        high = tl.clamp(high, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
+    if NORM != "none":
+        low, high = norm_heads(
+            low, high, kind, low_norm, high_norm, head_limit,
+            HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, NORM_EPS,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def store_pairs(
+    low, high, rows, mask, rotates, first_pair, dim_stride,
+    HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """Stores both members of pairs at `rows`, pointers [tokens, heads, 1]."""
+    PAIRS: tl.constexpr = low.shape[2]
+    pairs = first_pair + tl.arange(0, PAIRS)
+    if INTERLEAVED:
+        values = tl.reshape(tl.join(low, high), (low.shape[0], low.shape[1], 2 * PAIRS))
+        dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
+        rest = mask & (dims < HEAD_DIM)
+        if HALVES > 0:
+            # Two stores: one store to selected dims would need an address per element.
+            halves = rows + pairs[None, None, :] * dim_stride
+            tl.store(halves, low, mask=mask & rotates)
+            tl.store(halves + HALVES * dim_stride, high, mask=mask & rotates)
+            stays = tl.reshape(tl.join(rotates, rotates), (1, 1, 2 * PAIRS)) == 0
+            rest = rest & stays
+        tl.store(rows + dims * dim_stride, values, mask=rest)
+    else:
+        low_dims, high_dims = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
+        low_dims = low_dims[None, None, :]
+        high_dims = high_dims[None, None, :]
+        tl.store(rows + low_dims * dim_stride, low, mask=mask & (low_dims < HEAD_DIM))
+        tl.store(rows + high_dims * dim_stride, high, mask=mask & (high_dims < HEAD_DIM))
+
+
+@triton.jit
+def rotate_and_store(
+    low, high, kind, tokens, token_mask, heads, head_limit, first_pair,
+    low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
+    q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
+    KV_REPEAT: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
+):  # fmt: skip
+    """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", stores them.
+
+    Where: as `store_target` gives it. A norm here needs whole heads. Each k and v head is stored to
+    KV_REPEAT heads of the cache.
+    """
+    if ROTARY_DIM > 0:
+        new_low = low * low_cos.to(tl.float32) - high * low_sin.to(tl.float32)
+        new_high = high * high_cos.to(tl.float32) + low * high_sin.to(tl.float32)
+        # A select and not a rotation by zero: 0 * inf is NaN.
+        low = tl.where(rotates, new_low, low)
+        high = tl.where(rotates, new_high, high)
+    if NORM != "none":
+        low, high = norm_heads(
+            low, high, kind, low_norm, high_norm, head_limit,
+            HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, NORM_EPS,
+        )  # fmt: skip
+    if q_out_ptr is not None and q_out_ptr.dtype.element_ty != pointer.dtype.element_ty:
+        q_rows = q_out_ptr + tokens.to(tl.int64)[:, None, None] * (NUM_HEADS * HEAD_DIM)
+        q_rows += heads[None, :, None] * HEAD_DIM
+        q_mask = (token_mask & (kind == QUERY))[:, None, None]
+        if head_limit is not None:
+            q_mask = q_mask & (heads < head_limit)[None, :, None]
+        store_pairs(
+            low.to(q_out_ptr.dtype.element_ty), high.to(q_out_ptr.dtype.element_ty),
+            q_rows, q_mask, rotates, first_pair, 1, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES,
+        )  # fmt: skip
+    if cache_scale is not None:
+        if SCALE_MULTIPLIES:
+            low = low * cache_scale
+            high = high * cache_scale
+        else:
+            low = low / cache_scale
+            high = high / cache_scale
+    low = rounded(low, pointer.dtype.element_ty)
+    high = rounded(high, pointer.dtype.element_ty)
+    rows = pointer + row_offsets[:, None, None]
+    if KV_REPEAT == 1:
+        rows += heads[None, :, None].to(tl.int64) * head_stride
+    else:
+        cache_heads = tl.where(kind == QUERY, heads, heads * KV_REPEAT)
+        rows += cache_heads[None, :, None].to(tl.int64) * head_stride
+    mask = row_mask[:, None, None]
+    if head_limit is not None:
+        mask = mask & (heads < head_limit)[None, :, None]
+    store_pairs(
+        low, high, rows, mask, rotates, first_pair, dim_stride,
+        HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES,
+    )  # fmt: skip
+    for repeat in tl.static_range(1, KV_REPEAT):
+        store_pairs(
+            low, high, rows + repeat * head_stride, mask & (kind != QUERY), rotates, first_pair,
+            dim_stride, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -27,13 +213,13 @@ def load_heads(
     PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Both partners of pointer[tokens, heads] as fp32; zeros where there is none.
+    """Both members of the pairs of pointer[tokens, heads], fp32; zeros for masked heads.
 
     STRIDES: (token, group, head, dim).
     """
     rows = pointer + tokens.to(tl.int64)[:, None, None] * STRIDES[0]
     if max(STRIDES[1], STRIDES[2]) > 2**23:
-        # Heads outside of tokens: a few of them would pass 2 ** 31.
+        # Heads are far apart: the offsets of a few of them pass 2 ** 31.
         rows += grouped(heads.to(tl.int64)[None, :, None], GROUP, STRIDES[1], STRIDES[2])
     else:
         rows += grouped(heads[None, :, None], GROUP, STRIDES[1], STRIDES[2])
@@ -69,7 +255,8 @@ def qkv_epilogue(
     BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Finishes projected q [T, Hq, D], k and v [T, Hkv, D], of any strides, in one launch.
+    """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
+    and of k and v [T, Hkv, D], of any strides, and the store to q_out and to a paged cache.
 
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE), heads counted over q, then k, then v;
     HEADS_PER_TILE divides each of the three. With WHOLE_ROWS, grid (cdiv(T, BLOCK_T), 3, or 2
@@ -125,7 +312,6 @@ def qkv_epilogue(
             delta_ptr, kind, tokens, token_mask, heads, head_limit, 0,
             BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
         )  # fmt: skip
-    if delta_ptr is not None:
         low += low_delta
         high += high_delta
     low, high = add_bias_and_norm(

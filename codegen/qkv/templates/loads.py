@@ -1,12 +1,12 @@
-"""What a tile of projected heads needs beside its values: bias, norm weights, rope, scales.
+"""Loads of the epilogue of projected heads: bias, norm weights, rotary tables, cache scales.
 
-Values travel as two tiles, `low` and `high`, of shape [tokens, heads, pairs]: the two partners of
-every rotation. So the rotation is elementwise and needs no exchange between threads. Which head
-dims a pair stands for is the rotation style's own affair (`pair_dims`); dims that do not rotate are
+Heads are held as two tiles, `low` and `high`, of shape [tokens, heads, pairs]: the two members of
+every rotated pair. So the rotation is elementwise and needs no exchange between threads.
+`pair_dims` says which head dims form a pair in each rotation style; dims that do not rotate are
 paired the same way, so every dim is in exactly one tile.
 
-`head_limit` is None, or the tile holds all heads of its kind, of which the first head_limit are
-real.
+`kind` is QUERY, KEY or VALUE. `head_limit` is None, or the tile holds all heads of its kind,
+padded: the first head_limit are real.
 """
 
 import triton
@@ -42,12 +42,12 @@ def load_partners(
     rows, first_pair, low_dims, high_dims, mask, dim_stride,
     BOUND: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Both partners of pairs at `rows` [tokens, heads, 1] of pointers: two [tokens, heads, pairs].
+    """Both members of the pairs at `rows`, pointers [tokens, heads, 1]: two [tokens, heads, pairs].
 
     mask broadcasts over rows; dims from BOUND on give zeros.
     """
     if INTERLEAVED:
-        # Partners are neighbours in memory: one dense load in place of two strided ones.
+        # The members are neighbours in memory: one contiguous load in place of two strided ones.
         PAIRS: tl.constexpr = low_dims.shape[0]
         dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
         values = tl.load(rows + dims * dim_stride, mask=mask & (dims < BOUND), other=0.0)
@@ -64,7 +64,7 @@ def load_partners(
 def grouped(
     heads, GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
 ):  # fmt: skip
-    """Offsets of heads that lie GROUP to a group; GROUP 0: all in a row."""
+    """Offsets of heads that are stored by groups of GROUP; GROUP 0: with one stride."""
     if GROUP > 0 and GROUP_STRIDE != GROUP * HEAD_STRIDE:
         return heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
     else:
@@ -73,8 +73,8 @@ def grouped(
 
 @triton.jit
 def token_rows(tokens, STRIDE: tl.constexpr):
-    """Offsets of the rows of tokens [tokens, 1]: 64-bit where rows are so far apart that few of
-    them would pass 2 ** 31."""
+    """Offsets [tokens, 1] of the tokens' rows: 64-bit where rows are so long that the offsets of
+    few tokens pass 2 ** 31."""
     if STRIDE > 2**15:
         return tokens[:, None].to(tl.int64) * STRIDE
     else:
@@ -87,7 +87,7 @@ def load_vectors(
     GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """pointer[heads, dims] of both partners as fp32 [1, heads, pairs]; zeros unless kind_mask."""
+    """pointer[heads, dims] for both members, fp32 [1, heads, pairs]; zeros unless kind_mask."""
     rows = pointer + grouped(heads[None, :, None], GROUP, GROUP_STRIDE, HEAD_STRIDE)
     mask = kind_mask
     if head_limit is not None:
@@ -102,7 +102,7 @@ def load_bias(
     PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, BIAS_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """The bias of heads of one `kind`, both partners: fp32 [1, heads, pairs].
+    """The bias of heads of one `kind`, for both members of pairs: fp32 [1, heads, pairs].
 
     BIAS_STRIDES: (q's group, q's head, k's head, v's head).
     """
@@ -154,7 +154,7 @@ def load_delta(
     INTERLEAVED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     DELTA_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """What is added to heads of one `kind`, both partners: fp32 [tokens, heads, pairs].
+    """The LoRA delta of heads of one `kind`, for both members: fp32 [tokens, heads, pairs].
 
     delta [T, heads * HEAD_DIM]: heads of q, then k, then v; rows DELTA_STRIDE apart.
     """
@@ -175,7 +175,7 @@ def norm_vectors(
     HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """NORM_OFFSET + pointer[heads, dims], both partners; zeros unless is_kind."""
+    """NORM_OFFSET + pointer[heads, dims], for both members; zeros unless is_kind."""
     if HEAD_STRIDE == 0:
         low, high = load_vectors(
             pointer, is_kind, tl.zeros((1,), tl.int32), None, first_pair, low_dims, high_dims,
@@ -199,7 +199,7 @@ def load_norm(
     INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr,
     NORM_STRIDES: tl.constexpr, NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """The norm weight of one `kind`, both partners: fp32 [1, heads or 1, pairs]; 1 without one.
+    """The norm weight of one `kind`, for both members: fp32 [1, heads or 1, pairs]; 1 if absent.
 
     NORM_STRIDES: head strides of q's and k's; 0: all heads share one vector. NORM_HALVES: that of
     `output_dims` where the norm follows the rotation, else 0.
@@ -249,11 +249,12 @@ def load_rope(
     HALVES: tl.constexpr, ROTARY_DIM: tl.constexpr, FULL_WIDTH: tl.constexpr,
     COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """(cos and sin of the low partners, of the high ones, which pairs rotate): [tokens, 1, pairs].
+    """(cos and sin of the low members, cos and sin of the high ones, which pairs rotate), each
+    [tokens, 1, pairs].
 
-    The tables have a column per dim that is stored (FULL_WIDTH) or a column per pair. They keep
-    their dtype here: Triton moves a change of layout up to the widening, and so would wait for the
-    loads there.
+    The tables have a column per stored dim (FULL_WIDTH) or a column per pair. The values keep the
+    tables' dtype here: Triton would move a change of layout up to the conversion to fp32, and wait
+    there for the loads.
     """
     pairs = first_pair + tl.arange(0, PAIRS)
     rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)

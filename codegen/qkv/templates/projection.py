@@ -1,8 +1,8 @@
-"""One kernel for `q, k, v = x @ [Wq; Wk; Wv]^T` with everything that follows, into a paged cache.
+"""`q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, into a paged cache, in one kernel.
 
 The weights stay three tensors. Every output tile lies wholly in q, k or v, so the helpers of
-`qkv_finish` run on the accumulator: bias, QK-norm, rotary embedding, the one rounding, and the
-store to q or to the token's place in the cache. Nothing between the GEMM and the cache touches
+`epilogue` run on the accumulator: bias, QK norm, rotary embedding, the one rounding, and the store
+to q or to the token's slot of the cache. Nothing between the GEMM and the cache goes through global
 memory. K or the head dim may be the weights' contiguous dim (k-major, n-major).
 
 `qkv_projection` puts tokens on the tensor core's M side and loads both operands by TMA: for many
@@ -10,15 +10,15 @@ tokens. One descriptor reaches all three weights: its two outer dims have extent
 strides are the distances from the lowest of the three addresses to the other two.
 
 `qkv_projection_swapped` puts weight rows on the M side, which must be at least 64 for wgmma and
-tcgen05, and tokens on the N side, which may be as small as 16: for few tokens, where the time is
-that of streaming the weights once. Its tiles may be a slice of a head, always with both partners
-of a rotation, and K may be split with a reduction of fixed order.
+tcgen05, and tokens on the N side, which may be as small as 16: for few tokens, where reading the
+weights once takes all the time. Its tiles may be a slice of a head, always with both members of a
+rotated pair, and K may be split, with a reduction in a fixed order.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.qkv.templates.epilogue import add_bias_and_norm, rotate_and_store
 from tilewright.codegen.qkv.templates.loads import (
     grouped,
     load_bias,
@@ -29,6 +29,7 @@ from tilewright.codegen.qkv.templates.loads import (
     pair_dims,
     token_rows,
 )
+from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
 
 
@@ -37,7 +38,7 @@ def split_pairs(
     values, ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """[rows, heads * head_dim] into the two partner tiles [rows, heads, head_dim / 2]."""
+    """[rows, heads * head_dim] into the tiles of both pair members [rows, heads, head_dim / 2]."""
     if INTERLEAVED:
         low, high = tl.split(tl.reshape(values, (ROWS, HEADS, HEAD_DIM // 2, 2)))
     else:
@@ -46,21 +47,6 @@ def split_pairs(
         low = tl.reshape(low, (ROWS, HEADS, HEAD_DIM // 2))
         high = tl.reshape(high, (ROWS, HEADS, HEAD_DIM // 2))
     return low, high
-
-
-@triton.jit
-def part_of(values, part: tl.constexpr, PARTS: tl.constexpr):
-    """Columns of the part-th of PARTS (1, 2 or 4) equal parts of [rows, columns]."""
-    if PARTS > 1:
-        ROWS: tl.constexpr = values.shape[0]
-        WIDTH: tl.constexpr = values.shape[1] // 2
-        first, second = tl.split(tl.permute(tl.reshape(values, (ROWS, 2, WIDTH)), (0, 2, 1)))
-        values = first if part < PARTS // 2 else second
-        if PARTS == 4:
-            halves = tl.permute(tl.reshape(values, (ROWS, 2, WIDTH // 2)), (0, 2, 1))
-            first, second = tl.split(halves)
-            values = first if part % 2 == 0 else second
-    return values
 
 
 @triton.jit
@@ -115,17 +101,19 @@ def qkv_projection(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [T, HIDDEN] by weights [H, D, HIDDEN]; grid of any size, persistent.
+    """QKV projection, many tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
+    embedding, and the store to q and to a paged cache.
 
+    x [T, HIDDEN], weights [H, D, HIDDEN]. Persistent: the grid may have any size.
     weight_ptr is the lowest address of the three weights; second_distance and third_distance, in
-    elements, lead to the other two, and q_place, k_place, v_place (0, 1, 2) say who lies where.
-    k-major: WEIGHT_STRIDES is (unit, row), and heads begin at multiples of `unit`: HEAD_STEPS
-    counts those, WEIGHT_EXTENT too. N_MAJOR: it is (column of K,), and both count elements.
-    HEAD_DIM is a power of two and a multiple of 2 * PAIR_HALF; HEADS_PER_TILE divides both head
-    counts (and GROUP), and above 1 asks for heads that lie side by side, one unit apart. The other
-    arguments are those of `qkv_epilogue`.
+    elements, lead to the other two, and q_place, k_place, v_place (0, 1, 2) say which weight lies
+    where. k-major: WEIGHT_STRIDES is (unit, row), heads begin at multiples of `unit`, and
+    HEAD_STEPS and WEIGHT_EXTENT count units. N_MAJOR: WEIGHT_STRIDES is (column of K,), and both
+    count elements. HEAD_DIM is a power of two and a multiple of 2 * PAIR_HALF. HEADS_PER_TILE
+    divides both head counts (and GROUP); above 1, heads must lie side by side, one unit apart. The
+    other arguments are those of `qkv_epilogue`.
     """
-    # Before the descriptors: where they are made, the kernel before may still be reading.
+    # Before the descriptors: the previous kernel may still read the memory they are made in.
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     x_desc = tl.make_tensor_descriptor(
@@ -182,7 +170,7 @@ def qkv_projection(
             NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
             SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
         )  # fmt: skip
-        # A tile is finished in parts where the whole would not fit the registers: head by head,
+        # The epilogue goes by parts where a whole tile would not fit the registers: head by head,
         # then by slices of the pairs.
         HEAD_PARTS: tl.constexpr = 1 if PAIRS_FIRST else min(EPILOGUE_PARTS, HEADS_PER_TILE)
         PAIR_PARTS: tl.constexpr = EPILOGUE_PARTS // HEAD_PARTS
@@ -210,7 +198,6 @@ def qkv_projection(
                     HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS,
                     DELTA_STRIDE,
                 )  # fmt: skip
-            if delta_ptr is not None:
                 low += low_delta
                 high += high_delta
             low, high = add_bias_and_norm(
@@ -242,10 +229,10 @@ def reduce_partials(
     partial, workspace_ptr, counters_ptr, tile, part,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """(sum over the SPLIT_K parts of `tile`, whether this program is the one that finishes it).
+    """(sum over the SPLIT_K parts of `tile`, whether this program runs the epilogue).
 
     Every program writes its part; the last to arrive adds them in the order of the parts, so the
-    sum does not depend on who was last. It also leaves the counter at zero for the next launch.
+    sum does not depend on which was last, and resets the counter for the next launch.
     """
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     parts = workspace_ptr + tile * (SPLIT_K * ROWS * COLUMNS)
@@ -263,7 +250,7 @@ def reduce_partials(
 
 @triton.jit
 def stride_of(kind, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """The stride of `kind`; a constant where the three agree."""
+    """The stride of q, k or v by `kind`; a constant where the three agree."""
     stride = Q
     if K != Q:
         stride += (kind == KEY) * (K - Q)
@@ -299,22 +286,25 @@ def qkv_projection_swapped(
     BLOCK_P: tl.constexpr, TILES_PER_HEAD: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for few tokens: 2 * BLOCK_P weight rows by BLOCK_T tokens per program.
+    """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
+    embedding, and the store to q and to a paged cache.
 
+    A program computes 2 * BLOCK_P weight rows by BLOCK_T tokens.
     Grid ((Hq + 2 Hkv) * TILES_PER_HEAD * SPLIT_K, cdiv(T, BLOCK_T)). BLOCK_P is a power of two, at
     least 8, and TILES_PER_HEAD * BLOCK_P covers the pairs of a head; a norm needs TILES_PER_HEAD 1.
     With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, 2 * BLOCK_P, BLOCK_T] and counters one
     zeroed int32 per tile, both for this launch alone. The weights may have any strides (group,
-    head, row, column of K); K_WEIGHT_STRIDES and V_WEIGHT_STRIDES have no use for the first.
+    head, row, column of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is not used. The
+    other arguments are those of `qkv_epilogue`.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
     kind, head = head_of_tile(row_tile // TILES_PER_HEAD, NUM_HEADS, NUM_KV_HEADS)
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
-    # Rows go by eight: 8 low partners, then their 8 high ones. In the layouts of mma and wgmma
-    # rows r and r + 8 belong to one thread, so that the split below moves nothing.
+    # Rows go by eight: the low members of 8 pairs, then the high ones. In the layouts of mma and
+    # wgmma one thread holds rows r and r + 8, so that the split below moves nothing.
     rows = tl.arange(0, 2 * BLOCK_P)
-    # But neighbours stay together where they are neighbours in memory too.
+    # But the members of a pair stay together where they are neighbours in memory too.
     IN_ORDER: tl.constexpr = INTERLEAVED and Q_WEIGHT_STRIDES[3] != 1
     if IN_ORDER:
         dims = 2 * first_pair + rows
@@ -324,7 +314,7 @@ def qkv_projection_swapped(
         )
         dims = tl.where(rows // 8 % 2 == 0, low_dims, high_dims)
     row_mask = dims < HEAD_DIM
-    # A branch over whole tensors of pointers would lose what is known of their alignment.
+    # A branch that gives a tensor of pointers would lose their known alignment.
     if kind == QUERY:
         weight_ptr = q_weight_ptr + grouped(head, GROUP, Q_WEIGHT_STRIDES[0], Q_WEIGHT_STRIDES[1])
     elif v_weight_ptr is None or kind == KEY:
@@ -342,7 +332,7 @@ def qkv_projection_swapped(
     x_ptrs = x_ptr + token_rows(tokens, X_STRIDE) + columns[None, :]
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
-    # Before the loop: after it nothing would hide the time these loads take.
+    # Before the loop: after it nothing would hide the latency of these loads.
     heads = head + tl.arange(0, 1)
     low_bias, high_bias = load_bias(
         kind, heads, None, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,

@@ -1,21 +1,21 @@
-"""The projection of `qkv_projection_swapped` for weights of 4- or 8-bit codes, read as they lie.
+"""QKV projection for few tokens with weights of 4- or 8-bit codes, read as they are stored.
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
 
-Codes are exact in bf16 and fp16, so they go to the tensor cores as they are; scales and zeros meet
-the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * sum(x)). The weight itself is
-never rounded.
+Codes are exact in bf16 and fp16, so the tensor cores multiply the codes; scales and zeros are
+applied to the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * sum(x)). The weight
+itself is never rounded.
 
-A tensor core's operand wants each thread to hold pairs of K that are neighbours, and the words of
-memory give it runs. A product does not mind in which order K goes, as long as both operands go the
-same way: the weight's codes stay in the thread that loaded their word, and x, the smaller tile, is
-put into their order (`x_in_order`).
+In a tensor core's operand each thread holds pairs of neighbours along K, while a loaded word gives
+a thread a run of K. A dot product may take K in any order, as long as both operands take the same:
+the weight's codes stay in the thread that loaded their word, and x, the smaller tile, is permuted
+to match (`x_in_order`).
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.qkv.templates.finish import add_bias_and_norm, rotate_and_store
+from tilewright.codegen.qkv.templates.epilogue import add_bias_and_norm, rotate_and_store
 from tilewright.codegen.qkv.templates.loads import (
     grouped,
     load_bias,
@@ -26,7 +26,7 @@ from tilewright.codegen.qkv.templates.loads import (
     pair_dims,
     token_rows,
 )
-from tilewright.codegen.qkv.templates.projection import part_of, reduce_partials, stride_of
+from tilewright.codegen.qkv.templates.projection import reduce_partials, stride_of
 from tilewright.codegen.templates.codes import (
     code_unit,
     codes_in_order,
@@ -34,6 +34,7 @@ from tilewright.codegen.templates.codes import (
     load_blocks,
     x_in_order,
 )
+from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.places import KEY, QUERY, head_of_tile, store_target
 
 
@@ -44,8 +45,11 @@ def order_x(
     INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x [tokens, HIDDEN] as `qkv_quantized` wants it with X_IN_ORDER: its columns go by steps of
-    BLOCK_K, the last one filled up with zeros. Grid (steps, cdiv(tokens, BLOCK_T))."""
+    """x [tokens, HIDDEN] with its columns permuted to the order in which `qkv_quantized` takes K.
+
+    Each step of BLOCK_K columns by itself, the last one padded with zeros; qkv_quantized reads the
+    result with X_IN_ORDER. Grid (steps, cdiv(tokens, BLOCK_T)).
+    """
     STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     tokens = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
@@ -95,23 +99,24 @@ def qkv_quantized(
     BLOCK_P: tl.constexpr, TILES_PER_HEAD: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """2 * BLOCK_P weight rows by BLOCK_T tokens per program; the grid is that of
-    `qkv_projection_swapped`, and so are the tiles, the workspace and the counters.
+    """QKV projection, few tokens, weights of 4- or 8-bit codes: q, k, v = x @ [Wq; Wk; Wv]^T with
+    bias, QK norm, rotary embedding, and the store to q and to a paged cache.
 
-    A weight is 8-bit (PER 1), or words of PER codes along K or, with PACKED_ROWS, along the rows.
-    Its strides (group, head, row, column) count words; Q_BLOCK_STRIDES are those of scales and
-    zeros: (scale row, scale column, zero row, zero column). One of them is for SCALE_ROWS rows by
-    SCALE_COLUMNS columns, which BLOCK_K divides or which divides BLOCK_K, into 1, 2 or 4, unless it
-    is at least HIDDEN. The zero of a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value;
-    PACKED_ZEROS: words of eight rows. x is 16-bit, or fp8 like the weight with a scale for each
-    token and X_SCALE_BLOCK columns. X_IN_ORDER: x is what `order_x` makes of it.
+    Grid, tiles, workspace and counters are those of `qkv_projection_swapped`. A weight is 8-bit
+    (PER 1), or words of PER codes along K or, with PACKED_ROWS, along the rows. Its strides (group,
+    head, row, column) count words; Q_BLOCK_STRIDES are those of scales and zeros: (scale row, scale
+    column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS columns, a
+    multiple of BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of a code is
+    CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight rows. x is
+    16-bit, or fp8 like the weight with a scale for each token and X_SCALE_BLOCK columns.
+    X_IN_ORDER: x is the result of `order_x`.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
     kind, head = head_of_tile(row_tile // TILES_PER_HEAD, NUM_HEADS, NUM_KV_HEADS)
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
-    # Rows go as in `qkv_projection_swapped`; in order where a word holds both partners, or where
-    # words that are neighbours in memory would be torn apart.
+    # The order of rows is that of `qkv_projection_swapped`, but the order of memory where a word
+    # holds both members of a pair, or where neighbouring words would be separated.
     ROWS: tl.constexpr = 2 * BLOCK_P
     rows = tl.arange(0, ROWS)
     WHOLE: tl.constexpr = TILES_PER_HEAD == 1 and PAIR_HALF == BLOCK_P
@@ -168,7 +173,7 @@ def qkv_quantized(
     word_columns = first_column // STEP + tl.arange(0, BLOCK_K // STEP)
     word_ptrs = weight_ptr + word_offsets[:, None] + word_columns[None, :] * column_stride
     x_ptrs = x_ptr + token_rows(tokens, X_STRIDE) + columns[None, :]
-    # Before the loop: after it nothing would hide the time these loads take.
+    # Before the loop: after it nothing would hide the latency of these loads.
     heads = head + tl.arange(0, 1)
     low_bias, high_bias = load_bias(
         kind, heads, None, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,
@@ -181,7 +186,7 @@ def qkv_quantized(
     cache_scale = load_cache_scale(
         kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
     )
-    # For many tokens the tables would take the registers that the loop needs.
+    # With many tokens the rotary tables would take the registers that the loop needs.
     ROPE_FIRST: tl.constexpr = BLOCK_T < 64
     if ROPE_FIRST:
         low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
@@ -197,7 +202,7 @@ def qkv_quantized(
         SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
     UNIT: tl.constexpr = code_unit(x_ptr.dtype.element_ty) if PER == 8 and not PACKED_ROWS else 1.0
-    # Scales of groups meet the sums of each step, those of whole rows only the last sum.
+    # Scales of groups are applied to each step's sums, scales of whole rows to the final sum.
     HAS_ZEROS: tl.constexpr = q_zero_ptr is not None or ZERO_OFFSET != 0
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= HIDDEN and (
         x_scale_ptr is None or X_SCALE_BLOCK >= HIDDEN
@@ -240,7 +245,7 @@ def qkv_quantized(
             mask=word_mask, other=0.0, eviction_policy="evict_first",
         )  # fmt: skip
         x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
-        # A step ahead: what a load needs here is not staged in shared memory.
+        # A step ahead: Triton does not pipeline these loads through shared memory.
         next_scale = scale
         next_zero = zero
         next_x_scale = x_scale
@@ -336,7 +341,6 @@ def qkv_quantized(
                 delta_ptr, kind, tokens, token_mask, heads, None, first_pair,
                 BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NUM_HEADS, NUM_KV_HEADS, DELTA_STRIDE,
             )  # fmt: skip
-        if delta_ptr is not None:
             low += low_delta
             high += high_delta
         low, high = add_bias_and_norm(

@@ -44,20 +44,20 @@ def test_a_good_kernel_has_no_problems():
     ("change", "problem"),
     [
         ({"sm_target": "sm_90a"}, "target: built for sm_90a, not sm_100a"),
-        ({"is_trap": True}, "body: the body is nothing but a trap"),
+        ({"is_trap": True}, "body: Triton replaced the whole kernel by a trap"),
         ({"opcodes": {"UTMALDG": 1, "UTMASTG": 1}}, "tensor core: expected UTCHMMA for bf16"),
         ({"main_loop": LEGACY}, "no legacy tensor core: older tensor-core opcodes"),
-        ({"main_loop": ROUND_TRIP}, "accumulator: the accumulator leaves and re-enters"),
-        ({"stack_bytes": 24}, "stack: stack bytes: 24, at most 0"),
-        ({"main_loop": {"LDL": 2, "STL": 1}}, "spills: spills in the main loop: 3, at most 0"),
-        ({"main_loop": {}, "opcodes": {**GOOD.opcodes, "STL": 1}}, "spills: spills: 1, at most 0"),
-        ({"registers": 256}, "registers: registers: 256, at most 255"),
-        ({"shared_bytes": 232449}, "shared: shared bytes: 232449, at most 232448"),
-        ({"tmem_columns": 576}, "tmem: TMEM columns: 576, at most 512"),
+        ({"main_loop": ROUND_TRIP}, "accumulator: the accumulator is read from tensor memory"),
+        ({"stack_bytes": 24}, "stack: 24 bytes, at most 0"),
+        ({"main_loop": {"LDL": 2, "STL": 1}}, "spills: 3 in the main loop, at most 0"),
+        ({"main_loop": {}, "opcodes": {**GOOD.opcodes, "STL": 1}}, "spills: 1, at most 0"),
+        ({"registers": 256}, "registers: 256, at most 255"),
+        ({"shared_bytes": 232449}, "shared: 232449 bytes, at most 232448"),
+        ({"tmem_columns": 576}, "tmem: 576 columns, at most 512"),
         ({"opcodes": {"UTCHMMA": 8, "UTMASTG": 1}}, "tma loads: no TMA load"),
         ({"opcodes": {"UTCHMMA": 8, "UTMALDG": 1}}, "tma stores: no TMA store"),
         ({"warp_specialized": False}, "warp specialisation: the warps are not specialised"),
-        ({"staged_bytes": 40_000}, "bytes in flight: bytes in flight per SM: 40000"),
+        ({"staged_bytes": 40_000}, "bytes in flight: 40000 per SM"),
     ],
 )
 def test_each_rule_is_reached(change, problem):
@@ -89,11 +89,11 @@ def test_nvfp4_needs_scales_on_the_fast_path():
     assert check(good, SM100, claims) == []
     slow = dataclasses.replace(good, opcodes={"UTCOMMA": 8})
     assert check(slow, SM100, claims) == [
-        "block scales: scales do not reach tensor memory by UTCCP"
+        "block scales: no copy of scales from shared to tensor memory (UTCCP)"
     ]
     by_hand = dataclasses.replace(good, main_loop={**opcodes, "STTM": 4})
     assert check(by_hand, SM100, claims) == [
-        "block scales: scales reach tensor memory by registers (STTM in the main loop)"
+        "block scales: scales are copied to tensor memory through registers (STTM in the main loop)"
     ]
     allowed = dataclasses.replace(claims, row_scales_reason="a few rows")
     assert check(by_hand, SM100, allowed) == []

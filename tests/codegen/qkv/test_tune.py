@@ -13,7 +13,7 @@ import pytest
 from tests.codegen.qkv.test_plan import LLAMA_8B, UNMEASURED
 from tilewright.codegen import emit
 from tilewright.codegen.build.cache import KernelCache
-from tilewright.codegen.qkv import tune
+from tilewright.codegen.qkv import plan, quantized_plan, tune
 from tilewright.codegen.qkv.plan import HERE, MODEL, TABLE, choose
 from tilewright.codegen.qkv.tune import Case, Machine, NothingMeasuredError, bucket, trials, tuned
 from tilewright.codegen.targets import SM90, SM100
@@ -61,6 +61,17 @@ def test_measured_here_goes_before_the_table_and_the_table_before_the_model(stor
     assert choose(UNMEASURED, 64, SM90).source == MODEL
     assert tuned(CASE, H200, FakeTimer(library=1e-6), store).name == "library"
     assert tune.name_of(choose(LLAMA_8B, 64, SM90)) in trials(CASE)
+
+
+@pytest.mark.parametrize("shipped", [plan.MEASURED_FILE, quantized_plan.MEASURED_FILE])
+def test_a_shipped_table_has_a_row_a_line(shipped):
+    text = shipped.read_text("utf-8")
+    facts = json.loads(text)
+    rows = facts.pop("rows")
+    assert tune.table_text(facts, rows) == text
+    lines = [line.removesuffix(",") for line in text.split("\n") if line.startswith("  {")]
+    assert [json.loads(line) for line in lines] == rows
+    assert json.loads(tune.table_text(facts, [])) == {**facts, "rows": []}
 
 
 def test_trials_are_few_distinct_and_for_the_target():

@@ -1,8 +1,9 @@
-"""Where the kernel cache lies, whose word is taken there, and the folder that serves without it.
+"""Where the kernel cache lies, which files there are trusted, and the private folder without it.
 
-What is read from the cache is run. So its folder, and every entry, must belong to this user or to
-root and be closed to other users' writes; TILEWRIGHT_CACHE_TRUST=1 says that those who can write
-there are trusted, as a group that shares a cache needs. docs/soundness.md has the threat model.
+What is read from the cache is executed. So its folder, and every entry, must belong to this user or
+to root, and other users must not be able to write to them; with TILEWRIGHT_CACHE_TRUST=1 all who
+can write there are trusted, which a group that shares a cache needs. docs/soundness.md has the
+threat model.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ log = logging.getLogger("tilewright")
 
 _GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: Seconds after which a temporary folder that no process holds is somebody's who was killed.
+#: A temporary folder this old (seconds) that no process holds is a killed process's.
 STALE_AFTER_S = 3600.0
 
 
 def cache_dir() -> Path:
     """TILEWRIGHT_CACHE_DIR, else `tilewright` in the user's XDG cache folder; `~` is expanded.
 
-    As the XDG specification asks, a relative XDG_CACHE_HOME is ignored. A user without a home gets
-    a folder of the temporary folder's.
+    As the XDG specification asks, a relative XDG_CACHE_HOME is ignored. For a user without a home
+    it is a folder in the system's temporary folder.
     """
     chosen = os.environ.get("TILEWRIGHT_CACHE_DIR")
     if chosen:
@@ -56,10 +57,10 @@ def others_are_trusted() -> bool:
 
 
 def distrust(status: os.stat_result) -> str | None:
-    """Why a file or folder may hold what another user wrote; None where it cannot, or may.
+    """Why a file or folder is not trusted: another user may have written it; None if it is trusted.
 
     It must belong to this user or to root. Others must not be able to write to it, nor must its
-    group, unless that is the group of this user alone that many systems give to each user.
+    group, unless this user alone is in that group, as on systems with a group for each user.
     """
     if others_are_trusted():
         return None
@@ -74,7 +75,8 @@ def distrust(status: os.stat_result) -> str | None:
 
 
 def refusal(root: Path) -> str | None:
-    """Why a cache folder is not used; None where it can be, also where it is not there yet."""
+    """Why a cache folder is not used; None where it can be used, also where it does not exist yet.
+    """
     try:
         own, target = os.lstat(root), os.stat(root)
     except FileNotFoundError:
@@ -103,7 +105,7 @@ def _group(gid: int) -> str:
 
 @functools.cache
 def _is_own_group(gid: int, uid: int) -> bool:
-    """Whether a group is the one that has its user's name and nobody else in it."""
+    """Whether a group has its user's name and no other member."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:
@@ -113,7 +115,7 @@ def _is_own_group(gid: int, uid: int) -> bool:
 
 
 def open_to_others(mode: int) -> int:
-    """A mode for something new: the umask takes from it, and so does distrust of others."""
+    """The mode of a new file or folder: without group and others, unless those are trusted."""
     return mode if others_are_trusted() else mode & ~_GROUP_AND_OTHERS_WRITE
 
 
@@ -140,8 +142,8 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def new_folder(parent: Path, name: str) -> Iterator[tuple[Path, int]]:
-    """A temporary folder with its descriptor, held against sweeping and removed at the end if it is
-    still in its place."""
+    """A new temporary folder and its descriptor; locked, so that no other process removes it, and
+    removed at the end if it is still in its place."""
     path = parent / f"{name}.{secrets.token_hex(6)}.tmp"
     os.mkdir(path, open_to_others(0o777))
     try:
@@ -153,8 +155,8 @@ def new_folder(parent: Path, name: str) -> Iterator[tuple[Path, int]]:
 
 
 def set_aside(path: Path) -> None:
-    """Takes whatever lies at a path out of the way at once, then deletes it. Raises OSError where
-    it cannot be moved."""
+    """Renames what lies at a path, at once, then deletes it. Raises OSError where it cannot be
+    renamed."""
     aside = path.with_name(f"{path.name[:16]}.{secrets.token_hex(6)}.tmp")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
@@ -162,8 +164,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Deletes a folder with all in it, a file or a link. Whether it is gone: what cannot be deleted
-    stays."""
+    """Deletes a folder with all in it, a file or a link; whether it is gone."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -173,8 +174,8 @@ def remove(path: Path) -> bool:
 
 
 def _hold(descriptor: int) -> bool:
-    """Marks a folder as in use by this process, as long as the descriptor is open. Whether it could
-    be: not where another process holds it; a file system without locks has no holders."""
+    """Locks a folder for this process, as long as the descriptor is open; whether it could be
+    locked: not where another process holds it. A file system without locks has no holders."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -190,7 +191,7 @@ def is_stale(path: Path, age: float = STALE_AFTER_S) -> bool:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
-    except OSError:  # not even to be read: nobody builds in it
+    except OSError:  # it cannot be opened: nobody builds in it
         return True
     try:
         return _hold(descriptor)
@@ -203,15 +204,15 @@ _private: dict[int, Path] = {}
 
 
 def private_folder() -> Path:
-    """A folder of this process alone, mode 0700, removed when the process ends: for what needs a
-    file for a moment, and for kernels where the cache cannot be used. Raises OSError."""
+    """A folder of this process alone, mode 0700, removed when the process ends: for short-lived
+    files, and for kernels where the cache cannot be used. Raises OSError."""
     known = _private.get(os.getpid())
     if known is not None and known.is_dir():
         return known
     sweep_private()
     folder = Path(tempfile.mkdtemp(prefix=_private_prefix()))
     _hold(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))  # open until the process ends
-    # Not atexit, which a child forked by multiprocessing does not come to before Python 3.13.
+    # Not atexit: before Python 3.13 children forked by multiprocessing do not run its functions.
     Finalize(None, remove, args=(folder,), exitpriority=0)
     _private[os.getpid()] = folder
     return folder
@@ -222,7 +223,7 @@ def _private_prefix() -> str:
 
 
 def sweep_private(age: float = STALE_AFTER_S) -> int:
-    """Removes the private folders of processes that were killed; how many there were."""
+    """Removes the private folders of killed processes; how many there were."""
     found = Path(tempfile.gettempdir()).glob(f"{_private_prefix()}*")
     stale = [path for path in found if _is_own(path) and is_stale(path, age)]
     return sum(remove(path) for path in stale)
@@ -238,7 +239,7 @@ _said: set[str] = set()
 
 
 def warn_once(about: str, message: str) -> None:
-    """A warning, one per process about each thing."""
+    """A warning, once per process for each `about`."""
     if about not in _said:
         _said.add(about)
         log.warning("%s", message)

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from tests.another_user import in_a_child
-from tilewright.codegen.build import cache_folder
+from tilewright.codegen.build.cache import folder as cache_folder
 from tilewright.codegen.build.cache import KernelCache, key_of
-from tilewright.codegen.build.cache_folder import new_folder, private_folder, sweep_private
-from tilewright.codegen.build.cache_upkeep import parse_size, prune, survey
+from tilewright.codegen.build.cache.folder import new_folder, private_folder, sweep_private
+from tilewright.codegen.build.cache.upkeep import parse_size, prune, survey
 
 HOUR = 3600
 BIG = {"a.bin": bytes(100_000)}
@@ -166,7 +166,7 @@ def test_a_private_folder_ends_with_its_process(tmp_path, monkeypatch):
     first, second = in_a_child(private_twice)
     assert first == second != own
     assert list(tmp_path.iterdir()) == [own]
-    code = "from tilewright.codegen.build.cache_folder import *; print(private_folder())"
+    code = "from tilewright.codegen.build.cache.folder import *; print(private_folder())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not os.path.exists(done.stdout.strip())
     assert cache_folder._private_prefix() in done.stdout

@@ -1,13 +1,13 @@
 """The kernel cache on disk: content-addressed, atomic, shared by any number of processes.
 
-An entry is a folder of files named by its key. It is filled aside and moved into place whole, so a
-reader never sees half of one. Its manifest binds kind, key and the hash of every file; an entry
-that does not match in all of it (a full disk, a killed machine, another entry moved to its place, a
-file too many) is thrown away and made again. What is read is held in memory: the bytes whose hashes
-were compared are the bytes that run.
+An entry is a folder of files named by its key. It is written in a temporary folder and moved into
+place whole, so a reader never sees half of one. Its manifest has kind, key and the hash of every
+file; an entry that differs from its manifest (a full disk, a killed machine, another entry moved to
+its place, a file too many) is deleted and made again. Files are read into memory once: the bytes
+whose hashes were compared are the bytes that run.
 
-A cache that cannot be written, or is not to be trusted, costs the sharing and nothing else: the
-process keeps its kernels in a private folder, and says so once.
+Where the cache cannot be written, or is not trusted, a process keeps its kernels in a private
+folder, and warns once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from tilewright.codegen.build import cache_upkeep
-from tilewright.codegen.build.cache_folder import (
+from tilewright.codegen.build.cache import upkeep
+from tilewright.codegen.build.cache.folder import (
     cache_dir,
     distrust,
     make_folders,
@@ -44,7 +44,7 @@ __all__ = ["Entry", "KernelCache", "cache_dir", "key_of"]
 MANIFEST = "manifest.json"
 _FORMAT = 2
 
-#: A process that waits longer for another one's build makes the entry itself.
+#: A process that has waited this long for another one's build makes the entry itself.
 _WAIT_S = 900.0
 # An entry's time of last use is written no more often than this.
 _USED_EVERY_S = 3600.0
@@ -52,7 +52,7 @@ _MOVES = 3
 
 
 def key_of(*parts: str) -> str:
-    """The key of whatever is decided by these texts alone; sha256 in hex."""
+    """The key of what these texts alone determine; sha256 in hex."""
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode()
@@ -62,7 +62,7 @@ def key_of(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """The files of one entry, by name. folder: where they lie; None where no disk took them."""
+    """The files of one entry, by name. folder: where they lie; None where none could be written."""
 
     files: Mapping[str, bytes] = field(repr=False)
     folder: Path | None
@@ -82,7 +82,7 @@ class KernelCache:
         return _place(self.root, kind, key)
 
     def find(self, kind: str, key: str) -> Entry | None:
-        """The entry that is there and whole."""
+        """The entry if it exists and matches its manifest, else None."""
         if self._usable():
             files = _read(self.entry(kind, key), kind, key)
             if files is not None:
@@ -100,12 +100,12 @@ class KernelCache:
         make: Callable[[], Mapping[str, bytes]],
         accept: Callable[[Entry], bool] = lambda entry: True,
     ) -> Entry:
-        """The entry; `make()` gives its files where it is missing or corrupt.
+        """The entry; where it is missing or corrupt, `make()` gives its files.
 
-        Many processes may ask at once: one makes, the others wait for it and read. What `make`
-        raises is raised here, and nothing is stored then. Where the files cannot be stored, they
-        are returned all the same. accept: whether the contents of a whole entry can be used; where
-        not, it is made again.
+        Many processes may ask at once: one makes the entry, the others wait and read it. What
+        `make` raises is raised here, and nothing is stored. Files that cannot be stored are
+        returned all the same. accept: whether an entry's contents can be used; if not, it is made
+        again.
         """
         found = self.find(kind, key)
         if found is not None and accept(found):
@@ -135,7 +135,7 @@ class KernelCache:
 
     @contextlib.contextmanager
     def _locked(self, kind: str, key: str) -> Iterator[None]:
-        """One maker at a time, where locks can be had: without, an entry may be made twice."""
+        """One maker at a time; where no lock can be taken, an entry may be made twice."""
         with contextlib.ExitStack() as stack:
             for root in self._roots():
                 try:
@@ -143,7 +143,7 @@ class KernelCache:
                     stack.enter_context(lock)
                 except (OSError, NotImplementedError):  # filelock.Timeout is an OSError
                     continue
-                # Whoever waits for it holds it open, and finds the entry when it gets it.
+                # Those who wait hold it open, and find the entry when they get the lock.
                 stack.callback(_unlink, lock.lock_file)
                 break
             yield
@@ -163,7 +163,7 @@ class KernelCache:
         return known
 
     def _store(self, kind: str, key: str, files: Mapping[str, bytes]) -> Path | None:
-        """Where the entry lies now; None where neither the cache nor a private folder takes it."""
+        """Where the entry lies now; None if neither cache nor private folder can be written."""
         for root in self._roots():
             try:
                 _write(root, kind, key, files)
@@ -171,12 +171,12 @@ class KernelCache:
                 self._warn(f"{error.strerror}. TILEWRIGHT_CACHE_DIR names another folder")
                 continue
             if root == self.root:
-                cache_upkeep.now_and_then(root)
+                upkeep.prune_hourly(root)
             return _place(root, kind, key)
         return None
 
 
-# Where a process keeps the entries that a cache (by its root) could not take.
+# Where a process keeps entries that it cannot write to a cache, by process and the cache's root.
 _private_roots: dict[tuple[int, Path], Path] = {}
 
 
@@ -198,7 +198,7 @@ def _lock(root: Path, kind: str, key: str) -> FileLock:
 
 
 def _write(root: Path, kind: str, key: str, files: Mapping[str, bytes]) -> None:
-    """Stores an entry, in place of whatever lies there."""
+    """Stores an entry; replaces what lies there."""
     place = _place(root, kind, key)
     make_folders(root, place.parent)
     manifest = json.dumps(_manifest(kind, key, files), indent=1).encode()
@@ -231,8 +231,8 @@ def _manifest(kind: str, key: str, files: Mapping[str, bytes]) -> dict[str, Any]
 
 
 def _read(place: Path, kind: str, key: str) -> dict[str, bytes] | None:
-    """The files of an entry; None where it is not exactly what was stored under this key, by
-    somebody who is trusted."""
+    """The files of an entry; None where they are not exactly what a trusted user stored under this
+    key."""
     try:
         with opened_folder(place) as folder:
             status = os.fstat(folder)
@@ -249,7 +249,7 @@ def _read(place: Path, kind: str, key: str) -> dict[str, bytes] | None:
 
 
 def _read_file(folder: int, name: str) -> bytes:
-    """A regular file's contents. Raises OSError for anything else, and for one of others."""
+    """A regular file's contents. Raises OSError for anything else and for untrusted files."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not block
     descriptor = os.open(name, flags, dir_fd=folder)
     with open(descriptor, "rb") as file:

@@ -1,7 +1,7 @@
-"""What the kernel cache holds, and keeping it small: leftovers of killed processes and the entries
-that were used longest ago go first.
+"""The contents of the kernel cache, and pruning: leftovers of killed processes first, then the
+least recently used entries.
 
-Entries are moved aside before they are deleted; whoever reads one meanwhile makes it again.
+Entries are renamed before they are deleted; a process that looks for one then makes it again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.codegen.build.cache_folder import (
+from tilewright.codegen.build.cache.folder import (
     STALE_AFTER_S,
     is_stale,
     remove,
@@ -28,14 +28,14 @@ from tilewright.codegen.build.cache_folder import (
 KINDS = ("binary", "source", "ttgir", "tuned")
 
 DEFAULT_BOUND = 2 * 2**30
-#: After pruning, so much of the bound is in use: the next entry must not prune again.
+#: Pruning stops at this part of the bound: the next entry must not prune again.
 _LEFT = 0.9
 _EVERY_S = 3600.0
 _MARK = "last-prune"
 
-# Names as strict as they can be: the folder may hold somebody's own files as well.
+# As strict as possible: the folder may also hold files that are not ours.
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
-# A temporary folder's and a lock's; the last as they were before entries had a format.
+# Names of temporary folders and locks; the last line: those of the first cache format.
 _LEFTOVER = re.compile(
     r"[0-9a-f]{16}\.[0-9a-f]{12}\.tmp\Z|[0-9a-f]{64}\.lock\Z|"
     r"([0-9a-f]{16}|corrupt)\.[a-z0-9_]{8}\Z"
@@ -56,7 +56,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Survey:
-    """All that lies in a cache. stale: temporary folders and locks that nobody holds any more."""
+    """The contents of a cache. stale: temporary folders and locks that no process holds."""
 
     entries: tuple[Stored, ...]
     stale: tuple[Path, ...]
@@ -68,7 +68,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was removed: entries and their bytes, leftovers of killed processes."""
+    """What was removed: number and bytes of entries, number of leftovers of killed processes."""
 
     entries: int
     size: int
@@ -97,7 +97,7 @@ def size_bound() -> int:
 
 
 def survey(root: Path, stale_after: float = STALE_AFTER_S) -> Survey:
-    """What a cache's folder holds; nothing where it is not there."""
+    """The contents of a cache's folder; empty where it does not exist."""
     entries: list[Stored] = []
     stale: list[Path] = []
     for kind in KINDS:
@@ -117,8 +117,8 @@ def prune(
     older_than: float | None = None,
     stale_after: float = STALE_AFTER_S,
 ) -> Pruned:
-    """Removes leftovers, entries unused for `older_than` seconds, and then those used longest ago
-    until the rest takes no more than `max_size` bytes."""
+    """Removes leftovers, entries unused for `older_than` seconds, and then the least recently used
+    ones until the rest takes at most `max_size` bytes."""
     found = survey(root, stale_after)
     stale = sum(remove(path) for path in found.stale)
     gone = list(_surplus(found, max_size, older_than))
@@ -127,9 +127,9 @@ def prune(
     return Pruned(len(removed), size, stale)
 
 
-def now_and_then(root: Path) -> None:
+def prune_hourly(root: Path) -> None:
     """Holds the cache to its bound, at most once an hour among all processes. Called after a store:
-    a cache that does not grow is not looked at."""
+    a cache that does not grow needs no check."""
     mark = root / _MARK
     with contextlib.suppress(OSError):
         if mark.exists() and time.time() - mark.stat().st_mtime < _EVERY_S:

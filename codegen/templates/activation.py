@@ -1,0 +1,41 @@
+"""Activations of gated and plain MLPs, in fp32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) without a division, which takes several instructions."""
+    root = tl.rsqrt(1.0 + tl.exp(-x))
+    return root * root
+
+
+@triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+             GATED: tl.constexpr):  # fmt: skip
+    """activation(gate) * up in fp32, or activation(gate) where GATED is false. NaN stays NaN.
+
+    The activation of gpt-oss, which has no name in the branches, clamps both and takes up + 1.
+    """
+    if ACTIVATION == "silu":
+        value = gate * sigmoid(gate)
+    elif ACTIVATION == "relu":
+        value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu_squared":
+        value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = value * value
+    elif ACTIVATION == "gelu":
+        value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        value = gate * sigmoid(2.0 * inner)
+    else:
+        if LIMIT > 0.0:
+            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        value = gate * sigmoid(ALPHA * gate)
+        up = up + 1.0
+    if GATED:
+        value = value * up
+    return value

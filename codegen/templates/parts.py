@@ -1,0 +1,19 @@
+"""A tile's columns in 1, 2 or 4 equal parts."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def part_of(values, part: tl.constexpr, PARTS: tl.constexpr):
+    """Columns of the part-th of PARTS (1, 2 or 4) equal parts of [rows, columns]."""
+    if PARTS > 1:
+        ROWS: tl.constexpr = values.shape[0]
+        WIDTH: tl.constexpr = values.shape[1] // 2
+        first, second = tl.split(tl.permute(tl.reshape(values, (ROWS, 2, WIDTH)), (0, 2, 1)))
+        values = first if part < PARTS // 2 else second
+        if PARTS == 4:
+            halves = tl.permute(tl.reshape(values, (ROWS, 2, WIDTH // 2)), (0, 2, 1))
+            first, second = tl.split(halves)
+            values = first if part % 2 == 0 else second
+    return values
