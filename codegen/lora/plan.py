@@ -6,12 +6,12 @@ The bounds are where kernels of these tiles took equal time on an H200 (docs/lor
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.lora.expand_specs import ExpandConfig, ExpandProblem
-from tilewright.codegen.lora.shrink_specs import (
+from tilewright.codegen.lora.problem import ExpandProblem, ShrinkProblem
+from tilewright.codegen.lora.specs import (
+    ExpandConfig,
     FewShrink,
     RowShrink,
     ShrinkConfig,
-    ShrinkProblem,
     TiledShrink,
     padded_rank,
 )
@@ -58,7 +58,7 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
     """The kernel for up to `num_rows` rows on a target."""
     columns, hidden = problem.planes * problem.rank, problem.hidden
     wide = columns > WIDE_COLUMNS
-    if any(stride != 1 for *_, stride in problem.weight_strides):
+    if any(weight.strides[2] != 1 for weight in problem.weights):
         across = _plan_across(problem, num_rows, target)
         if across is not None:
             return across
@@ -66,7 +66,7 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         if num_rows * columns * hidden > ROW_PRODUCTS:
             return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
         return RowShrink(1, 1, min(next_power_of_2(hidden), 8192), 8)
-    if problem.dtype == "fp32":
+    if problem.a.dtype == "fp32":
         return TiledShrink(16, 32, _split(problem, num_rows, 16, 1, target), 4, 2)
     if num_rows <= _few_rows(columns):
         if num_rows * columns <= 64 * 48:
@@ -90,7 +90,7 @@ def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrin
     """For weights whose columns lie side by side, not their K: the fewer programs share what is
     read of a row of them, the better. None where that makes no difference."""
     columns, hidden = problem.planes * problem.rank, problem.hidden
-    single = problem.dtype == "fp32"
+    single = problem.a.dtype == "fp32"
     if (single and takes_row_kernel(num_rows, columns, hidden)) or (
         num_rows <= SINGLE_ROWS and num_rows * columns <= ACROSS_PRODUCTS
     ):
@@ -156,7 +156,7 @@ def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> Expand
     block_r = min(padded_rank(problem.rank), 64)
     if num_rows * problem.rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)
-    if problem.dtype == "fp32":
+    if problem.s.dtype == "fp32":
         rows = 1 if num_rows <= SINGLE_ROWS else 16
         return ExpandConfig(rows, 128 if rows == 1 else 64, min(block_r, 32), 4)
     if num_rows <= 256:

@@ -153,16 +153,20 @@ def validate_values(a: ExpandArguments) -> None:
     check_row_values(NAME, a, a.s.shape[1], weight.shape[0])
 
 
-def fake(a: ExpandArguments) -> Outputs:
-    widths = a.widths
+def result_shapes(a: ExpandArguments) -> tuple[tuple[Any, ...], ...]:
+    """Of the three results."""
     if a.packed:
-        return a.s.new_empty((a.num_tokens, sum(widths))), a.s.new_empty(0), a.s.new_empty(0)
+        return (a.num_tokens, sum(a.widths)), (0,), (0,)
     given = [w is not None or b is not None for w, b in zip(a.weights, a.bases, strict=True)]
-    made = [
-        a.s.new_empty((a.num_tokens, width) if there else 0)
-        for width, there in zip(widths, given, strict=True)
-    ]
-    return made[0], made[1], made[2]
+    return tuple(
+        (a.num_tokens, width) if there else (0,)
+        for width, there in zip(a.widths, given, strict=True)
+    )
+
+
+def fake(a: ExpandArguments) -> Outputs:
+    q, k, v = (a.s.new_empty(shape) for shape in result_shapes(a))
+    return q, k, v
 
 
 def reference(a: ExpandArguments) -> Outputs:
@@ -239,17 +243,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.lora.lowering:launch_expand",
+                None,
                 frozenset({"cuda"}),
                 unsupported,
-                repeatable="tilewright.ops.lora.lowering:repeatable_expand",
+                build="tilewright.ops.lora.lowering:expand_steps",
             ),
         ),
         cases=EXPAND_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.lora.lowering:plan_expand",
     )
 )
 

@@ -130,9 +130,13 @@ def validate_values(a: ShrinkArguments) -> None:
     check_row_values(NAME, a, a.rows, weight.shape[0])
 
 
+def result_shape(a: ShrinkArguments) -> tuple[Any, Any, Any]:
+    """[P, M, N]."""
+    return sum(weight is not None for weight in a.weights), a.rows, a.rank
+
+
 def fake(a: ShrinkArguments) -> torch.Tensor:
-    planes = sum(weight is not None for weight in a.weights)
-    return a.a.new_empty((planes, a.rows, a.rank))
+    return a.a.new_empty(result_shape(a))
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
@@ -184,17 +188,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.lora.lowering:launch_shrink",
+                None,
                 frozenset({"cuda"}),
                 unsupported,
-                repeatable="tilewright.ops.lora.lowering:repeatable_shrink",
+                build="tilewright.ops.lora.lowering:shrink_steps",
             ),
         ),
         cases=SHRINK_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.lora.lowering:plan_shrink",
     )
 )
 
