@@ -1,7 +1,7 @@
-"""When a library's product makes the shrink: one adapter of many rows.
+"""When the shrink of one adapter's rows goes to a cuBLAS GEMM.
 
-One matrix for all rows is what libraries are best at: what they lack is the planar output. The
-bounds are where the two took equal time on an H200, torch 2.11 (docs/lora-performance.md).
+One matrix for all rows is what cuBLAS is best at; all it lacks is the planar result. The bounds are
+where it and the kernels took equal time on an H200, torch 2.11 (docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tilewright.codegen.lora.problem import ShrinkProblem
 
 LIBRARY_DTYPES = ("bf16", "fp16")
-# Elements that rows start at whole multiples of.
+# Strides that this divides keep rows of 16-bit elements at whole 16 bytes.
 ALIGNED = 8
 
 # Rows from which on a way is the fastest; before the first, and from "kernels" on, the kernels are.

@@ -49,7 +49,7 @@ class ExpandArguments:
     no adapter. q, k, v [T, W], last dim contiguous: what is added to; T >= M, and rows from M on
     are copied; None: nothing, the result is the delta alone (T = M). All of s's dtype. scales [G]:
     float, a factor for each adapter; scale: one number, or one for each of q, k, v; empty: 1.
-    a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora_rows.
+    a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora.rows.
 
     Results [T, W] for q, k and v: without a weight a copy of the base, without either [0]. packed:
     the first is [T, W_q + W_k + W_v], columns one projection after the other; the others are [0].

@@ -54,7 +54,7 @@ class ShrinkArguments:
     place any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
     dtype and any strides, so that transposed ones and parts of one stack are views. An adapter of
     lower rank has zero rows. a_offsets, expert_ids, inclusive_offsets, num_active_experts: the rows
-    of each adapter, see ops.lora_rows. num_rows: M; None: M_a.
+    of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
 
     Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v; N is the
     largest rank, and the columns past a smaller one are zero. Bad values (offsets that decrease or
