@@ -155,13 +155,12 @@ def validate_values(a: ExpandArguments) -> None:
 
 def result_shapes(a: ExpandArguments) -> tuple[tuple[Any, ...], ...]:
     """Of the three results."""
+    tokens, widths = a.num_tokens, a.widths
     if a.packed:
-        return (a.num_tokens, sum(a.widths)), (0,), (0,)
+        return (tokens, sum(widths)), (0,), (0,)
     given = [w is not None or b is not None for w, b in zip(a.weights, a.bases, strict=True)]
-    return tuple(
-        (a.num_tokens, width) if there else (0,)
-        for width, there in zip(a.widths, given, strict=True)
-    )
+    pairs = zip(widths, given, strict=True)
+    return tuple([(tokens, width) if there else (0,) for width, there in pairs])
 
 
 def fake(a: ExpandArguments) -> Outputs:

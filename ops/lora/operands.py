@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,26 +45,20 @@ def row_form(a: Any, counts: RowCounts, values: Values, num_adapters: int) -> Ro
     """How the kernels of a call learn each row's adapter; values: of `row_values`. Metadata and
     addresses only."""
     ids, offsets = operand(values["ids_ptr"]), operand(values["offsets_ptr"])
-    form = RowForm("single", num_adapters, ids, one_each=counts.rows_per_id == 1)
-    if counts.num_rows == 0:
-        # No ids are read, of which there may be none: elsewhere there is a row at least.
-        return replace(form, ids=None)
+    one_each = counts.rows_per_id == 1
+    if counts.num_rows == 0 or (ids is None and offsets is None):
+        return RowForm("single", num_adapters, one_each=one_each)  # and no id is read
     if offsets is not None:
-        groups = next_power_of_2(counts.groups + 1)
-        inclusive = a.inclusive_offsets
-        return replace(
-            form, addressing="groups", offsets=offsets, inclusive=inclusive, groups=groups
-        )
-    if ids is None:
-        return form
+        groups, inclusive = next_power_of_2(counts.groups + 1), a.inclusive_offsets
+        return RowForm("groups", num_adapters, ids, offsets, inclusive, one_each, groups)
     groups = next_power_of_2(num_adapters + 1)
     if counts.total_rows <= UNSORTED_ROWS:
         rows = next_power_of_2(counts.total_rows)
-        return replace(form, addressing="rows", groups=groups, rows=rows)
+        return RowForm("rows", num_adapters, ids, one_each=one_each, groups=groups, rows=rows)
     if counts.rows_per_id >= LONG_SEQUENCE:
-        return replace(form, addressing="sequences")
+        return RowForm("sequences", num_adapters, ids, one_each=one_each)
     ends = Operand("i32")  # of the sorted rows
-    return replace(form, addressing="sorted", groups=groups, offsets=ends, inclusive=True)
+    return RowForm("sorted", num_adapters, ids, ends, True, one_each, groups)
 
 
 def row_values(a: Any, counts: RowCounts) -> Values:
@@ -102,27 +95,27 @@ def expand_problem(
     a: ExpandArguments, counts: RowCounts, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[ExpandProblem, Values]:
     """The problem of a call that fills `outputs`, and its values."""
-    rows = row_values(a, counts)
-    values = {"s_ptr": a.s, "scales_ptr": dense(a.scales), "s_plane_stride": a.s.stride(0), **rows}
+    values: Values = {"s_ptr": a.s, "scales_ptr": dense(a.scales), "s_plane_stride": a.s.stride(0)}
+    values |= row_values(a, counts)
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     parts: list[Projection] = []
     plane = 0
-    for i, letter in enumerate("qkv"):
-        weight, base, target = a.weights[i], a.bases[i], targets[i]
+    given = zip("qkv", a.weights, a.bases, targets, a.factors, strict=True)
+    for letter, w, base, target, factor in given:
         part = Projection()
         if target.numel():
-            values |= {f"{letter}_ptr": base, f"{letter}_weight_ptr": weight}
+            values |= {f"{letter}_ptr": base, f"{letter}_weight_ptr": w}
             values[f"{letter}_out_ptr"] = target
             part = Projection(
                 width=target.shape[1],
-                rank=0 if weight is None else weight.shape[2],
+                rank=0 if w is None else w.shape[2],
                 plane=plane,
-                scale=a.factors[i],
-                weight=None if weight is None else operand(weight, *weight.stride()),
+                scale=factor,
+                weight=None if w is None else operand(w, *w.stride()),
                 base=None if base is None else operand(base, base.stride(0)),
                 out=operand(target, target.stride(0)),
             )
-        plane += weight is not None
+        plane += w is not None
         parts.append(part)
     weight = next(weight for weight in a.weights if weight is not None)
     problem = ExpandProblem(
