@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,27 @@ from lora_shapes import LoraSet, LoraShape, make_set, make_sets
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.arithmetic import cdiv
-from tilewright.codegen.lora import expand_specs as lora_expand_kernels
-from tilewright.codegen.lora import shrink_specs as lora_shrink_kernels
-from tilewright.codegen.lora import specs as lora_kernels
+from tilewright.codegen.lora.specs import (
+    ExpandConfig,
+    FewShrink,
+    RowShrink,
+    ShrinkConfig,
+    TiledShrink,
+)
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops.lora import expand as lora_expand
-from tilewright.ops.lora import shrink as lora_shrink
-from tilewright.ops.lora.operands import expand_problem, row_counts, shrink_problem
-from tilewright.ops.runtime.launch import launch, split_k_scratch
+from tilewright.ops.lora.expand import ExpandArguments
+from tilewright.ops.lora.lowering import expand_steps, shrink_steps
+from tilewright.ops.lora.shrink import ShrinkArguments
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Planner, Steps, drive
 
-Config = lora_shrink_kernels.ShrinkConfig | lora_expand_kernels.ExpandConfig
+Config = ShrinkConfig | ExpandConfig
 FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Config]]] = {
-    "t": (
-        re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)(?:c([\d+]+))?"),
-        lora_shrink_kernels.TiledShrink,
-    ),
-    "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), lora_shrink_kernels.FewShrink),
-    "r": (re.compile(r"r(\d+)x(\d+)x(\d+)w(\d+)"), lora_shrink_kernels.RowShrink),
-    "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), lora_expand_kernels.ExpandConfig),
+    "t": (re.compile(r"t(\d+)x(\d+)/(\d+)w(\d+)s(\d+)(?:c([\d+]+))?"), TiledShrink),
+    "f": (re.compile(r"f(\d+)x(\d+)x(\d+)\*(\d+)w(\d+)s(\d+)"), FewShrink),
+    "r": (re.compile(r"r(\d+)x(\d+)x(\d+)w(\d+)"), RowShrink),
+    "e": (re.compile(r"e(\d+)x(\d+)x(\d+)w(\d+)"), ExpandConfig),
 }
 
 
@@ -56,7 +56,7 @@ def read_config(text: str) -> Config:
         raise SystemExit(f"config: {text!r} is none; see the top of this file")
     if text[0] == "t":
         *sizes, widths = found.groups()
-        return lora_shrink_kernels.TiledShrink(*(int(n) for n in sizes), _widths(widths))
+        return TiledShrink(*(int(n) for n in sizes), _widths(widths))
     numbers = [int(number) for number in found.groups()]
     if text[0] == "f":
         numbers[2], numbers[3] = numbers[3], numbers[2]
@@ -67,60 +67,34 @@ def _widths(text: str | None) -> tuple[int, ...]:
     return tuple(int(width) for width in text.split("+")) if text else ()
 
 
-def prepared(form: str, one: LoraSet) -> tuple[Any, lora_kernels.RowCounts, dict[str, Any], Any]:
-    """(problem, counts, values, results) of one call."""
-    tokens = one.x.shape[0]
+def arguments(form: str, one: LoraSet) -> ShrinkArguments | ExpandArguments:
     if form == "expand":
-        s = torch.randn(3, tokens, one.b[0].shape[2], device="cuda").bfloat16()
-        e = lora_expand.ExpandArguments(s, *one.bases, *one.b, one.offsets)
-        counts, outputs = row_counts(e, tokens, tokens), lora_expand.fake(e)
-        return *_pair(expand_problem(e, counts, outputs), counts), outputs
-    a = lora_shrink.ShrinkArguments(one.x, one.weights, one.offsets)
+        s = torch.randn(3, one.x.shape[0], one.b[0].shape[2], device="cuda").bfloat16()
+        return ExpandArguments(s, *one.bases, *one.b, one.offsets)
     if form == "rows":
-        a = lora_shrink.ShrinkArguments(one.x, one.weights, None, one.ids[one.order])
-    elif form == "single":
-        a = lora_shrink.ShrinkArguments(one.x, one.weights)
-    out, counts = lora_shrink.fake(a), row_counts(a, tokens, tokens)
-    problem, values = shrink_problem(a, counts)
-    return problem, counts, values | {"out_ptr": out}, out
+        return ShrinkArguments(one.x, one.weights, None, one.ids[one.order])
+    return ShrinkArguments(one.x, one.weights, None if form == "single" else one.offsets)
 
 
-def _pair(
-    made: tuple[Any, Any], counts: lora_kernels.RowCounts
-) -> tuple[Any, lora_kernels.RowCounts, Any]:
-    return made[0], counts, made[1]
+def steps_of(a: Any, config: Config) -> Steps:
+    if isinstance(config, ExpandConfig):
+        return expand_steps(a, SM90, config)
+    return shrink_steps(a, SM90, config)
 
 
-def kernel_of(problem: Any, config: Config) -> KernelSpec:
-    if isinstance(config, lora_expand_kernels.ExpandConfig):
-        return lora_expand_kernels.expand_spec(problem, config, SM90.name)
-    return lora_shrink_kernels.shrink_spec(problem, config, SM90.name)
+def kernel_of(a: Any, config: Config) -> KernelSpec:
+    return drive(steps_of(a, config), Planner(SM90)).specs[-1]
 
 
-def call_of(
-    problem: Any, config: Config, counts: lora_kernels.RowCounts, values: dict[str, Any]
-) -> Callable[[], None]:
-    spec = kernel_of(problem, config)
-    device = torch.device("cuda", 0)
-    if isinstance(config, lora_expand_kernels.ExpandConfig):
-        return partial(
-            launch, spec, lora_expand_kernels.expand_grid(problem, config, counts), values, device
-        )
-    grid = lora_shrink_kernels.shrink_grid(problem, config, counts)
-    elements, places = lora_shrink_kernels.shrink_scratch(problem, config, counts)
-    if not places:
-        return partial(launch, spec, grid, values, device)
-    workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
-    values = {**values, "workspace_ptr": workspace, "counters_ptr": counters}
-    return partial(launch, spec, grid, values, device)
+def call_of(a: Any, config: Config) -> Callable[[], Any]:
+    machine = machine_of(torch.device("cuda", 0))
+    return lambda: drive(steps_of(a, config), machine).outcome.result
 
 
-def is_wrong(form: str, one: LoraSet, call: Callable[[], None], results: Any) -> bool:
+def is_wrong(form: str, one: LoraSet, call: Callable[[], Any]) -> bool:
     """Whether a shrink differs from fp32 arithmetic by more than rounding."""
     if form == "expand":
         return False
-    results.fill_(torch.nan)
-    call()
     ids = one.ids.long()
     if form == "rows":
         ids = ids[one.order]
@@ -128,24 +102,23 @@ def is_wrong(form: str, one: LoraSet, call: Callable[[], None], results: Any) ->
     for adapter in ids.unique().tolist():
         rows = (ids == adapter).nonzero().flatten()
         want[rows] = one.x[rows].float() @ one.weights[adapter].float().T
-    got = results.permute(1, 0, 2).reshape(want.shape).float()
+    got = call().permute(1, 0, 2).reshape(want.shape).float()
     return not float((got - want).norm() / want.norm()) < 4e-3
 
 
 def sweep(shape: LoraShape, form: str, texts: list[str], bad: set[str], top: int) -> None:
     sets = make_sets(shape, expand=form == "expand")
-    made = [prepared(form, one) for one in sets]
-    graphs, kept, wrong = {}, [], []
+    made = [arguments(form, one) for one in sets]
+    graphs, wrong = {}, []
     for text in texts:
         config = read_config(text)
-        if kernel_of(made[0][0], config).name in bad:
+        if kernel_of(made[0], config).name in bad:
             continue
         try:
-            calls = [call_of(p, config, counts, values) for p, counts, values, _ in made]
-            if is_wrong(form, sets[0], calls[0], made[0][3]):
+            calls = [call_of(a, config) for a in made]
+            if is_wrong(form, sets[0], calls[0]):
                 wrong.append(text)
             graphs[text] = capture(calls, warmup=1)
-            kept.append(calls)  # their workspaces, which the graph works on
         except Exception as error:
             print(f"  {text}: {str(error)[:200]}", flush=True)
     times = interleaved_us(graphs, len(sets), rounds=3, replays=2)
@@ -176,8 +149,8 @@ def main() -> None:
             )
     specs: dict[KernelSpec, None] = {}
     for shape, form, texts in cases:
-        problem = prepared(form, make_set(shape, expand=form == "expand"))[0]
-        specs |= dict.fromkeys(kernel_of(problem, read_config(text)) for text in texts)
+        a = arguments(form, make_set(shape, expand=form == "expand"))
+        specs |= dict.fromkeys(kernel_of(a, read_config(text)) for text in texts)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         outcomes = list(pool.map(compile_quietly, specs, chunksize=2))

@@ -1,23 +1,18 @@
-"""When a library's product makes the shrink: one adapter of many rows.
+"""When the shrink of one adapter's rows goes to a cuBLAS GEMM.
 
-One matrix for all rows is what libraries are best at: what they lack is the planar output. The
-bounds are where the two took equal time on an H200, torch 2.11 (docs/lora-performance.md).
+One matrix for all rows is what cuBLAS is best at; all it lacks is the planar result. The bounds are
+where it and the kernels took equal time on an H200, torch 2.11 (docs/lora-performance.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.lora.shrink_specs import ShrinkProblem
-from tilewright.codegen.lora.specs import lora_spec
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.lora.problem import ShrinkProblem
 
 LIBRARY_DTYPES = ("bf16", "fp16")
-# Elements that rows start at whole multiples of.
+# Strides that this divides keep rows of 16-bit elements at whole 16 bytes.
 ALIGNED = 8
-# Elements that a program of `lora_planes` copies.
-PLANE_ELEMENTS = 2048
 
 # Rows from which on a way is the fastest; before the first, and from "kernels" on, the kernels are.
 Steps = tuple[tuple[int, str], ...]
@@ -129,19 +124,19 @@ def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
     """Whether the library computes the same, at its best speed."""
     form = problem.form
     one = form.addressing == "single" or (form.addressing == "groups" and one_group)
-    if not one or form.num_adapters != 1 or form.id_dtype is not None:
+    if not one or form.num_adapters != 1 or form.ids is not None:
         return False
-    if problem.dtype not in LIBRARY_DTYPES or set(problem.ranks) != {problem.rank}:
+    if problem.a.dtype not in LIBRARY_DTYPES or set(problem.ranks) != {problem.rank}:
         return False
-    steps = [problem.a_stride, problem.hidden, problem.rank]
-    for _, row, column in problem.weight_strides:
+    steps = [problem.a.strides[0], problem.hidden, problem.rank]
+    for _, row, column in (weight.strides for weight in problem.weights):
         if column == 1:
             steps.append(row)
         elif row == 1 and stacked:
             steps.append(column)
         else:
             return False
-    aligned = not {"a_ptr", "weight_ptr"} & set(problem.unaligned)
+    aligned = problem.a.aligned and problem.weights[0].aligned
     return aligned and not any(step % ALIGNED for step in steps)
 
 
@@ -150,32 +145,3 @@ def _step(bounds: Bounds, hidden: int, columns: int, num_rows: int) -> tuple[int
     by_columns = bounds[max(least for least in bounds if least <= hidden)]
     steps = next(steps for most, steps in by_columns.items() if columns <= most)
     return max(((0, "kernels"), *(step for step in steps if step[0] <= num_rows)))
-
-
-def planes_spec(problem: ShrinkProblem, target: str) -> KernelSpec:
-    """`lora_planes` over the product of a problem."""
-    form = problem.form
-    constants: dict[str, Constant] = {
-        "N": problem.rank,
-        "PLANES": problem.planes,
-        "WIDTH": next_power_of_2(problem.rank),
-        "INCLUSIVE": form.inclusive,
-        "BLOCK_M": _block_m(problem),
-    }
-    arguments: dict[str, str | None] = {
-        "rows_ptr": f"*{problem.dtype}",
-        "offsets_ptr": form.pointers()["offsets_ptr"],
-        "out_ptr": f"*{problem.dtype}",
-        "num_rows": "i32",
-    }
-    return lora_spec(
-        "lora.planes", "lora_planes", constants, arguments, {}, problem.unaligned, 4, 1, target
-    )
-
-
-def planes_grid(problem: ShrinkProblem, num_rows: int) -> tuple[int, int]:
-    return cdiv(num_rows, _block_m(problem)), problem.planes
-
-
-def _block_m(problem: ShrinkProblem) -> int:
-    return max(PLANE_ELEMENTS // next_power_of_2(problem.rank), 1)

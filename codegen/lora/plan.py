@@ -6,12 +6,12 @@ The bounds are where kernels of these tiles took equal time on an H200 (docs/lor
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.lora.expand_specs import ExpandConfig, ExpandProblem
-from tilewright.codegen.lora.shrink_specs import (
+from tilewright.codegen.lora.problem import ExpandProblem, ShrinkProblem
+from tilewright.codegen.lora.specs import (
+    ExpandConfig,
     FewShrink,
     RowShrink,
     ShrinkConfig,
-    ShrinkProblem,
     TiledShrink,
     padded_rank,
 )
@@ -19,36 +19,37 @@ from tilewright.codegen.targets import Target
 
 # Rows in any order up to which each program finds its own; more are sorted first.
 UNSORTED_ROWS = 512
-# Rows, and products in all, up to which a tensor core is not worth its way: twice as many products
-# for WIDE_COLUMNS of q, k and v together.
+# Up to so many rows, and products in all, multiply-adds outside the tensor cores are faster: up to
+# twice as many products where q, k and v together have more than WIDE_COLUMNS columns.
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
-# Rows up to which a program has all of K, by columns up to which.
+# Most rows for which a program sums over all of K, by the most columns of q, k and v together.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
-FEW_ROWS_WIDE = 256
-# Rows by columns up to which the row kernel takes weights whose columns lie side by side.
+FEW_ROWS_WIDE = 256  # for more columns
+# Most rows times columns for which the row kernel takes weights whose columns lie side by side.
 ACROSS_PRODUCTS = 1024
-# Rows up to which tiles have the columns of one plane of rank 64, and K is split.
+# Most rows for which a tile has 64 columns, those of one plane of that rank, and K is split.
 COLUMN_BLOCK_ROWS = 2048
-# Programs for each multiprocessor up to which K is split further.
+# K is split further while there are at most so many programs for each multiprocessor.
 PROGRAMS_PER_SM = 2.2
 MAX_SPLIT = 4
-# What a program reads of K at least.
+# The least of K that a program sums over.
 LEAST_PART = 512
-# Rows up to which they are planned in powers of two, and in steps of which then.
+# Row counts are rounded up to a power of two to be planned; above ROUND_ROWS, to a multiple of
+# ROWS_STEP.
 ROUND_ROWS = 4096
 ROWS_STEP = 512
 
 
 def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
-    """Whether so few rows and products go to the kernel without tensor cores."""
+    """Whether the kernel without tensor cores is the faster for so few rows and products."""
     most = ROW_PRODUCTS * (2 if columns > WIDE_COLUMNS else 1)
     return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= most
 
 
 def planned_rows(num_rows: int) -> int:
-    """The count that rows are planned as: few enough counts, as each asks for a plan."""
+    """The row count that a plan is made for and kept under: one for many counts."""
     if num_rows <= ROUND_ROWS:
         return next_power_of_2(max(num_rows, 1))
     return cdiv(num_rows, ROWS_STEP) * ROWS_STEP
@@ -58,7 +59,7 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
     """The kernel for up to `num_rows` rows on a target."""
     columns, hidden = problem.planes * problem.rank, problem.hidden
     wide = columns > WIDE_COLUMNS
-    if any(stride != 1 for *_, stride in problem.weight_strides):
+    if any(weight.strides[2] != 1 for weight in problem.weights):
         across = _plan_across(problem, num_rows, target)
         if across is not None:
             return across
@@ -66,7 +67,7 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         if num_rows * columns * hidden > ROW_PRODUCTS:
             return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
         return RowShrink(1, 1, min(next_power_of_2(hidden), 8192), 8)
-    if problem.dtype == "fp32":
+    if problem.a.dtype == "fp32":
         return TiledShrink(16, 32, _split(problem, num_rows, 16, 1, target), 4, 2)
     if num_rows <= _few_rows(columns):
         if num_rows * columns <= 64 * 48:
@@ -87,10 +88,10 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
 
 
 def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
-    """For weights whose columns lie side by side, not their K: the fewer programs share what is
-    read of a row of them, the better. None where that makes no difference."""
+    """For weights [K, R] seen as [R, K], whose columns lie side by side: the fewer programs read
+    parts of one row of memory, the better. None where that makes no difference."""
     columns, hidden = problem.planes * problem.rank, problem.hidden
-    single = problem.dtype == "fp32"
+    single = problem.a.dtype == "fp32"
     if (single and takes_row_kernel(num_rows, columns, hidden)) or (
         num_rows <= SINGLE_ROWS and num_rows * columns <= ACROSS_PRODUCTS
     ):
@@ -106,8 +107,8 @@ def _few_rows(columns: int) -> int:
 
 
 def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> TiledShrink:
-    """Of wide problems: the tiles that are through first, each kind with the time it takes where
-    all run at once."""
+    """Of problems with more than WIDE_COLUMNS columns: the tiles that are done first. choices: the
+    time of one wave of tiles, relative to each other."""
     columns = problem.planes * problem.rank
     if columns <= 128:
         return TiledShrink(64, 64, 1, 4, 4, (128,))
@@ -131,7 +132,7 @@ def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> Ti
 
 
 def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int:
-    """About how many programs have work: half a tile of each adapter is empty."""
+    """About how many programs have work: the last tile of each adapter is half padding."""
     apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
     tiles = cdiv(num_rows, config.block_m) + apart // 2
     return tiles * cdiv(problem.planes * problem.rank, sum(config.widths))
@@ -156,7 +157,7 @@ def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> Expand
     block_r = min(padded_rank(problem.rank), 64)
     if num_rows * problem.rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)
-    if problem.dtype == "fp32":
+    if problem.s.dtype == "fp32":
         rows = 1 if num_rows <= SINGLE_ROWS else 16
         return ExpandConfig(rows, 128 if rows == 1 else 64, min(block_r, 32), 4)
     if num_rows <= 256:

@@ -49,7 +49,7 @@ class ExpandArguments:
     no adapter. q, k, v [T, W], last dim contiguous: what is added to; T >= M, and rows from M on
     are copied; None: nothing, the result is the delta alone (T = M). All of s's dtype. scales [G]:
     float, a factor for each adapter; scale: one number, or one for each of q, k, v; empty: 1.
-    a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora_rows.
+    a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora.rows.
 
     Results [T, W] for q, k and v: without a weight a copy of the base, without either [0]. packed:
     the first is [T, W_q + W_k + W_v], columns one projection after the other; the others are [0].
@@ -153,16 +153,19 @@ def validate_values(a: ExpandArguments) -> None:
     check_row_values(NAME, a, a.s.shape[1], weight.shape[0])
 
 
-def fake(a: ExpandArguments) -> Outputs:
-    widths = a.widths
+def result_shapes(a: ExpandArguments) -> tuple[tuple[Any, ...], ...]:
+    """Of the three results."""
+    tokens, widths = a.num_tokens, a.widths
     if a.packed:
-        return a.s.new_empty((a.num_tokens, sum(widths))), a.s.new_empty(0), a.s.new_empty(0)
+        return (tokens, sum(widths)), (0,), (0,)
     given = [w is not None or b is not None for w, b in zip(a.weights, a.bases, strict=True)]
-    made = [
-        a.s.new_empty((a.num_tokens, width) if there else 0)
-        for width, there in zip(widths, given, strict=True)
-    ]
-    return made[0], made[1], made[2]
+    pairs = zip(widths, given, strict=True)
+    return tuple([(tokens, width) if there else (0,) for width, there in pairs])
+
+
+def fake(a: ExpandArguments) -> Outputs:
+    q, k, v = (a.s.new_empty(shape) for shape in result_shapes(a))
+    return q, k, v
 
 
 def reference(a: ExpandArguments) -> Outputs:
@@ -239,17 +242,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.lora.lowering:launch_expand",
+                None,
                 frozenset({"cuda"}),
                 unsupported,
-                repeatable="tilewright.ops.lora.lowering:repeatable_expand",
+                build="tilewright.ops.lora.lowering:expand_steps",
             ),
         ),
         cases=EXPAND_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.lora.lowering:plan_expand",
     )
 )
 

@@ -1,173 +1,182 @@
-"""The CUDA implementations of the LoRA ops: one kernel each; rows in any order, where there are
-many, are sorted first, and of one adapter a library's product may be faster."""
+"""The CUDA lowerings of the LoRA ops: one kernel each; many rows in any order are sorted first, and
+where all rows have one adapter a library's product may be faster."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from functools import cache
 from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.lora import plan as lora_plan
-from tilewright.codegen.lora.expand_specs import (
+from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.lora.library_plan import LibraryShrink, library_shrink
+from tilewright.codegen.lora.plan import plan_expand, plan_shrink, planned_rows
+from tilewright.codegen.lora.problem import ExpandProblem, RowCounts, RowForm, ShrinkProblem
+from tilewright.codegen.lora.specs import (
     ExpandConfig,
-    ExpandProblem,
+    OrderConfig,
+    ShrinkConfig,
     expand_grid,
     expand_spec,
-)
-from tilewright.codegen.lora.shrink_specs import (
-    ShrinkConfig,
-    ShrinkProblem,
+    order_grid,
+    order_spec,
+    planes_grid,
+    planes_spec,
     shrink_grid,
     shrink_scratch,
     shrink_spec,
 )
-from tilewright.codegen.lora.specs import OrderConfig, RowCounts, RowForm, order_grid, order_spec
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90, TARGETS, Target
-from tilewright.ops.contract import LoweringReport
-from tilewright.ops.lora.expand import ExpandArguments, Outputs
-from tilewright.ops.lora.expand import fake as fake_expand
-from tilewright.ops.lora.library import library_choice, library_specs, run_library
-from tilewright.ops.lora.operands import (
-    Values,
-    expand_problem,
-    row_counts,
-    shrink_problem,
-)
-from tilewright.ops.lora.shrink import ShrinkArguments
-from tilewright.ops.lora.shrink import fake as fake_shrink
-from tilewright.ops.runtime.device import device_target
-from tilewright.ops.runtime.launch import launch, split_k_scratch
-from tilewright.ops.runtime.recording import noted_scratch, noting_launches
-from tilewright.ops.runtime.replay import Again, call_again
+from tilewright.codegen.targets import Target
+from tilewright.ops.formats.row_groups import dense
+from tilewright.ops.lora.expand import ExpandArguments, result_shapes
+from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
+from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
+from tilewright.ops.qkv.library import weight_rows
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+
+NOTHING = ("nothing", "there are no rows, so nothing is launched")
+SORT = OrderConfig()
 
 
 @cache
-def chosen_shrink(
+def _chosen_shrink(
     problem: ShrinkProblem, bucket: int, target: Target
 ) -> tuple[ShrinkConfig, KernelSpec]:
     """Tiles and kernel for up to `bucket` rows."""
-    config = lora_plan.plan_shrink(problem, bucket, target)
+    config = plan_shrink(problem, bucket, target)
     return config, shrink_spec(problem, config, target.name)
 
 
 @cache
-def chosen_expand(
+def _chosen_expand(
     problem: ExpandProblem, bucket: int, target: Target
 ) -> tuple[ExpandConfig, KernelSpec]:
     """Tiles and kernel for up to `bucket` rows."""
-    config = lora_plan.plan_expand(problem, bucket, target)
+    config = plan_expand(problem, bucket, target)
     return config, expand_spec(problem, config, target.name)
 
 
-def launch_shrink(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`shrink_qkv_permute_3mn` on CUDA tensors; see ShrinkArguments."""
-    return repeatable_shrink(*args, **kwargs)[0]
+_order_spec, _planes_spec = cache(order_spec), cache(planes_spec)
 
 
-def repeatable_shrink(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
-    """Also what makes the same call again."""
-    a = ShrinkArguments(*args, **kwargs)
-    out = fake_shrink(a)
+def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None = None) -> Steps:
+    """The steps of a `shrink_qkv_permute_3mn` call. config: the kernel's tiles; None: what the plan
+    chooses, which may be a library's product."""
+    out = yield Buffer(result_shape(a), a.a.dtype)
     if out.numel() == 0:
-        return out, None
-    device = a.a.device
-    counts = row_counts(a, out.shape[1], out.shape[1])
+        return Outcome(out, *NOTHING)
+    counts = row_counts(a, a.rows, a.rows)
     problem, values = shrink_problem(a, counts)
-    values["out_ptr"] = out
-    target = device_target(device) or SM90
-    library = library_choice(a, problem, counts)
-    with noting_launches() as noted:
-        if library is not None:
-            run_library(a, library, problem, counts, out, target.name)
-        else:
-            _run_shrink(problem, counts, values, target, device)
-    return out, call_again(noted, args, kwargs, out)
+    library = library_choice(a, problem, counts) if config is None else None
+    if library is not None:
+        yield from library_steps(a, library, problem, out, target)
+        return Outcome(out, "library GEMM", library)
+    if config is None:
+        config, spec = _chosen_shrink(problem, planned_rows(counts.num_rows), target)
+    else:
+        spec = shrink_spec(problem, config, target.name)
+    tiles, elements = shrink_scratch(problem, config, counts)
+    if tiles:
+        values["workspace_ptr"], values["counters_ptr"] = yield SplitK(tiles, elements)
+    values |= yield from _sorted_rows(problem.form, counts, values, target)
+    yield Launch(spec, shrink_grid(problem, config, counts), values | {"out_ptr": out})
+    return Outcome(out, "shrink kernel", config)
 
 
-def _run_shrink(
-    problem: ShrinkProblem, counts: RowCounts, values: Values, target: Target, device: torch.device
-) -> None:
-    config, spec = chosen_shrink(problem, lora_plan.planned_rows(counts.num_rows), target)
-    elements, places = shrink_scratch(problem, config, counts)
-    if places:
-        workspace, counters = split_k_scratch(places, cdiv(elements, places), device)
-        values |= {"workspace_ptr": workspace, "counters_ptr": counters}
-    order = _sorted_rows(problem.form, counts, values, target, device)
-    launch(spec, shrink_grid(problem, config, counts), values | order, device)
-
-
-def launch_expand(*args: Any, **kwargs: Any) -> Outputs:
-    """`lora_expand_add` on CUDA tensors; see ExpandArguments."""
-    return repeatable_expand(*args, **kwargs)[0]
-
-
-def repeatable_expand(*args: Any, **kwargs: Any) -> tuple[Outputs, Again | None]:
-    """Also what makes the same call again."""
-    a = ExpandArguments(*args, **kwargs)
-    outputs = fake_expand(a)
-    if not any(out.numel() for out in outputs):
-        return outputs, None
-    device = a.s.device
+def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None = None) -> Steps:
+    """The steps of a `lora_expand_add` call. config: the kernel's tiles; None: the plan's."""
+    outputs = []
+    for shape in result_shapes(a):
+        outputs.append((yield Buffer(shape, a.s.dtype)))
+    result = tuple(outputs)
+    if not any(out.numel() for out in result):
+        return Outcome(result, *NOTHING)
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
-    problem, values = expand_problem(a, counts, outputs)
-    target = device_target(device) or SM90
-    config, spec = chosen_expand(problem, next_power_of_2(a.num_tokens), target)
-    with noting_launches() as noted:
-        order = _sorted_rows(problem.form, counts, values, target, device)
-        launch(spec, expand_grid(problem, config, counts), values | order, device)
-    return outputs, call_again(noted, args, kwargs, outputs)
+    problem, values = expand_problem(a, counts, result)
+    if config is None:
+        config, spec = _chosen_expand(problem, next_power_of_2(a.num_tokens), target)
+    else:
+        spec = expand_spec(problem, config, target.name)
+    values |= yield from _sorted_rows(problem.form, counts, values, target)
+    yield Launch(spec, expand_grid(problem, config, counts), values)
+    return Outcome(result, "expand kernel", config)
 
 
 def _sorted_rows(
-    form: RowForm, counts: RowCounts, values: Values, target: Target, device: torch.device
-) -> Values:
-    """What the sort of a "sorted" form gives, by parameter name; nothing for other forms."""
+    form: RowForm, counts: RowCounts, values: Values, target: Target
+) -> Generator[Step, Any, Values]:
+    """The sort of a "sorted" form: its results by parameter name; nothing for other forms."""
     if form.addressing != "sorted":
         return {}
-    order = noted_scratch(torch.empty(counts.total_rows, dtype=torch.int32, device=device))
-    ends = noted_scratch(torch.empty(form.num_adapters, dtype=torch.int32, device=device))
-    spec, config = sort_kernel(form, target.name)
-    given = {**values, "order_ptr": order, "ends_ptr": ends}
-    launch(spec, order_grid(config, counts.total_rows), given, device)
+    order = yield Buffer((counts.total_rows,), torch.int32)
+    ends = yield Buffer((form.num_adapters,), torch.int32)
+    spec, grid = _order_spec(form, SORT, target.name), order_grid(SORT, counts.total_rows)
+    yield Launch(spec, grid, {**values, "order_ptr": order, "ends_ptr": ends})
     return {"order_ptr": order, "offsets_ptr": ends, "num_groups": form.num_adapters}
 
 
-@cache
-def sort_kernel(form: RowForm, target: str) -> tuple[KernelSpec, OrderConfig]:
-    config = OrderConfig()
-    return order_spec(form, config, target), config
+# --- one adapter, by a library --------------------------------------------------------------------
 
 
-def _kernels(form: RowForm, spec: KernelSpec, target: str) -> tuple[KernelSpec, ...]:
-    return (sort_kernel(form, target)[0], spec) if form.addressing == "sorted" else (spec,)
+def library_choice(
+    a: ShrinkArguments, problem: ShrinkProblem, counts: RowCounts
+) -> LibraryShrink | None:
+    """How a library makes a call; None where the kernels are to. Metadata and addresses only."""
+    repeated = any(0 in weight.strides[1:] for weight in problem.weights)
+    if problem.form.num_adapters != 1 or repeated:
+        return None
+    rows = weight_rows(*_matrices(a))
+    stacked = rows is not None and rows.firsts == tuple(
+        plane * problem.rank for plane in range(problem.planes)
+    )
+    return library_shrink(problem, stacked, counts.groups == 1, counts.num_rows)
 
 
-NOTHING = LoweringReport("nothing", "there are no rows, so nothing is launched")
+def library_steps(
+    a: ShrinkArguments,
+    choice: LibraryShrink,
+    problem: ShrinkProblem,
+    out: torch.Tensor,
+    target: Target,
+) -> Generator[Step, Any, None]:
+    """Fills out [P, M, N]."""
+    planes, num_rows, rank = out.shape
+    x, columns = a.a[:num_rows], planes * rank
+    matrices = _matrices(a)
+    if choice.joined:
+        weight = yield Buffer((columns, x.shape[1]), x.dtype)
+        yield Library(_join, (weight, *matrices))
+    else:  # one below the other where they lie
+        weight = matrices[0].as_strided((columns, x.shape[1]), matrices[0].stride())
+    if choice.way == "plane":
+        yield Library(_product, (x, weight, out[0]))
+    elif choice.way == "batch":
+        row, column = weight.stride()
+        apart = weight.as_strided((planes, rank, x.shape[1]), (rank * row, row, column))
+        yield Library(_products, (x.expand(planes, *x.shape), apart, out))
+    else:
+        made = yield Buffer((num_rows, columns), x.dtype)
+        yield Library(_product, (x, weight, made))
+        offsets = dense(a.a_offsets)
+        values = {"rows_ptr": made, "offsets_ptr": offsets, "out_ptr": out, "num_rows": num_rows}
+        spec = _planes_spec(problem, target.name)
+        yield Launch(spec, planes_grid(problem, num_rows), values)
 
 
-def plan_shrink(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target; `a` may hold meta tensors."""
-    if fake_shrink(a).numel() == 0:
-        return NOTHING
-    counts = row_counts(a, a.rows, a.rows)
-    problem, _ = shrink_problem(a, counts)
-    library = library_choice(a, problem, counts)
-    if library is not None:
-        specs = library_specs(library, problem, target)
-        return LoweringReport("library GEMM", str(library), specs)
-    config, spec = chosen_shrink(problem, lora_plan.planned_rows(a.rows), TARGETS[target])
-    return LoweringReport("shrink kernel", str(config), _kernels(problem.form, spec, target))
+def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:
+    """The one adapter's weights [R, K] of q, k and v, those that there are."""
+    return [weight[0] for weight in a.weights if weight is not None]
 
 
-def plan_expand(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target; `a` may hold meta tensors."""
-    outputs = fake_expand(a)
-    if not any(out.numel() for out in outputs):
-        return NOTHING
-    counts = row_counts(a, a.s.shape[1], a.num_tokens)
-    problem, _ = expand_problem(a, counts, outputs)
-    config, spec = chosen_expand(problem, next_power_of_2(a.num_tokens), TARGETS[target])
-    return LoweringReport("expand kernel", str(config), _kernels(problem.form, spec, target))
+def _product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(x, weight.T, out=out)
+
+
+def _products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    torch.bmm(x, weights.mT, out=out)
+
+
+def _join(out: torch.Tensor, *parts: torch.Tensor) -> None:
+    torch.cat(parts, out=out)

@@ -54,7 +54,7 @@ class ShrinkArguments:
     place any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
     dtype and any strides, so that transposed ones and parts of one stack are views. An adapter of
     lower rank has zero rows. a_offsets, expert_ids, inclusive_offsets, num_active_experts: the rows
-    of each adapter, see ops.lora_rows. num_rows: M; None: M_a.
+    of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
 
     Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v; N is the
     largest rank, and the columns past a smaller one are zero. Bad values (offsets that decrease or
@@ -130,9 +130,13 @@ def validate_values(a: ShrinkArguments) -> None:
     check_row_values(NAME, a, a.rows, weight.shape[0])
 
 
+def result_shape(a: ShrinkArguments) -> tuple[Any, Any, Any]:
+    """[P, M, N]."""
+    return sum(weight is not None for weight in a.weights), a.rows, a.rank
+
+
 def fake(a: ShrinkArguments) -> torch.Tensor:
-    planes = sum(weight is not None for weight in a.weights)
-    return a.a.new_empty((planes, a.rows, a.rank))
+    return a.a.new_empty(result_shape(a))
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
@@ -184,17 +188,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.lora.lowering:launch_shrink",
+                None,
                 frozenset({"cuda"}),
                 unsupported,
-                repeatable="tilewright.ops.lora.lowering:repeatable_shrink",
+                build="tilewright.ops.lora.lowering:shrink_steps",
             ),
         ),
         cases=SHRINK_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.lora.lowering:plan_shrink",
     )
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import overload
 
 import torch
@@ -10,6 +11,9 @@ from tilewright.codegen.operand import Operand
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 ALIGNMENT = 16  # bytes
+
+# Looked up faster than made.
+_made = cache(Operand)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
@@ -28,4 +32,4 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     tensor."""
     if tensor is None:
         return None
-    return Operand(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
+    return _made(TRITON_TYPES[tensor.dtype], strides, tensor.data_ptr() % ALIGNMENT == 0)

@@ -106,11 +106,15 @@ def repeat(
                 noted.append((LibraryCall(function, makes is not None), (*filled, *tensors)))
             case Launch(_, grid) if 0 not in grid:
                 noted.append((machine.launcher(step), step.given))
-    return call_again(noted, args, kwargs, result)
+    return call_again(noted, args, kwargs, result, machine)
 
 
 def call_again(
-    noted: Sequence[Noted], args: Sequence[Any], kwargs: Mapping[str, Any], result: Result
+    noted: Sequence[Noted],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Result,
+    machine: Machine | None = None,
 ) -> Again | None:
     """Makes what was noted again, called with such arguments; None where that cannot be done.
 
@@ -130,7 +134,14 @@ def call_again(
                 layout.add_scratch(values[0])
             elif isinstance(made, SplitK):
                 layout.add_split(values)
-                steps.append(partial(_new_split, made, values[0].device))
+                device, (tiles, elements) = (
+                    values[0].device,
+                    (made.num_tiles, made.elements_per_tile),
+                )
+                new = partial(split_k_scratch, tiles, elements, device)
+                if machine is not None:
+                    new = partial(machine.perform, program_steps.SplitK(tiles, elements))
+                steps.append(partial(_new_split, new))
             elif isinstance(made, LibraryCall):
                 steps.append(_library_step(made, values, layout))
             else:
@@ -178,10 +189,8 @@ def _nothing() -> None:
     """A part that is not there."""
 
 
-def _new_split(
-    split: SplitK, device: torch.device, starts: list[int], parts: list[Any], *_: Any
-) -> None:
-    pair = split_k_scratch(split.num_tiles, split.elements_per_tile, device)
+def _new_split(new: Callable[[], Any], starts: list[int], parts: list[Any], *_: Any) -> None:
+    pair = new()
     parts += pair
     starts += [tensor.data_ptr() for tensor in pair]
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
-from tests.interpreted import interpret
+from tests.interpreted import Interpreter, interpret, steps_of
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.contract import all_ops
+from tilewright.ops.runtime.program import Launch, Planner, drive
 
 TARGETS = {"sm90": SM90, "sm100": SM100}
+SMS = 3
+# The interpreter runs programs one by one, some 500 in a second.
+MOST_PROGRAMS = 4000
 CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}")
     for op in all_ops()
@@ -28,14 +33,31 @@ def results_of(result):
     return () if result is None else result if isinstance(result, tuple) else (result,)
 
 
+def kernels(op, case, target):
+    """The launches of a call: each kernel, but for its target, and its grid."""
+    planner = Planner(replace(target, num_sms=SMS))
+    steps = drive(steps_of(op, op.sample_inputs(case), planner.target), planner, keep=True).steps
+    launches = [step for step, _ in steps if isinstance(step, Launch)]
+    return [(replace(launch.spec, target="sm90"), tuple(launch.grid)) for launch in launches]
+
+
+def skip_where_a_gpu_has_no_kernel(op, case):
+    if op.choose("cuda", op.sample_inputs(case)).lowering.name == "reference":
+        pytest.skip("no kernel takes it: the reference computes it on a GPU too")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_the_steps_of_a_call_compute_what_the_op_means(op, case, target):
     """Results and what is written, on memory that holds NaN before."""
+    skip_where_a_gpu_has_no_kernel(op, case)
+    launches = kernels(op, case, TARGETS[target])
+    if target != "sm90" and launches == kernels(op, case, SM90):
+        pytest.skip("the kernels are those of sm90")
+    if sum(prod(grid) for _, grid in launches) > MOST_PROGRAMS:
+        pytest.skip("too many programs for the interpreter")
     given, expected = op.sample_inputs(case), op.sample_inputs(case)
-    if op.choose("cuda", given).lowering.name == "reference":
-        pytest.skip("no kernel takes it: the reference computes it on a GPU too")
-    actual = interpret(op, given, TARGETS[target]).outcome.result
+    actual = interpret(op, given, TARGETS[target], SMS).outcome.result
     wanted = op.reference(expected)
     for got, want in zip(results_of(actual), results_of(wanted), strict=True):
         problem = twice(op.tolerances[want.dtype]).problem(got, want)
@@ -48,11 +70,11 @@ def test_the_steps_of_a_call_compute_what_the_op_means(op, case, target):
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_a_plan_has_the_kernels_of_a_call_and_allocates_nothing(op, case):
-    a = op.sample_inputs(case)
-    if op.choose("cuda", a).lowering.name == "reference":
-        pytest.skip("no kernel takes it: the reference computes it on a GPU too")
-    for target in TARGETS:
-        report = op.plan_for(a, target)
-        ran = interpret(op, op.sample_inputs(case), TARGETS[target], TARGETS[target].num_sms)
+def test_a_plan_has_the_kernels_of_a_call(op, case):
+    """Planned without memory, and performed but for the kernels."""
+    skip_where_a_gpu_has_no_kernel(op, case)
+    for target in TARGETS.values():
+        report = op.plan_for(op.sample_inputs(case), target.name)
+        machine = Interpreter(target, runs=False)
+        ran = drive(steps_of(op, op.sample_inputs(case), target), machine)
         assert set(ran.specs) <= set(report.specs)

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tilewright.codegen.arithmetic import next_power_of_2
+import torch
+
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.lora import expand_specs as lora_expand_kernels
-from tilewright.codegen.lora import shrink_specs as lora_shrink_kernels
-from tilewright.codegen.lora import specs as lora_kernels
-from tilewright.codegen.lora.expand_specs import ExpandProblem, Projection
-from tilewright.codegen.lora.library_plan import library_shrink, planes_spec
-from tilewright.codegen.lora.plan import UNSORTED_ROWS, plan_expand, plan_shrink
-from tilewright.codegen.lora.shrink_specs import FewShrink, ShrinkProblem, TiledShrink
-from tilewright.codegen.lora.specs import RowForm
+from tilewright.codegen.lora.plan import UNSORTED_ROWS, plan_shrink
+from tilewright.codegen.lora.specs import shrink_spec
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.lora import expand, shrink
+from tilewright.ops.lora.expand import ExpandArguments
+from tilewright.ops.lora.operands import LONG_SEQUENCE, row_counts, shrink_problem
+from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.tools.audit.cases import MMA_ROWS, AuditCase
 
 # One token, decode batches, a chunk of a prefill, a whole one.
@@ -35,20 +36,38 @@ class LoraLayer:
     rank: int = 16
     adapters: int = 8
 
-    def shrink(self, form: RowForm) -> ShrinkProblem:
-        rank, hidden = self.rank, self.hidden
-        strides = (3 * rank * hidden, hidden, 1)
-        return ShrinkProblem("bf16", hidden, rank, (rank,) * 3, hidden, (strides,) * 3, form)
+    def shrink(self, addressing: str, tokens: int) -> ShrinkArguments:
+        """A call without memory, of a stack of weights."""
+        x = torch.empty(tokens, self.hidden, dtype=torch.bfloat16, device="meta")
+        adapters = 1 if addressing == "single" else self.adapters
+        b = x.new_empty(adapters, 3 * self.rank, self.hidden)
+        return ShrinkArguments(x, b, **self._rows(addressing, tokens))
 
-    def expand(self, form: RowForm) -> ExpandProblem:
-        parts = [
-            Projection(
-                width, self.rank, plane, 1.0, (width * self.rank, self.rank, 1), width, width
-            )
-            for plane, width in enumerate(self.widths)
-        ]
-        odd = ("s_plane_stride",) if self.rank % 16 else ()
-        return ExpandProblem("bf16", self.rank, (parts[0], parts[1], parts[2]), "fp32", form, odd)
+    def across(self, tokens: int) -> ShrinkArguments:
+        """The same with weights [G, K, R] seen as [G, R, K]: their columns lie side by side."""
+        a = self.shrink("groups", tokens)
+        weight = a.a.new_empty(self.adapters, self.hidden, self.rank).mT
+        return replace(a, b=None, q_weight=weight, k_weight=weight, v_weight=weight)
+
+    def expand(self, addressing: str, tokens: int) -> ExpandArguments:
+        """A call without memory. Planes of an odd number of rows: 16 does not divide their distance
+        where it does not divide the rank."""
+        s = torch.empty(3, tokens | 1, self.rank, dtype=torch.bfloat16, device="meta")[:, :tokens]
+        adapters = 1 if addressing == "single" else self.adapters
+        bases = [s.new_empty(tokens, width) for width in self.widths]
+        weights = [s.new_empty(adapters, width, self.rank) for width in self.widths]
+        scales = s.new_empty(adapters, dtype=torch.float32)
+        rows = self._rows(addressing, tokens)
+        return ExpandArguments(s, *bases, *weights, scales=scales, **rows)
+
+    def _rows(self, addressing: str, tokens: int) -> dict[str, Any]:
+        if addressing == "single":
+            return {}
+        if addressing == "groups":
+            ids = torch.empty(self.adapters, dtype=torch.int32, device="meta")
+            return {"a_offsets": ids.new_empty(self.adapters + 1), "expert_ids": ids}
+        count = tokens // LONG_SEQUENCE if addressing == "sequences" else tokens
+        return {"expert_ids": torch.empty(count, dtype=torch.int64, device="meta")}
 
 
 LAYERS = (
@@ -56,6 +75,13 @@ LAYERS = (
     LoraLayer("llama3-70b", 8192, (8192, 1024, 1024), rank=64, adapters=32),
     LoraLayer("gpt-oss-20b", 2880, (4096, 512, 512), rank=8),
 )
+# How the rows of a batch are told apart where there are so many: by (least, most) tokens.
+ADDRESSINGS = {
+    "single": (1, 8192),
+    "rows": (1, UNSORTED_ROWS),
+    "sequences": (UNSORTED_ROWS + 1, 8192),
+    "sorted": (UNSORTED_ROWS + 1, 8192),
+}
 
 
 def lora_cases(target: Target) -> list[AuditCase]:
@@ -63,8 +89,9 @@ def lora_cases(target: Target) -> list[AuditCase]:
     other forms and ranks too."""
     first = LAYERS[0]
     cases = [case for layer in LAYERS for case in _token_cases(layer, "groups", target)]
-    for addressing in ("single", "rows", "sequences", "sorted"):
-        cases += _token_cases(first, addressing, target)
+    for addressing, (least, most) in ADDRESSINGS.items():
+        counts = tuple(tokens for tokens in TOKEN_COUNTS if least <= tokens <= most)
+        cases += _token_cases(first, addressing, target, counts)
     for rank in OTHER_RANKS:
         layer = LoraLayer(f"{first.name} rank {rank}", first.hidden, first.widths, rank)
         cases += _token_cases(layer, "groups", target, (1, 64, 8192))
@@ -72,75 +99,44 @@ def lora_cases(target: Target) -> list[AuditCase]:
     cases += _token_cases(replace(LAYERS[1], adapters=64), "groups", target, (8192,))
     cases += _token_cases(replace(first, rank=128, adapters=32), "groups", target, (6144,))
     cases += _token_cases(replace(first, rank=32), "groups", target, (2048,))
-    cases += _across_cases(first, target)
+    for rank, tokens in ((16, 1), (16, 64), (64, 64)):
+        a = replace(first, rank=rank).across(tokens)
+        cases += _shrink_cases(f"lora {first.name} across rank {rank} T={tokens}", a, target)
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
-
-
-def _across_cases(layer: LoraLayer, target: Target) -> Iterator[AuditCase]:
-    """Weights [K, R], whose columns lie side by side."""
-    for rank, tokens in ((16, 1), (16, 64), (64, 64)):
-        form = row_form(layer, "groups", tokens)
-        assert form is not None
-        problem = replace(layer, rank=rank).shrink(form)
-        problem = replace(problem, weight_strides=((rank * layer.hidden, 1, rank),) * 3)
-        config = plan_shrink(problem, tokens, target)
-        spec = lora_shrink_kernels.shrink_spec(problem, config, target.name)
-        name = f"lora {layer.name} across rank {rank} T={tokens}: {config}"
-        yield AuditCase(name, spec, _shrink_claims(config))
-
-
-def row_form(layer: LoraLayer, addressing: str, tokens: int) -> RowForm | None:
-    """None where so many tokens are not told apart in this way."""
-    groups = next_power_of_2(layer.adapters + 1)
-    many = tokens > UNSORTED_ROWS
-    if addressing == "groups":
-        return RowForm("groups", layer.adapters, "i32", "i32", groups=groups)
-    if addressing == "rows" and not many:
-        rows = next_power_of_2(tokens)
-        return RowForm("rows", layer.adapters, "i64", groups=groups, rows=rows)
-    if addressing == "sequences" and many:
-        return RowForm("sequences", layer.adapters, "i64", one_each=False)
-    if addressing == "sorted" and many:
-        return RowForm("sorted", layer.adapters, "i64", "i32", inclusive=True, groups=groups)
-    return RowForm("single", 1) if addressing == "single" else None
 
 
 def _token_cases(
     layer: LoraLayer, addressing: str, target: Target, counts: tuple[int, ...] = TOKEN_COUNTS
 ) -> Iterator[AuditCase]:
     for tokens in counts:
-        form = row_form(layer, addressing, tokens)
-        if form is None:
-            continue
         name = f"lora {layer.name} {addressing} T={tokens}"
-        shrink = layer.shrink(form)
-        config = plan_shrink(shrink, tokens, target)
-        spec = lora_shrink_kernels.shrink_spec(shrink, config, target.name)
-        yield AuditCase(f"{name}: {config}", spec, _shrink_claims(config))
-        if library_shrink(shrink, True, False, tokens) is not None:
-            spec = planes_spec(shrink, target.name)
-            yield AuditCase(f"{name}: planes of a library's product", spec, Expectations())
-        expand = layer.expand(form)
-        tile = plan_expand(expand, tokens, target)
-        claims = Expectations()
-        if tile.block_m > 1:
-            claims = Expectations(mma="bf16", legacy_mma_reason=_reason(tile.block_m))
-        spec = lora_expand_kernels.expand_spec(expand, tile, target.name)
-        yield AuditCase(f"{name}: expand {tile}", spec, claims)
-        if form.addressing == "sorted":
-            sort = lora_kernels.order_spec(form, lora_kernels.OrderConfig(), target.name)
-            yield AuditCase(f"{name}: sort", sort, Expectations())
+        yield from _shrink_cases(name, layer.shrink(addressing, tokens), target)
+        report = expand.OP.plan_for(layer.expand(addressing, tokens), target.name)
+        for spec in report.specs:
+            yield AuditCase(f"{name} {spec.kernel}: {report.reason}", spec, claims(spec))
 
 
-def _shrink_claims(config: lora_shrink_kernels.ShrinkConfig) -> Expectations:
-    if isinstance(config, TiledShrink):
-        reason = _reason(config.block_m)
-        return Expectations(mma="bf16", legacy_mma_reason=reason, memory_bound=True)
-    if isinstance(config, FewShrink):
+def _shrink_cases(name: str, a: ShrinkArguments, target: Target) -> Iterator[AuditCase]:
+    report = shrink.OP.plan_for(a, target.name)
+    for spec in report.specs:
+        yield AuditCase(f"{name} {spec.kernel}: {report.reason}", spec, claims(spec))
+    if report.name == "library GEMM":  # other ranks of q, k and v would get the kernel
+        problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
+        config = plan_shrink(problem, a.rows, target)
+        spec = shrink_spec(problem, config, target.name)
+        yield AuditCase(f"{name} {spec.kernel}: {config}", spec, claims(spec))
+
+
+def claims(spec: KernelSpec) -> Expectations:
+    """What the machine code of a LoRA kernel has to show."""
+    if spec.kernel == "lora_shrink_few":
         return Expectations(mma="bf16", legacy_mma_reason=FEW_ROWS_REASON)
-    return Expectations()
-
-
-def _reason(block_m: int) -> str:
-    return "" if block_m >= MMA_ROWS else FEW_ROWS_REASON
+    if spec.kernel not in ("lora_shrink", "lora_expand") or spec.constant("BLOCK_M") == 1:
+        return Expectations()
+    short = int(str(spec.constant("BLOCK_M"))) < MMA_ROWS
+    return Expectations(
+        mma="bf16",
+        legacy_mma_reason=FEW_ROWS_REASON if short else "",
+        memory_bound=spec.kernel == "lora_shrink",
+    )

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tilewright.codegen.lora.plan import plan_shrink, planned_rows
-from tilewright.codegen.lora.shrink_specs import RowShrink, ShrinkProblem, TiledShrink
-from tilewright.codegen.lora.specs import RowForm
+from tilewright.codegen.lora.problem import RowForm, ShrinkProblem
+from tilewright.codegen.lora.specs import RowShrink, TiledShrink
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90
 
 
+def problem(rank, form, strides, dtype="bf16"):
+    """Of three equal ranks, K 4096."""
+    weights = (Operand(dtype, strides),) * 3
+    return ShrinkProblem(4096, (rank,) * 3, Operand(dtype, (4096,)), weights, form)
+
+
 def tile(rank, adapters, rows):
-    """(rows of a tile, its columns) of groups, K 4096."""
-    strides = (3 * rank * 4096, 4096, 1)
-    form = RowForm("groups", adapters, None, "i32")
-    problem = ShrinkProblem("bf16", 4096, rank, (rank,) * 3, 4096, (strides,) * 3, form)
-    config = plan_shrink(problem, planned_rows(rows), SM90)
+    """(rows of a tile, its columns) of groups."""
+    form = RowForm("groups", adapters, None, Operand("i32"))
+    given = problem(rank, form, (3 * rank * 4096, 4096, 1))
+    config = plan_shrink(given, planned_rows(rows), SM90)
     return config.block_m, sum(config.widths)
 
 
@@ -59,8 +63,6 @@ def test_few_counts_are_planned_for():
 )
 def test_weights_across_share_what_is_read_of_them(rank, rows, expected):
     """Weights [K, R] seen as [R, K]."""
-    strides = (rank * 4096, 1, rank)
-    form = RowForm("single", 1)
-    problem = ShrinkProblem("bf16", 4096, rank, (rank,) * 3, 4096, (strides,) * 3, form)
-    assert plan_shrink(problem, rows, SM90) == expected
-    assert isinstance(plan_shrink(replace(problem, dtype="fp32"), 1, SM90), RowShrink)
+    form, strides = RowForm("single", 1), (rank * 4096, 1, rank)
+    assert plan_shrink(problem(rank, form, strides), rows, SM90) == expected
+    assert isinstance(plan_shrink(problem(rank, form, strides, "fp32"), 1, SM90), RowShrink)

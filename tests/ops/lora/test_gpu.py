@@ -11,9 +11,12 @@ import torch
 from tests.ops.test_contract import as_double, clone
 from tilewright.ops.contract import get_op
 from tilewright.ops.lora import expand as lora_expand
-from tilewright.ops.lora import lowering as lora_lowerings
 from tilewright.ops.lora import shrink as lora_shrink
 from tilewright.ops.lora.cases import LoraCase
+from tilewright.ops.lora.lowering import shrink_steps
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import drive
+from tilewright.ops.runtime.replay import repeat
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,18 +93,19 @@ def test_a_repeat_sees_what_is_there_now(op, name, monkeypatch):
 
 
 @pytest.mark.parametrize("case", LIBRARY, ids=lambda case: case.name)
-def test_one_adapter_goes_to_the_library_and_does_so_again(case, monkeypatch):
-    monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)
+def test_one_adapter_goes_to_the_library_and_does_so_again(case):
     op = lora_shrink.OP
     a = op.sample_inputs(case, "cuda")
-    assert op.plan_for(a, "sm90").name == "library GEMM"
-    launched = []
-    monkeypatch.setattr(lora_lowerings, "launch", lambda *given: launched.append(given))
-    before = op.call(a).clone()
-    assert not launched
-    assert torch.equal(op.call(a), before)
+    args, kwargs = op.split(a)
+    machine = machine_of(a.a.device)
+    program = drive(shrink_steps(a, machine.target), machine)
+    assert program.outcome.name == op.plan_for(a, "sm90").name == "library GEMM"
+    assert {spec.kernel for spec in program.specs} <= {"lora_planes"}
+    before = program.outcome.result
+    again = repeat(program, args, kwargs, machine)
+    assert torch.equal(again(*args, **kwargs), before)
     a.a.neg_()
-    assert torch.equal(op.call(a), -before)
+    assert torch.equal(again(*args, **kwargs), -before)
 
 
 def test_the_cache_write_takes_a_delta_that_the_library_began(monkeypatch):

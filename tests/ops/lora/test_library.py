@@ -5,33 +5,32 @@ The lowering for CUDA runs here on CPU tensors, its kernels on Triton's interpre
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.interpreted import Interpreter
 from tests.ops.test_contract import as_double
-from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.lora.library_plan import ALONE, APART, STACKED, library_shrink
 from tilewright.codegen.lora.library_plan import LibraryShrink as Way
-from tilewright.codegen.lora.shrink_specs import ShrinkProblem
-from tilewright.codegen.lora.specs import RowForm
-from tilewright.ops import contract
-from tilewright.ops.lora import library as lora_library
-from tilewright.ops.lora import lowering as lora_lowerings
+from tilewright.codegen.lora.problem import RowForm, ShrinkProblem
+from tilewright.codegen.operand import Operand
 from tilewright.ops.lora import shrink as lora_shrink
 from tilewright.ops.lora.cases import LoraCase
-from tilewright.ops.lora.operands import row_counts
-from tilewright.ops.runtime.recording import note_launch
+from tilewright.ops.lora.lowering import library_choice, library_steps
+from tilewright.ops.lora.operands import row_counts, shrink_problem
+from tilewright.ops.runtime.program import Buffer, Outcome, drive
+from tilewright.ops.runtime.replay import repeat
 
 OP = lora_shrink.OP
 SINGLE = RowForm("single", 1)
 
 
-def problem(rank=64, hidden=4096, form=SINGLE, **changes):
-    strides = (3 * rank * hidden, hidden, 1)
-    made = ShrinkProblem("bf16", hidden, rank, (rank,) * 3, hidden, (strides,) * 3, form)
+def problem(rank=64, hidden=4096, form=SINGLE, dtype="bf16", strides=None, a=None, **changes):
+    weight = Operand(dtype, strides or (3 * rank * hidden, hidden, 1))
+    a = a or Operand(dtype, (hidden,))
+    made = ShrinkProblem(hidden, (rank,) * 3, a, (weight,) * 3, form)
     return replace(made, **changes)
 
 
@@ -46,7 +45,7 @@ def test_each_step_is_taken_from_its_rows_on(table):
             planes = 1 if table == "alone" else 3
             rank = min(columns, 384) // planes // 8 * 8
             given = problem(rank, max(hidden, 1024))
-            given = replace(given, ranks=(rank,) * planes)
+            given = replace(given, ranks=given.ranks[:planes], weights=given.weights[:planes])
             before = "kernels"
             for rows, way in steps:
                 assert way != before
@@ -69,12 +68,13 @@ def refused(given, *, stacked=True, one_group=False):
 
 def test_the_library_is_for_one_adapter_of_all_rows():
     assert not refused(problem())
-    groups = RowForm("groups", 1, None, "i32")
+    ids = Operand("i32")
+    groups = RowForm("groups", 1, None, ids)
     assert not refused(problem(form=groups), one_group=True)
     assert refused(problem(form=groups))
     assert refused(problem(form=replace(groups, num_adapters=2)), one_group=True)
-    assert refused(problem(form=replace(groups, id_dtype="i32")), one_group=True)
-    assert refused(problem(form=RowForm("rows", 1, "i32")))
+    assert refused(problem(form=replace(groups, ids=ids)), one_group=True)
+    assert refused(problem(form=RowForm("rows", 1, ids)))
 
 
 def test_the_library_is_for_what_it_computes_alike_and_fast():
@@ -83,51 +83,27 @@ def test_the_library_is_for_what_it_computes_alike_and_fast():
     assert refused(problem(ranks=(64, 32, 64)))
     assert refused(problem(rank=60))
     assert refused(problem(hidden=4100))
-    assert refused(problem(a_stride=4097))
-    assert refused(problem(unaligned=("a_ptr",)))
-    transposed = problem(weight_strides=((192 * 4096, 1, 192),) * 3)
+    assert refused(problem(a=Operand("bf16", (4097,))))
+    assert refused(problem(a=Operand("bf16", (4096,), aligned=False)))
+    weights = problem().weights
+    off = replace(weights[0], aligned=False)
+    assert refused(problem(weights=(off, *weights[1:])))
+    assert not refused(problem(weights=(weights[0], off, off)))
+    transposed = problem(strides=(192 * 4096, 1, 192))
     assert not refused(transposed)
     assert refused(transposed, stacked=False)
 
 
-def run_kernel(spec, grid, values):
-    load_interpreted(spec)[(*grid,)](**{name: values[name] for name, _ in spec.signature})
+def performed(a, way, machine):
+    """A call by one way of calling a library."""
 
+    def steps():
+        out = yield Buffer.like(lora_shrink.fake(a))
+        problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
+        yield from library_steps(a, way, problem, out, machine.target)
+        return Outcome(out, "library GEMM")
 
-class Launcher:
-    """An interpreted kernel, launched with tensors or, again, with addresses."""
-
-    def __init__(self, spec, grid, values):
-        self.spec, self.grid, self.like = spec, grid, values
-
-    def __call__(self, values):
-        names = [name for name, _ in self.spec.signature]
-        given = zip(names, values, strict=True)
-        run_kernel(self.spec, self.grid, {name: self.tensor(name, v) for name, v in given})
-
-    def tensor(self, name, value):
-        like = self.like[name]
-        if not isinstance(like, torch.Tensor) or isinstance(value, torch.Tensor):
-            return value
-        size = like.numel() * like.element_size()
-        memory = (ctypes.c_char * size).from_address(value)
-        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch):
-    def launch(spec, grid, values, device):
-        launcher = Launcher(spec, grid, values)
-        given = tuple(values[name] for name, _ in spec.signature)
-        launcher(given)
-        note_launch(launcher, given)
-
-    monkeypatch.setattr(lora_library, "launch", launch)
-    monkeypatch.setattr(lora_lowerings, "device_target", lambda device: None)
-
-
-def taking(way, monkeypatch):
-    monkeypatch.setattr(lora_lowerings, "library_choice", lambda *_: way)
+    return drive(steps(), machine)
 
 
 STACK = LoraCase(
@@ -160,45 +136,34 @@ def one_group(inclusive):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_way_computes_the_op(name, on_the_cpu, monkeypatch):
+def test_every_way_computes_the_op(name):
     case, way = CASES[name]
-    taking(way, monkeypatch)
     a = OP.sample_inputs(case)
-    found = OP.tolerances[case.dtype].problem(
-        lora_lowerings.launch_shrink(*_split(a)[0], **_split(a)[1]), OP.reference(as_double(a))
-    )
+    out = performed(a, way, Interpreter()).outcome.result
+    found = OP.tolerances[case.dtype].problem(out, OP.reference(as_double(a)))
     assert found is None, found
 
 
-def _split(a):
-    return OP.split(a)
-
-
 @pytest.mark.parametrize("inclusive", [True, False])
-def test_rows_of_no_group_are_zero(inclusive, on_the_cpu, monkeypatch):
-    taking(CASES["one group"][1], monkeypatch)
+def test_rows_of_no_group_are_zero(inclusive):
     a = one_group(inclusive)
-    args, kwargs = _split(a)
-    out = lora_lowerings.launch_shrink(*args, **kwargs)
+    out = performed(a, CASES["one group"][1], Interpreter()).outcome.result
     assert not out[:, 17:].any()
     exact = OP.reference(as_double(replace(a, a=a.a.nan_to_num())))
     assert OP.tolerances[out.dtype].problem(out, exact) is None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_repeat_calls_the_library_again(name, on_the_cpu, monkeypatch):
+def test_a_repeat_calls_the_library_again(name):
     """On other contents at the same addresses, into a new result."""
     case, way = CASES[name]
-    taking(way, monkeypatch)
-    checks = []
-    run = contract._implementation(replace(OP, validate_values=checks.append), "cuda")
-    a = OP.sample_inputs(case)
-    args, kwargs = _split(a)
-    first = run(*args, **kwargs)
+    a, machine = OP.sample_inputs(case), Interpreter()
+    args, kwargs = OP.split(a)
+    program = performed(a, way, machine)
+    first, again = program.outcome.result, repeat(program, args, kwargs, machine)
     kept = first.clone()
     a.a.neg_()
-    second = run(*args, **kwargs)
-    assert len(checks) == 1
+    second = again(*args, **kwargs)
     assert second.data_ptr() != first.data_ptr()
     assert torch.equal(first, kept)
     assert torch.equal(second, -kept)
@@ -237,8 +202,8 @@ def test_weights_on_a_stack_are_seen_as_one():
     def joined(**weights):
         a = lora_shrink.ShrinkArguments(x, **weights)
         counts = row_counts(a, a.rows, a.rows)
-        given, _ = lora_lowerings.shrink_problem(a, counts)
-        return lora_library.library_choice(a, given, counts).joined
+        given, _ = shrink_problem(a, counts)
+        return library_choice(a, given, counts).joined
 
     assert not joined(q_weight=q, k_weight=k, v_weight=v)
     assert joined(q_weight=k, k_weight=q, v_weight=v)
@@ -251,5 +216,5 @@ def test_a_row_seen_many_times_is_no_stack():
         torch.zeros(4096, 128, dtype=row.dtype), row.expand(1, 192, 128)
     )
     counts = row_counts(a, a.rows, a.rows)
-    given, _ = lora_lowerings.shrink_problem(a, counts)
-    assert lora_library.library_choice(a, given, counts) is None
+    given, _ = shrink_problem(a, counts)
+    assert library_choice(a, given, counts) is None
