@@ -15,10 +15,10 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import StrictError, fuse, target_name
-from tilewright.compiler.kept_reports import KeptReport, kept
 from tilewright.compiler.options import Options
-from tilewright.compiler.overlap import unfused_where_inputs_meet
 from tilewright.compiler.report import GraphReport, Lowered, break_miss
+from tilewright.compiler.report.kept import KeptReport, kept
+from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
 from tilewright.compiler.verify import verified
 from tilewright.patterns.language import CAPTURE, REPORT_IT, Miss, Stage
 

@@ -20,15 +20,15 @@ from torch import fx
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import detect_target
 from tilewright.compiler import _compat
-from tilewright.compiler.failures import Failures, StrictError
-from tilewright.compiler.legality import check_legality, views_in
-from tilewright.compiler.lint import check_graph
+from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.options import Options
-from tilewright.compiler.overlap import InputMemory, input_memory
 from tilewright.compiler.report import GraphReport, Kernel, Site
+from tilewright.compiler.report.failures import Failures, StrictError
 from tilewright.compiler.rewrite import Rewritten, SiteError, arguments_of, rewrite_sites
-from tilewright.compiler.sums import make_sums_new
-from tilewright.compiler.view import build_view
+from tilewright.compiler.rewrite.sums import make_sums_new
+from tilewright.compiler.safety.legality import check_legality, views_in
+from tilewright.compiler.safety.lint import check_graph
+from tilewright.compiler.safety.overlap import InputMemory, input_memory
 from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.tuning import describe
 from tilewright.patterns.dataflow import Dataflow, Value

@@ -23,7 +23,6 @@ from torch._dynamo.exc import Unsupported
 from tests.agreement import ALLOWANCE
 from tests.programs.breakages import BREAKAGES, remember, told_again
 from tests.programs.families import FAMILIES
-from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport
@@ -33,7 +32,8 @@ from tilewright.compiler.verify import (
     relative_error,
     same_elements,
 )
-from tilewright.compiler.verify_sites import SLACK
+from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
+from tilewright.compiler.verify.sites import SLACK
 from tilewright.ops.checks import ArgumentError
 
 PER_MODEL = 20

@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.table import Table
 
-from tilewright.compiler.verify_sites import SiteError, verify_sites
+from tilewright.compiler.verify.sites import SiteError, verify_sites
 from tilewright.tools.commands.common import (
     FAILED,
     CommandError,

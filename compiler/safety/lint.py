@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from tilewright.compiler.spelling import shape_of
+from tilewright.compiler.dataflow.spelling import shape_of
 from tilewright.patterns.language import Match
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from tilewright.compiler import _compat, spelling
-from tilewright.compiler.access import Access, access_of, given, remember
-from tilewright.compiler.aten_names import AtenCall, Hole, aten_call, fill
-from tilewright.compiler.memory import MemoryMap, Storages, slices_of_fresh_memory
-from tilewright.compiler.spelling import (
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow import spelling
+from tilewright.compiler.dataflow.access import Access, access_of, given, remember
+from tilewright.compiler.dataflow.aten_names import AtenCall, Hole, aten_call, fill
+from tilewright.compiler.dataflow.memory import MemoryMap, Storages, slices_of_fresh_memory
+from tilewright.compiler.dataflow.spelling import (
     argument,
     index_effect,
     name_of,
@@ -23,7 +24,7 @@ from tilewright.compiler.spelling import (
     size_of,
     with_rows,
 )
-from tilewright.compiler.writes import WRITES
+from tilewright.compiler.dataflow.writes import WRITES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError

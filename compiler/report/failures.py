@@ -14,7 +14,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.options import Options
-from tilewright.compiler.repro import write_repro
+from tilewright.compiler.report.repro import write_repro
 from tilewright.patterns.language import Match, Miss, internal_miss
 
 log = logging.getLogger("tilewright")

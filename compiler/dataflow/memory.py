@@ -10,7 +10,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.spelling import shape_of, size_of
+from tilewright.compiler.dataflow.spelling import shape_of, size_of
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError

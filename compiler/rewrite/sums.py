@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.spelling import name_of
+from tilewright.compiler.dataflow.spelling import name_of
 
 _NEW: dict[Any, Any] = {operator.iadd: operator.add, "add_": "add"}
 #: What makes the tensor that is added to.

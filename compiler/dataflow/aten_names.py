@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.spelling import name_of
+from tilewright.compiler.dataflow.spelling import name_of
 
 
 @dataclass(frozen=True)

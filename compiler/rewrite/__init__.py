@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.legality import insertion_node
-from tilewright.compiler.lint import check_site
-from tilewright.compiler.materialise import Materialiser
-from tilewright.compiler.spelling import argument, shape_of
+from tilewright.compiler.dataflow.spelling import argument, shape_of
+from tilewright.compiler.rewrite.materialise import Materialiser
+from tilewright.compiler.safety.legality import insertion_node
+from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, get_op
 from tilewright.patterns.dataflow import Dataflow

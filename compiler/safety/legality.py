@@ -131,7 +131,7 @@ def _disjoint(one: Store, other: Store) -> bool:
 
 def lie_apart(one: Memory, other: Memory) -> bool:
     """Whether two inputs on one storage share no element for certain. No guard of Dynamo's holds
-    them to it: `compiler.overlap` looks again at each call."""
+    them to it: `compiler.safety.overlap` looks again at each call."""
     a, b = (in_bytes(m.shape, m.strides, m.dtype.itemsize) for m in (one, other))
     distance = other.offset * other.dtype.itemsize - one.offset * one.dtype.itemsize
     if not all(isinstance(n, int) for n in (*a[0], *a[1], *b[0], *b[1], distance)):

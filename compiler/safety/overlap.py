@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewright.compiler import _compat
-from tilewright.compiler.legality import lie_apart
+from tilewright.compiler.safety.legality import lie_apart
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Dataflow
 

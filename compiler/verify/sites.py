@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Site, collapse_sites
@@ -20,6 +19,7 @@ from tilewright.compiler.verify import (
     relative_error,
     same_elements,
 )
+from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 
 #: What a rewrite may add to the error of the graph it replaces: both round, in other places.
 SLACK = 1.25

@@ -17,7 +17,7 @@ from tilewright.patterns.language import CAPTURE, Miss, Stage
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
     from tilewright.codegen.build import Artifact
-    from tilewright.compiler.overlap import InputMemory
+    from tilewright.compiler.safety.overlap import InputMemory
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tilewright.compiler import _compat, spelling
-from tilewright.compiler.spelling import argument, is_torch_function, name_of
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow import spelling
+from tilewright.compiler.dataflow.spelling import argument, is_torch_function, name_of
 
 #: Answers remembered for torch's own functions; a model calls few of them at few shapes.
 MAX_REMEMBERED = 1024

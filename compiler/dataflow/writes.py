@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tilewright.compiler.spelling import argument, index_effect, name_of
+from tilewright.compiler.dataflow.spelling import argument, index_effect, name_of
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
 from tilewright.patterns.effects import Effect
