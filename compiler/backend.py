@@ -15,6 +15,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import StrictError, fuse, target_name
+from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Lowered, break_miss
 from tilewright.compiler.report.kept import KeptReport, kept
@@ -47,7 +48,7 @@ def tilewright(
     """
     chosen = Options.of(options)
     found = _fuse_or_not(gm, example_inputs, chosen)
-    breaks = _compat.why_graph_ended(gm)
+    breaks = why_graph_ended(gm)
     if torch.is_grad_enabled() and _needing_grad(example_inputs):
         breaks = []  # nothing would be fused without them either
     told = [break_miss(text) for text in breaks]
@@ -81,7 +82,7 @@ def _raise_strictly(misses: Iterable[Miss], options: Options) -> None:
 # Graph breaks that were warned about, until torch._dynamo.reset(): once for each place.
 _WARNED: set[Miss] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
-_compat.listen_for_breaks(tilewright, _frame_broke)
+listen_for_breaks(tilewright, _frame_broke)
 
 
 def reports() -> tuple[KeptReport, ...]:
@@ -245,7 +246,7 @@ def lower(
         return _stand_in(gm)
 
     after: list[str] = []
-    with _compat.noting_breaks(capture) as breaks, torch.no_grad(), _compat.unlimited_compiles():
+    with noting_breaks(capture) as breaks, torch.no_grad(), _compat.unlimited_compiles():
         compiled = _compat.compile_apart(model, backend=capture, dynamic=dynamic)
         try:
             compiled(*args, **(kwargs or {}))

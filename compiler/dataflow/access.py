@@ -82,8 +82,7 @@ def access_of(node: fx.Node) -> Access:
 
 def given(node: fx.Node) -> list[torch.Tensor]:
     """Every tensor that a node gets, in whatever containers."""
-    held = [source.meta.get("example_value") for source in node.all_input_nodes]
-    return [tensor for value in held for tensor in _compat.tensors_in(value)]
+    return _compat.tensors_of(*node.all_input_nodes)
 
 
 def _written_by_schema(node: fx.Node, target: Any) -> Access:
@@ -183,9 +182,8 @@ def _writes_outside(body: fx.GraphModule) -> bool:
             keys = _compat.storage_keys(tensor)
             if not keys or not own.issuperset(keys) or outside.intersection(keys):
                 return True
-        made = _compat.tensors_in(node.meta.get("example_value"))
         into = outside if node.op in ("placeholder", "get_attr") else own
-        into.update(key for tensor in made for key in _compat.storage_keys(tensor))
+        into.update(_compat.storages_of(node))
     return False
 
 

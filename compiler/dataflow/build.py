@@ -498,10 +498,9 @@ class _Builder:
 
     def _note_reads(self, node: fx.Node) -> None:
         """A node reads all tensors that it is given, those in containers too."""
-        for source in node.all_input_nodes:
-            for tensor in _compat.tensors_in(source.meta.get("example_value")):
-                for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
-                    self.memory.reads[memory].append((self.positions[node], node))
+        for tensor in given(node):
+            for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
+                self.memory.reads[memory].append((self.positions[node], node))
 
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
         named = [node.kwargs[name] for name in _leading(node)]

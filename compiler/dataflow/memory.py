@@ -43,7 +43,7 @@ class Storages:
         #: Nodes whose tensors hide dimensions or tangents, inside of vmap, grad and jvp.
         self.wrapped: set[fx.Node] = set()
         for node in graph.nodes:
-            for tensor in _compat.tensors_in(node.meta.get("example_value")):
+            for tensor in _compat.tensors_of(node):
                 if _compat.is_functorch_wrapper(tensor):
                     self.wrapped.add(node)
                 keys = _compat.storage_keys(tensor)
@@ -55,8 +55,7 @@ class Storages:
     def _given(self, node: fx.Node) -> list[int]:
         return [
             self._unknown.get(id(tensor), key)
-            for source in node.all_input_nodes
-            for tensor in _compat.tensors_in(source.meta.get("example_value"))
+            for tensor in _compat.tensors_of(*node.all_input_nodes)
             for key in _compat.storage_keys(tensor) or (-id(tensor),)
         ]
 

@@ -182,9 +182,7 @@ def _inputs(held: Iterable[Any]) -> Iterator[str]:
             device = str(item.device)
             zeros = f"torch.zeros({size}, dtype=torch.uint8, device={device!r})"
             yield f"{storages[key]} = {zeros}.untyped_storage()"
-        sizes, strides = (
-            tuple(_compat.hint_of(n) for n in numbers) for numbers in (item.shape, item.stride())
-        )
+        sizes, strides = _compat.hints_of(item.shape), _compat.hints_of(item.stride())
         offset = _compat.hint_of(item.storage_offset())
         empty = f"torch.empty(0, dtype={item.dtype}, device={str(item.device)!r})"
         yield f"# {item.dtype}{list(sizes)}"
@@ -194,7 +192,7 @@ def _inputs(held: Iterable[Any]) -> Iterator[str]:
 
 
 def _zeros(tensor: torch.Tensor) -> str:
-    shape = tuple(_compat.hint_of(n) for n in tensor.shape)
+    shape = _compat.hints_of(tensor.shape)
     device = str(tensor.device)
     return f"torch.zeros({shape}, dtype={tensor.dtype}, device={device!r})"
 

@@ -262,8 +262,7 @@ class Materialiser:
         )
 
     def _storages(self, *nodes: fx.Node) -> set[int]:
-        tensors = _compat.tensors_in([node.meta.get("example_value") for node in nodes])
-        return set(map(self.flow.storage_of, tensors))
+        return set(map(self.flow.storage_of, _compat.tensors_of(*nodes)))
 
     def _describe(self, node: fx.Node) -> None:
         node.meta["example_value"] = _compat.run_fake(node)

@@ -27,13 +27,13 @@ def make_sums_new(graph: fx.Graph) -> int:
             base = node.args[0] if node.args else None
             if isinstance(base, fx.Node) and _is_private(base, node, owners):
                 # What follows shares the sum's memory: what is added to gets another.
-                for storage in _storages(base.meta["example_value"]):
+                for storage in _compat.storages_of(base):
                     owners[storage] = []
                 base.meta["example_value"] = _like(base)
                 base.replace_all_uses_with(node, partial(operator.is_not, node))
                 node.target = _NEW[node.target]
                 changed += 1
-        for storage in _storages(node.meta.get("example_value")):
+        for storage in _compat.storages_of(node):
             owners.setdefault(storage, []).append(node)
     return changed
 
@@ -50,12 +50,8 @@ def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) 
         other = other.meta.get("example_value")
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
         return False
-    storages = _storages(held)
+    storages = _compat.storages_of(base)
     return bool(storages) and all(owners.get(storage, []) == [base] for storage in storages)
-
-
-def _storages(held: Any) -> list[int]:
-    return [key for tensor in _compat.tensors_in(held) for key in _compat.storage_keys(tensor)]
 
 
 def _like(node: fx.Node) -> torch.Tensor:
