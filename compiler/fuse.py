@@ -20,6 +20,7 @@ from torch import fx
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import detect_target
 from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
@@ -29,7 +30,7 @@ from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.legality import check_legality, views_in
 from tilewright.compiler.safety.lint import check_graph
 from tilewright.compiler.safety.overlap import InputMemory, input_memory
-from tilewright.ops.contract import get_op
+from tilewright.ops.contract import LoweringReport, get_op
 from tilewright.ops.qkv.tuning import describe
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
@@ -178,9 +179,10 @@ def _sites(
 ) -> tuple[Site, ...] | None:
     """The sites with the plans of their ops; None where plans failed, whose sites are refused."""
     sites: list[Site] = []
+    plans: _Plans = {}
     for done in rewritten:
         try:
-            sites.append(_site(done, target))
+            sites.append(_site(done, target, plans))
         except Exception as error:
             failures.refuse(done.match, f"to plan {done.match.op} for {target}", error)
     return tuple(sites) if len(sites) == len(rewritten) else None
@@ -257,10 +259,14 @@ def _wanted(match: Match, only: Sequence[str] | None) -> bool:
     return only is None or any(fnmatch.fnmatchcase(match.scope, pattern) for pattern in only)
 
 
-def _site(done: Rewritten, target: str) -> Site:
+# The plans of one graph's ops, by `call_key`: most layers of a model are alike.
+_Plans = dict[Any, LoweringReport]
+
+
+def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
     match = done.match
-    chosen = _lowering(done.node, done.node.meta["tilewright"]["op"], target)
-    inner = [_lowering(node, name, target) for node, name in _nested_ops(done.node)]
+    chosen = _lowering(done.node, done.node.meta["tilewright"]["op"], target, plans)
+    inner = [_lowering(node, name, target, plans) for node, name in _nested_ops(done.node)]
     specs = [spec for plan in (*inner, chosen) for spec in plan.specs]
     return Site(
         pattern=match.pattern,
@@ -300,10 +306,13 @@ def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
     return list(dict.fromkeys(found))
 
 
-def _lowering(node: fx.Node, name: str, target: str) -> Any:
+def _lowering(node: fx.Node, name: str, target: str, plans: _Plans) -> LoweringReport:
     """The plan of an op at the shapes of one node."""
-    op = get_op(name)
-    return op.plan_for(arguments_of(op, node), target)
+    key = call_key(node)
+    if key not in plans:
+        op = get_op(name)
+        plans[key] = op.plan_for(arguments_of(op, node), target)
+    return plans[key]
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

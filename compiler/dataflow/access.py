@@ -193,7 +193,7 @@ def _writes_outside(body: fx.GraphModule) -> bool:
 def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
     """By running the call on stand-ins; all it is given where that cannot be done."""
     torchs = _is_torchs(node)
-    key = _metadata(node, tensors) if torchs else None
+    key = call_key(node) if torchs else None
     if key is not None and key in _remembered:
         places = _remembered[key]
     else:
@@ -245,20 +245,18 @@ def _is_torchs(node: fx.Node) -> bool:
     return is_torch_function(node.target) and not local and not module.startswith("torch._dynamo")
 
 
-def _metadata(node: fx.Node, tensors: list[torch.Tensor]) -> Any:
-    """A key of all that decides what a function of torch writes: the target, how tensors are laid
-    out and share memory, and the other arguments."""
-    keys = [_compat.storage_keys(tensor) for tensor in tensors]
-    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    described = tuple(
-        (type(t), t.dtype, *_compat.layout_of(t), str(t.device), order[key])
-        for t, key in zip(tensors, keys, strict=True)
-    )
-    index = {id(tensor): i for i, tensor in enumerate(tensors)}
+def call_key(node: fx.Node) -> Any:
+    """A key of all of a call but the data: the target, how tensors are laid out and share memory,
+    and the other arguments. Equal within one graph only, where there are symbolic sizes."""
+    inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
+    storages: dict[tuple[int, ...], int] = {}
 
-    def leaf(source: fx.Node) -> Any:
+    def described(source: fx.Node) -> str:
         held = source.meta.get("example_value")
-        return f"<{index[id(held)]}>" if id(held) in index else repr(held)
+        return f"{inputs[source]}: {[*map(laid_out, _compat.tensors_in(held))] or held!r}"
 
-    arguments = repr(fx.node.map_arg((node.args, node.kwargs), leaf))
-    return (node.target, arguments, repr(described))
+    def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
+        storage = storages.setdefault(_compat.storage_keys(tensor), len(storages))
+        return type(tensor), tensor.dtype, tensor.device, *_compat.layout_of(tensor), storage
+
+    return node.target, repr(fx.node.map_arg((node.args, node.kwargs), described))

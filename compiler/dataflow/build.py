@@ -492,15 +492,18 @@ class _Builder:
 
     def _note_read(self, node: fx.Node) -> None:
         """The node being visited reads what another node's tensor holds."""
-        reader = next(reversed(self.positions))
-        memory = self.memory.places[node].memory
-        self.memory.reads[memory].append((self.positions[reader], reader))
+        reader, position = next(reversed(self.positions.items()))
+        self.memory.note_read(self.memory.places[node].memory, position, reader)
 
     def _note_reads(self, node: fx.Node) -> None:
         """A node reads all tensors that it is given, those in containers too."""
-        for tensor in given(node):
-            for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
-                self.memory.reads[memory].append((self.positions[node], node))
+        for source in node.all_input_nodes:
+            if source in self.memory.places:
+                self._note_read(source)
+                continue
+            for tensor in _compat.tensors_of(source):
+                for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
+                    self.memory.note_read(memory, self.positions[node], node)
 
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
         named = [node.kwargs[name] for name in _leading(node)]

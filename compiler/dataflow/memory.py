@@ -116,6 +116,12 @@ class MemoryMap:
         version = self.version[of.memory]
         self.places[node] = Place(of.memory, effect, dtype or of.dtype, version, view, why)
 
+    def note_read(self, memory: Memory, position: int, node: fx.Node) -> None:
+        """A node, at its place in program order, reads a memory; noted once."""
+        reads = self.reads[memory]
+        if not reads or reads[-1][1] is not node:
+            reads.append((position, node))
+
     def read(self, node: fx.Node) -> View | None:
         """What a node's tensor holds now; None where a write made that unknowable."""
         place = self.places[node]

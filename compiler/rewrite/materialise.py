@@ -17,7 +17,7 @@ from tilewright.ops.contract import get_op
 from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, source_of
-from tilewright.patterns.effects import Atom, Effect, Size
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
 from tilewright.patterns.language import Parts
 
 _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
@@ -103,6 +103,8 @@ class Materialiser:
         """A node that selects `effect` of `base`, a tensor of `shape`."""
         if effects.is_identity(effect, shape):
             return base
+        if _is_reshape(effect, shape):
+            return self.call("reshape", base, self.sizes(effect.shape))
         node, atoms = self._apart(base, shape, effect)
         node = self._ordered(node, atoms, effect)
         if shape_of(node.meta["example_value"]) == effect.shape:
@@ -185,7 +187,7 @@ class Materialiser:
             return self._symbol(size)
         function = _SIZE_FUNCTIONS.get(type(size))
         if function is None:
-            raise effects.InexpressibleError(f"no node computes the size {size}")
+            raise InexpressibleError(f"no node computes the size {size}")
         total, *rest = [self.size(part) for part in size.args]
         for part in rest:
             total = self.call(function, total, part)
@@ -195,7 +197,7 @@ class Materialiser:
         if self._symbols is None:
             self._symbols = self._find_symbols()
         if symbol not in self._symbols:
-            raise effects.InexpressibleError(self._unknown(symbol))
+            raise InexpressibleError(self._unknown(symbol))
         return self._symbols[symbol]()
 
     def _unknown(self, symbol: sympy.Expr) -> str:
@@ -270,6 +272,14 @@ class Materialiser:
         for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
             if key in self.serving.meta:
                 node.meta[key] = self.serving.meta[key]
+
+
+def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:
+    """Whether `effect` selects a whole tensor of `shape`, in row-major order."""
+    try:
+        return effects.reshape(effects.identity(shape), effect.shape) == effect
+    except InexpressibleError:
+        return False
 
 
 def _itself(node: fx.Node) -> fx.Node:

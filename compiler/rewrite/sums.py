@@ -20,30 +20,38 @@ _MADE_BY = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "add"
 
 def make_sums_new(graph: fx.Graph) -> int:
     """Turns such sums of `graph` into sums that return a new tensor; how many there were."""
+    if not any(map(_adds_to_a_product, graph.nodes)):
+        return 0
     owners: dict[int, list[fx.Node]] = {}
     changed = 0
     for node in graph.nodes:
-        if node.target in _NEW and node.op in ("call_function", "call_method"):
-            base = node.args[0] if node.args else None
-            if isinstance(base, fx.Node) and _is_private(base, node, owners):
-                # What follows shares the sum's memory: what is added to gets another.
-                for storage in _compat.storages_of(base):
-                    owners[storage] = []
-                base.meta["example_value"] = _like(base)
-                base.replace_all_uses_with(node, partial(operator.is_not, node))
-                node.target = _NEW[node.target]
-                changed += 1
+        if _adds_to_a_product(node) and _is_private(base := node.args[0], node, owners):
+            # What follows shares the sum's memory: what is added to gets another.
+            for storage in _compat.storages_of(base):
+                owners[storage] = []
+            base.meta["example_value"] = _like(base)
+            base.replace_all_uses_with(node, partial(operator.is_not, node))
+            node.target = _NEW[node.target]
+            changed += 1
         for storage in _compat.storages_of(node):
             owners.setdefault(storage, []).append(node)
     return changed
+
+
+def _adds_to_a_product(node: fx.Node) -> bool:
+    base = node.args[0] if node.args else None
+    return (
+        node.target in _NEW
+        and isinstance(base, fx.Node)
+        and base.op in ("call_function", "call_method")
+        and name_of(base) in _MADE_BY
+    )
 
 
 def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) -> bool:
     """Whether nothing saw what is written to before, and the sum has its type and shape."""
     held = base.meta.get("example_value")
     if any(user < node for user in base.users) or not isinstance(held, torch.Tensor):
-        return False
-    if base.op not in ("call_function", "call_method") or name_of(base) not in _MADE_BY:
         return False
     other = node.args[1] if len(node.args) > 1 else None
     if isinstance(other, fx.Node):
