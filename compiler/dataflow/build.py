@@ -70,6 +70,7 @@ class _Builder:
 
     def visit(self, position: int, node: fx.Node) -> None:
         self.positions[node] = position
+        self.visited = position, node
         result = node.meta.get("example_value")
         if node.op == "output":
             self.outputs = tuple(self._views(node.args))
@@ -169,7 +170,9 @@ class _Builder:
             self.memory.allocate(node, result, view, is_input=False)
             return
         local, why = None, place.why
-        if place.effect is not None:
+        if place.effect is base.effect and view.value is base.value:
+            local = view.effect
+        elif place.effect is not None:
             try:
                 local = rule(place.effect)
             except InexpressibleError as error:
@@ -492,8 +495,7 @@ class _Builder:
 
     def _note_read(self, node: fx.Node) -> None:
         """The node being visited reads what another node's tensor holds."""
-        reader, position = next(reversed(self.positions.items()))
-        self.memory.note_read(self.memory.places[node].memory, position, reader)
+        self.memory.note_read(self.memory.places[node].memory, self.visited)
 
     def _note_reads(self, node: fx.Node) -> None:
         """A node reads all tensors that it is given, those in containers too."""
@@ -503,7 +505,7 @@ class _Builder:
                 continue
             for tensor in _compat.tensors_of(source):
                 for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
-                    self.memory.note_read(memory, self.positions[node], node)
+                    self.memory.note_read(memory, self.visited)
 
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
         named = [node.kwargs[name] for name in _leading(node)]

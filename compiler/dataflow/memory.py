@@ -10,7 +10,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.dataflow.spelling import shape_of, size_of
+from tilewright.compiler.dataflow.spelling import shape_of, size_of, sizes
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
@@ -88,13 +88,14 @@ class MemoryMap:
             is_input=is_input,
             is_constant=is_input and isinstance(tensor, torch.nn.Parameter),
             shape=shape_of(tensor),
-            strides=tuple(size_of(s) for s in tensor.stride()) if strided else (),
+            strides=sizes(tensor.stride()) if strided else (),
             offset=size_of(tensor.storage_offset()) if strided else 0,
             dtype=tensor.dtype,
             storage=self.storages.of(tensor),
         )
         self.by_storage[memory.storage].append(memory)
-        self.places[node] = Place(memory, effects.identity(memory.shape), memory.dtype, 0, view)
+        whole = view.effect if view.is_whole else effects.identity(memory.shape)
+        self.places[node] = Place(memory, whole, memory.dtype, 0, view)
 
     def shared_with(self, tensor: torch.Tensor, node: fx.Node | None) -> Place | None:
         """The place of `node` if `tensor` lies on the same storage, else None."""
@@ -116,11 +117,11 @@ class MemoryMap:
         version = self.version[of.memory]
         self.places[node] = Place(of.memory, effect, dtype or of.dtype, version, view, why)
 
-    def note_read(self, memory: Memory, position: int, node: fx.Node) -> None:
-        """A node, at its place in program order, reads a memory; noted once."""
+    def note_read(self, memory: Memory, reader: tuple[int, fx.Node]) -> None:
+        """A memory is read by a node, given with its place in program order; noted once."""
         reads = self.reads[memory]
-        if not reads or reads[-1][1] is not node:
-            reads.append((position, node))
+        if not reads or reads[-1] is not reader:
+            reads.append(reader)
 
     def read(self, node: fx.Node) -> View | None:
         """What a node's tensor holds now; None where a write made that unknowable."""

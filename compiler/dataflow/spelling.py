@@ -9,7 +9,7 @@ asked for its ATen name by :mod:`tilewright.compiler._compat`; what stays unknow
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -371,7 +371,12 @@ def size_of(item: Any) -> Size:
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     """A (fake) tensor's shape as sizes."""
-    return tuple(n if isinstance(n, int) else size_of(n) for n in tensor.shape)
+    return sizes(tensor.shape)
+
+
+def sizes(numbers: Iterable[Any]) -> tuple[Size, ...]:
+    """Ints and SymInts as sizes."""
+    return tuple([n if type(n) is int else size_of(n) for n in numbers])
 
 
 def _offset(index: Size, length: Size) -> Size:
