@@ -10,8 +10,10 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
-from typing import Any, get_origin
+from itertools import chain
+from typing import Any, cast, get_origin
 
 import sympy
 import torch
@@ -243,10 +245,7 @@ def run_recorded(
             given, named = stand_ins.of((args, kwargs))
             before = [(t, o, t._version, _placed(t)) for t, o in stand_ins.made]
             with writes:
-                if isinstance(function, str):
-                    getattr(given[0], function)(*given[1:], **named)
-                else:
-                    function(*given, **named)
+                call(function, given, named)
             written = [
                 original
                 for tensor, original, version, (*_, storage) in before
@@ -323,13 +322,10 @@ def _shape_env(value: Any) -> Any:
     return None
 
 
-def fake_mode_of(tensors: Sequence[Any]) -> Any:
+def fake_mode_of(tensors: Iterable[Any]) -> Any:
     """The fake mode that made these tensors, or None where none is fake."""
-    for tensor in tensors:
-        mode = getattr(tensor, "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
+    modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
+    return next((mode for mode in modes if mode is not None), None)
 
 
 def aten_graph(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.Graph:
@@ -337,12 +333,16 @@ def aten_graph(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) ->
 
     Raises whatever tracing raises: the caller decides what an untraceable node is.
     """
-    mode = fake_mode_of(tensors)
     traced = make_fx(function, pre_dispatch=True, tracing_mode="real")
-    if mode is None:
+    with fake_mode_of(tensors) or nullcontext():
         return traced(*tensors).graph
-    with mode:
-        return traced(*tensors).graph
+
+
+def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a node calls, called: a function, or the first argument's method of that name."""
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
 
 
 def run_fake(node: fx.Node) -> Any:
@@ -352,19 +352,11 @@ def run_fake(node: fx.Node) -> Any:
         return argument.meta["example_value"]
 
     args, kwargs = fx.node.map_arg(node.args, held), fx.node.map_arg(node.kwargs, held)
-    mode = fake_mode_of([a.meta.get("example_value") for a in node.all_input_nodes])
-    if mode is None:  # a factory of numbers alone
-        mode = fake_mode_of([n.meta.get("example_value") for n in node.graph.nodes])
-
-    def run() -> Any:
-        if isinstance(node.target, str):
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)
-
-    if mode is None:
-        return run()
-    with mode, torch.no_grad():
-        return run()
+    # What is made of numbers alone has the mode of the graph's other nodes.
+    nodes = chain(node.all_input_nodes, node.graph.nodes)
+    mode = fake_mode_of(source.meta.get("example_value") for source in nodes)
+    with mode or nullcontext(), torch.no_grad():
+        return call(cast(Any, node.target), args, kwargs)
 
 
 def mode_patches(mode: str | None) -> dict[str, Any] | None:

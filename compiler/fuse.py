@@ -27,7 +27,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, StrictError
 from tilewright.compiler.rewrite import Rewritten, SiteError, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.sums import make_sums_new
-from tilewright.compiler.safety.legality import check_legality, views_in
+from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
 from tilewright.compiler.safety.overlap import InputMemory, input_memory
 from tilewright.ops.contract import LoweringReport, get_op
@@ -121,8 +121,7 @@ def _attempt(
 
         def check(match: Match, flow: Dataflow) -> Miss | None:
             known = refused.get((match.pattern, match.anchor.node))
-            known = known or failures.earlier(match) or _subclass_miss(match, flow)
-            return known or check_legality(match, flow)
+            return known or failures.earlier(match) or check_legality(match, flow)
 
         while True:
             with clock.phase("view"):
@@ -154,24 +153,6 @@ def _attempt(
             check_graph(after.graph)
             after.recompile()
     return _Attempt(after, rewritten, misses, notes, inputs[0])
-
-
-def _subclass_miss(match: Match, flow: Dataflow) -> Miss | None:
-    """The miss of a match that reads or writes a tensor of another class than torch's own."""
-    read = {n: flow.home(v.value) for n, a in match.arguments.items() for v in views_in(a)}
-    read |= {n: a for n, a in match.arguments.items() if isinstance(a, fx.Node)}
-    for name, node in read.items():
-        held = node.meta.get("example_value")
-        if _compat.is_subclass(held):
-            return Miss(
-                match.pattern,
-                "SUBCLASS",
-                Stage.HAZARDS,
-                f"{name} is a {type(held).__name__}: which memory it stands for is not seen",
-                (match.anchor.node,),
-                "give the plain tensor inside (DTensor: to_local()), or fuse before it is wrapped",
-            )
-    return None
 
 
 def _sites(

@@ -20,6 +20,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.spelling import argument, is_torch_function, name_of
+from tilewright.compiler.dataflow.writes import WRITES
 
 #: Answers remembered for torch's own functions; a model calls few of them at few shapes.
 MAX_REMEMBERED = 1024
@@ -123,7 +124,7 @@ def _attribute(node: fx.Node) -> Any:
 # --- known without trying -------------------------------------------------------------------------
 
 # A test holds both tables to the schemas of the operators of those names.
-_WRITES_ITS_FIRST = spelling.INDEXED_WRITES | spelling.IN_PLACE_ARITHMETIC
+_WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
 # Unless asked to write by `out=` or `inplace=`. `embedding` may renormalise its weight.
 _PURE = (
     spelling.NOISE

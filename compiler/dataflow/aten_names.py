@@ -47,10 +47,7 @@ def aten_call(
     or computes anything else."""
 
     def call(*given: torch.Tensor) -> Any:
-        positional, named = fill(tuple(args), given), fill(dict(kwargs), given)
-        if isinstance(node.target, str):
-            return getattr(positional[0], node.target)(*positional[1:], **named)
-        return node.target(*positional, **named)
+        return _compat.call(node.target, fill(tuple(args), given), fill(dict(kwargs), given))
 
     graph = _compat.aten_graph(call, tensors)
     calls = [n for n in graph.nodes if n.op == "call_function" and not _picks(n)]

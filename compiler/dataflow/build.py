@@ -103,17 +103,20 @@ class _Builder:
             name = str(node.args[1])
             if name not in spelling.LAYOUT and not isinstance(result, torch.Tensor):
                 return
-        if name in spelling.INDEXED_WRITES and self._first_tensor(node) is not None:
-            self._write(node, name, result)
-        elif name in spelling.IN_PLACE_ARITHMETIC and self._first_tensor(node) is not None:
-            self._in_place(node, name[:-1], result)
-        elif access or (name == "getitem" and self._first_tensor(node) is None):
+        of = self._first_tensor(node)
+        if of is not None and name in WRITES:
+            self._write(node, of, name, result)
+        elif of is not None and name in spelling.IN_PLACE_ARITHMETIC:
+            self._in_place(node, of, name[:-1], result)
+        elif access or (name == "getitem" and of is None):
             self._unknown_call(node, name, result, access)
-        elif name in spelling.SPLITS and isinstance(result, (tuple, list)):
-            self._split(node, name, result)
+        elif of is not None and name in spelling.SPLITS and isinstance(result, (tuple, list)):
+            self._split(node, of, name, result)
         elif not isinstance(result, torch.Tensor):
             self._opaque(node, name, result)
-        elif not self._layout(node, name, result) and not self._bitcast(node, name, result):
+        elif of is None or not (
+            self._layout(node, of, name, result) or self._bitcast(node, of, name, result)
+        ):
             self._compute(node, name, result)
 
     def _is_transformed(self, node: fx.Node) -> bool:
@@ -123,11 +126,8 @@ class _Builder:
 
     # --- layout ---
 
-    def _layout(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
+    def _layout(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
         """Whether the node only selects or copies; registers its view if so."""
-        of = self._first_tensor(node)
-        if of is None:
-            return False
         source = of.meta["example_value"]
         same = name in spelling.IDENTITY or (name in spelling.CASTS and _same_kind(source, result))
         if name in spelling.DROPOUT:
@@ -161,9 +161,8 @@ class _Builder:
         try:
             view = View(base.value, rule(base.effect))
         except InexpressibleError:
-            value = self._value("opaque:" + name_of(node), (base,), result, node)
+            view = self._value("opaque:" + name_of(node), (base,), result, node).whole
             self.unknown.append(node)
-            view = value.whole
         place = self.memory.shared_with(result, of)
         if place is None:
             self._note_read(of)
@@ -179,10 +178,9 @@ class _Builder:
                 why = str(error)
         self.memory.alias(node, place, local, view, why)
 
-    def _bitcast(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
+    def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
         """`x.view(dtype)` of the same width: the same places, read as other numbers."""
-        of = self._first_tensor(node)
-        if name != "view" or of is None or of.meta["example_value"].shape != result.shape:
+        if name != "view" or of.meta["example_value"].shape != result.shape:
             return False
         place = self.memory.shared_with(result, of)
         if place is None:
@@ -191,9 +189,7 @@ class _Builder:
         self.memory.alias(node, place, place.effect, value.whole, place.why, result.dtype)
         return True
 
-    def _split(self, node: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
-        of = self._first_tensor(node)
-        assert of is not None
+    def _split(self, node: fx.Node, of: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
         shapes = [shape_of(part) for part in result]
         self.others[node] = tuple(
             (of, part, lambda e, i=i: spelling.split_effects(e, name, node, shapes)[i])
@@ -349,19 +345,16 @@ class _Builder:
 
     # --- in-place writes ---
 
-    def _write(self, node: fx.Node, name: str, result: Any) -> None:
-        target = self._first_tensor(node)
-        assert target is not None
+    def _write(self, node: fx.Node, target: fx.Node, name: str, result: Any) -> None:
         place = self.memory.places[target]
-        store = None
-        if place.effect is not None:
-            try:
-                store = WRITES[name](self._operand, node, place.effect)
-            except InexpressibleError as error:
-                store = (place.effect, {}, None, False, str(error))
-        if store is None:
-            store = (effects.identity(place.memory.shape), {}, None, False, place.why)
-        effect, index, source, accumulate, note = store
+        try:
+            if place.effect is None:
+                raise InexpressibleError(place.why)
+            written = WRITES[name](self._operand, node, place.effect)
+        except InexpressibleError as error:
+            whole = place.effect or effects.identity(place.memory.shape)
+            written = whole, {}, None, False, str(error)
+        effect, index, source, accumulate, note = written
         record = Store(place.memory, effect, index, source, name, place.dtype, accumulate, note)
         self._store(node, target, record, result)
 
@@ -391,16 +384,13 @@ class _Builder:
             self.memory.state[store.memory] = cat.whole
             self.homes[cat] = store.memory.root
 
-    def _in_place(self, node: fx.Node, name: str, result: Any) -> None:
-        target = self._first_tensor(node)
-        if target is None:
-            return
+    def _in_place(self, node: fx.Node, target: fx.Node, name: str, result: Any) -> None:
         if not isinstance(result, torch.Tensor):
             result = target.meta["example_value"]
         args, kwargs = self._arguments(node), self._keywords(node)
         computed = self._value(f"aten.{name}", args, result, node, kwargs)
         place = self.memory.places[target]
-        effect = place.effect if place.effect is not None else effects.identity(place.memory.shape)
+        effect = place.effect or effects.identity(place.memory.shape)
         known = computed.whole if place.effect is not None else None
         self.homes[computed] = target
         record = Store(place.memory, effect, {}, known, f"{name}_", place.dtype)
@@ -473,8 +463,7 @@ class _Builder:
     def _read(self, node: fx.Node) -> View:
         view = self.memory.read(node)
         if view is None:
-            value = self._value("opaque:memory", (), node.meta["example_value"], node)
-            view = value.whole
+            view = self._value("opaque:memory", (), node.meta["example_value"], node).whole
         return view
 
     def _operand(self, item: Any) -> Any:

@@ -19,111 +19,64 @@ from torch import fx
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 
-Target = Callable[..., Any] | str
-
-_OPERATORS: dict[Any, str] = {
-    operator.add: "add",
-    operator.iadd: "add_",
-    operator.sub: "sub",
-    operator.isub: "sub_",
-    operator.mul: "mul",
-    operator.imul: "mul_",
-    operator.truediv: "div",
-    operator.itruediv: "div_",
-    operator.floordiv: "floor_divide",
-    operator.mod: "remainder",
-    operator.neg: "neg",
-    operator.pow: "pow",
-    operator.matmul: "matmul",
-    operator.getitem: "getitem",
-    operator.setitem: "setitem",
-    operator.and_: "bitwise_and",
-    operator.or_: "bitwise_or",
-    operator.invert: "bitwise_not",
-    operator.rshift: "bitwise_right_shift",
-    operator.lshift: "bitwise_left_shift",
-    operator.lt: "lt",
-    operator.le: "le",
-    operator.gt: "gt",
-    operator.ge: "ge",
-    operator.eq: "eq",
-    operator.ne: "ne",
-}
-
-_RENAMED = {
-    "true_divide": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
-    "negative": "neg",
-    "clip": "clamp",
-    "clip_": "clamp_",
-    "grouped_mm": "_grouped_mm",
-    "concat": "cat",
-    "concatenate": "cat",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "moveaxis": "movedim",
-    "square": "square",
-    "__getitem__": "getitem",
-    "__setitem__": "setitem",
-    "__add__": "add",
-    "__radd__": "add",
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "__sub__": "sub",
-    "__matmul__": "matmul",
-    "__truediv__": "div",
-    "__iadd__": "add_",
-    "__imul__": "mul_",
-    "__isub__": "sub_",
-    "__itruediv__": "div_",
-}
-
-# Nodes without a value that matters: profiling, autograd and autocast regions, shape queries.
-NOISE = frozenset(
-    {
-        "_log_api_usage_once",
-        "_set_grad_enabled",
-        "_enter_autocast",
-        "_exit_autocast",
-        "_assert_tensor_metadata",
-        "sym_size",
-        "sym_sum",
-        "sym_max",
-        "sym_min",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "is_contiguous",
-        "_check",
-        "_check_is_size",
-    }
-)
-
-# The value is its first operand's, element for element; whether memory is shared, storage tells.
-IDENTITY = frozenset(
-    {"contiguous", "clone", "detach", "alias", "lift_fresh_copy", "requires_grad_", "positive"}
-)
-
-# Identity where the dtype stays, else a cast.
-CASTS = frozenset(
-    {"to", "_to_copy", "float", "half", "bfloat16", "double", "type", "type_as", "long", "int"}
-    | {"bool", "cuda", "cpu"}
-)
-
-# Puts wrappers of vmap, grad and jvp around tensors, and takes them off.
-TRANSFORMS = frozenset(
-    {"_add_batch_dim", "_remove_batch_dim", "_wrap_for_grad", "_unwrap_for_grad", "_make_dual"}
-    | {"_unpack_dual"}
-)
-
-DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"})
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """`add=add iadd=add_` as a table."""
+    return dict(pair.split("=") for pair in text.split())
+
+
+# Functions of `operator` by ATen's names: the first two rows have the same name there.
+_OPERATORS: dict[Any, str] = {
+    getattr(operator, name): aten
+    for name, aten in _pairs(
+        """
+        add=add sub=sub mul=mul neg=neg pow=pow matmul=matmul getitem=getitem setitem=setitem
+        lt=lt le=le gt=gt ge=ge eq=eq ne=ne
+        truediv=div floordiv=floor_divide mod=remainder
+        and_=bitwise_and or_=bitwise_or invert=bitwise_not
+        rshift=bitwise_right_shift lshift=bitwise_left_shift
+        iadd=add_ isub=sub_ imul=mul_ itruediv=div_
+        """
+    ).items()
+}
+
+_RENAMED = _pairs(
+    """
+    true_divide=div divide=div multiply=mul subtract=sub negative=neg clip=clamp clip_=clamp_
+    grouped_mm=_grouped_mm concat=cat concatenate=cat
+    swapaxes=transpose swapdims=transpose moveaxis=movedim
+    __getitem__=getitem __setitem__=setitem __add__=add __radd__=add __mul__=mul __rmul__=mul
+    __sub__=sub __matmul__=matmul __truediv__=div
+    __iadd__=add_ __imul__=mul_ __isub__=sub_ __itruediv__=div_
+    """
+)
+
+# Nodes without a value that matters: profiling, autograd and autocast regions, shape queries.
+NOISE = _names(
+    """
+    _log_api_usage_once _set_grad_enabled _enter_autocast _exit_autocast _assert_tensor_metadata
+    sym_size sym_sum sym_max sym_min size dim numel stride is_contiguous _check _check_is_size
+    """
+)
+
+# The value is its first operand's, element for element; whether memory is shared, storage tells.
+IDENTITY = _names("contiguous clone detach alias lift_fresh_copy requires_grad_ positive")
+
+# Identity where the dtype stays, else a cast.
+CASTS = _names("to _to_copy float half bfloat16 double type type_as long int bool cuda cpu")
+
+# Puts wrappers of vmap, grad and jvp around tensors, and takes them off.
+TRANSFORMS = _names(
+    """
+    _add_batch_dim _remove_batch_dim _wrap_for_grad _unwrap_for_grad _make_dual _unpack_dual
+    """
+)
+
+DROPOUT = _names("dropout dropout1d dropout2d alpha_dropout feature_dropout")
 
 
 # Operators of other libraries that are one of ATen's.
@@ -153,11 +106,6 @@ IN_PLACE_ARITHMETIC = _names(
     exp_ masked_fill_ floor_divide_ bitwise_and_ bitwise_or_ clamp_min_ clamp_max_ remainder_
     rsqrt_ sqrt_ tanh_ addcmul_
     """
-)
-
-INDEXED_WRITES = frozenset(
-    {"setitem", "index_put_", "_index_put_impl_", "index_copy_", "index_add_", "scatter_"}
-    | {"scatter_add_", "copy_", "fill_", "zero_"}
 )
 
 
@@ -307,31 +255,28 @@ def _repeat(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     return effects.reshape(wide, shape)
 
 
-LAYOUT: dict[str, Callable[[Effect, fx.Node, Sequence[Size]], Effect]] = {
-    "view": _to_shape,
-    "reshape": _to_shape,
-    "view_as": _to_shape,
-    "reshape_as": _to_shape,
-    "flatten": _to_shape,
-    "unflatten": _to_shape,
-    "ravel": _to_shape,
-    "_unsafe_view": _to_shape,
-    "transpose": _transpose,
-    "t": _reverse_dims,
-    "T": _reverse_dims,
-    "mT": _swap_last,
-    "permute": _permute,
-    "movedim": _movedim,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "expand": _expand,
-    "expand_as": _expand,
-    "broadcast_to": _expand,
-    "narrow": _narrow,
-    "slice": _slice_tensor,
-    "select": _select,
-    "repeat_interleave": _repeat_interleave,
-    "repeat": _repeat,
+Rule = Callable[[Effect, fx.Node, Sequence[Size]], Effect]
+
+#: What each operation that only selects selects: from its input's effect, the call and its shape.
+LAYOUT: dict[str, Rule] = {
+    name: rule
+    for rule, names in (
+        (_to_shape, "view reshape view_as reshape_as flatten unflatten ravel _unsafe_view"),
+        (_transpose, "transpose"),
+        (_reverse_dims, "t T"),
+        (_swap_last, "mT"),
+        (_permute, "permute"),
+        (_movedim, "movedim"),
+        (_unsqueeze, "unsqueeze"),
+        (_squeeze, "squeeze"),
+        (_expand, "expand expand_as broadcast_to"),
+        (_narrow, "narrow"),
+        (_slice_tensor, "slice"),
+        (_select, "select"),
+        (_repeat_interleave, "repeat_interleave"),
+        (_repeat, "repeat"),
+    )
+    for name in names.split()
 }
 
 
@@ -351,9 +296,7 @@ def split_effects(
     return parts
 
 
-SPLITS = frozenset(
-    {"split", "split_with_sizes", "chunk", "unbind", "unsafe_chunk", "unsafe_split", "tensor_split"}
-)
+SPLITS = _names("split split_with_sizes chunk unbind unsafe_chunk unsafe_split tensor_split")
 
 
 # --- sizes and basic indexing ---------------------------------------------------------------------
@@ -383,12 +326,21 @@ def _offset(index: Size, length: Size) -> Size:
     return index + length if isinstance(index, int) and index < 0 else index
 
 
-def _slice(effect: Effect, dim: int, item: slice, length: Size) -> Effect:
+def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
+    """`item` of dimension `dim`. length: how much that is, where a result's shape tells."""
     size = effect.shape[dim]
     start = 0 if item.start is None else _offset(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
     if not isinstance(step, int):
         raise InexpressibleError("a slice with a symbolic step")
+    if length is None:
+        stop = size if item.stop is None else _offset(size_of(item.stop), size)
+        if all(isinstance(n, int) for n in (size, start, stop)):
+            length = len(range(*slice(start, stop, step).indices(size)))
+        elif step == 1:
+            length = stop - start
+        else:
+            raise InexpressibleError("a strided slice of a symbolic dimension")
     if isinstance(start, int) and isinstance(size, int):
         start = min(start, size)
     return effects.narrow(effect, dim, start, length, step)
@@ -455,7 +407,7 @@ def _apply_item(
     if item is None:
         return effects.unsqueeze(effect, dim), dim + 1
     if isinstance(item, slice):
-        return _apply_slice(effect, dim, item), dim + 1
+        return effect if item == slice(None) else _slice(effect, dim, item), dim + 1
     if is_tensor_node(item):
         tensors[dim] = item
         return effect, dim + 1
@@ -478,19 +430,3 @@ def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
     if not all(isinstance(i, int) for i in at) or len(steps) > 1 or any(s < 1 for s in steps):
         raise InexpressibleError("an index list that is no slice")
     return effects.narrow(effect, dim, at[0], len(at), next(iter(steps), 1))
-
-
-def _apply_slice(effect: Effect, dim: int, item: slice) -> Effect:
-    if item == slice(None):
-        return effect
-    size = effect.shape[dim]
-    stop = size if item.stop is None else _offset(size_of(item.stop), size)
-    start = 0 if item.start is None else _offset(size_of(item.start), size)
-    step = 1 if item.step is None else size_of(item.step)
-    if isinstance(size, int) and isinstance(stop, int) and isinstance(start, int):
-        length: Size = len(range(*slice(start, stop, step).indices(size)))
-    elif step == 1:
-        length = stop - start
-    else:
-        raise InexpressibleError("a strided slice of a symbolic dimension")
-    return _slice(effect, dim, item, length)

@@ -13,7 +13,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
-from tilewright.compiler.safety.legality import insertion_node
+from tilewright.compiler.safety.legality import insertion_node, writes_on
 from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, get_op
@@ -67,7 +67,7 @@ def rewrite_sites(
     done: list[Rewritten] = []
     refused: list[tuple[Match, Miss]] = []
     for match in matches:
-        answer = _rewrite(graph, flow, match, materialiser, failed)
+        answer = _rewrite(match, materialiser, failed)
         if isinstance(answer, Rewritten):
             done.append(answer)
         else:
@@ -75,9 +75,8 @@ def rewrite_sites(
     return done, refused
 
 
-def _rewrite(
-    graph: fx.Graph, flow: Dataflow, match: Match, materialiser: Materialiser, failed: Failed
-) -> Rewritten | Miss:
+def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewritten | Miss:
+    graph, flow = materialiser.graph, materialiser.flow
     last = insertion_node(match, flow)
     materialiser.serving = last
     before = last.prev
@@ -85,11 +84,9 @@ def _rewrite(
         op = get_op(match.op if "::" in match.op else f"tilewright::{match.op}")
         with graph.inserting_before(last):
             node = _insert(op, match, materialiser)
-            if match.needs_kernel:
-                _check_kernel(op, node, match)
-            replacements = [
-                pair for r in match.results for pair in _restate(r, node, flow, materialiser)
-            ]
+            if match.needs_kernel and match.anchor.device.type == "cuda":
+                _check_kernel(op, node)
+            replacements = [pair for r in match.results for pair in _restate(r, node, materialiser)]
     except Exception as error:
         _erase_between(graph, before, last)
         if not isinstance(error, (ArgumentError, InexpressibleError)):
@@ -97,16 +94,16 @@ def _rewrite(
         return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), (last,))
     if (moved := _moved_and_written(replacements, flow)) is not None:
         _erase_between(graph, before, last)
-        return _moved_miss(match, moved)
+        message = f"{moved.name} is changed in place, and the fused op's result has other strides"
+        hint = "change a copy of it"
+        return Miss(match.pattern, "INPUT_MUTATED", Stage.HAZARDS, message, (moved,), hint)
     try:
-        return _put_in_place(graph, flow, match, materialiser, op, node, replacements)
+        return _put_in_place(match, materialiser, op, node, replacements)
     except Exception as error:
         raise SiteError(match) from error
 
 
 def _put_in_place(
-    graph: fx.Graph,
-    flow: Dataflow,
     match: Match,
     materialiser: Materialiser,
     op: FusedOp,
@@ -126,7 +123,7 @@ def _put_in_place(
     for old, new in replacements:
         _redirect(old, new)
         materialiser.replaced[old] = new
-    _erase(graph, flow, match, [old for old, _ in replacements])
+    _erase(match, materialiser, [old for old, _ in replacements])
     check_site(match, node, replacements)
     return Rewritten(match, node, node.meta["tilewright"]["absorbed"])
 
@@ -141,8 +138,8 @@ def _moved_and_written(
     """
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
-        written = any(map(flow.written.get, flow.on_storage(flow.storage_of(one))))
-        if written and _steps(one) != _steps(two):
+        written = next(writes_on(flow, flow.storage_of(one)), None)
+        if written is not None and _steps(one) != _steps(two):
             return old
     return None
 
@@ -150,17 +147,6 @@ def _moved_and_written(
 def _steps(tensor: torch.Tensor) -> list[Any]:
     """The strides that matter: those of dimensions that have more than one element."""
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
-
-
-def _moved_miss(match: Match, node: fx.Node) -> Miss:
-    return Miss(
-        match.pattern,
-        "INPUT_MUTATED",
-        Stage.HAZARDS,
-        f"{node.name} is changed in place, and the fused op's result has other strides",
-        (node,),
-        "change a copy of it",
-    )
 
 
 def arguments_of(op: FusedOp, node: fx.Node) -> Any:
@@ -172,18 +158,12 @@ def arguments_of(op: FusedOp, node: fx.Node) -> Any:
     return op.arguments(*tensors[: len(args)], **named)
 
 
-def _check_kernel(op: FusedOp, node: fx.Node, match: Match) -> None:
+def _check_kernel(op: FusedOp, node: fx.Node) -> None:
     """Raises ArgumentError where a GPU has no kernel for a call: the graph is faster than that."""
-    if _device_type(match) != "cuda":
-        return
     choice = op.choose("cuda", arguments_of(op, node))
     if choice.lowering.name == "reference":
         reasons = "; ".join(reason for _, reason in choice.rejected)
         raise ArgumentError(op.name, "arguments", "some that a kernel takes", reasons)
-
-
-def _device_type(match: Match) -> str:
-    return match.anchor.device.type
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
@@ -193,10 +173,9 @@ def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
     positional: list[Any] = []
     keyword: dict[str, Any] = {}
-    for spec in schema.arguments:
+    for at, spec in enumerate(schema.arguments):
         if spec.name not in given:
             continue
-        at = schema.arguments.index(spec)
         if spec.kwarg_only or at != len(positional):
             keyword[spec.name] = given[spec.name]
         else:
@@ -218,14 +197,15 @@ def _check_names(op: FusedOp, match: Match, names: list[str]) -> None:
 
 
 def _restate(
-    result: Result | Parts, node: fx.Node, flow: Dataflow, materialiser: Materialiser
+    result: Result | Parts, node: fx.Node, materialiser: Materialiser
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Each node that is replaced, and the selection of the op's output that takes its place."""
     node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
     if isinstance(result, Result):
         return [(result.replaced.node, materialiser.select(node, shape, result.effect))]
-    return [(n, materialiser.select(node, shape, e)) for n, e in _held_parts(result, flow)]
+    held = _held_parts(result, materialiser.flow)
+    return [(part, materialiser.select(node, shape, effect)) for part, effect in held]
 
 
 def _output(result: Result | Parts, node: fx.Node, materialiser: Materialiser) -> fx.Node:
@@ -266,8 +246,9 @@ def _redirect(old: fx.Node, new: fx.Node) -> None:
                 front.append(user)
 
 
-def _erase(graph: fx.Graph, flow: Dataflow, match: Match, replaced: Sequence[fx.Node]) -> None:
+def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]) -> None:
     """Removes the absorbed writes and whatever only they needed."""
+    graph, flow = materialiser.graph, materialiser.flow
     candidates: list[fx.Node] = []
     for store in dict.fromkeys(s.node for s in (*match.stores, *match.scratch)):
         candidates += store.all_input_nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -13,6 +13,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import shape_of
+from tilewright.compiler.safety.legality import writes_on
 from tilewright.ops.contract import get_op
 from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
@@ -64,7 +65,6 @@ class Materialiser:
         self.graph = graph
         self.flow = flow
         self.serving: fx.Node | None = None
-        self._symbols: dict[sympy.Expr, Callable[[], fx.Node]] | None = None
         self._made: dict[Any, fx.Node] = {}
         # What an earlier rewrite put in the place of a node.
         self.replaced: dict[fx.Node, fx.Node] = {}
@@ -194,11 +194,10 @@ class Materialiser:
         return total
 
     def _symbol(self, symbol: sympy.Expr) -> fx.Node:
-        if self._symbols is None:
-            self._symbols = self._find_symbols()
         if symbol not in self._symbols:
             raise InexpressibleError(self._unknown(symbol))
-        return self._symbols[symbol]()
+        node, dim = self._symbols[symbol]
+        return node if dim is None else self.call("size", node, dim)
 
     def _unknown(self, symbol: sympy.Expr) -> str:
         """Why a size cannot be made of the sizes of inputs."""
@@ -209,17 +208,19 @@ class Materialiser:
                 return f"the size {symbol} is computed from data{where}, so no input has it"
         return f"the size {symbol} is that of no input: it depends on data"
 
-    def _find_symbols(self) -> dict[sympy.Expr, Callable[[], fx.Node]]:
-        found: dict[sympy.Expr, Callable[[], fx.Node]] = {}
+    @cached_property
+    def _symbols(self) -> dict[sympy.Expr, tuple[fx.Node, int | None]]:
+        """The input that holds a symbol, and the dimension that has it as its size."""
+        found: dict[sympy.Expr, tuple[fx.Node, int | None]] = {}
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 continue
             held = node.meta.get("example_value")
             for symbol in _compat.size_symbols(held):
-                found[symbol] = partial(_itself, node)
+                found[symbol] = node, None
             for dim, size in enumerate(held.shape if isinstance(held, torch.Tensor) else ()):
                 for symbol in _compat.size_symbols(size):
-                    found.setdefault(symbol, partial(self.call, "size", node, dim))
+                    found.setdefault(symbol, (node, dim))
         return found
 
     # --- nodes ---
@@ -259,8 +260,7 @@ class Materialiser:
         return not any(
             self.flow.positions[write.node] < here
             for storage in storages
-            for memory in self.flow.on_storage(storage)
-            for write in self.flow.written.get(memory, ())
+            for write in writes_on(self.flow, storage)
         )
 
     def _storages(self, *nodes: fx.Node) -> set[int]:
@@ -280,10 +280,6 @@ def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:
         return effects.reshape(effects.identity(shape), effect.shape) == effect
     except InexpressibleError:
         return False
-
-
-def _itself(node: fx.Node) -> fx.Node:
-    return node
 
 
 def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom]) -> Size | None:

@@ -4,6 +4,7 @@ graph made and that nothing read before. Patterns then see one spelling of a sum
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,8 +66,5 @@ def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) 
 def _like(node: fx.Node) -> torch.Tensor:
     """A fake tensor laid out as a node's, with memory of its own."""
     held = node.meta["example_value"]
-    mode = _compat.fake_mode_of([held])
-    if mode is None:
-        return torch.empty_like(held)
-    with mode, torch.no_grad():
+    with _compat.fake_mode_of([held]) or nullcontext(), torch.no_grad():
         return torch.empty_like(held)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewright.compiler._compat import tensors_in
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport
 
@@ -50,10 +51,8 @@ def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Differenc
     ours, theirs = clone_inputs(inputs), clone_inputs(inputs)
     fused = report.after(*ours)
     plain = report.before(*theirs)
-    outputs = _differences("output", flat_tensors(fused), flat_tensors(plain))
-    return outputs + _differences(
-        "input", flat_tensors(ours), flat_tensors(theirs), flat_tensors(inputs)
-    )
+    outputs = _differences("output", tensors_in(fused), tensors_in(plain))
+    return outputs + _differences("input", tensors_in(ours), tensors_in(theirs), tensors_in(inputs))
 
 
 def verified(
@@ -108,15 +107,6 @@ def clone_inputs(
         held = held if held.dtype == dtype else held.view(dtype)
         copies.append(held.as_strided(item.size(), item.stride(), item.storage_offset()))
     return copies
-
-
-def flat_tensors(items: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples and lists, in order."""
-    if isinstance(items, torch.Tensor):
-        return [items]
-    if isinstance(items, (tuple, list)):
-        return [t for item in items for t in flat_tensors(item)]
-    return []
 
 
 def _differences(

@@ -13,12 +13,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Site, collapse_sites
-from tilewright.compiler.verify import (
-    clone_inputs,
-    flat_tensors,
-    relative_error,
-    same_elements,
-)
+from tilewright.compiler.verify import clone_inputs, relative_error, same_elements
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 
 #: What a rewrite may add to the error of the graph it replaces: both round, in other places.
@@ -116,13 +111,13 @@ def _run(
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> _Ran:
     given = clone_inputs(inputs, convert, shared=_is_weight)
-    outputs = [t for t in flat_tensors(run(*given)) if t.is_floating_point()]
+    outputs = [t for t in _compat.tensors_in(run(*given)) if t.is_floating_point()]
     return _Ran(outputs, _written(given))
 
 
 def _written(inputs: Sequence[Any]) -> list[torch.Tensor]:
     """What a run may have written to: caches are among it."""
-    return [t for t in flat_tensors(inputs) if t.is_floating_point() and not _is_weight(t)]
+    return [t for t in _compat.tensors_in(inputs) if t.is_floating_point() and not _is_weight(t)]
 
 
 def _changed(
