@@ -32,7 +32,7 @@ def draw_results(results: Path, names: Sequence[str], folder: Path) -> list[Path
     for path in (results / f"{name}.json" for name in names):
         if path.is_file() and (figure := figure_of(json.loads(path.read_text("utf-8")))):
             drawn.append(folder / f"{path.stem}.svg")
-            write_whole(drawn[-1], _svg(figure))
+            write_whole(drawn[-1], svg(figure))
     return drawn
 
 
@@ -75,7 +75,8 @@ def _draw_panel(
     axes.grid(True, alpha=0.3)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """A figure as the text of an SVG file, the same at each run."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -24,6 +24,17 @@ from tilewright.tools.user_errors import one_line
 
 FORMS = "a zoo name, module:function or file.py:function"
 
+PREFILL = "-prefill"
+PREFILL_TOKENS = 1024
+PAGED = "-paged"
+LORA = "-lora"
+PAGE_SIZE = 16
+LORA_RANK = 16
+FORMS_OF_A_MODEL = (
+    "each but deepseek's also with -paged (a paged cache) or -lora (adapters on q, k and v), each "
+    f"with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
+)
+
 
 class ModelError(ValueError):
     """A MODEL that cannot be loaded; the message says why and what would do."""
@@ -46,215 +57,117 @@ class ZooModel:
 
     config_class: str
     fields: Mapping[str, Any]
-    forms: tuple[str, ...] = ("-paged", "-lora")
+    forms: tuple[str, ...] = (PAGED, LORA)
+
+
+# What the columns of `_DIMS` are called in every config class.
+_COLUMNS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+_DIMS = {
+    #                   vocab   hidden  mlp   layers heads kv  head  positions  eps
+    "llama3-8b":        (128256, 4096, 14336,   32,   32,   8,  128,   8192,   1e-5),
+    "llama3-70b":       (128256, 8192, 28672,   80,   64,   8,  128,   8192,   1e-5),
+    "qwen3-8b":         (151936, 4096, 12288,   36,   32,   8,  128,  40960,   1e-6),
+    "qwen3-30b-a3b":    (151936, 2048,  6144,   48,   32,   4,  128,  40960,   1e-6),
+    "mixtral-8x7b":     ( 32000, 4096, 14336,   32,   32,   8,  128,  32768,   1e-5),
+    "gpt-oss-20b":      (201088, 2880,  2880,   24,   64,   8,   64, 131072,   1e-5),
+    "gpt-oss-120b":     (201088, 2880,  2880,   36,   64,   8,   64, 131072,   1e-5),
+    "deepseek-v2-lite": (102400, 2048, 10944,   27,   16,  16,   64, 163840,   1e-6),
+    "deepseek-v3":      (129280, 7168, 18432,   61,  128, 128,   64, 163840,   1e-6),
+}  # fmt: skip
+
+
+def _model(name: str, config_class: str, rope: Mapping[str, Any], **fields: Any) -> ZooModel:
+    """A model of `_DIMS`. rope: its rope_parameters. fields: what its config class has besides."""
+    dims = dict(zip(_COLUMNS, _DIMS[name], strict=True))
+    common = {"rope_parameters": rope, "tie_word_embeddings": False}
+    # A cache of latents has neither pages nor projections with adapters here.
+    forms = () if "kv_lora_rank" in fields else (PAGED, LORA)
+    return ZooModel(config_class, dims | common | fields, forms)
 
 
 def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def _latent_attention(mscale: float) -> dict[str, Any]:
-    """What DeepSeek-V2-Lite and DeepSeek-V3 have in common."""
-    return {
-        "head_dim": 64,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "max_position_embeddings": 163840,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 40.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": mscale,
-            "mscale_all_dim": mscale,
-            "original_max_position_embeddings": 4096,
-        },
-        "tie_word_embeddings": False,
-    }
+def _yarn(theta: float, factor: float, **more: Any) -> dict[str, Any]:
+    long = {"factor": factor, "beta_fast": 32.0, "beta_slow": 1.0}
+    known = {"original_max_position_embeddings": 4096}
+    return _rope(theta) | {"rope_type": "yarn"} | long | known | more
 
 
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    return {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-        "tie_word_embeddings": False,
-    }
+def _gpt_oss(name: str, experts: int) -> ZooModel:
+    rope = _yarn(150000.0, factor=32.0, truncate=False)
+    routing = {"num_local_experts": experts, "num_experts_per_tok": 4}
+    return _model(name, "GptOssConfig", rope, **routing, sliding_window=128)
+
+
+def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> ZooModel:
+    latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    rope = _yarn(10000.0, factor=40.0, mscale=mscale, mscale_all_dim=mscale)
+    return _model(name, config_class, rope, **latents, v_head_dim=128, **fields)
 
 
 #: From each model's published config.json.
 ZOO: Mapping[str, ZooModel] = MappingProxyType(
     {
-        "llama3-8b": ZooModel(
-            "LlamaConfig",
-            {
-                "vocab_size": 128256,
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 8192,
-                "rms_norm_eps": 1e-5,
-                "rope_parameters": _rope(500000.0),
-                "tie_word_embeddings": False,
-            },
-        ),
-        "llama3-70b": ZooModel(
-            "LlamaConfig",
-            {
-                "vocab_size": 128256,
-                "hidden_size": 8192,
-                "intermediate_size": 28672,
-                "num_hidden_layers": 80,
-                "num_attention_heads": 64,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 8192,
-                "rms_norm_eps": 1e-5,
-                "rope_parameters": _rope(500000.0),
-                "tie_word_embeddings": False,
-            },
-        ),
-        "qwen3-8b": ZooModel(
-            "Qwen3Config",
-            {
-                "vocab_size": 151936,
-                "hidden_size": 4096,
-                "intermediate_size": 12288,
-                "num_hidden_layers": 36,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 40960,
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": _rope(1000000.0),
-                "tie_word_embeddings": False,
-            },
-        ),
-        "qwen3-30b-a3b": ZooModel(
+        "llama3-8b": _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
+        "llama3-70b": _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
+        "qwen3-8b": _model("qwen3-8b", "Qwen3Config", _rope(1000000.0)),
+        "qwen3-30b-a3b": _model(
+            "qwen3-30b-a3b",
             "Qwen3MoeConfig",
-            {
-                "vocab_size": 151936,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "moe_intermediate_size": 768,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "head_dim": 128,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "norm_topk_prob": True,
-                "max_position_embeddings": 40960,
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": _rope(1000000.0),
-                "tie_word_embeddings": False,
-            },
+            _rope(1000000.0),
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
         ),
-        "mixtral-8x7b": ZooModel(
+        "mixtral-8x7b": _model(
+            "mixtral-8x7b",
             "MixtralConfig",
-            {
-                "vocab_size": 32000,
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "sliding_window": None,
-                "max_position_embeddings": 32768,
-                "rms_norm_eps": 1e-5,
-                "rope_parameters": _rope(1000000.0),
-                "tie_word_embeddings": False,
-            },
+            _rope(1000000.0),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=None,
         ),
-        "gpt-oss-20b": ZooModel("GptOssConfig", _gpt_oss(layers=24, experts=32)),
-        "gpt-oss-120b": ZooModel("GptOssConfig", _gpt_oss(layers=36, experts=128)),
-        "deepseek-v2-lite": ZooModel(
+        "gpt-oss-20b": _gpt_oss("gpt-oss-20b", experts=32),
+        "gpt-oss-120b": _gpt_oss("gpt-oss-120b", experts=128),
+        "deepseek-v2-lite": _deepseek(
+            "deepseek-v2-lite",
             "DeepseekV2Config",
-            {
-                "vocab_size": 102400,
-                "hidden_size": 2048,
-                "intermediate_size": 10944,
-                "moe_intermediate_size": 1408,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 16,
-                "q_lora_rank": None,
-                "n_routed_experts": 64,
-                "n_shared_experts": 2,
-                "num_experts_per_tok": 6,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                **_latent_attention(mscale=0.707),
-            },
-            forms=(),
+            mscale=0.707,
+            moe_intermediate_size=1408,
+            q_lora_rank=None,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
         ),
-        "deepseek-v3": ZooModel(
+        "deepseek-v3": _deepseek(
+            "deepseek-v3",
             "DeepseekV3Config",
-            {
-                "vocab_size": 129280,
-                "hidden_size": 7168,
-                "intermediate_size": 18432,
-                "moe_intermediate_size": 2048,
-                "num_hidden_layers": 61,
-                "num_attention_heads": 128,
-                "num_key_value_heads": 128,
-                "q_lora_rank": 1536,
-                "n_routed_experts": 256,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 8,
-                "n_group": 8,
-                "topk_group": 4,
-                "first_k_dense_replace": 3,
-                "routed_scaling_factor": 2.5,
-                "norm_topk_prob": True,
-                **_latent_attention(mscale=1.0),
-            },
-            forms=(),
+            mscale=1.0,
+            moe_intermediate_size=2048,
+            q_lora_rank=1536,
+            n_routed_experts=256,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            n_group=8,
+            topk_group=4,
+            first_k_dense_replace=3,
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
         ),
     }
 )
 
 #: What config classes call the number of routed experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-PREFILL = "-prefill"
-PREFILL_TOKENS = 1024
-PAGED = "-paged"
-LORA = "-lora"
-PAGE_SIZE = 16
-LORA_RANK = 16
-FORMS_OF_A_MODEL = "each but deepseek's also with -paged (a paged cache) or -lora (adapters on q, "
-FORMS_OF_A_MODEL += "k and v), each "
-FORMS_OF_A_MODEL += f"with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
 
 
 def zoo_names() -> tuple[str, ...]:

@@ -24,9 +24,17 @@ from tilewright.compiler.dataflow.spelling import (
     size_of,
     with_rows,
 )
-from tilewright.compiler.dataflow.writes import WRITES
+from tilewright.compiler.dataflow.writes import WRITES, Write
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Memory, Store, Value, View
+from tilewright.patterns.dataflow import (
+    REINTERPRETED,
+    Dataflow,
+    Memory,
+    Store,
+    Value,
+    View,
+    iter_views,
+)
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.recognise.gemm import is_weight
 
@@ -73,7 +81,7 @@ class _Builder:
         self.visited = position, node
         result = node.meta.get("example_value")
         if node.op == "output":
-            self.outputs = tuple(self._views(node.args))
+            self.outputs = tuple(iter_views(self._operand(node.args)))
         elif node.op in ("placeholder", "get_attr"):
             if isinstance(result, torch.Tensor):
                 op = "constant" if isinstance(result, torch.nn.Parameter) else "input"
@@ -353,9 +361,8 @@ class _Builder:
             written = WRITES[name](self._operand, node, place.effect)
         except InexpressibleError as error:
             whole = place.effect or effects.identity(place.memory.shape)
-            written = whole, {}, None, False, str(error)
-        effect, index, source, accumulate, note = written
-        record = Store(place.memory, effect, index, source, name, place.dtype, accumulate, note)
+            written = Write(whole, note=str(error))
+        record = Store(place.memory, **vars(written), kind=name, dtype=place.dtype)
         self._store(node, target, record, result)
 
     def _store(
@@ -503,12 +510,6 @@ class _Builder:
     def _keywords(self, node: fx.Node) -> dict[str, Any]:
         moved = _leading(node)
         return {k: self._operand(a) for k, a in node.kwargs.items() if k not in moved}
-
-    def _views(self, args: Any) -> list[View]:
-        if isinstance(args, (tuple, list)):
-            return [view for item in args for view in self._views(item)]
-        operand = self._operand(args)
-        return [operand] if isinstance(operand, View) else []
 
     def _first_tensor(self, node: fx.Node) -> fx.Node | None:
         first = node.args[0] if node.args else node.kwargs.get("input")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import fx
 
@@ -187,6 +187,9 @@ def miss_dict(miss: Miss) -> dict[str, Any]:
     return {n: getattr(miss, n) for n in names} | {"stage": miss.stage.label}
 
 
+Placed = TypeVar("Placed", Site, Miss)
+
+
 def collapse_scope(scope: str) -> str:
     """`model.layers.13.self_attn` as `model.layers.*.self_attn`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", scope)
@@ -194,25 +197,33 @@ def collapse_scope(scope: str) -> str:
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
     """Equal sites of different layers as one: (a representative, collapsed scope, count)."""
-    groups: dict[Any, list[Site]] = {}
-    for site in sites:
+
+    def kind(site: Site) -> tuple[Any, ...]:
         facts = tuple(sorted((k, str(v)) for k, v in site.shapes.items()))
-        key = (site.pattern, collapse_scope(site.scope), facts, site.lowering, site.kernel)
-        groups.setdefault(key, []).append(site)
-    return [(g[0], key[1] if len(g) > 1 else g[0].scope, len(g)) for key, g in groups.items()]
+        return site.pattern, facts, site.lowering, site.kernel
+
+    return [(g[0], scope, len(g)) for g, scope in _alike(sites, kind)]
 
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
     """Equal misses of different layers as one: (a representative, collapsed scope, count)."""
-    groups: dict[Any, list[Miss]] = {}
-    for miss in misses:
+
+    def kind(miss: Miss) -> tuple[Any, ...]:
         why = miss.message if miss.pattern == CAPTURE else ""
-        key = (miss.pattern, miss.code, miss.stage, collapse_scope(miss.scope), miss.source, why)
-        groups.setdefault(key, []).append(miss)
-    return [
-        (g[0], key[3] if len(g) > 1 else g[0].scope, sum(m.count for m in g))
-        for key, g in groups.items()
-    ]
+        return miss.pattern, miss.code, miss.stage, miss.source, why
+
+    return [(g[0], scope, sum(m.count for m in g)) for g, scope in _alike(misses, kind)]
+
+
+def _alike(
+    items: Sequence[Placed], kind: Callable[[Placed], Any]
+) -> Iterator[tuple[list[Placed], str]]:
+    """What is of one kind and in one place but for the layer's number, and that place."""
+    groups: dict[Any, list[Placed]] = {}
+    for item in items:
+        groups.setdefault((collapse_scope(item.scope), kind(item)), []).append(item)
+    for (scope, _), group in groups.items():
+        yield group, scope if len(group) > 1 else group[0].scope
 
 
 def text_lines(lowered: Lowered) -> list[str]:

@@ -83,16 +83,6 @@ def kept(report: GraphReport, lowered: Lowered) -> KeptReport:
 
 
 def _kept_miss(miss: Miss) -> KeptMiss:
-    return KeptMiss(
-        pattern=miss.pattern,
-        code=miss.code,
-        stage=miss.stage,
-        message=miss.message,
-        scope=miss.scope,
-        source=miss.source,
-        text=str(miss),
-        nodes=tuple(node.name for node in miss.nodes),
-        hint=miss.hint,
-        count=miss.count,
-        weight=miss.weight,
-    )
+    names = ("pattern", "code", "stage", "message", "scope", "source", "hint", "count", "weight")
+    same: dict[str, Any] = {name: getattr(miss, name) for name in names}
+    return KeptMiss(text=str(miss), nodes=tuple(node.name for node in miss.nodes), **same)

@@ -29,6 +29,44 @@ FOLDER = "TILEWRIGHT_REPRO"
 # A constant of the graph up to this size is written out; a larger one becomes zeros.
 _WRITTEN_OUT = 64
 
+_FILE = '''\
+"""Compiles one graph with tilewright and shows the error: python <this file>."""
+
+{imports}
+
+torch._dynamo.config.capture_scalar_outputs = True
+# {versions}
+
+
+{graph}
+
+
+def build(kind):
+    """The module, with those of its branches and loop bodies."""
+    module = kind()
+    for name, inner in list(vars(kind).items()):
+        if isinstance(inner, type):
+            delattr(kind, name)
+            setattr(module, name, build(inner))
+    return module
+
+
+def constants(graph):
+{constants}    return graph
+
+
+def inputs():
+{inputs}
+
+if __name__ == "__main__":
+    options = {options}
+    graph = constants(build(Graph))
+    with torch.no_grad():
+        compiled = torch.compile(graph, backend="tilewright", options=options, dynamic={dynamic})
+        compiled(*inputs())
+    print("no error")
+'''
+
 
 def write_repro(gm: fx.GraphModule, options: Options) -> Path | None:
     """Writes the file for `gm` into the folder named by TILEWRIGHT_REPRO; None where none is named.
@@ -61,53 +99,19 @@ def repro_text(gm: fx.GraphModule, options: Options) -> str:
         if (value := getattr(options, name)) is not None
     }
     dynamic = any(_compat.is_symbolic(item) for item in held)
-    return "\n".join(
-        [
-            '"""Compiles one graph with tilewright and shows the error: python <this file>."""',
-            "",
-            *_imports(gm),
-            "",
-            "torch._dynamo.config.capture_scalar_outputs = True",
-            f"# torch {torch.__version__}, Python {sys.version.split()[0]}",
-            "",
-            "",
-            graph.strip().replace("class GraphModule(", "class Graph(", 1),
-            "",
-            "",
-            "def build(kind):",
-            '    """The module, with those of its branches and loop bodies."""',
-            "    module = kind()",
-            "    for name, inner in list(vars(kind).items()):",
-            "        if isinstance(inner, type):",
-            "            delattr(kind, name)",
-            "            setattr(module, name, build(inner))",
-            "    return module",
-            "",
-            "",
-            "def constants(graph):",
-            *_indented(_constants(gm)),
-            "    return graph",
-            "",
-            "",
-            "def inputs():",
-            *_indented(_inputs(held)),
-            "",
-            "",
-            'if __name__ == "__main__":',
-            f"    options = {given!r}",
-            "    graph = constants(build(Graph))",
-            "    with torch.no_grad():",
-            '        compiled = torch.compile(graph, backend="tilewright", '
-            f"options=options, dynamic={dynamic or None})",
-            "        compiled(*inputs())",
-            '    print("no error")',
-            "",
-        ]
+    return _FILE.format(
+        imports="\n".join(_imports(gm)),
+        versions=f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+        graph=graph.strip().replace("class GraphModule(", "class Graph(", 1),
+        constants=_indented(_constants(gm)),
+        inputs=_indented(_inputs(held)),
+        options=repr(given),
+        dynamic=dynamic or None,
     )
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+def _indented(lines: Iterable[str]) -> str:
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def _imports(gm: fx.GraphModule) -> Iterator[str]:
