@@ -1,4 +1,4 @@
-"""From a Dynamo graph to a graph with fused ops, and the backend that does it."""
+"""The `torch.compile` backend: from a Dynamo graph to a graph with fused ops."""
 
 from tilewright.compiler.backend import lower, reports, tilewright
 from tilewright.compiler.fuse import StrictError

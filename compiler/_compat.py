@@ -1,6 +1,6 @@
 """Every private or version-dependent torch import, in one place.
 
-What is imported `as` its own name is for the other modules of the compiler.
+Names imported `as` themselves are used by other modules of the compiler.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GROUPED_MM = frozenset(
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """A text in torch's structured trace (TORCH_TRACE), which tlparse shows with its compilation.
+    """Adds a text to torch's structured trace (TORCH_TRACE); tlparse shows it with the compilation.
 
     payload is called only where a trace is written. encoding: "string" or "json".
     """
@@ -80,23 +80,23 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def tensors_of(*nodes: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors that nodes hold, in whatever containers, in order."""
+    """The example values of nodes: their fake tensors, those in containers too, in order."""
     return [t for node in nodes for t in tensors_in(node.meta.get("example_value"))]
 
 
 def storages_of(*nodes: fx.Node) -> list[int]:
-    """The keys of the storages that nodes' tensors lie in, as of :func:`storage_keys`."""
+    """The :func:`storage_keys` of the tensors that nodes hold."""
     return [key for tensor in tensors_of(*nodes) for key in storage_keys(tensor)]
 
 
 def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that vmap, grad or jvp put around another."""
+    """Whether a tensor is a wrapper that vmap, grad or jvp put around another."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold a tensor's elements: itself, or those inside of a subclass such
-    as DTensor or of a wrapper of functorch."""
+    """The plain tensors that hold a tensor's elements: itself, or those inside a subclass such as
+    DTensor or inside a functorch wrapper."""
     if is_functorch_wrapper(tensor):
         return parts_of(torch._C._functorch.get_unwrapped(tensor))
     if is_traceable_wrapper_subclass(tensor):
@@ -109,7 +109,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
     """One number for each storage that holds a tensor's elements; equal for tensors that share it.
 
-    Empty where torch does not tell, as for sparse tensors.
+    Empty where torch does not say, as for sparse tensors.
     """
     try:
         if type(tensor) is FakeTensor:  # nearly all of a graph
@@ -130,13 +130,14 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 
 class CannotStandInError(RuntimeError):
-    """Nothing can be put in the place of a value to try out a call on it."""
+    """A value has no stand-in, so a call on it cannot be tried."""
 
 
 class _StandIns:
-    """Makes tensors laid out and sharing storage as others do, symbolic sizes at their hints.
+    """Makes tensors with the layout of given ones, which share storage where those do.
 
-    device: of all of them; None for that of the tensor each stands in for.
+    Symbolic sizes take their values of the traced run. device: of all stand-ins; None for that of
+    the tensor each stands in for.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -187,12 +188,12 @@ class _StandIns:
 
 
 def as_meta(values: Any) -> Any:
-    """Fake tensors as plain meta tensors, symbolic sizes at their hints; views keep sharing."""
+    """Fake tensors as plain meta tensors, with the sizes of the traced run; views share storage."""
     return _StandIns("meta").of(values)
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that operators write by their schemas."""
+    """Collects the storages that operators write, according to their schemas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an overload of an operator is given for the arguments that it writes."""
+    """The values of those arguments of a call that the operator overload writes."""
     given = [(at, name) for at, name in _written_places(func) if at < len(args) or name in kwargs]
     return [args[at] if at < len(args) else kwargs[name] for at, name in given]
 
@@ -234,10 +235,10 @@ def run_recorded(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(tensors that a call writes, tensors whose shape, strides or storage it changes in place).
 
-    The call is tried on fake tensors that stand in for those given, with the sizes of the traced
-    run, and share memory as those do; nothing of theirs changes. function: a method's name, or what
-    is called. A write is known by the schemas of the operators that run, and by torch's version
-    counters. Raises whatever the call raises there, and CannotStandInError.
+    The call runs on stand-ins (:class:`_StandIns`), fake themselves, so the given tensors do not
+    change. Writes show in the schemas of the operators that run, and in torch's version counters.
+    function: what is called, or a method's name. Raises whatever the call raises, and
+    CannotStandInError.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         stand_ins, writes = _StandIns(), _Writes()
@@ -256,7 +257,7 @@ def run_recorded(
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, strides and offset; of a tensor that has none of these, its shape and layout."""
+    """Shape, strides and storage offset; of a tensor without strides, its shape and layout."""
     if tensor.layout is not torch.strided:
         return tuple(tensor.shape), tensor.layout
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
@@ -288,13 +289,13 @@ def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None
 
 
 def is_subclass(value: Any) -> bool:
-    """Whether a value is a tensor that wraps others (DTensor, quantised weights): no memory of its
-    own is seen, and what is done to it is another class's business."""
+    """Whether a value is a tensor that wraps others (DTensor, quantised weights): it has no memory
+    of its own, and its class decides what operators on it do."""
     return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
-    """Equality of sizes (ints or sympy expressions) that guards where it depends on symbols."""
+    """A test of sizes (ints or sympy expressions) for equality, which adds a guard for symbols."""
     environment = next((e for e in map(_shape_env, inputs) if e is not None), None)
 
     def same(a: Any, b: Any) -> bool:
@@ -323,7 +324,7 @@ def _shape_env(value: Any) -> Any:
 
 
 def fake_mode_of(tensors: Iterable[Any]) -> Any:
-    """The fake mode that made these tensors, or None where none is fake."""
+    """The fake mode of the first tensor that has one, or None."""
     modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
     return next((mode for mode in modes if mode is not None), None)
 
@@ -339,7 +340,7 @@ def aten_graph(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) ->
 
 
 def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a node calls, called: a function, or the first argument's method of that name."""
+    """Calls a node's target: a function, or the name of a method of the first argument."""
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
@@ -365,7 +366,8 @@ def mode_patches(mode: str | None) -> dict[str, Any] | None:
 
 
 def inductor_option_problem(options: Mapping[str, Any]) -> str | None:
-    """None, or a sentence on the first that is no setting of Inductor or not of its type."""
+    """What is wrong with the first option that Inductor does not have or that has another type;
+    None where all are good."""
     from torch._inductor import config
 
     known = config.get_config_copy()
@@ -380,21 +382,21 @@ def inductor_option_problem(options: Mapping[str, Any]) -> str | None:
 
 
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A module that runs `graph`; inside a compilation its code is made when it is first run."""
+    """A module that runs `graph`; during a compilation its code is generated at the first call."""
     made: fx.GraphModule = _make_graph_module(root, graph)
     return made
 
 
 def forward_of(gm: fx.GraphModule) -> Callable[..., Any]:
-    """What runs a graph, its code made now."""
+    """The function that runs a graph, its code generated now."""
     getattr(gm, "real_recompile", gm.recompile)()
     return gm.forward
 
 
-def adopt_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Tells a copy what Dynamo told of the original graph beside its nodes.
+def copy_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Gives a copy of a graph what Dynamo attached to the original besides its nodes.
 
-    By it AOTAutograd knows parameters and marked caches for inputs that stay where they are; else
+    From it AOTAutograd knows that parameters and marked caches keep their addresses; without it
     Inductor's CUDA graphs would copy all weights at each call, and refuse caches that are written.
     """
     copy.meta.update(original.meta)
@@ -410,8 +412,8 @@ def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def compile_apart(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """torch.compile, which counts towards no other compilation's limit where torch can do that."""
+def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile with a recompile limit of its own, where this torch offers that."""
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(model, **options)
@@ -419,13 +421,14 @@ def compile_apart(model: Callable[..., Any], **options: Any) -> Callable[..., An
 
 
 def unlimited_compiles() -> Any:
-    """A context in which Dynamo never gives up compiling, and so never runs the model instead."""
+    """A context without recompile limits: Dynamo never gives up and runs the model uncompiled."""
     many = 1 << 30
     return torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many)
 
 
 def zeros_like_fake(value: Any) -> Any:
-    """A real tensor of zeros with a fake one's metadata; numbers for symbolic numbers."""
+    """A real tensor of zeros with a fake one's shape, strides, dtype and device; of a symbolic
+    number, its value in the traced run."""
     if isinstance(value, torch.Tensor):
         sizes = hints_of(value.shape)
         if any(n == 0 for n in sizes) or not storage_keys(value):
@@ -437,7 +440,7 @@ def zeros_like_fake(value: Any) -> Any:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a value is, or a tensor's shape holds, a number that is not fixed."""
+    """Whether a value is a symbolic number, or a tensor with one in its shape."""
     numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers)
 

@@ -1,4 +1,4 @@
-"""One graph through view, match, plan and rewrite."""
+"""Takes one graph through the steps: copy, view, match, plan, rewrite, report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, StrictError
-from tilewright.compiler.rewrite import Rewritten, SiteError, arguments_of, rewrite_sites
+from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
@@ -51,7 +51,8 @@ class _Clock:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    # Our short-lived objects would trigger full collections of Dynamo's heap, dearer than the pass.
+    # Our short-lived objects would trigger full collections of Dynamo's heap, which take longer
+    # than the pass itself.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,9 +65,9 @@ def _collector_paused() -> Iterator[None]:
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     """Fuses what the patterns find in a copy of `gm`; `gm` itself is not touched.
 
-    gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. What a pattern or an op
-    raises at a site costs that site: it stays as written, and the miss INTERNAL says so.
-    Raises StrictError where `options.strict` asks for that: for such a failure, or a site missed.
+    gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
+    raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
+    for such a failure or a lost site where `options.strict` asks for it.
     """
     failures = Failures(gm, options)
     clock = _Clock()
@@ -95,7 +96,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One copy of the graph, rewritten throughout. inputs: as they were before."""
+    """A rewritten copy of the graph. inputs: which of its inputs share memory."""
 
     after: fx.GraphModule
     rewritten: list[Rewritten]
@@ -107,7 +108,8 @@ class _Attempt:
 def _attempt(
     gm: fx.GraphModule, options: Options, failures: Failures, clock: _Clock
 ) -> _Attempt | None:
-    """None where a rewrite failed half-way: its site is refused from now on, the copy is spoilt."""
+    """None where a rewrite failed half-way: the copy cannot be used, and its site is refused in the
+    next."""
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
@@ -116,7 +118,7 @@ def _attempt(
 
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
-        # A site whose op refuses it goes to the next pattern, in another round.
+        # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}
 
         def check(match: Match, flow: Dataflow) -> Miss | None:
@@ -143,7 +145,7 @@ def _attempt(
     observer = _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright")
     try:
         observer.apply_graph_pass(run)
-    except SiteError as error:
+    except HalfRewrittenError as error:
         cause = error.__cause__
         failures.refuse(error.match, "to rewrite", cause if isinstance(cause, Exception) else error)
         return None
@@ -158,7 +160,8 @@ def _attempt(
 def _sites(
     rewritten: Sequence[Rewritten], target: str, failures: Failures
 ) -> tuple[Site, ...] | None:
-    """The sites with the plans of their ops; None where plans failed, whose sites are refused."""
+    """The sites with the plans of their ops; None where a plan failed, and its site is refused in
+    the next copy."""
     sites: list[Site] = []
     plans: _Plans = {}
     for done in rewritten:
@@ -170,7 +173,7 @@ def _sites(
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
-    """Sets `tune` at the sites whose op takes it; a note on what there is to measure on."""
+    """Sets the argument `tune` at sites whose op has it; a note says what GPU will measure."""
     asked = False
     for done in rewritten:
         schema = get_op(done.node.meta["tilewright"]["op"]).torch_op._schema
@@ -214,7 +217,7 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """The matches of one knot of conflicts that are given up, each with a rival that is kept."""
+    """Of matches in conflict: those given up, each with a match that is kept and conflicts."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)
@@ -240,7 +243,7 @@ def _wanted(match: Match, only: Sequence[str] | None) -> bool:
     return only is None or any(fnmatch.fnmatchcase(match.scope, pattern) for pattern in only)
 
 
-# The plans of one graph's ops, by `call_key`: most layers of a model are alike.
+# The plans of one graph's ops, by `call_key`: most layers of a model have the same.
 _Plans = dict[Any, LoweringReport]
 
 
@@ -265,7 +268,7 @@ def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
 
 
 def _intermediate_bytes(match: Match) -> int:
-    """Memory of the values that leave the graph; 0 where a size is a symbol."""
+    """Bytes of the values that the rewrite removes from the graph; 0 where a size is a symbol."""
     kept = {result.replaced for result in match.results}
     gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
     sizes = [(*value.shape, value.dtype.itemsize) for value in gone]
@@ -274,7 +277,7 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """The nodes of our ops, with the ops' names, that a match made for its last op to read."""
+    """Further nodes of our ops, with their names, that the rewrite made as inputs of `node`."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:
         called = source.target
@@ -305,5 +308,5 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
         old = next(iter(reversed(gm.graph.nodes)))
         next(iter(reversed(graph.nodes))).meta = dict(old.meta)
     copy = _compat.graph_module(gm, graph)
-    _compat.adopt_origin(copy, gm)
+    _compat.copy_origin(copy, gm)
     return copy

@@ -1,8 +1,8 @@
 """Listens for graph breaks: where Dynamo ended a graph, or gave up a function, and why.
 
-Dynamo's counter leaves out branches on data, and frames that it gives up as a whole. What it knows
-of a break is the reason that a graph ended by (on the graph, and in `graph_break_reasons`), and the
-exception by which a frame was given up, in flight when its compilation ends.
+Dynamo's own counter misses branches on data, and functions that it gives up as a whole. A break
+leaves two traces: the reason why a graph ended (on the graph, and in `graph_break_reasons`), and
+the exception with which Dynamo gave up a frame, still being handled when that compilation ends.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tilewright.patterns.dataflow import innermost_outside_torch
 
 log = logging.getLogger("tilewright")
 
-#: Is told of the breaks in one frame: their texts, and the options given with the backend. Returns
-#: whether they are to be an error; that they can be where Dynamo gave up the frame.
+#: Called with the texts of the breaks in one frame and the backend's options. Returns whether they
+#: shall be an error, which is possible where Dynamo gave up the frame.
 Listener = Callable[[list[str], Mapping[str, Any]], bool]
 
-# Names that Dynamo gives as reasons, in words; the first line, and a hint.
+# What Dynamo's bare names for reasons mean, and a hint.
 _REASONS = {
     "generic_jump": (
         "a branch depends on the data of a tensor",
@@ -45,23 +45,23 @@ _REASONS = {
 _GIVEN_UP = "; Dynamo gives up "
 
 _listeners: dict[Any, Listener] = {}
-# Reasons that the backend has told of already, as the reason of its own graph.
-_told: set[int] = set()
-# The latest reason there was when a frame ended; torch._dynamo.reset() empties their list.
+# Reasons that the backend has reported already: its own graph ended by them.
+_known: set[int] = set()
+# The last of `graph_break_reasons` when a frame ended; torch._dynamo.reset() empties that list.
 _latest: Any = None
 
 
 def why_graph_ended(gm: fx.GraphModule) -> list[str]:
-    """The text of the break that ends a Dynamo graph, where one does; as graph breaks are told."""
+    """The text of the break that ends a Dynamo graph; an empty list where none does."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return []
-    _told.add(id(reason))
+    _known.add(id(reason))
     return [_break_text(reason.reason, reason.user_stack)]
 
 
 def listen_for_breaks(backend: Any, listener: Listener) -> None:
-    """From now on `listener` is told of breaks in frames compiled with the function `backend`."""
+    """From now on calls `listener` for breaks in frames compiled with the function `backend`."""
     _listeners[backend] = listener
     if not isinstance(callback_handler.end_callbacks, _Callbacks):
         callback_handler.end_callbacks = _Callbacks(callback_handler.end_callbacks)
@@ -96,28 +96,28 @@ def noting_breaks(backend: Any) -> Iterator[list[str]]:
 
 
 class _Callbacks(list[Any]):
-    """Callbacks of Dynamo's among which ours outlives `torch._dynamo.reset()`, as backends do."""
+    """Dynamo's list of callbacks, in which ours outlives `torch._dynamo.reset()` as backends do."""
 
     def clear(self) -> None:
         self[:] = [callback for callback in self if callback is _frame_ended]
 
 
 def _frame_ended(_: Any) -> None:
-    """Dynamo's callback: nothing of ours that fails in it may stop the user's model."""
+    """Dynamo calls this after each frame; an error of ours must not stop the user's model."""
     try:
-        _tell_of_breaks()
+        _report_breaks()
     except Exception:
-        log.exception("graph breaks of a frame could not be told")
+        log.exception("graph breaks of a frame could not be reported")
 
 
-def _tell_of_breaks() -> None:
-    """Tells the frame's listener of breaks in it that the backend has not told."""
+def _report_breaks() -> None:
+    """Calls the frame's listener for breaks that the backend has not reported."""
     global _latest
     error = sys.exc_info()[1]
     known = next((i for i, r in enumerate(graph_break_reasons, 1) if r is _latest), 0)
-    ended = [r for r in graph_break_reasons[known:] if id(r) not in _told]
+    ended = [r for r in graph_break_reasons[known:] if id(r) not in _known]
     _latest = graph_break_reasons[-1] if graph_break_reasons else None
-    _told.clear()
+    _known.clear()
     gave_up = isinstance(error, (Unsupported, UserError))
     if not _listeners or not (ended or gave_up):
         return

@@ -1,4 +1,4 @@
-"""Builds the read-only dataflow view of a Dynamo graph. Nothing is retraced, nothing is changed."""
+"""Builds the read-only dataflow view of a Dynamo graph, without retracing or changing the graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow import spelling
-from tilewright.compiler.dataflow.access import Access, access_of, given, remember
+from tilewright.compiler.dataflow.access import Access, access_of, given, remembered
 from tilewright.compiler.dataflow.aten_names import AtenCall, Hole, aten_call, fill
 from tilewright.compiler.dataflow.memory import MemoryMap, Storages, slices_of_fresh_memory
 from tilewright.compiler.dataflow.spelling import (
@@ -51,8 +51,8 @@ def build_view(graph: fx.Graph) -> Dataflow:
     """The dataflow view of a Dynamo graph.
 
     graph: what a `torch.compile` backend receives; nodes carry `meta["example_value"]`.
-    Returns a :class:`Dataflow`. Never raises for an operation it does not know: that one becomes an
-    opaque value, named in `unknown`.
+    Returns a :class:`Dataflow`. An operation that it does not know becomes an opaque value, and is
+    listed in `unknown`; nothing is raised for it.
     """
     builder = _Builder(graph)
     for position, node in enumerate(graph.nodes):
@@ -90,7 +90,7 @@ class _Builder:
         else:
             try:
                 self._call(node, name_of(node), result)
-            except Exception as error:  # one node that cannot be read does not cost the graph
+            except Exception as error:  # a node that cannot be read may do anything; others stay
                 self.failed.append((node, error))
                 everything = Access(tuple(given(node)), everything=True)
                 self._unknown_call(node, name_of(node), result, everything)
@@ -128,14 +128,15 @@ class _Builder:
             self._compute(node, name, result)
 
     def _is_transformed(self, node: fx.Node) -> bool:
-        """Whether vmap, grad or jvp hide dimensions or tangents of what a node gets or gives."""
+        """Whether a node reads or returns tensors in which vmap, grad or jvp hide dimensions or
+        tangents."""
         wrapped = self.memory.storages.wrapped
         return node in wrapped or not wrapped.isdisjoint(node.all_input_nodes)
 
     # --- layout ---
 
     def _layout(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """Whether the node only selects or copies; registers its view if so."""
+        """Adds the view of a node that only selects or copies; returns whether it is one."""
         source = of.meta["example_value"]
         same = name in spelling.IDENTITY or (name in spelling.CASTS and _same_kind(source, result))
         if name in spelling.DROPOUT:
@@ -164,7 +165,7 @@ class _Builder:
     def _select(
         self, node: fx.Node, of: fx.Node, result: torch.Tensor, rule: Callable[[Effect], Effect]
     ) -> None:
-        """A node whose tensor is what `rule` selects of another node's tensor."""
+        """Adds a node whose tensor is what `rule` selects of another node's."""
         base = self._read(of)
         try:
             view = View(base.value, rule(base.effect))
@@ -187,7 +188,7 @@ class _Builder:
         self.memory.alias(node, place, local, view, why)
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """`x.view(dtype)` of the same width: the same places, read as other numbers."""
+        """Adds `x.view(dtype)` of the same width: the same bytes, read as another dtype."""
         if name != "view" or of.meta["example_value"].shape != result.shape:
             return False
         place = self.memory.shared_with(result, of)
@@ -287,7 +288,7 @@ class _Builder:
         return "aten.index", (View(base.value, effect), indices)
 
     def _ask(self, node: fx.Node, name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """The ATen call that a node found in no table is: asked alone, under its own fakes."""
+        """The ATen call of a node that is in no table: traced by itself, on its fake tensors."""
         sources: list[fx.Node] = []
 
         def leaf(item: fx.Node) -> Any:
@@ -302,12 +303,14 @@ class _Builder:
         tensors = [source.meta["example_value"] for source in sources]
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
         key = (node.target, repr(args), repr(kwargs), repr(described))
-        call = _ASKED.get(key)
-        if key not in _ASKED:
-            with contextlib.suppress(Exception):  # an untraceable node is a fact, no failure
-                call = aten_call(node, args, kwargs, tensors)
-            if isinstance(node.target, str) or spelling.is_torch_function(node.target):
-                remember(_ASKED, key, call)
+
+        def ask() -> AtenCall | None:
+            with contextlib.suppress(Exception):  # a node that cannot be traced is opaque
+                return aten_call(node, args, kwargs, tensors)
+            return None
+
+        torchs = isinstance(node.target, str) or spelling.is_torch_function(node.target)
+        call = remembered(_ASKED, key, ask) if torchs else ask()
         if call is not None:
             operands = fill((call.args, call.kwargs), sources)
             return call.name, self._operand(operands[0]), self._operand(operands[1])
@@ -334,7 +337,7 @@ class _Builder:
         return value
 
     def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
-        """A node with no tensor, or several, as its result."""
+        """Adds a node that returns no tensor, or several."""
         self._note_reads(node)
         if not any(spelling.is_tensor_node(a) for a in node.all_input_nodes):
             return
@@ -368,7 +371,7 @@ class _Builder:
     def _store(
         self, node: fx.Node, target: fx.Node, store: Store, result: Any, others: tuple = ()
     ) -> None:
-        """One write. others: what a write of unknown effect may depend on."""
+        """Adds one write. others: what a write of unknown effect may depend on."""
         before = self._read(target)
         args = (before, store.source, tuple(store.index.values()), others)
         value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)
@@ -404,7 +407,8 @@ class _Builder:
         self._store(node, target, record, result)
 
     def _unknown_call(self, node: fx.Node, name: str, result: Any, access: Access) -> None:
-        """An operation that may read all it is given; what it writes is unknown then."""
+        """Adds an operation that may read all it is given and writes what `access` says; what it
+        writes there is not known."""
         self._note_reads(node)
         self.reshaped.update(map(self.memory.storages.of, access.reshaped))
         others = (self._arguments(node), tuple(self._keywords(node).values()))
@@ -490,11 +494,11 @@ class _Builder:
         return size_of(item) if isinstance(item, torch.SymInt) else item
 
     def _note_read(self, node: fx.Node) -> None:
-        """The node being visited reads what another node's tensor holds."""
+        """Notes that the node being visited reads another node's tensor."""
         self.memory.note_read(self.memory.places[node].memory, self.visited)
 
     def _note_reads(self, node: fx.Node) -> None:
-        """A node reads all tensors that it is given, those in containers too."""
+        """Notes that a node reads all tensors that it is given, those in containers too."""
         for source in node.all_input_nodes:
             if source in self.memory.places:
                 self._note_read(source)

@@ -1,4 +1,4 @@
-"""Memory made explicit: which nodes share storage, and what each memory holds at any moment."""
+"""Memory: which nodes' tensors share a storage, and what each memory holds at any moment."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from tilewright.patterns.effects import Effect, InexpressibleError
 
 @dataclass
 class Place:
-    """Where a node's tensor lies: what it selects of its memory (None: not expressible, `why` says
-    what stood in the way), as which dtype it reads it, and how often that memory had been written
-    when the node ran."""
+    """Where a node's tensor lies in memory.
+
+    effect: what it selects of the memory; None where that has no normal form, and `why` says why.
+    dtype: as which it reads the memory. version: how often the memory had been written when the
+    node ran. view: what the tensor held then.
+    """
 
     memory: Memory
     effect: Effect | None
@@ -33,8 +36,8 @@ class Place:
 class Storages:
     """Which tensors of a graph share memory: a number for each, equal for those that may.
 
-    A tensor subclass has the memory of the tensors inside of it. A tensor of which torch does not
-    tell may lie in the memory of any that its node was given.
+    A tensor subclass has the memory of the tensors inside it. A tensor whose storage torch does not
+    name may lie in the memory of any tensor that its node was given.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -68,7 +71,7 @@ class Storages:
 
 @dataclass
 class MemoryMap:
-    """All memories of a graph, in program order. Built once, then read only."""
+    """All memories of a graph, filled in program order."""
 
     storages: Storages
     places: dict[fx.Node, Place] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class MemoryMap:
     )
 
     def allocate(self, node: fx.Node, tensor: torch.Tensor, view: View, is_input: bool) -> None:
-        """A node whose storage is seen for the first time, or that copies."""
+        """Adds a node that makes memory of its own: an input, or what computes or copies."""
         strided = bool(_compat.storage_keys(tensor))
         memory = Memory(
             root=node,
@@ -113,18 +116,18 @@ class MemoryMap:
         why: str = "",
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A node that shares `of`'s memory and selects `effect` of it, read as `dtype`."""
+        """Adds a node that shares `of`'s memory and selects `effect` of it, read as `dtype`."""
         version = self.version[of.memory]
         self.places[node] = Place(of.memory, effect, dtype or of.dtype, version, view, why)
 
     def note_read(self, memory: Memory, reader: tuple[int, fx.Node]) -> None:
-        """A memory is read by a node, given with its place in program order; noted once."""
+        """Records, once, that a node (given with its position) reads a memory."""
         reads = self.reads[memory]
         if not reads or reads[-1] is not reader:
             reads.append(reader)
 
     def read(self, node: fx.Node) -> View | None:
-        """What a node's tensor holds now; None where a write made that unknowable."""
+        """What a node's tensor holds now; None where a write made that unknown."""
         place = self.places[node]
         memory = place.memory
         if self.version[memory] == place.version:

@@ -1,9 +1,9 @@
-"""The spellings of a Dynamo graph, reduced to ATen's names: one table per kind of operation.
+"""The many ways to write an operation, reduced to ATen's names: one table per kind of operation.
 
-Dynamo hands over `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem`, ... as they
-were written. Here each is named once: what it selects (layout), how it splits, whether it only
-copies, which in-place write it is, or which plain ATen operation. A target found in no table is
-asked for its ATen name by :mod:`tilewright.compiler._compat`; what stays unknown is opaque.
+Dynamo keeps `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem`, ... as the user
+wrote them. The tables here say what each selects (layout), how it splits, whether it only copies,
+or which ATen operation it is; those that write in place are in `writes`. A target in no table is
+traced by itself (`aten_names`); what remains unknown is opaque.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """`add=add iadd=add_` as a table."""
+    """A table from a text such as `add=add iadd=add_`."""
     return dict(pair.split("=") for pair in text.split())
 
 
@@ -126,7 +126,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_torch_function(target: Any) -> bool:
-    """Whether a callable comes with torch or Python, and so is what its name says."""
+    """Whether a callable comes with torch or Python, so that its name says what it does."""
     module = (
         getattr(target, "__module__", None) or type(getattr(target, "__self__", None)).__module__
     )
@@ -327,7 +327,7 @@ def _offset(index: Size, length: Size) -> Size:
 
 
 def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
-    """`item` of dimension `dim`. length: how much that is, where a result's shape tells."""
+    """Dimension `dim` cut by `item`. length: of the result, where its shape is known."""
     size = effect.shape[dim]
     start = 0 if item.start is None else _offset(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
@@ -380,14 +380,15 @@ def _is_list_index(index: Any) -> bool:
 
 
 class Rows:
-    """Positions in no even order, to be gathered as by a tensor."""
+    """A list of positions that is no slice: rows are gathered as by an index tensor."""
 
     def __init__(self, at: Sequence[int]) -> None:
         self.at = tuple(at)
 
 
 def with_rows(index: Any) -> Any:
-    """An index whose one list of positions, where it is no slice, is :class:`Rows`; else None."""
+    """The index with its one list of positions as :class:`Rows`; None where it has no such list, or
+    the list is a slice."""
     items = index if isinstance(index, tuple) else (index,)
     lists = [i for i in items if isinstance(i, list)]
     if len(lists) != 1 or any(is_tensor_node(i) for i in items):
@@ -422,7 +423,7 @@ def _apply_item(
 
 
 def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
-    """A list of positions, where they are evenly spaced and ascend."""
+    """A list of positions that ascend evenly, as a slice."""
     if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
         raise InexpressibleError("an index list that is not of numbers")
     at = [_offset(i, effect.shape[dim]) for i in item]

@@ -1,4 +1,4 @@
-"""The in-place writes that are understood: what each writes, and where."""
+"""The in-place writes that are understood: what each of them writes, and where."""
 
 from __future__ import annotations
 

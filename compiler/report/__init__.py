@@ -77,7 +77,7 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One Dynamo graph, before and after. inputs: which of its inputs lay apart when traced."""
+    """One Dynamo graph, before and after. inputs: which of its inputs shared memory when traced."""
 
     before: fx.GraphModule
     after: fx.GraphModule
@@ -102,7 +102,7 @@ class Lowered:
 
     @property
     def misses(self) -> list[Miss]:
-        """Those of every graph, then what Dynamo did not capture, each place once."""
+        """The misses of every graph, then graph breaks, each place once."""
         told = [m for g in self.graphs for m in g.misses]
         breaks = [m for m in told if m.pattern == CAPTURE]
         breaks += [break_miss(text) for text in self.graph_breaks]
@@ -112,7 +112,7 @@ class Lowered:
 
     @property
     def lost(self) -> list[Miss]:
-        """The misses that are no mere advice."""
+        """The misses of what was asked for; the others are advice."""
         return [m for m in self.misses if m.is_lost]
 
     @property
@@ -218,7 +218,7 @@ def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
 def _alike(
     items: Sequence[Placed], kind: Callable[[Placed], Any]
 ) -> Iterator[tuple[list[Placed], str]]:
-    """What is of one kind and in one place but for the layer's number, and that place."""
+    """Groups of items that differ in the layer's number only, each with its collapsed scope."""
     groups: dict[Any, list[Placed]] = {}
     for item in items:
         groups.setdefault((collapse_scope(item.scope), kind(item)), []).append(item)

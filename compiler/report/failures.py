@@ -1,4 +1,4 @@
-"""What raises inside a pattern, an op or a rewrite, and costs one site."""
+"""Exceptions inside a pattern, an op or a rewrite: they cost one site, not the compilation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tilewright.patterns.language import Match, Miss, internal_miss
 
 log = logging.getLogger("tilewright")
 
-# So many sites of one pattern may fail when the graph is changed already, each of which costs
-# another copy of the graph; then the pattern is left out.
+# How many sites of one pattern may fail after the graph has changed, each of which costs another
+# copy of the graph; then the pattern is left out.
 MAX_RESTARTS = 4
 
 
@@ -30,10 +30,10 @@ class StrictError(RuntimeError):
 
 @dataclass(eq=False)
 class Failures:
-    """Makes the miss INTERNAL of what was raised at a site of the graph `gm`.
+    """Turns what was raised at a site of the graph `gm` into a miss INTERNAL.
 
-    Raises StrictError from the error instead where `strict` asks for it, and hands on what Dynamo
-    itself raises: Dynamo restarts its analysis by that.
+    Raises StrictError instead where `strict` asks for it. Dynamo's own exceptions are raised again:
+    Dynamo restarts its analysis by them.
     """
 
     gm: fx.GraphModule
@@ -55,9 +55,9 @@ class Failures:
         return miss
 
     def refuse(self, match: Match, doing: str, error: Exception) -> None:
-        """From now on :meth:`earlier` has a miss for this site."""
+        """Records a failure, so that :meth:`earlier` has a miss for this site in the next copy."""
         if _key(match) in self._refused:
-            raise error  # refused before, and here again: no other copy would do better
+            raise error  # it was refused and failed again: another copy would not help
         self._refused[_key(match)] = self(match.pattern, doing, error, (match.anchor.node,))
         self._restarts[match.pattern] += 1
 
@@ -70,7 +70,7 @@ class Failures:
 
     @contextmanager
     def of_the_graph(self) -> Iterator[None]:
-        """What escapes from within, and is no answer, is worth a repro file too."""
+        """Writes a repro file for an exception that belongs to no single site, too."""
         try:
             yield
         except (_compat.DynamoError, StrictError):

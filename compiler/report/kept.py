@@ -16,7 +16,7 @@ from tilewright.patterns.language import Miss, Stage, Weight
 
 @dataclass(frozen=True)
 class KeptMiss:
-    """A :class:`tilewright.patterns.language.Miss`, its place in words. nodes: their names."""
+    """A :class:`tilewright.patterns.language.Miss` without the graph. nodes: their names."""
 
     pattern: str
     code: str

@@ -1,7 +1,7 @@
-"""A file that shows a failure of ours by itself: one graph, its inputs' metadata, the options.
+"""A standalone file that reproduces a failure of tilewright: a graph, its inputs' shapes, options.
 
-`TILEWRIGHT_REPRO=folder` asks for it. The model's weights and data are not in it, its code is, as
-Dynamo traced it, with the source lines beside.
+`TILEWRIGHT_REPRO=folder` asks for it. It holds the model's code as Dynamo traced it, with source
+lines, but neither weights nor data.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ if __name__ == "__main__":
 def write_repro(gm: fx.GraphModule, options: Options) -> Path | None:
     """Writes the file for `gm` into the folder named by TILEWRIGHT_REPRO; None where none is named.
 
-    Its name goes by its content, so that one graph gives one file. A file that cannot be written is
-    a warning in the log, and None.
+    The name is a hash of the content, so that one graph gives one file. Where the file cannot be
+    written there is a warning in the log, and None.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -115,7 +115,7 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def _imports(gm: fx.GraphModule) -> Iterator[str]:
-    """What the graph's code names, and the modules that register patterns beside ours."""
+    """Imports of what the graph's code names, and of modules that register further patterns."""
     yield "import torch"
     yield "from torch import device, inf, nan"
     yield "import torch._dynamo"
@@ -148,7 +148,7 @@ def _importable(module: str) -> bool:
 
 
 def _constants(gm: fx.GraphModule) -> Iterator[str]:
-    """Tensors that the graph reads as attributes of its own."""
+    """Assignments of the tensors that the graph reads as attributes."""
     for node in gm.graph.nodes:
         if node.op != "get_attr":
             continue
@@ -167,7 +167,7 @@ def _constant(tensor: torch.Tensor) -> str:
 
 
 def _inputs(held: Iterable[Any]) -> Iterator[str]:
-    """Lines of a function that returns the inputs, zeros that share storage as the user's do."""
+    """Lines of a function that returns the inputs: zeros, which share storage as the user's do."""
     storages: dict[int, str] = {}
     yield "given = []"
     for item in held:

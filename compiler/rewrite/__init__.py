@@ -1,4 +1,4 @@
-"""Puts a fused op in place of what a match absorbed, in the Dynamo graph, in place."""
+"""Replaces the nodes that a match absorbs by one fused op, in the graph itself."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tilewright.patterns.language import (
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One site after the rewrite. node: the fused op. before: the absorbed nodes' names."""
+    """One rewritten site. node: the fused op. before: the absorbed nodes' names."""
 
     match: Match
     node: fx.Node
     before: tuple[str, ...]
 
 
-class SiteError(Exception):
-    """A rewrite failed when it had changed the graph already: the graph must not be used.
+class HalfRewrittenError(Exception):
+    """A rewrite failed after it had begun to change the graph, which must not be used.
 
-    The cause is what was raised.
+    `__cause__` is what was raised.
     """
 
     def __init__(self, match: Match) -> None:
@@ -59,9 +59,9 @@ def rewrite_sites(
 ) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
     """Rewrites every match of `flow` in `graph`; the matches must not overlap.
 
-    A match whose op refuses its arguments (they are checked under fake tensors first), or fails on
-    them, leaves the graph as it was, and gives a Miss; `failed` makes that of a failure. Raises
-    SiteError where a failure comes too late for that.
+    The op's fake implementation runs first. Where it refuses its arguments or fails, the graph
+    stays as it was, and the result is a Miss; `failed` makes the miss of a failure. Raises
+    HalfRewrittenError for a failure after the graph has changed.
     """
     materialiser = Materialiser(graph, flow)
     done: list[Rewritten] = []
@@ -100,7 +100,7 @@ def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewrit
     try:
         return _put_in_place(match, materialiser, op, node, replacements)
     except Exception as error:
-        raise SiteError(match) from error
+        raise HalfRewrittenError(match) from error
 
 
 def _put_in_place(
@@ -110,7 +110,7 @@ def _put_in_place(
     node: fx.Node,
     replacements: Sequence[tuple[fx.Node, fx.Node]],
 ) -> Rewritten:
-    """Hands the users of what is replaced to `node`, and takes out what is absorbed."""
+    """Gives the users of replaced nodes the op's result, and erases what is absorbed."""
     node.meta["tilewright"] = {
         "pattern": match.pattern,
         "op": op.qualified_name,
@@ -131,10 +131,10 @@ def _put_in_place(
 def _moved_and_written(
     replacements: Sequence[tuple[fx.Node, fx.Node]], flow: Dataflow
 ) -> fx.Node | None:
-    """A replaced node that is written in place, and lies otherwise than what takes its place.
+    """A replaced node that is written in place and whose replacement has other strides.
 
-    Whether `flatten` and `reshape` of it give views or copies, and so what a write reaches, goes by
-    its strides.
+    Strides decide whether `flatten` and `reshape` return views or copies, and so what a write
+    changes.
     """
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
@@ -159,7 +159,8 @@ def arguments_of(op: FusedOp, node: fx.Node) -> Any:
 
 
 def _check_kernel(op: FusedOp, node: fx.Node) -> None:
-    """Raises ArgumentError where a GPU has no kernel for a call: the graph is faster than that."""
+    """Raises ArgumentError where the op has no GPU kernel for a call: its reference is slower than
+    the graph."""
     choice = op.choose("cuda", arguments_of(op, node))
     if choice.lowering.name == "reference":
         reasons = "; ".join(reason for _, reason in choice.rejected)
@@ -167,7 +168,7 @@ def _check_kernel(op: FusedOp, node: fx.Node) -> None:
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
-    """The op's node: arguments by position up to the first that is left to its default."""
+    """Adds the op's node; arguments go by position up to the first that has its default."""
     schema = op.torch_op._schema
     _check_names(op, match, [spec.name for spec in schema.arguments])
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
@@ -199,7 +200,7 @@ def _check_names(op: FusedOp, match: Match, names: list[str]) -> None:
 def _restate(
     result: Result | Parts, node: fx.Node, materialiser: Materialiser
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Each node that is replaced, and the selection of the op's output that takes its place."""
+    """Pairs of a replaced node and the node that selects the same of the op's output."""
     node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
     if isinstance(result, Result):
@@ -234,7 +235,7 @@ def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
 
 
 def _redirect(old: fx.Node, new: fx.Node) -> None:
-    """Hands `old`'s users to `new`; layout that stood before the op moves behind it."""
+    """Gives `old`'s users `new` as their input, and moves those that stand before it behind it."""
     old.replace_all_uses_with(new)
     front = [new]
     behind = new
@@ -247,7 +248,7 @@ def _redirect(old: fx.Node, new: fx.Node) -> None:
 
 
 def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]) -> None:
-    """Removes the absorbed writes and whatever only they needed."""
+    """Erases the absorbed writes, and the nodes that only they used."""
     graph, flow = materialiser.graph, materialiser.flow
     candidates: list[fx.Node] = []
     for store in dict.fromkeys(s.node for s in (*match.stores, *match.scratch)):
@@ -268,7 +269,7 @@ def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]
 
 
 def _removable(node: fx.Node, flow: Dataflow) -> bool:
-    """Nodes without effect: a write, a placeholder, the output stay."""
+    """Whether a node has no effect; writes, placeholders and the output stay."""
     if node.op not in ("call_function", "call_method") or node not in flow.positions:
         return False
     held = node.meta.get("example_value")
@@ -276,7 +277,7 @@ def _removable(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def _erase_between(graph: fx.Graph, before: fx.Node, last: fx.Node) -> None:
-    """Takes back what was inserted between two nodes."""
+    """Erases the nodes that were inserted between two nodes."""
     node = last.prev
     while node is not before:
         previous = node.prev

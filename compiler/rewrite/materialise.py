@@ -1,4 +1,4 @@
-"""Builds graph nodes for views and sizes: the inverse of the dataflow view."""
+"""Turns views, sizes and small expressions back into graph nodes."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {
 
 
 class Materialiser:
-    """Emits nodes at the graph's insertion point; equal requests at one graph share nodes.
+    """Adds nodes at the graph's insertion point, or finds equal ones that it has made before.
 
-    Every new node gets `meta["example_value"]`, and the source and module of the node it serves.
+    A new node gets `meta["example_value"]`, and source line and module of the node `serving`: the
+    one before which the fused op is inserted.
     """
 
     def __init__(self, graph: fx.Graph, flow: Dataflow) -> None:
@@ -66,9 +67,9 @@ class Materialiser:
         self.flow = flow
         self.serving: fx.Node | None = None
         self._made: dict[Any, fx.Node] = {}
-        # What an earlier rewrite put in the place of a node.
+        # What an earlier rewrite replaced a node with.
         self.replaced: dict[fx.Node, fx.Node] = {}
-        # What an earlier rewrite left of a value: the op's output, and which parts it holds.
+        # Values that an earlier rewrite removed but for parts: the op's output that holds those.
         self.parts: dict[Value, tuple[fx.Node, Parts]] = {}
 
     def argument(self, item: Any) -> Any:
@@ -232,8 +233,8 @@ class Materialiser:
         return self.call(known or get_op(item.function).torch_op, *operands, **options)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """One new node, or the equal one made before where that precedes the insertion point and
-        still holds what a new one would."""
+        """A new node, or an equal one made before that precedes the insertion point and still holds
+        the same."""
         key = (target, repr(args), repr(kwargs))
         known = self._made.get(key)
         if known is not None and not known._erased and self._precedes(known) and self._holds(known):
@@ -247,8 +248,8 @@ class Materialiser:
         return node
 
     def _holds(self, made: fx.Node) -> bool:
-        """Whether a call made earlier stands for an equal one here: it writes nothing itself, and
-        is a view, or a copy of memory that no write before this place has touched."""
+        """Whether a node made earlier holds what an equal call would give here: it writes nothing,
+        and is a view, or made from memory that nothing wrote before this place."""
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False
@@ -283,9 +284,10 @@ def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:
 
 
 def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom]) -> Size | None:
-    """Where in whole blocks of `outer.step` indices the inner atoms begin.
+    """At which index of a block of `outer.step` indices the inner atoms begin.
 
-    None where the base has no such blocks: the last one is cut off, or each reaches into the next.
+    None where the base does not divide into such blocks: the last is incomplete, or what is taken
+    of one reaches into the next.
     """
     block = outer.step
     reach = 1 + sum(a.step * (a.length - 1) for a in inner)

@@ -1,5 +1,5 @@
-"""Sums in place that nobody can tell from new tensors: `y += delta` where `y` is a product that the
-graph made and that nothing read before. Patterns then see one spelling of a sum."""
+"""Turns `y += delta` into `y = y + delta` where no one can see the difference: `y` is a product
+that the graph made and that nothing read before. Patterns then see one form of a sum."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MADE_BY = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "add"
 
 
 def make_sums_new(graph: fx.Graph) -> int:
-    """Turns such sums of `graph` into sums that return a new tensor; how many there were."""
+    """Makes such sums of `graph` return a new tensor; returns how many there were."""
     if not any(map(_adds_to_a_product, graph.nodes)):
         return 0
     owners: dict[int, list[fx.Node]] = {}
     changed = 0
     for node in graph.nodes:
         if _adds_to_a_product(node) and _is_private(base := node.args[0], node, owners):
-            # What follows shares the sum's memory: what is added to gets another.
+            # Later nodes share the sum's memory, so the product gets memory of its own.
             for storage in _compat.storages_of(base):
                 owners[storage] = []
             base.meta["example_value"] = _like(base)
@@ -50,7 +50,7 @@ def _adds_to_a_product(node: fx.Node) -> bool:
 
 
 def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) -> bool:
-    """Whether nothing saw what is written to before, and the sum has its type and shape."""
+    """Whether nothing has read the tensor that is written to, and the sum has its dtype."""
     held = base.meta.get("example_value")
     if any(user < node for user in base.users) or not isinstance(held, torch.Tensor):
         return False

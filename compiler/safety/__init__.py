@@ -1,1 +1,1 @@
-"""What keeps a rewrite safe: before it, on the rewritten graph, and at each call."""
+"""What keeps a rewrite safe: rules before it, checks after it, checks at each call."""

@@ -1,9 +1,8 @@
 """Whether a match may be rewritten: every hazard of moving a cache write, each with its own code.
 
-The fused op stands where the last absorbed write stood (or, without one, the last value that it
-replaces). Between the first absorbed write and that
-place nothing else may read or write the cache; what the op reads must still hold what it held; and
-nothing absorbed may be needed elsewhere.
+The fused op stands where the last absorbed write stood, or without one, the last value that it
+replaces. Between the first absorbed write and that place nothing else may read or write the cache;
+what the op reads must hold what the absorbed nodes read; nothing absorbed may be used elsewhere.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _hazard(code: str, message: str, *at: Any, hint: str = "") -> NoReturn:
 
 
 def writes_on(flow: Dataflow, storage: int) -> Iterator[Value]:
-    """Every in-place write of a storage, by whichever of the memories that share it."""
+    """Every in-place write to any of the memories on a storage."""
     for memory in flow.on_storage(storage):
         yield from flow.written.get(memory, ())
 
@@ -133,8 +132,8 @@ def _disjoint(one: Store, other: Store) -> bool:
 
 
 def lie_apart(one: Memory, other: Memory) -> bool:
-    """Whether two inputs on one storage share no element for certain. No guard of Dynamo's holds
-    them to it: `compiler.safety.overlap` looks again at each call."""
+    """Whether two inputs on one storage certainly share no element. Dynamo has no guard for that,
+    so `compiler.safety.overlap` looks again at each call."""
     a, b = (in_bytes(m.shape, m.strides, m.dtype.itemsize) for m in (one, other))
     distance = other.offset * other.dtype.itemsize - one.offset * one.dtype.itemsize
     if not all(isinstance(n, int) for n in (*a[0], *a[1], *b[0], *b[1], distance)):
@@ -143,7 +142,7 @@ def lie_apart(one: Memory, other: Memory) -> bool:
 
 
 def _effects_disjoint(one: Effect, other: Effect) -> bool:
-    """Whether two selections of one tensor differ for certain along some axis."""
+    """Whether two selections of one tensor are certainly apart along some axis."""
     for axis in range(len(one.start)):
         a, b = _extent(one, axis), _extent(other, axis)
         if a is not None and b is not None and (a[1] <= b[0] or b[1] <= a[0]):
@@ -194,7 +193,7 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 
 
 def _scratch_is_private(match: Match, flow: Dataflow) -> None:
-    """Memory that a vanishing write wrote is the graph's own, and all that reads it vanishes."""
+    """The memory of a scratch write is the graph's own, and only what is absorbed reads it."""
     own = {v.node for v in (*match.scratch, *match.absorbed)}
     own |= {r.replaced.node for r in match.results}
     for value in match.scratch:
@@ -234,7 +233,7 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
 
 
 def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
-    """What is read of a value that disappears must be in the op's output, and in no other hands."""
+    """All that is read of a value that disappears must be in the op's output, and unchanged."""
     value = parts.replaced
     users = [u for u in flow.users.get(value, ()) if u not in inside]
     reads = [(u.op, v) for u in users for v in u.operands if v.value is value]
@@ -266,9 +265,9 @@ _DEFERRABLE = {"aten.mul", "aten.div", "aten.add", "aten.sub", "aten.neg", "aten
 
 
 def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
-    """Whether a reader of a replaced value stands behind the op, or can be moved there.
+    """Whether a reader of a replaced value stands behind the op, or can be moved behind it.
 
-    The rewriter moves it, and what depends on it, so nothing that they read may change on the way.
+    The rewriter moves it with all that depends on it, so what they read must not change in between.
     """
     position = flow.positions[user.node]
     if position > last:
@@ -287,7 +286,7 @@ def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
 
 
 def _place(match: Match, flow: Dataflow) -> str:
-    """Where the fused op would stand, in words."""
+    """Where the fused op would stand, for messages."""
     node = insertion_node(match, flow)
     what = "the cache is written" if match.stores else "the fused op's place"
     source = source_of(node)
@@ -307,7 +306,7 @@ def _no_hidden_write(match: Match, flow: Dataflow) -> None:
 
 
 def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
-    """A graph holds one shape for a tensor: where `set_` changes it, that is not the one seen."""
+    """No `set_` or resize changes a tensor: the graph records only one shape of each."""
     read = [view.value for _, view in _operands(match)]
     for value in (*read, *match.absorbed, *match.stores):
         memory = flow.memory_of.get(flow.home(value))
@@ -317,7 +316,7 @@ def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
 
 
 def _plain_tensors(match: Match, flow: Dataflow) -> None:
-    """The op reads and writes tensors of torch's own class."""
+    """The op is given plain tensors, no subclasses that wrap others."""
     read = [(name, flow.home(view.value)) for name, view in _operands(match)]
     read += [(name, node) for name, node in match.arguments.items() if isinstance(node, fx.Node)]
     for name, node in read:

@@ -88,9 +88,9 @@ def clone_inputs(
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     shared: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> list[Any]:
-    """Copies that keep the aliasing among inputs: one clone of each storage.
+    """Copies of the inputs that share storage as the inputs do: each storage is cloned once.
 
-    convert: makes another dtype of a storage's elements. shared: which tensors are not copied.
+    convert: changes the dtype of a storage's elements. shared: says which tensors are not copied.
     """
     storages: dict[int, torch.Tensor] = {}
     copies: list[Any] = []
@@ -115,9 +115,8 @@ def _differences(
     theirs: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor] | None = None,
 ) -> list[Difference]:
-    """before: the tensors as they were, where only what changed in them is to be compared.
-
-    A step writes few slots of a cache; the rest of it must not dilute their error.
+    """Each tensor of ours against theirs. before: the tensors before the run, to compare only what
+    changed: a step writes few slots of a cache, and the others would dilute the error.
     """
     found = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -143,5 +142,5 @@ def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Element by element; an uninitialised cache holds NaN, which equals NaN here."""
+    """Equality element by element; NaN equals NaN, which uninitialised caches may hold."""
     return (a == b) | (a.isnan() & b.isnan())
