@@ -1,4 +1,4 @@
-"""How much a fused site computes and moves, and what the target allows: the roofline plot."""
+"""FLOPs and bytes of a fused site beside the target's limits: the roofline plot."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp
 
 @dataclass(frozen=True)
 class Work:
-    """What a site computes and moves.
+    """What a site computes, and the bytes it reads and writes.
 
-    flops: of the matrix products it replaces. bytes: every operand read once, every result written
-    once; of a mixture, the experts that the tokens can reach; a cache's slots are small beside them
-    and are left out. rate: the target's FLOP/s for the activation's dtype.
+    flops: of the matrix products it replaces. bytes: every operand read once and every result
+    written once, but caches, of which a step writes little; of a mixture only as many experts as
+    the tokens can reach. rate: the target's FLOP/s for the activation's dtype.
     """
 
     flops: int
@@ -67,7 +67,7 @@ def site_work(graph: GraphReport, site: Site, target: Target) -> Work | None:
 
 
 def _share_of_experts(site: Site) -> float:
-    """The most of stacked expert weights [experts, ...] that a call's tokens can reach."""
+    """The largest share of stacked expert weights [experts, ...] that the tokens can reach."""
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
     if tokens is None or not {"experts", "slots"} <= facts.keys():
@@ -76,7 +76,7 @@ def _share_of_experts(site: Site) -> float:
 
 
 def _flops(node: fx.Node) -> int:
-    """Of one node, run alone on fake tensors."""
+    """The FLOPs of one node, run by itself on fake tensors."""
     tensors = _compat.tensors_of(*node.all_input_nodes)
     if node.op not in ("call_function", "call_method") or not _multiplies(node, tensors):
         return 0
@@ -98,7 +98,7 @@ def _multiplies(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def plot(points: Mapping[str, Work], target: Target) -> str:
-    """An SVG of the target's roof and each site's place under it. Needs matplotlib."""
+    """The roofline of the target, with each site under it, as SVG. Needs matplotlib."""
     from tilewright.tools.plots import Figure, svg
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")

@@ -1,7 +1,7 @@
-"""Where a MODEL on the command line comes from: the user's own function, or the built-in zoo.
+"""Loads the MODEL of a command: from a user's function, or from the built-in zoo.
 
-The zoo holds published configurations as data. Models are Hugging Face classes on the meta device,
-with a StaticCache on the meta device too, so that a graph of the true dims costs no memory.
+The zoo holds published configurations. Models are Hugging Face classes on the meta device, and so
+are their caches: a graph with the true dims takes no memory.
 transformers is an optional extra: `pip install 'tilewright[models]'`.
 """
 
@@ -37,7 +37,7 @@ FORMS_OF_A_MODEL = (
 
 
 class ModelError(ValueError):
-    """A MODEL that cannot be loaded; the message says why and what would do."""
+    """A MODEL that cannot be loaded; the message says why and what is expected."""
 
 
 class LoadedModel(NamedTuple):
@@ -52,7 +52,7 @@ class LoadedModel(NamedTuple):
 class ZooModel:
     """A published configuration: a transformers config class and its fields.
 
-    forms: suffixes of the forms that it comes in besides the plain one.
+    forms: suffixes of its further forms, such as `-paged`.
     """
 
     config_class: str
@@ -185,7 +185,7 @@ def is_zoo_name(spec: str) -> bool:
 
 
 def zoo_facts(name: str) -> dict[str, Any]:
-    """What a list of models says of one: its transformers config class and its main dims."""
+    """A model's row in the list of models: its transformers config class and main dims."""
     fields = ZOO[name].fields
     return {
         "config": ZOO[name].config_class,
@@ -233,9 +233,9 @@ def build_zoo_model(
 ) -> LoadedModel:
     """A zoo model with `tokens` new tokens for each of `batch` sequences.
 
-    `layers` takes that many layers only, `experts` at most that many experts of a mixture;
-    `cache_length` is what the StaticCache holds per sequence. On a device other than meta the
-    weights are random. Raises ModelError.
+    `layers` and `experts` limit the number of layers, and of experts in a mixture. `cache_length`
+    is how many tokens per sequence the cache holds. On a device other than meta the weights are
+    random. Raises ModelError.
     """
     if name not in zoo_names():
         raise ModelError(f"{name!r} is not in the zoo: {', '.join(ZOO)}; {FORMS_OF_A_MODEL}")
@@ -276,7 +276,7 @@ def build_zoo_model(
 def _cache(
     transformers: ModuleType, config: Any, paged: bool, batch: int, length: int, device: str
 ) -> Any:
-    """The cache of a step, not yet allocated: per sequence, or in pages."""
+    """The model's cache, by sequences or in pages, without its tensors."""
     if not paged:
         return transformers.StaticCache(config=config, max_cache_len=length)
     from tilewright.tools.paged_cache import PagedCache
@@ -287,7 +287,7 @@ def _cache(
 def _allocate(
     cache: Any, config: Any, batch: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Makes a cache's tensors; those of latent attention hold latents and rope keys."""
+    """Allocates a cache's tensors; with latent attention they hold latents and rope keys."""
     rank = getattr(config, "kv_lora_rank", None)
     if rank is None:
         heads, head_dim = config.num_key_value_heads, config.head_dim
@@ -358,7 +358,7 @@ def _import_module(place: str) -> ModuleType:
 
 
 def _put_on_path(folder: Path) -> None:
-    """What running the file, or `python -m`, would have done: neighbours import."""
+    """Lets the user's modules import their neighbours, as `python file.py` and `python -m` do."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -28,7 +28,7 @@ MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. state: `ok`; `no` where it is not here, which is no fault; `failed`."""
+    """One line. state: `ok`; `no` for something optional that is absent; `failed`."""
 
     what: str
     state: str
@@ -83,7 +83,7 @@ def _gpu() -> Finding:
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
-    """The check's words, or those of whatever it raised."""
+    """What the check returns, or the message of what it raised."""
     try:
         return Finding(what, "ok", check())
     except Exception as error:
@@ -117,7 +117,7 @@ def _entry_point() -> str:
 
 
 def _compile(target: Target) -> str:
-    """A real kernel, and a small one: the cache write of the first sample."""
+    """Compiles a real, small kernel: the cache write of the op's first sample."""
     op = get_op("paged_kv_store")
     plan = op.plan_for(op.sample_inputs(op.cases[0]), target.name)
     audit = compile_for(plan.specs[0], target).audit
