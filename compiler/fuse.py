@@ -301,12 +301,14 @@ def _lowering(node: fx.Node, name: str, target: str, plans: _Plans) -> LoweringR
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
-    mapped: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, mapped)
-    if output is not None:
-        graph.output(output)
-        old = next(iter(reversed(gm.graph.nodes)))
-        next(iter(reversed(graph.nodes))).meta = dict(old.meta)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        # Arguments are set afterwards: create_node would search them for symbolic numbers.
+        new = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+        new.args = fx.node.map_arg(node.args, copies.__getitem__)
+        new.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
+        new.meta = dict(node.meta)
+        copies[node] = new
     copy = _compat.graph_module(gm, graph)
     _compat.copy_origin(copy, gm)
     return copy
