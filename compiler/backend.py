@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.fuse import StrictError, fuse, target_name
+from tilewright.compiler.fuse import fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Lowered, break_miss
+from tilewright.compiler.report.failures import StrictError, raise_strictly
 from tilewright.compiler.report.kept import KeptReport, kept
 from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
 from tilewright.compiler.verify import verified
@@ -52,7 +53,7 @@ def tilewright(
     if torch.is_grad_enabled() and _needing_grad(example_inputs):
         breaks = []  # nothing would be fused without them either
     missed = [break_miss(text) for text in breaks]
-    _raise_strictly(missed, chosen)
+    raise_strictly(missed, chosen)
     report, compiled = _compile(found, example_inputs, chosen, mode)
     report = replace(report, misses=(*report.misses, *missed))
     _publish(report, chosen, breaks)
@@ -71,12 +72,6 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     empty = fx.GraphModule({}, fx.Graph())
     _publish(GraphReport(empty, empty, (), misses), chosen, breaks)
     return any(chosen.raises_for(miss) for miss in misses)
-
-
-def _raise_strictly(misses: Iterable[Miss], options: Options) -> None:
-    raised = [str(miss) for miss in misses if options.raises_for(miss)]
-    if raised:
-        raise StrictError("\n".join(raised))
 
 
 # Graph breaks that were warned about since torch._dynamo.reset(): once for each place.
@@ -260,7 +255,7 @@ def lower(
             log.debug("the model stopped after a graph", exc_info=True)
             after = [f"after it, on results that were not computed, {_in_a_line(error)}"]
     lowered = Lowered(tuple(found), target, (*breaks, *after))
-    _raise_strictly(lowered.misses, options)
+    raise_strictly(lowered.misses, options)
     return lowered
 
 

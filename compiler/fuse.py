@@ -24,7 +24,7 @@ from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
-from tilewright.compiler.report.failures import Failures, StrictError
+from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.legality import check_legality
@@ -80,9 +80,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
             sites = _sites(attempt.rewritten, target, failures)
             if sites is not None:
                 break
-    raised = [str(m) for m in attempt.misses if options.raises_for(m)]
-    if raised:
-        raise StrictError("\n".join(raised))
+    raise_strictly(attempt.misses, options)
     return GraphReport(
         before=gm,
         after=attempt.after,

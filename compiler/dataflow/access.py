@@ -112,12 +112,13 @@ def _held(item: Any) -> Any:
 
     def value(node: fx.Node) -> Any:
         held = node.meta.get("example_value")
-        return _attribute(node) if held is None and node.op == "get_attr" else held
+        return attribute_of(node) if held is None and node.op == "get_attr" else held
 
     return fx.node.map_arg(item, value)
 
 
-def _attribute(node: fx.Node) -> Any:
+def attribute_of(node: fx.Node) -> Any:
+    """What a `get_attr` node gets of its graph's module."""
     owner: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         owner = getattr(owner, part)
@@ -166,7 +167,7 @@ def _higher_order(node: fx.Node) -> Access:
     if str(node.target) == "triton_kernel_wrapper_mutation":
         written = _compat.triton_kernel_writes(_held(dict(node.kwargs)))
         return Access(tuple(tensors if written is None else written))
-    bodies = [_attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies = [attribute_of(n) for n in node.all_input_nodes if n.op == "get_attr"]
     bodies = [body for body in bodies if not isinstance(body, torch.Tensor)]
     known = bodies and all(isinstance(body, fx.GraphModule) for body in bodies)
     if known and not any(_writes_outside(body) for body in bodies):

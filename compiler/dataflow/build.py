@@ -68,6 +68,7 @@ class _Builder:
         self.users: dict[Value, list[Value]] = defaultdict(list)
         self.others: dict[fx.Node, Any] = {}
         self.positions: dict[fx.Node, int] = {}
+        self.visited: tuple[int, fx.Node]
         self.outputs: tuple[View, ...] = ()
         self.unknown: list[fx.Node] = []
         self.homes: dict[Value, fx.Node] = {}

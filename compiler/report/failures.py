@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +26,13 @@ MAX_RESTARTS = 4
 
 class StrictError(RuntimeError):
     """Under `strict`, a lost site, a graph break or an internal error."""
+
+
+def raise_strictly(misses: Iterable[Miss], options: Options) -> None:
+    """Raises StrictError with those of the misses for which `strict` asks for it."""
+    raised = [str(miss) for miss in misses if options.raises_for(miss)]
+    if raised:
+        raise StrictError("\n".join(raised))
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import attribute_of
 from tilewright.compiler.options import Options
 from tilewright.patterns.language import registered
 
@@ -150,12 +151,7 @@ def _importable(module: str) -> bool:
 def _constants(gm: fx.GraphModule) -> Iterator[str]:
     """Assignments of the tensors that the graph reads as attributes."""
     for node in gm.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        item: Any = gm
-        for part in str(node.target).split("."):
-            item = getattr(item, part, None)
-        if isinstance(item, torch.Tensor):
+        if node.op == "get_attr" and isinstance(item := attribute_of(node), torch.Tensor):
             yield f"graph.{node.target} = {_constant(item)}"
 
 

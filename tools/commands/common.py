@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tilewright.codegen.targets import TARGETS
+from tilewright.codegen.targets import TARGETS, Target
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
 from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
@@ -101,9 +101,13 @@ def load_and_lower(
 
 
 def check_target(name: str) -> None:
-    gpus = [target.name for target in TARGETS.values() if target.is_gpu]
-    if name not in gpus:
-        raise CommandError(f"--target: expected one of {', '.join(gpus)}, got {name!r}")
+    known = [target.name for target in gpu_targets()]
+    if name not in known:
+        raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}")
+
+
+def gpu_targets() -> list[Target]:
+    return [target for target in TARGETS.values() if target.is_gpu]
 
 
 def pattern_names(listed: str | None) -> list[str] | None:

@@ -16,10 +16,10 @@ from tilewright.codegen.build import compile_for
 from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.build.cache_folder import make_folders, refusal
 from tilewright.codegen.build.cache_upkeep import size_bound, survey
-from tilewright.codegen.targets import TARGETS, Target
+from tilewright.codegen.targets import Target
 from tilewright.compiler import lower
 from tilewright.ops.contract import get_op
-from tilewright.tools.commands.common import FAILED, JsonOption, print_json
+from tilewright.tools.commands.common import FAILED, JsonOption, gpu_targets, print_json
 from tilewright.tools.text_report import make_console
 
 PACKAGES = ("tilewright", "torch", "triton", "transformers", "sympy", "networkx", "rich", "typer")
@@ -39,7 +39,7 @@ def doctor(as_json: JsonOption = False) -> None:
     """Check this machine: versions, GPU, cache, compiler, backend. Exit code 1 where one fails."""
     findings = [_python(), *map(_package, PACKAGES), _gpu(), _checked("cache folder", _cache)]
     findings += [_checked("backend", _backend)]
-    findings += [_checked(f"compiler for {t.name}", partial(_compile, t)) for t in _gpus()]
+    findings += [_checked(f"compiler for {t.name}", partial(_compile, t)) for t in gpu_targets()]
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
     else:
@@ -49,10 +49,6 @@ def doctor(as_json: JsonOption = False) -> None:
             console.print(f"{finding.state:<7} {finding.what:<18} {finding.detail}", style=style)
     if any(finding.state == "failed" for finding in findings):
         raise typer.Exit(FAILED)
-
-
-def _gpus() -> list[Target]:
-    return [target for target in TARGETS.values() if target.is_gpu]
 
 
 def _python() -> Finding:
@@ -75,7 +71,7 @@ def _gpu() -> Finding:
         return Finding("GPU", "no", detail)
     arch = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} (sm_{arch[0]}{arch[1]})"
-    fits = [target.name for target in _gpus() if target.arch == 10 * arch[0] + arch[1]]
+    fits = [target.name for target in gpu_targets() if target.arch == 10 * arch[0] + arch[1]]
     if not fits:
         detail = f"{name}: no kernels for it; the ops run their references"
         return Finding("GPU", "no", detail)
