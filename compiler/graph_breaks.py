@@ -150,7 +150,7 @@ def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[st
 
 
 def _unwrapped(compiler: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The function given as `backend`, and the options given beside it, of Dynamo's wrappers."""
+    """The function and the options given to torch.compile, out of Dynamo's wrappers."""
     options: Mapping[str, Any] = {}
     for _ in range(4):
         options = getattr(compiler, "kwargs", {}).get("options") or options

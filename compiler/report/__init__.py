@@ -103,12 +103,12 @@ class Lowered:
     @property
     def misses(self) -> list[Miss]:
         """The misses of every graph, then graph breaks, each place once."""
-        told = [m for g in self.graphs for m in g.misses]
-        breaks = [m for m in told if m.pattern == CAPTURE]
+        found = [m for g in self.graphs for m in g.misses]
+        breaks = [m for m in found if m.pattern == CAPTURE]
         breaks += [break_miss(text) for text in self.graph_breaks]
         if not self.graphs and not breaks:
             breaks = [NO_GRAPH]
-        return [m for m in told if m.pattern != CAPTURE] + list(dict.fromkeys(breaks))
+        return [m for m in found if m.pattern != CAPTURE] + list(dict.fromkeys(breaks))
 
     @property
     def lost(self) -> list[Miss]:

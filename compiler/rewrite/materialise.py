@@ -106,13 +106,13 @@ class Materialiser:
             return base
         if _is_reshape(effect, shape):
             return self.call("reshape", base, self.sizes(effect.shape))
-        node, atoms = self._apart(base, shape, effect)
+        node, atoms = self._cut_axes(base, shape, effect)
         node = self._ordered(node, atoms, effect)
         if shape_of(node.meta["example_value"]) == effect.shape:
             return node
         return self.call("reshape", node, self.sizes(effect.shape))
 
-    def _apart(
+    def _cut_axes(
         self, node: fx.Node, shape: Sequence[Size], effect: Effect
     ) -> tuple[fx.Node, list[Atom]]:
         """Cuts every base axis down to the atoms taken of it; returns them in dimension order."""

@@ -113,7 +113,7 @@ def _no_alias(match: Match, flow: Dataflow) -> None:
             _hazard("CACHE_ALIAS", f"{name} lies in the cache's own memory", view)
 
 
-def _apart(match: Match, flow: Dataflow) -> None:
+def _caches_apart(match: Match, flow: Dataflow) -> None:
     stores = [s.store for s in match.stores if s.store is not None]
     for i, one in enumerate(stores):
         for other in stores[i + 1 :]:
@@ -337,7 +337,7 @@ _RULES = (
     _no_read,
     _no_other_write,
     _no_alias,
-    _apart,
+    _caches_apart,
     _inputs_unchanged,
     _scratch_is_private,
     _nothing_escapes,

@@ -62,7 +62,7 @@ def _pieces(tensor: torch.Tensor) -> list[_Piece]:
     return found
 
 
-# Caches of one pool interleave: whether they are apart takes arithmetic that calls repeat.
+# Whether interleaved caches of one pool overlap is costly to work out, and asked at every call.
 _disjoint = lru_cache(1 << 14)(strided_disjoint)
 
 
