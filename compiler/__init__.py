@@ -1,9 +1,9 @@
-"""From a Dynamo graph to a graph with fused ops, and the backend that does it."""
+"""The `torch.compile` backend: from a Dynamo graph to a graph with fused ops."""
 
 from tilewright.compiler.backend import lower, reports, tilewright
-from tilewright.compiler.fuse import StrictError
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Lowered, Site
+from tilewright.compiler.report.failures import StrictError
 
 __all__ = [
     "GraphReport",

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="tilewright")`; `lower`, which compiles nothing and shows all."""
+"""`torch.compile(model, backend="tilewright")`, and `lower`, which reports what it would do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.fuse import StrictError, fuse, target_name
-from tilewright.compiler.kept_reports import KeptReport, kept
+from tilewright.compiler.fuse import fuse, target_name
+from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
 from tilewright.compiler.options import Options
-from tilewright.compiler.overlap import unfused_where_inputs_meet
 from tilewright.compiler.report import GraphReport, Lowered, break_miss
+from tilewright.compiler.report.failures import StrictError, raise_strictly
+from tilewright.compiler.report.kept import KeptReport, kept
+from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
 from tilewright.compiler.verify import verified
 from tilewright.patterns.language import CAPTURE, REPORT_IT, Miss, Stage
 
@@ -42,18 +44,18 @@ def tilewright(
     """The Dynamo backend: fuses what it finds, then hands the graph to Inductor.
 
     options: see :class:`tilewright.compiler.options.Options`. mode: Inductor's, e.g.
-    `reduce-overhead`. Raises ValueError for a bad option. A graph without a match, or in which
-    anything of ours fails, compiles exactly as under the inner compiler; the report says so.
+    `reduce-overhead`. Raises ValueError for a bad option. A graph without a match, or one at which
+    tilewright fails, compiles exactly as with the inner compiler alone; the report says so.
     """
     chosen = Options.of(options)
     found = _fuse_or_not(gm, example_inputs, chosen)
-    breaks = _compat.why_graph_ended(gm)
+    breaks = why_graph_ended(gm)
     if torch.is_grad_enabled() and _needing_grad(example_inputs):
         breaks = []  # nothing would be fused without them either
-    told = [break_miss(text) for text in breaks]
-    _raise_strictly(told, chosen)
+    missed = [break_miss(text) for text in breaks]
+    raise_strictly(missed, chosen)
     report, compiled = _compile(found, example_inputs, chosen, mode)
-    report = replace(report, misses=(*report.misses, *told))
+    report = replace(report, misses=(*report.misses, *missed))
     _publish(report, chosen, breaks)
     if not (chosen.verify and report.matches):
         return compiled
@@ -61,10 +63,10 @@ def tilewright(
 
 
 def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
-    """Reports breaks in a frame of which there is no graph; whether `strict` makes them errors."""
+    """Reports breaks in a frame that has no graph; returns whether `strict` makes them errors."""
     try:
         chosen = Options.of(options)
-    except ValueError:  # told where a graph is compiled
+    except ValueError:  # raised where a graph is compiled
         chosen = Options()
     misses = tuple(break_miss(text) for text in breaks)
     empty = fx.GraphModule({}, fx.Graph())
@@ -72,22 +74,16 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     return any(chosen.raises_for(miss) for miss in misses)
 
 
-def _raise_strictly(misses: Iterable[Miss], options: Options) -> None:
-    raised = [str(miss) for miss in misses if options.raises_for(miss)]
-    if raised:
-        raise StrictError("\n".join(raised))
-
-
-# Graph breaks that were warned about, until torch._dynamo.reset(): once for each place.
+# Graph breaks that were warned about since torch._dynamo.reset(): once for each place.
 _WARNED: set[Miss] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
-_compat.listen_for_breaks(tilewright, _frame_broke)
+listen_for_breaks(tilewright, _frame_broke)
 
 
 def reports() -> tuple[KeptReport, ...]:
-    """Reports of the latest graphs the backend compiled in this process, oldest first.
+    """Reports of the latest 64 graphs that the backend compiled in this process, oldest first.
 
-    They are text and numbers: no graph, tensor or model is kept alive by them.
+    They are text and numbers, and keep no graph, tensor or model alive.
     """
     return tuple(_REPORTS)
 
@@ -123,7 +119,7 @@ def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) ->
 
 
 def _failure_of_the_graph(error: Exception) -> Miss:
-    """The miss of a whole graph, where no single site can be given up."""
+    """The miss of a whole graph, where the failure belongs to no single site."""
     what = f"tilewright failed on the graph as a whole: {type(error).__name__}: {error}"
     return Miss("tilewright", "INTERNAL", Stage.ANCHORED, what, hint=REPORT_IT)
 
@@ -218,8 +214,8 @@ def lower(
     dynamic: as in torch.compile. target: the chip kernels are planned for. tune: as in Options;
     measures where the GPU at hand is the target.
     Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written;
-    after a graph break the Python between two graphs does run, on tensors of zeros in the place
-    of the first graph's results; where it fails on them, that is told as part of the break.
+    after a graph break the Python between two graphs does run, with zeros in the place of the first
+    graph's results; an error that this causes is reported as part of the break.
     Raises ValueError for unknown patterns or targets, StrictError under strict, and what Dynamo or
     the model raises before there is a graph.
     """
@@ -245,8 +241,8 @@ def lower(
         return _stand_in(gm)
 
     after: list[str] = []
-    with _compat.noting_breaks(capture) as breaks, torch.no_grad(), _compat.unlimited_compiles():
-        compiled = _compat.compile_apart(model, backend=capture, dynamic=dynamic)
+    with noting_breaks(capture) as breaks, torch.no_grad(), _compat.unlimited_compiles():
+        compiled = _compat.compile_isolated(model, backend=capture, dynamic=dynamic)
         try:
             compiled(*args, **(kwargs or {}))
         except Exception as error:
@@ -255,11 +251,11 @@ def lower(
                 raise inner from inner.__cause__
             if not found or (options.strict and isinstance(error, _compat.BackendCompilerFailed)):
                 raise
-            # Python between two graphs, on results of the first that nothing computed.
+            # Python between two graphs failed on the zeros that stand for the first one's results.
             log.debug("the model stopped after a graph", exc_info=True)
             after = [f"after it, on results that were not computed, {_in_a_line(error)}"]
     lowered = Lowered(tuple(found), target, (*breaks, *after))
-    _raise_strictly(lowered.misses, options)
+    raise_strictly(lowered.misses, options)
     return lowered
 
 
@@ -269,7 +265,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Returns zeros of the right shapes, and the inputs a graph returns, unrun."""
+    """In place of the graph's code: returns its outputs as zeros, and inputs as they came."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     output = next(iter(reversed(gm.graph.nodes)))
 

@@ -1,4 +1,4 @@
-"""One graph through view, match, plan and rewrite."""
+"""Takes one graph through the steps: copy, view, match, plan, rewrite, report."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from torch import fx
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import detect_target
 from tilewright.compiler import _compat
-from tilewright.compiler.failures import Failures, StrictError
-from tilewright.compiler.legality import check_legality, views_in
-from tilewright.compiler.lint import check_graph
+from tilewright.compiler.dataflow.access import call_key
+from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.options import Options
-from tilewright.compiler.overlap import InputMemory, input_memory
 from tilewright.compiler.report import GraphReport, Kernel, Site
-from tilewright.compiler.rewrite import Rewritten, SiteError, arguments_of, rewrite_sites
-from tilewright.compiler.sums import make_sums_new
-from tilewright.compiler.view import build_view
-from tilewright.ops.contract import get_op
+from tilewright.compiler.report.failures import Failures, raise_strictly
+from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
+from tilewright.compiler.rewrite.sums import make_sums_new
+from tilewright.compiler.safety.legality import check_legality
+from tilewright.compiler.safety.lint import check_graph
+from tilewright.compiler.safety.overlap import InputMemory, input_memory
+from tilewright.ops.contract import LoweringReport, get_op
 from tilewright.ops.qkv.tuning import describe
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
@@ -50,7 +51,8 @@ class _Clock:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    # Our short-lived objects would trigger full collections of Dynamo's heap, dearer than the pass.
+    # Our short-lived objects would trigger full collections of Dynamo's heap, which take longer
+    # than the pass itself.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -63,9 +65,9 @@ def _collector_paused() -> Iterator[None]:
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     """Fuses what the patterns find in a copy of `gm`; `gm` itself is not touched.
 
-    gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. What a pattern or an op
-    raises at a site costs that site: it stays as written, and the miss INTERNAL says so.
-    Raises StrictError where `options.strict` asks for that: for such a failure, or a site missed.
+    gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
+    raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
+    for such a failure or a lost site where `options.strict` asks for it.
     """
     failures = Failures(gm, options)
     clock = _Clock()
@@ -78,9 +80,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
             sites = _sites(attempt.rewritten, target, failures)
             if sites is not None:
                 break
-    raised = [str(m) for m in attempt.misses if options.raises_for(m)]
-    if raised:
-        raise StrictError("\n".join(raised))
+    raise_strictly(attempt.misses, options)
     return GraphReport(
         before=gm,
         after=attempt.after,
@@ -94,7 +94,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One copy of the graph, rewritten throughout. inputs: as they were before."""
+    """A rewritten copy of the graph. inputs: which of its inputs share memory."""
 
     after: fx.GraphModule
     rewritten: list[Rewritten]
@@ -106,7 +106,8 @@ class _Attempt:
 def _attempt(
     gm: fx.GraphModule, options: Options, failures: Failures, clock: _Clock
 ) -> _Attempt | None:
-    """None where a rewrite failed half-way: its site is refused from now on, the copy is spoilt."""
+    """None where a rewrite failed half-way: the copy cannot be used, and its site is refused in the
+    next."""
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
@@ -115,13 +116,12 @@ def _attempt(
 
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
-        # A site whose op refuses it goes to the next pattern, in another round.
+        # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}
 
         def check(match: Match, flow: Dataflow) -> Miss | None:
             known = refused.get((match.pattern, match.anchor.node))
-            known = known or failures.earlier(match) or _subclass_miss(match, flow)
-            return known or check_legality(match, flow)
+            return known or failures.earlier(match) or check_legality(match, flow)
 
         while True:
             with clock.phase("view"):
@@ -143,7 +143,7 @@ def _attempt(
     observer = _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright")
     try:
         observer.apply_graph_pass(run)
-    except SiteError as error:
+    except HalfRewrittenError as error:
         cause = error.__cause__
         failures.refuse(error.match, "to rewrite", cause if isinstance(cause, Exception) else error)
         return None
@@ -155,39 +155,23 @@ def _attempt(
     return _Attempt(after, rewritten, misses, notes, inputs[0])
 
 
-def _subclass_miss(match: Match, flow: Dataflow) -> Miss | None:
-    """The miss of a match that reads or writes a tensor of another class than torch's own."""
-    read = {n: flow.home(v.value) for n, a in match.arguments.items() for v in views_in(a)}
-    read |= {n: a for n, a in match.arguments.items() if isinstance(a, fx.Node)}
-    for name, node in read.items():
-        held = node.meta.get("example_value")
-        if _compat.is_subclass(held):
-            return Miss(
-                match.pattern,
-                "SUBCLASS",
-                Stage.HAZARDS,
-                f"{name} is a {type(held).__name__}: which memory it stands for is not seen",
-                (match.anchor.node,),
-                "give the plain tensor inside (DTensor: to_local()), or fuse before it is wrapped",
-            )
-    return None
-
-
 def _sites(
     rewritten: Sequence[Rewritten], target: str, failures: Failures
 ) -> tuple[Site, ...] | None:
-    """The sites with the plans of their ops; None where plans failed, whose sites are refused."""
+    """The sites with the plans of their ops; None where a plan failed, and its site is refused in
+    the next copy."""
     sites: list[Site] = []
+    plans: _Plans = {}
     for done in rewritten:
         try:
-            sites.append(_site(done, target))
+            sites.append(_site(done, target, plans))
         except Exception as error:
             failures.refuse(done.match, f"to plan {done.match.op} for {target}", error)
     return tuple(sites) if len(sites) == len(rewritten) else None
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
-    """Sets `tune` at the sites whose op takes it; a note on what there is to measure on."""
+    """Sets the argument `tune` at sites whose op has it; a note says what GPU will measure."""
     asked = False
     for done in rewritten:
         schema = get_op(done.node.meta["tilewright"]["op"]).torch_op._schema
@@ -231,7 +215,7 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """The matches of one knot of conflicts that are given up, each with a rival that is kept."""
+    """Of matches in conflict: those given up, each with a match that is kept and conflicts."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)
@@ -257,10 +241,14 @@ def _wanted(match: Match, only: Sequence[str] | None) -> bool:
     return only is None or any(fnmatch.fnmatchcase(match.scope, pattern) for pattern in only)
 
 
-def _site(done: Rewritten, target: str) -> Site:
+# The plans of one graph's ops, by `call_key`: most layers of a model have the same.
+_Plans = dict[Any, LoweringReport]
+
+
+def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
     match = done.match
-    chosen = _lowering(done.node, done.node.meta["tilewright"]["op"], target)
-    inner = [_lowering(node, name, target) for node, name in _nested_ops(done.node)]
+    chosen = _lowering(done.node, done.node.meta["tilewright"]["op"], target, plans)
+    inner = [_lowering(node, name, target, plans) for node, name in _nested_ops(done.node)]
     specs = [spec for plan in (*inner, chosen) for spec in plan.specs]
     return Site(
         pattern=match.pattern,
@@ -278,7 +266,7 @@ def _site(done: Rewritten, target: str) -> Site:
 
 
 def _intermediate_bytes(match: Match) -> int:
-    """Memory of the values that leave the graph; 0 where a size is a symbol."""
+    """Bytes of the values that the rewrite removes from the graph; 0 where a size is a symbol."""
     kept = {result.replaced for result in match.results}
     gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
     sizes = [(*value.shape, value.dtype.itemsize) for value in gone]
@@ -287,7 +275,7 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """The nodes of our ops, with the ops' names, that a match made for its last op to read."""
+    """Further nodes of our ops, with their names, that the rewrite made as inputs of `node`."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:
         called = source.target
@@ -300,20 +288,25 @@ def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
     return list(dict.fromkeys(found))
 
 
-def _lowering(node: fx.Node, name: str, target: str) -> Any:
+def _lowering(node: fx.Node, name: str, target: str, plans: _Plans) -> LoweringReport:
     """The plan of an op at the shapes of one node."""
-    op = get_op(name)
-    return op.plan_for(arguments_of(op, node), target)
+    key = call_key(node)
+    if key not in plans:
+        op = get_op(name)
+        plans[key] = op.plan_for(arguments_of(op, node), target)
+    return plans[key]
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
-    mapped: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, mapped)
-    if output is not None:
-        graph.output(output)
-        old = next(iter(reversed(gm.graph.nodes)))
-        next(iter(reversed(graph.nodes))).meta = dict(old.meta)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        # Arguments are set afterwards: create_node would search them for symbolic numbers.
+        new = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+        new.args = fx.node.map_arg(node.args, copies.__getitem__)
+        new.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
+        new.meta = dict(node.meta)
+        copies[node] = new
     copy = _compat.graph_module(gm, graph)
-    _compat.adopt_origin(copy, gm)
+    _compat.copy_origin(copy, gm)
     return copy

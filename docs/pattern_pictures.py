@@ -47,7 +47,7 @@ def _picture(graph: GraphReport, module: fx.GraphModule, title: str) -> str:
     def css_class(node: fx.Node) -> str:
         return "op" if "tilewright" in node.meta else "" if node.name in kept else "fused"
 
-    drawing = draw(list(module.graph.nodes), title, css_class).svg
+    drawing = draw(list(module.graph.nodes), title, css_class)
     head, _, rest = drawing.partition(">")
     return f"{head}>{STYLE}{rest}\n"
 

@@ -1,7 +1,7 @@
 """The dataflow that patterns walk: values, the views between them, and memory made explicit.
 
-`compiler.view` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here: a
-value's operands are :class:`View`s, and a view says what it selects of which value. An in-place
+`compiler.dataflow` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here:
+a value's operands are :class:`View`s, and a view says what it selects of which value. An in-place
 write is a value of its own, `store`, and whoever reads that memory later has it as an operand.
 """
 
@@ -94,8 +94,8 @@ class View:
 class Computed:
     """A small expression that the rewriter adds to the graph, e.g. page * page_size + offset.
 
-    function: a name that `compiler.materialise` knows, or a fused op's. operands, options (the
-        call's keywords): views, numbers, more of these.
+    function: a name that `compiler.rewrite.materialise` knows, or a fused op's. operands, options
+        (the call's keywords): views, numbers, more of these.
     """
 
     function: str

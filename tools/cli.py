@@ -1,8 +1,8 @@
 """The command line: `tilewright COMMAND`, one file per command in `commands/`.
 
-Reports go to stdout. Whatever else is said (progress, a model's own prints, errors) goes to stderr,
-so that `--json` can be piped. Exit code 0: done; 1: done, and something is not as it should be;
-2: it could not be done.
+Reports go to stdout; progress, a model's own prints and errors go to stderr, so that `--json` can
+be piped. Exit code 0: all is well; 1: the command ran and found something wrong; 2: it could not
+run.
 """
 
 from __future__ import annotations

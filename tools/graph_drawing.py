@@ -1,4 +1,4 @@
-"""A piece of a captured graph as an SVG drawing: layered, fused nodes highlighted, hover for facts.
+"""Draws a part of a captured graph as SVG: in layers, fused nodes highlighted, facts on hover.
 
 The layout is grandalf's (Sugiyama's method). Weights are not drawn as nodes: they are named in the
 facts of the node that reads them.
@@ -25,17 +25,9 @@ _HEIGHT, _PER_LETTER, _PADDING = 24, 7.2, 18
 _X_SPACE, _Y_SPACE, _MARGIN = 16, 26, 20
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """An SVG element, and how many nodes it shows."""
-
-    svg: str
-    nodes: int
-
-
 @dataclass
 class _Box:
-    """What grandalf places: a size, and later the centre."""
+    """What grandalf places: a width, a height, and the centre that it sets."""
 
     w: float
     h: float = _HEIGHT
@@ -47,8 +39,8 @@ def draw(
     title: str,
     css_class: Callable[[fx.Node], str] = lambda node: "",
     link: Callable[[fx.Node], str] = lambda node: "",
-) -> Drawing:
-    """The nodes and what flows between them.
+) -> str:
+    """The nodes and what flows between them, as an SVG element.
 
     css_class: a class for a node, empty for none. link: where a node leads to, empty for nowhere.
     """
@@ -63,13 +55,14 @@ def draw(
     ]
     parts += [f'<polyline points="{_points(line)}"/>' for line in lines]
     parts += [_node(node, box, css_class(node), link(node)) for node, box in boxes.items()]
-    return Drawing("".join([*parts, "</svg>"]), len(shown))
+    return "".join([*parts, "</svg>"])
 
 
 def _place(boxes: Mapping[fx.Node, _Box]) -> list[list[tuple[float, float]]]:
-    """Gives each box its centre; the lines between them. Unconnected parts stand side by side.
+    """Places each box, and returns the lines between them. Unconnected parts stand side by side.
 
-    Laid out from the results upwards and turned over, so that an input stands above its first use.
+    The layout goes from the results upwards and is then turned over, so that an input stands right
+    above its first use.
     """
     vertices = {node: Vertex(node) for node in boxes}
     for node, vertex in vertices.items():
@@ -115,7 +108,7 @@ def _node(node: fx.Node, box: _Box, css_class: str, link: str) -> str:
 
 
 def _label(node: fx.Node) -> str:
-    """The operator, without its place."""
+    """The operator's name, without its namespace."""
     target = node.target if isinstance(node.target, str) else _name(node.target)
     return target.rpartition("::")[2].removesuffix(".default") or node.op
 
@@ -127,7 +120,7 @@ def _name(target: Any) -> str:
 
 
 def facts(node: fx.Node) -> str:
-    """What a reader asks of a node: operator, shape, weights, module and source line."""
+    """What the page shows of a node on hover: operator, shape, weights, module, source line."""
     lines = [_label(node), *_shapes(node.meta.get("example_value"))]
     weights = [used for used in node.all_input_nodes if used.op in ("get_attr", "placeholder")]
     for used in weights:

@@ -1,4 +1,4 @@
-"""A report as one self-contained page: no network, no server, usable with the keyboard alone.
+"""A report as one self-contained HTML page, usable with the keyboard alone.
 
 Needs the extra `report` (grandalf for the drawings, matplotlib for the roofline).
 """
@@ -6,12 +6,11 @@ Needs the extra `report` (grandalf for the drawings, matplotlib for the roofline
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -33,7 +32,7 @@ from tilewright.tools.roofline import Work, plot, site_work
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """Equal fused sites, and what the page says of them. anchor: their place on the page."""
+    """Equal fused sites as the page shows them. anchor: their id on the page."""
 
     site: Site
     scope: str
@@ -44,23 +43,12 @@ class SiteEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """A distinct layer: its title and its two drawings as SVG, or a sentence in their place."""
+    """A distinct layer: its title, and its drawings as SVG (or why there is none)."""
 
     title: str
     before: str
     after: str
     fused: int
-
-
-@dataclass(frozen=True)
-class KernelEntry:
-    """A kernel: its audit's facts, its source in colours."""
-
-    name: str
-    source: str
-    audit: Any
-    problems: Sequence[str]
-    error: str
 
 
 def write_html(
@@ -71,7 +59,7 @@ def write_html(
 
 
 def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()) -> str:
-    """The page as a text."""
+    """The page's HTML."""
     target = get_target(lowered.target)
     entries = _site_entries(lowered)
     works = {f"{e.site.pattern} {e.scope}": e.work for e in entries if e.work}
@@ -85,7 +73,7 @@ def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()
             for miss, scope, count in collapse_misses(lowered.misses)
         ],
         layers=[layer for graph in lowered.graphs for layer in _layer_entries(graph, entries)],
-        kernels=_kernel_entries(lowered, audits),
+        kernels=list(_kernels(lowered, audits)),
         roofline=Markup(plot(works, target)) if works else "",
         code_css=Markup(_formatter().get_style_defs(".code")),
         nodes=(
@@ -168,24 +156,17 @@ def _drawing(
         anchor = by_node.get(node.name, "")
         return f"#{anchor}" if anchor else ""
 
-    return Markup(draw(nodes, title, css_class, link).svg)
+    return Markup(draw(nodes, title, css_class, link))
 
 
-def _kernel_entries(lowered: Lowered, audits: Sequence[KernelAudit]) -> list[KernelEntry]:
+def _kernels(
+    lowered: Lowered, audits: Sequence[KernelAudit]
+) -> Iterator[tuple[KernelAudit, Markup]]:
+    """Each kernel's audit, empty where there is none, and its source as highlighted HTML."""
     outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
-    found = []
     for kernel in lowered.kernels:
-        outcome = outcomes.get(kernel.spec.name)
-        found.append(
-            KernelEntry(
-                kernel.spec.name,
-                Markup(highlight(kernel.source, PythonLexer(), _formatter())),
-                outcome.audit if outcome else None,
-                outcome.problems if outcome else (),
-                outcome.error if outcome else "",
-            )
-        )
-    return found
+        outcome = outcomes.get(kernel.spec.name) or KernelAudit(kernel, None, ())
+        yield outcome, Markup(highlight(kernel.source, PythonLexer(), _formatter()))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A model's graph taken apart into its layers, and equal layers told once."""
+"""Splits a model's graph into its layers; equal layers are listed once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*)(\d+)(?=\.|$)")
 
 @dataclass(frozen=True)
 class Layer:
-    """Layers whose nodes are equal, told by the first of them.
+    """Layers with equal nodes, represented by the first of them.
 
-    scope: "model.layers.0", or "" for what belongs to none. scopes: of all equal ones, in order.
+    scope: "model.layers.0", or "" for nodes outside of all layers. scopes: of all equal ones.
     """
 
     scope: str
@@ -37,7 +37,7 @@ class Layer:
 
 
 def layer_of(scope: str) -> str:
-    """The innermost numbered module list's member that a module path is in."""
+    """The layer that a module path belongs to: `model.layers.3` of `model.layers.3.mlp`."""
     found = _LAYER.match(scope)
     return found[0] if found else ""
 

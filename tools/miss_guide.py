@@ -1,4 +1,4 @@
-"""The guide to miss codes (docs/miss-codes.md), which the package carries, by code."""
+"""The guide to miss codes (docs/miss-codes.md, installed with the package), by code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+?)\*\n(.*?)(?=^##|\Z)", re.MULTILI
 
 @dataclass(frozen=True)
 class CodeGuide:
-    """One code: its meaning in a line, and what to do about it (Markdown)."""
+    """One code: its meaning in a line, and what to do about it, as Markdown."""
 
     code: str
     meaning: str
@@ -23,7 +23,7 @@ class CodeGuide:
 
 
 def miss_guide() -> Mapping[str, CodeGuide]:
-    """Every code registered so far; one of a user's own pattern has its meaning alone."""
+    """All registered codes; those of a user's own patterns have a meaning but no text."""
     texts = _texts()
     return {code: CodeGuide(code, CODES[code], texts.get(code, "")) for code in sorted(CODES)}
 

@@ -1,7 +1,7 @@
-"""A paged Hugging Face cache: what a serving engine keeps, behind transformers' own interface.
+"""A paged KV cache, as serving engines keep it, behind transformers' cache interface.
 
-Per layer two pools `[num_pages, page_size, heads, head_dim]`; one block table `[batch, pages per
-sequence]` says which pages are a sequence's. Needs transformers.
+Each layer has two pools `[num_pages, page_size, heads, head_dim]`; one block table
+`[batch, pages per sequence]` lists the pages of each sequence. Needs transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.cache_utils import StaticLayer
 
 
 class PagedLayer(StaticLayer):
-    """One layer's pools. `block_table` is shared by all layers."""
+    """The pools of one layer. All layers share `block_table`."""
 
     def __init__(self, max_cache_len: int, page_size: int, block_table: torch.Tensor) -> None:
         super().__init__(max_cache_len)
@@ -32,7 +32,7 @@ class PagedLayer(StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens into their slots; gives every sequence's keys and values."""
+        """Writes the new tokens into their slots; returns every sequence's keys and values."""
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None

@@ -1,4 +1,4 @@
-"""Kept benchmark results as SVG plots: one file per benchmark, a panel per model and layout.
+"""Plots stored benchmark results as SVG: a file per benchmark, a panel per model and layout.
 
 Needs matplotlib (the extra `report`).
 """
@@ -21,18 +21,18 @@ from tilewright.tools.files import write_whole
 AXES = {"tokens": "tokens", "batch": "batch", "cache_mib": "cache, MiB", "layers": "layers"}
 #: Columns that are times of variants, in the order of the legend.
 TIMES = ("tilewright", "eager", "stock", "max_autotune", "grouped_mm", "gemm", "read", "bf16")
-#: Columns of text that tell rows of one panel apart without being a panel of their own.
+#: Columns of text that do not make a panel of their own.
 WORDS = frozenset({"lowering", "reason"})
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 4.4, 3.0, 3
 
 
 def draw_results(results: Path, names: Sequence[str], folder: Path) -> list[Path]:
-    """Writes `folder/NAME.svg` for each named result that is kept and has times; their paths."""
+    """Writes `folder/NAME.svg` for each named result that is stored and has times; their paths."""
     drawn = []
     for path in (results / f"{name}.json" for name in names):
         if path.is_file() and (figure := figure_of(json.loads(path.read_text("utf-8")))):
             drawn.append(folder / f"{path.stem}.svg")
-            write_whole(drawn[-1], _svg(figure))
+            write_whole(drawn[-1], svg(figure))
     return drawn
 
 
@@ -56,7 +56,7 @@ def figure_of(data: Mapping[str, Any]) -> Figure | None:
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows by everything they say in words: model, layout, format."""
+    """Rows grouped by their columns of text: model, layout, format."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         words = [v for k, v in row.items() if isinstance(v, str) and k not in WORDS]
@@ -75,7 +75,8 @@ def _draw_panel(
     axes.grid(True, alpha=0.3)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """A figure as the text of an SVG file, the same at each run."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The pytest plugin: keeps a model's matches from silently disappearing.
+"""The pytest plugin: a test fails when a model's matches change.
 
     def test_fusions(tilewright):
         tilewright.check(model, (input_ids,), {"past_key_values": cache})
@@ -44,16 +44,16 @@ def tilewright(request: pytest.FixtureRequest) -> Matches:
 
 
 def _test_name(request: pytest.FixtureRequest) -> str:
-    """The test's name, with its class, as a file may be called."""
+    """The test's name, with its class, as a file name."""
     parts = [request.cls.__name__] if request.cls else []
     return re.sub(r"[^\w.-]+", "_", ".".join([*parts, request.node.name])).strip("_")
 
 
 class Matches:
-    """What the fixture gives: every check lowers a model once, on meta tensors if those are given.
+    """The checks of the fixture. Each lowers a model once; meta tensors as arguments will do.
 
     model, args, kwargs: as the model is called. options: of tilewright.compiler.lower (`patterns`,
-    `dynamic`, `target`). All of them raise AssertionError with the sites or misses that differ.
+    `dynamic`, `target`). A check that fails lists the sites and misses that differ.
     """
 
     def __init__(self, folder: Path, name: str, update: bool) -> None:
@@ -69,9 +69,9 @@ class Matches:
         name: str | None = None,
         **options: Any,
     ) -> Lowered:
-        """The model's matches and misses are those of its snapshot file; gives the report.
+        """Compares the model's matches and misses with its snapshot file; returns the report.
 
-        name: of the file; by default that of the test, numbered from its second check on.
+        name: of the file; by default the test's, with a number from its second check on.
         """
         from tilewright.tools.snapshot import compare, snapshot_lines, snapshot_text
 
@@ -96,16 +96,14 @@ class Matches:
         options: Mapping[str, Any] | None = None,
         **counts: int,
     ) -> Lowered:
-        """Exactly so many sites of each named pattern: `assert_matches(m, x, qkv_cache=32)`."""
+        """Counts the sites of each named pattern: `assert_matches(model, args, qkv_cache=32)`."""
         lowered = _lower(model, args, kwargs, options or {})
         _check_names(counts, "qkv_cache=32")
         found = Counter(site.pattern for site in lowered.matches)
         wrong = [
             f"{n}: {found[n]}, expected {count}" for n, count in counts.items() if found[n] != count
         ]
-        if wrong:
-            pytest.fail("\n".join([*wrong, *_misses(lowered)]), pytrace=False)
-        return lowered
+        return _agreed(lowered, wrong)
 
     def assert_misses(
         self,
@@ -116,7 +114,7 @@ class Matches:
         options: Mapping[str, Any] | None = None,
         **codes: str,
     ) -> Lowered:
-        """The negative twin: each named pattern matches nothing and misses with its code."""
+        """Each named pattern matches nothing, and misses with the code given."""
         lowered = _lower(model, args, kwargs, options or {})
         _check_names(codes, 'qkv_cache="ESCAPES"')
         _check_codes(codes.values())
@@ -124,9 +122,7 @@ class Matches:
         missed = {(miss.pattern, miss.code) for miss in lowered.misses}
         wrong = [f"{n} matches, expected it not to" for n in codes if n in found]
         wrong += [f"{n}: no miss {code}" for n, code in codes.items() if (n, code) not in missed]
-        if wrong:
-            pytest.fail("\n".join([*wrong, *_misses(lowered)]), pytrace=False)
-        return lowered
+        return _agreed(lowered, wrong)
 
     def _next_name(self) -> str:
         self._checks += 1
@@ -154,7 +150,7 @@ def _lower(
 
 
 def _check_names(expected: Mapping[str, Any], example: str) -> None:
-    """Raises ValueError for a pattern there is not, or where nothing is expected."""
+    """Raises ValueError for unknown patterns, or where none is named."""
     from tilewright.patterns.language import registered
 
     known = sorted(pattern.name for pattern in registered())
@@ -191,8 +187,15 @@ def _message(path: Path, changes: Sequence[Change], lowered: Lowered) -> str:
     return "\n".join([head, *(f"  {change}" for change in changes), *_misses(lowered), tail])
 
 
+def _agreed(lowered: Lowered, wrong: Sequence[str]) -> Lowered:
+    """The report; fails the test with the lines of `wrong` where there are any."""
+    if wrong:
+        pytest.fail("\n".join([*wrong, *_misses(lowered)]), pytrace=False)
+    return lowered
+
+
 def _misses(lowered: Lowered) -> list[str]:
-    """Every kind of miss in its own words: one of them is why a match was lost."""
+    """A line for each kind of miss: one of them says why a match was lost."""
     from tilewright.compiler.report import collapse_misses
 
     return [f"missed {miss.pattern}: {miss}" for miss, _, _ in collapse_misses(lowered.misses)]

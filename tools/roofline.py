@@ -1,13 +1,11 @@
-"""How much a fused site computes and moves, and what the target allows: the roofline plot."""
+"""FLOPs and bytes of a fused site beside the target's limits: the roofline plot."""
 
 from __future__ import annotations
 
-import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,11 +21,11 @@ RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp
 
 @dataclass(frozen=True)
 class Work:
-    """What a site computes and moves.
+    """What a site computes, and the bytes it reads and writes.
 
-    flops: of the matrix products it replaces. bytes: every operand read once, every result written
-    once; of a mixture, the experts that the tokens can reach; a cache's slots are small beside them
-    and are left out. rate: the target's FLOP/s for the activation's dtype.
+    flops: of the matrix products it replaces. bytes: every operand read once and every result
+    written once, but caches, of which a step writes little; of a mixture only as many experts as
+    the tokens can reach. rate: the target's FLOP/s for the activation's dtype.
     """
 
     flops: int
@@ -53,16 +51,11 @@ def site_work(graph: GraphReport, site: Site, target: Target) -> Work | None:
     if node is None or not flops:
         return None
     op = get_op(node.meta["tilewright"]["op"])
-    written = {
-        node.args[i]
-        for i, name in enumerate(_names(op))
-        if name in op.mutated and i < len(node.args)
-    }
+    names = [argument.name for argument in op.torch_op._schema.arguments]
+    given = zip(names, node.args, strict=False)
+    written = {argument for name, argument in given if name in op.mutated}
     read = [n for n in node.all_input_nodes if n not in written]
-    tensors = [
-        *_tensors(n.meta.get("example_value") for n in read),
-        *_tensors([node.meta["example_value"]]),
-    ]
+    tensors = _compat.tensors_of(*read, node)
     share = _share_of_experts(site)
     sizes = [t.numel() * t.element_size() * (share if t.dim() == 3 else 1) for t in tensors]
     if not all(isinstance(size, (int, float)) for size in sizes):
@@ -74,7 +67,7 @@ def site_work(graph: GraphReport, site: Site, target: Target) -> Work | None:
 
 
 def _share_of_experts(site: Site) -> float:
-    """The most of stacked expert weights [experts, ...] that a call's tokens can reach."""
+    """The largest share of stacked expert weights [experts, ...] that the tokens can reach."""
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
     if tokens is None or not {"experts", "slots"} <= facts.keys():
@@ -82,27 +75,13 @@ def _share_of_experts(site: Site) -> float:
     return min(1.0, int(tokens[1]) * int(facts["slots"]) / int(facts["experts"]))
 
 
-def _names(op: Any) -> list[str]:
-    return [argument.name for argument in op.torch_op._schema.arguments]
-
-
-def _tensors(items: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list)):
-            found += _tensors(item)
-    return found
-
-
 def _flops(node: fx.Node) -> int:
-    """Of one node, run alone on fake tensors."""
-    values = [n.meta.get("example_value") for n in node.all_input_nodes]
-    if node.op not in ("call_function", "call_method") or not _multiplies(node, values):
+    """The FLOPs of one node, run by itself on fake tensors."""
+    tensors = _compat.tensors_of(*node.all_input_nodes)
+    if node.op not in ("call_function", "call_method") or not _multiplies(node, tensors):
         return 0
     if node.target in _compat.GROUPED_MM:
-        rows, weight = _tensors(values)[:2]
+        rows, weight = tensors[:2]
         return 2 * math.prod(rows.shape) * weight.shape[-1]
     with FlopCounterMode(display=False) as counter:
         _compat.run_fake(node)
@@ -112,15 +91,15 @@ def _flops(node: fx.Node) -> int:
 _PRODUCTS = re.compile(r"linear|matmul|\bmm|bmm|einsum|grouped_mm|attention|__matmul__")
 
 
-def _multiplies(node: fx.Node, values: Sequence[Any]) -> bool:
+def _multiplies(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    concrete = all(isinstance(s, int) for t in _tensors(values) for s in t.shape)
+    concrete = all(isinstance(s, int) for t in tensors for s in t.shape)
     return concrete and bool(_PRODUCTS.search(str(name)))
 
 
 def plot(points: Mapping[str, Work], target: Target) -> str:
-    """An SVG of the target's roof and each site's place under it. Needs matplotlib."""
-    from matplotlib.figure import Figure
+    """The roofline of the target, with each site under it, as SVG. Needs matplotlib."""
+    from tilewright.tools.plots import Figure, svg
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
@@ -141,10 +120,5 @@ def plot(points: Mapping[str, Work], target: Target) -> str:
     axes.set_title(f"{target.name}: {target.hbm_bytes_per_s / 1e12:.1f} TB/s", fontsize=9)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=7)
-    return _svg(figure)
-
-
-def _svg(figure: Any) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    text = svg(figure)
+    return text[text.index("<svg") :]

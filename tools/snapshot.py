@@ -1,4 +1,4 @@
-"""A model's matches and misses as a few reviewable lines, and the difference between two.
+"""A model's matches and misses as a few lines for review, and the differences of two such lists.
 
 One line per kind of site, equal layers collapsed with a count, no node names:
 
@@ -27,7 +27,7 @@ _COUNT = re.compile(r" x(\d+)$")
 
 
 class SnapshotError(ValueError):
-    """A file that is no snapshot and no report; the message names it and says why."""
+    """A file that is neither a snapshot nor a report; the message names it and says why."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Change:
-    """One line that differs. before, after: how many sites it stood for; 0: it is not there."""
+    """One line that differs. before, after: how many sites it stands for; 0 where it is absent."""
 
     scope: str
     what: str
@@ -86,7 +86,7 @@ def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
 
 
 def _stable_source(source: str) -> str:
-    """The file of a source place: its line moves with every edit above it."""
+    """A source location without its line number, which changes with every edit above it."""
     return source.rpartition(":")[0] or source
 
 
@@ -134,7 +134,7 @@ def read_lines(path: Path) -> tuple[Line, ...]:
 
 
 def compare(before: Sequence[Line], after: Sequence[Line]) -> tuple[Change, ...]:
-    """What differs, lost sites first."""
+    """The differences, lost sites first."""
     old, new = _counted(before), _counted(after)
     changes = [
         Change(scope, what, old[scope, what], new[scope, what])

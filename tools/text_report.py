@@ -1,4 +1,4 @@
-"""A report as text for a terminal: what was fused, what was missed and why, the kernels."""
+"""A report for a terminal: what was fused, what was missed and why, the kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tilewright.compiler.report import collapse_misses, collapse_sites
 from tilewright.patterns.language import Miss
 from tilewright.tools.kernel_audit import KernelAudit
 
-# What a pipe gets: a terminal has its own width.
+# The width for pipes and files; a terminal has its own.
 PIPE_WIDTH = 100
 _LABEL_WIDTH = 10
 
 
 def make_console(stderr: bool = False) -> Console:
-    """The console everything is printed to; wide enough for tables where nobody set a width."""
+    """The console that all commands print to; 100 columns wide where it is no terminal."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -92,7 +92,7 @@ def _place(scope: str, count: int, what: str, source: str) -> Text:
 
 
 def _fields(values: dict[str, str], width: int) -> Text:
-    """Labelled values under a place, folded with a hanging indent."""
+    """Labelled values below a site, wrapped with a hanging indent."""
     text = Text()
     indent = " " * (4 + _LABEL_WIDTH)
     # 20: a terminal so narrow that it folds anyway
@@ -120,7 +120,7 @@ def graph_text(lowered: Lowered, *, before: bool, after: bool) -> str:
 
 
 def render_kernels(audits: Sequence[KernelAudit], target: str) -> Group:
-    """The kernels of a report with their machine code's facts and broken rules."""
+    """The kernels of a report: facts of their machine code, and the rules they break."""
     return Group(kernel_table(audits, get_target(target)), *_kernel_errors(audits))
 
 
@@ -128,7 +128,7 @@ _COLUMNS = ("kernel", "tensor core", "regs", "spills", "stack", "shared", "TMEM"
 
 
 def kernel_table(audits: Sequence[KernelAudit], target: Target) -> Table:
-    """One row per compiled kernel; limits of the target stand in the header."""
+    """One row per compiled kernel; the header has the target's limits."""
     limits = {
         "regs": f"of {target.max_registers}",
         "shared": f"of {target.max_shared_bytes}",

@@ -1,4 +1,4 @@
-"""What a user's code raised, in one line: the reason, and the place in the user's own files."""
+"""An exception from a user's code as one line: the reason, and the place in the user's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.patterns.dataflow import frames_of, innermost_outside_torch
 
 
 def one_line(error: Exception) -> str:
-    """`TypeError: the reason (model.py:12)`; of Dynamo's long messages the error it met."""
+    """`TypeError: the reason (model.py:12)`; of Dynamo's long messages, the error that it met."""
     message = str(error)
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
     reason = lines[0]

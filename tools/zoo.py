@@ -1,7 +1,7 @@
-"""Where a MODEL on the command line comes from: the user's own function, or the built-in zoo.
+"""Loads the MODEL of a command: from a user's function, or from the built-in zoo.
 
-The zoo holds published configurations as data. Models are Hugging Face classes on the meta device,
-with a StaticCache on the meta device too, so that a graph of the true dims costs no memory.
+The zoo holds published configurations. Models are Hugging Face classes on the meta device, and so
+are their caches: a graph with the true dims takes no memory.
 transformers is an optional extra: `pip install 'tilewright[models]'`.
 """
 
@@ -24,9 +24,20 @@ from tilewright.tools.user_errors import one_line
 
 FORMS = "a zoo name, module:function or file.py:function"
 
+PREFILL = "-prefill"
+PREFILL_TOKENS = 1024
+PAGED = "-paged"
+LORA = "-lora"
+PAGE_SIZE = 16
+LORA_RANK = 16
+FORMS_OF_A_MODEL = (
+    "each but deepseek's also with -paged (a paged cache) or -lora (adapters on q, k and v), each "
+    f"with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
+)
+
 
 class ModelError(ValueError):
-    """A MODEL that cannot be loaded; the message says why and what would do."""
+    """A MODEL that cannot be loaded; the message says why and what is expected."""
 
 
 class LoadedModel(NamedTuple):
@@ -41,220 +52,122 @@ class LoadedModel(NamedTuple):
 class ZooModel:
     """A published configuration: a transformers config class and its fields.
 
-    forms: suffixes of the forms that it comes in besides the plain one.
+    forms: suffixes of its further forms, such as `-paged`.
     """
 
     config_class: str
     fields: Mapping[str, Any]
-    forms: tuple[str, ...] = ("-paged", "-lora")
+    forms: tuple[str, ...] = (PAGED, LORA)
+
+
+# What the columns of `_DIMS` are called in every config class.
+_COLUMNS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+_DIMS = {
+    #                   vocab   hidden  mlp   layers heads kv  head  positions  eps
+    "llama3-8b":        (128256, 4096, 14336,   32,   32,   8,  128,   8192,   1e-5),
+    "llama3-70b":       (128256, 8192, 28672,   80,   64,   8,  128,   8192,   1e-5),
+    "qwen3-8b":         (151936, 4096, 12288,   36,   32,   8,  128,  40960,   1e-6),
+    "qwen3-30b-a3b":    (151936, 2048,  6144,   48,   32,   4,  128,  40960,   1e-6),
+    "mixtral-8x7b":     ( 32000, 4096, 14336,   32,   32,   8,  128,  32768,   1e-5),
+    "gpt-oss-20b":      (201088, 2880,  2880,   24,   64,   8,   64, 131072,   1e-5),
+    "gpt-oss-120b":     (201088, 2880,  2880,   36,   64,   8,   64, 131072,   1e-5),
+    "deepseek-v2-lite": (102400, 2048, 10944,   27,   16,  16,   64, 163840,   1e-6),
+    "deepseek-v3":      (129280, 7168, 18432,   61,  128, 128,   64, 163840,   1e-6),
+}  # fmt: skip
+
+
+def _model(name: str, config_class: str, rope: Mapping[str, Any], **fields: Any) -> ZooModel:
+    """A model of `_DIMS`. rope: its rope_parameters. fields: what its config class has besides."""
+    dims = dict(zip(_COLUMNS, _DIMS[name], strict=True))
+    common = {"rope_parameters": rope, "tie_word_embeddings": False}
+    # A cache of latents has neither pages nor projections with adapters here.
+    forms = () if "kv_lora_rank" in fields else (PAGED, LORA)
+    return ZooModel(config_class, dims | common | fields, forms)
 
 
 def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def _latent_attention(mscale: float) -> dict[str, Any]:
-    """What DeepSeek-V2-Lite and DeepSeek-V3 have in common."""
-    return {
-        "head_dim": 64,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "max_position_embeddings": 163840,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 40.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": mscale,
-            "mscale_all_dim": mscale,
-            "original_max_position_embeddings": 4096,
-        },
-        "tie_word_embeddings": False,
-    }
+def _yarn(theta: float, factor: float, **more: Any) -> dict[str, Any]:
+    long = {"factor": factor, "beta_fast": 32.0, "beta_slow": 1.0}
+    known = {"original_max_position_embeddings": 4096}
+    return _rope(theta) | {"rope_type": "yarn"} | long | known | more
 
 
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    return {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-        "tie_word_embeddings": False,
-    }
+def _gpt_oss(name: str, experts: int) -> ZooModel:
+    rope = _yarn(150000.0, factor=32.0, truncate=False)
+    routing = {"num_local_experts": experts, "num_experts_per_tok": 4}
+    return _model(name, "GptOssConfig", rope, **routing, sliding_window=128)
+
+
+def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> ZooModel:
+    latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    rope = _yarn(10000.0, factor=40.0, mscale=mscale, mscale_all_dim=mscale)
+    return _model(name, config_class, rope, **latents, v_head_dim=128, **fields)
 
 
 #: From each model's published config.json.
 ZOO: Mapping[str, ZooModel] = MappingProxyType(
     {
-        "llama3-8b": ZooModel(
-            "LlamaConfig",
-            {
-                "vocab_size": 128256,
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 8192,
-                "rms_norm_eps": 1e-5,
-                "rope_parameters": _rope(500000.0),
-                "tie_word_embeddings": False,
-            },
-        ),
-        "llama3-70b": ZooModel(
-            "LlamaConfig",
-            {
-                "vocab_size": 128256,
-                "hidden_size": 8192,
-                "intermediate_size": 28672,
-                "num_hidden_layers": 80,
-                "num_attention_heads": 64,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 8192,
-                "rms_norm_eps": 1e-5,
-                "rope_parameters": _rope(500000.0),
-                "tie_word_embeddings": False,
-            },
-        ),
-        "qwen3-8b": ZooModel(
-            "Qwen3Config",
-            {
-                "vocab_size": 151936,
-                "hidden_size": 4096,
-                "intermediate_size": 12288,
-                "num_hidden_layers": 36,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 40960,
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": _rope(1000000.0),
-                "tie_word_embeddings": False,
-            },
-        ),
-        "qwen3-30b-a3b": ZooModel(
+        "llama3-8b": _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
+        "llama3-70b": _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
+        "qwen3-8b": _model("qwen3-8b", "Qwen3Config", _rope(1000000.0)),
+        "qwen3-30b-a3b": _model(
+            "qwen3-30b-a3b",
             "Qwen3MoeConfig",
-            {
-                "vocab_size": 151936,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "moe_intermediate_size": 768,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "head_dim": 128,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "norm_topk_prob": True,
-                "max_position_embeddings": 40960,
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": _rope(1000000.0),
-                "tie_word_embeddings": False,
-            },
+            _rope(1000000.0),
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
         ),
-        "mixtral-8x7b": ZooModel(
+        "mixtral-8x7b": _model(
+            "mixtral-8x7b",
             "MixtralConfig",
-            {
-                "vocab_size": 32000,
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "sliding_window": None,
-                "max_position_embeddings": 32768,
-                "rms_norm_eps": 1e-5,
-                "rope_parameters": _rope(1000000.0),
-                "tie_word_embeddings": False,
-            },
+            _rope(1000000.0),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=None,
         ),
-        "gpt-oss-20b": ZooModel("GptOssConfig", _gpt_oss(layers=24, experts=32)),
-        "gpt-oss-120b": ZooModel("GptOssConfig", _gpt_oss(layers=36, experts=128)),
-        "deepseek-v2-lite": ZooModel(
+        "gpt-oss-20b": _gpt_oss("gpt-oss-20b", experts=32),
+        "gpt-oss-120b": _gpt_oss("gpt-oss-120b", experts=128),
+        "deepseek-v2-lite": _deepseek(
+            "deepseek-v2-lite",
             "DeepseekV2Config",
-            {
-                "vocab_size": 102400,
-                "hidden_size": 2048,
-                "intermediate_size": 10944,
-                "moe_intermediate_size": 1408,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 16,
-                "q_lora_rank": None,
-                "n_routed_experts": 64,
-                "n_shared_experts": 2,
-                "num_experts_per_tok": 6,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                **_latent_attention(mscale=0.707),
-            },
-            forms=(),
+            mscale=0.707,
+            moe_intermediate_size=1408,
+            q_lora_rank=None,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
         ),
-        "deepseek-v3": ZooModel(
+        "deepseek-v3": _deepseek(
+            "deepseek-v3",
             "DeepseekV3Config",
-            {
-                "vocab_size": 129280,
-                "hidden_size": 7168,
-                "intermediate_size": 18432,
-                "moe_intermediate_size": 2048,
-                "num_hidden_layers": 61,
-                "num_attention_heads": 128,
-                "num_key_value_heads": 128,
-                "q_lora_rank": 1536,
-                "n_routed_experts": 256,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 8,
-                "n_group": 8,
-                "topk_group": 4,
-                "first_k_dense_replace": 3,
-                "routed_scaling_factor": 2.5,
-                "norm_topk_prob": True,
-                **_latent_attention(mscale=1.0),
-            },
-            forms=(),
+            mscale=1.0,
+            moe_intermediate_size=2048,
+            q_lora_rank=1536,
+            n_routed_experts=256,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            n_group=8,
+            topk_group=4,
+            first_k_dense_replace=3,
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
         ),
     }
 )
 
 #: What config classes call the number of routed experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-PREFILL = "-prefill"
-PREFILL_TOKENS = 1024
-PAGED = "-paged"
-LORA = "-lora"
-PAGE_SIZE = 16
-LORA_RANK = 16
-FORMS_OF_A_MODEL = "each but deepseek's also with -paged (a paged cache) or -lora (adapters on q, "
-FORMS_OF_A_MODEL += "k and v), each "
-FORMS_OF_A_MODEL += f"with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
 
 
 def zoo_names() -> tuple[str, ...]:
@@ -272,7 +185,7 @@ def is_zoo_name(spec: str) -> bool:
 
 
 def zoo_facts(name: str) -> dict[str, Any]:
-    """What a list of models says of one: its transformers config class and its main dims."""
+    """A model's row in the list of models: its transformers config class and main dims."""
     fields = ZOO[name].fields
     return {
         "config": ZOO[name].config_class,
@@ -320,9 +233,9 @@ def build_zoo_model(
 ) -> LoadedModel:
     """A zoo model with `tokens` new tokens for each of `batch` sequences.
 
-    `layers` takes that many layers only, `experts` at most that many experts of a mixture;
-    `cache_length` is what the StaticCache holds per sequence. On a device other than meta the
-    weights are random. Raises ModelError.
+    `layers` and `experts` limit the number of layers, and of experts in a mixture. `cache_length`
+    is how many tokens per sequence the cache holds. On a device other than meta the weights are
+    random. Raises ModelError.
     """
     if name not in zoo_names():
         raise ModelError(f"{name!r} is not in the zoo: {', '.join(ZOO)}; {FORMS_OF_A_MODEL}")
@@ -363,7 +276,7 @@ def build_zoo_model(
 def _cache(
     transformers: ModuleType, config: Any, paged: bool, batch: int, length: int, device: str
 ) -> Any:
-    """The cache of a step, not yet allocated: per sequence, or in pages."""
+    """The model's cache, by sequences or in pages, without its tensors."""
     if not paged:
         return transformers.StaticCache(config=config, max_cache_len=length)
     from tilewright.tools.paged_cache import PagedCache
@@ -374,7 +287,7 @@ def _cache(
 def _allocate(
     cache: Any, config: Any, batch: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Makes a cache's tensors; those of latent attention hold latents and rope keys."""
+    """Allocates a cache's tensors; with latent attention they hold latents and rope keys."""
     rank = getattr(config, "kv_lora_rank", None)
     if rank is None:
         heads, head_dim = config.num_key_value_heads, config.head_dim
@@ -445,7 +358,7 @@ def _import_module(place: str) -> ModuleType:
 
 
 def _put_on_path(folder: Path) -> None:
-    """What running the file, or `python -m`, would have done: neighbours import."""
+    """Lets the user's modules import their neighbours, as `python file.py` and `python -m` do."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

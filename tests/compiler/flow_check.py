@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tilewright.compiler.view import build_view
+from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns.dataflow import Dataflow, Store, Value, View
 from tilewright.patterns.effects import Effect
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.agreement import flat
 from tests.compiler.steps import Layer, cos_sin, make_args, rotate, store
-from tilewright.compiler import _compat, access, reports
+from tilewright.compiler import _compat, reports
+from tilewright.compiler.dataflow import access
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

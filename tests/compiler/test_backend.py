@@ -81,7 +81,7 @@ def break_lint(monkeypatch):
 
 
 def break_fake(monkeypatch):
-    monkeypatch.setattr("tilewright.compiler.materialise._compat.run_fake", broken)
+    monkeypatch.setattr("tilewright.compiler._compat.run_fake", broken)
 
 
 # Of these nothing is left of the whole graph; of a failure at a site see test_failures.py.
@@ -152,7 +152,7 @@ def test_an_op_that_refuses_its_arguments_is_a_miss_and_leaves_the_graph(monkeyp
     def refuse(*args, **kwargs):
         raise contract.ArgumentError(op.name, "x", "something else", "this")
 
-    monkeypatch.setattr("tilewright.compiler.materialise._compat.run_fake", refuse_op(refuse))
+    monkeypatch.setattr("tilewright.compiler._compat.run_fake", refuse_op(refuse))
     (expected, eager), (actual, ours) = run_both(model, args, patterns=["qkv_cache"])
     assert same_bits((actual, *ours), (expected, *eager))
     (report,) = reports()
@@ -167,7 +167,7 @@ def test_a_site_that_an_op_refuses_goes_to_the_next_pattern(monkeypatch):
     def refuse(*args, **kwargs):
         raise contract.ArgumentError("fused_qkv_paged", "x", "something else", "this")
 
-    monkeypatch.setattr("tilewright.compiler.materialise._compat.run_fake", refuse_op(refuse))
+    monkeypatch.setattr("tilewright.compiler._compat.run_fake", refuse_op(refuse))
     assert_close(model, args)
     (report,) = reports()
     assert [m.pattern for m in report.matches] == ["cache_store"] * 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from tilewright.compiler.float64 import NoFloat64Error, run_in_float64
+from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError, NotImplementedError])

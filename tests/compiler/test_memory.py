@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests.compiler.flow_check import check, flow_of, numbers, returned, weight
 from tests.compiler.random_graphs import Program, given_again
 from tests.models.qkv_idioms import IDIOMS, build
-from tilewright.compiler.view import build_view
+from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED
 
@@ -499,7 +499,7 @@ def test_the_view_of_random_programs_is_what_happened(seed):
 
 def test_the_check_can_fail(monkeypatch):
     """A view that forgets writes must not pass."""
-    monkeypatch.setattr("tilewright.compiler.memory.MemoryMap.write", lambda *args: None)
+    monkeypatch.setattr("tilewright.compiler.dataflow.memory.MemoryMap.write", lambda *args: None)
 
     def step(cache, x):
         cache[:, 0] = x

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilewright.compiler.sums import make_sums_new
+from tilewright.compiler.rewrite.sums import make_sums_new
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 found: list[int] = []

@@ -23,17 +23,13 @@ from torch._dynamo.exc import Unsupported
 from tests.agreement import ALLOWANCE
 from tests.programs.breakages import BREAKAGES, remember, told_again
 from tests.programs.families import FAMILIES
-from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
+from tilewright.compiler._compat import tensors_in
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport
-from tilewright.compiler.verify import (
-    clone_inputs,
-    flat_tensors,
-    relative_error,
-    same_elements,
-)
-from tilewright.compiler.verify_sites import SLACK
+from tilewright.compiler.verify import clone_inputs, relative_error, same_elements
+from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
+from tilewright.compiler.verify.sites import SLACK
 from tilewright.ops.checks import ArgumentError
 
 PER_MODEL = 20
@@ -172,7 +168,7 @@ def compared(program: Program, result: Any, after: list[Any]) -> Outcome:
 
 
 def _numbers(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    return [*flat_tensors(result), *flat_tensors(inputs)]
+    return [*tensors_in(result), *tensors_in(inputs)]
 
 
 def _judged(

@@ -55,7 +55,7 @@ def bench(
 
 
 def _benchmarks() -> dict[str, str]:
-    """Scripts that can be run, with the first line of what they say of themselves."""
+    """Scripts that can be run, with the first line of their docstrings."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         text = path.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""What the commands share: options, loading a MODEL, errors for people, output."""
+"""What the commands share: options, loading a MODEL, error messages, output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tilewright.codegen.targets import TARGETS
+from tilewright.codegen.targets import TARGETS, Target
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
 from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
@@ -49,7 +49,7 @@ class CommandError(Exception):
 
 @contextlib.contextmanager
 def errors_for_people(debug: bool) -> Iterator[None]:
-    """One line on stderr and exit code 2; the trace before it only under --debug."""
+    """Turns a CommandError into a line on stderr and exit code 2; the trace only under --debug."""
     try:
         yield
     except CommandError as error:
@@ -72,7 +72,7 @@ def load(model: str, **options: Any) -> LoadedModel:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """A block that imports or calls a user's code: what goes wrong becomes one line."""
+    """Around a block that imports or calls a user's code: errors become a CommandError."""
     try:
         yield
     except ModelError as error:
@@ -101,13 +101,17 @@ def load_and_lower(
 
 
 def check_target(name: str) -> None:
-    gpus = [target.name for target in TARGETS.values() if target.is_gpu]
-    if name not in gpus:
-        raise CommandError(f"--target: expected one of {', '.join(gpus)}, got {name!r}")
+    known = [target.name for target in gpu_targets()]
+    if name not in known:
+        raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}")
+
+
+def gpu_targets() -> list[Target]:
+    return [target for target in TARGETS.values() if target.is_gpu]
 
 
 def pattern_names(listed: str | None) -> list[str] | None:
-    """`--patterns` as names. Ask after the model is loaded: its file may register its own."""
+    """The names in `--patterns`. Call it after the model is loaded, which may register patterns."""
     names = None if listed is None else [name.strip() for name in listed.split(",")]
     try:
         registered(names)
@@ -118,9 +122,9 @@ def pattern_names(listed: str | None) -> list[str] | None:
 
 @contextlib.contextmanager
 def traced(name: str, debug: bool) -> Iterator[None]:
-    """A block that traces the model: what it raises becomes one line."""
+    """Around a block that traces the model: whatever that raises becomes a CommandError."""
     with contextlib.ExitStack() as stack:
-        if not debug:  # torch logs whole traces of what is reported here in one line
+        if not debug:  # torch would log the whole trace of what one line reports here
             logging.disable(logging.ERROR)
             stack.callback(logging.disable, logging.NOTSET)
         try:
@@ -135,13 +139,13 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
         with progress("compiling kernels", len(kernels)) as advance:
             return audit_kernels(kernels, target, done=advance, **options)
     except OSError as error:
-        message = f"cannot compile, for want of a folder to write to: {error}"
+        message = f"cannot compile: no folder to write to: {error}"
         raise CommandError(f"{message}; TMPDIR names another") from error
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Any]:
-    """A bar on stderr, on a terminal only; the block gets a function that advances it by one."""
+    """A progress bar on stderr, on terminals only; yields a function that advances it by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = make_console(stderr=True)
     hidden = not console.is_terminal or not total
@@ -153,7 +157,7 @@ def progress(what: str, total: int) -> Iterator[Any]:
 
 
 def writable_folder(path: Path, option: str) -> Path:
-    """The folder, made where it is missing. Raises CommandError where it cannot be written."""
+    """The folder, made if missing. Raises CommandError where it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".tilewright-write-probe"

@@ -1,4 +1,4 @@
-"""`tilewright diff A B`: what two snapshots, or two saved reports, do not share."""
+"""`tilewright diff A B`: the differences of two snapshots or saved reports."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def diff(
 ) -> None:
     """Compare two snapshots or saved reports: sites lost, gained, changed.
 
-    The way to see what another version of torch or transformers does to a model. Exit code 1 where
-    they differ.
+    Shows what another version of torch or transformers changes for a model. Exit code 1 where they
+    differ.
     """
     with errors_for_people(debug=False):
         try:

@@ -16,10 +16,10 @@ from tilewright.codegen.build import compile_for
 from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.build.cache.folder import make_folders, refusal
 from tilewright.codegen.build.cache.upkeep import size_bound, survey
-from tilewright.codegen.targets import TARGETS, Target
+from tilewright.codegen.targets import Target
 from tilewright.compiler import lower
 from tilewright.ops.contract import get_op
-from tilewright.tools.commands.common import FAILED, JsonOption, print_json
+from tilewright.tools.commands.common import FAILED, JsonOption, gpu_targets, print_json
 from tilewright.tools.text_report import make_console
 
 PACKAGES = ("tilewright", "torch", "triton", "transformers", "sympy", "networkx", "rich", "typer")
@@ -28,7 +28,7 @@ MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. state: `ok`; `no` where it is not here, which is no fault; `failed`."""
+    """One line. state: `ok`; `no` for something optional that is absent; `failed`."""
 
     what: str
     state: str
@@ -39,7 +39,7 @@ def doctor(as_json: JsonOption = False) -> None:
     """Check this machine: versions, GPU, cache, compiler, backend. Exit code 1 where one fails."""
     findings = [_python(), *map(_package, PACKAGES), _gpu(), _checked("cache folder", _cache)]
     findings += [_checked("backend", _backend)]
-    findings += [_checked(f"compiler for {t.name}", partial(_compile, t)) for t in _gpus()]
+    findings += [_checked(f"compiler for {t.name}", partial(_compile, t)) for t in gpu_targets()]
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
     else:
@@ -49,10 +49,6 @@ def doctor(as_json: JsonOption = False) -> None:
             console.print(f"{finding.state:<7} {finding.what:<18} {finding.detail}", style=style)
     if any(finding.state == "failed" for finding in findings):
         raise typer.Exit(FAILED)
-
-
-def _gpus() -> list[Target]:
-    return [target for target in TARGETS.values() if target.is_gpu]
 
 
 def _python() -> Finding:
@@ -75,7 +71,7 @@ def _gpu() -> Finding:
         return Finding("GPU", "no", detail)
     arch = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} (sm_{arch[0]}{arch[1]})"
-    fits = [target.name for target in _gpus() if target.arch == 10 * arch[0] + arch[1]]
+    fits = [target.name for target in gpu_targets() if target.arch == 10 * arch[0] + arch[1]]
     if not fits:
         detail = f"{name}: no kernels for it; the ops run their references"
         return Finding("GPU", "no", detail)
@@ -83,7 +79,7 @@ def _gpu() -> Finding:
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
-    """The check's words, or those of whatever it raised."""
+    """What the check returns, or the message of what it raised."""
     try:
         return Finding(what, "ok", check())
     except Exception as error:
@@ -117,7 +113,7 @@ def _entry_point() -> str:
 
 
 def _compile(target: Target) -> str:
-    """A real kernel, and a small one: the cache write of the first sample."""
+    """Compiles a real, small kernel: the cache write of the op's first sample."""
     op = get_op("paged_kv_store")
     plan = op.plan_for(op.sample_inputs(op.cases[0]), target.name)
     audit = compile_for(plan.specs[0], target).audit

@@ -58,7 +58,7 @@ def explain(
 
 
 def _import(source: str) -> None:
-    """Registers the codes of a user's file, named as for MODEL, with or without its function."""
+    """Imports a user's file, which registers its codes; `source` may name a function in it."""
     place = source.partition(":")[0]
     with contextlib.redirect_stdout(sys.stderr), users_code(place):
         import_place(place)

@@ -65,7 +65,7 @@ def inspect(
 
 
 def report_dict(lowered: Lowered, audits: Sequence[KernelAudit]) -> dict[str, Any]:
-    """The report's own JSON, each kernel with its audit."""
+    """The report as JSON-ready data, each kernel with its audit."""
     report = lowered.as_dict()
     outcomes = {outcome.kernel.spec.name: outcome.as_dict() for outcome in audits}
     report["kernels"] = [k | outcomes.get(k["name"], {}) for k in report["kernels"]]

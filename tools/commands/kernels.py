@@ -84,9 +84,9 @@ def kernels(
 
 
 def listed_files(manifest: Path) -> set[str]:
-    """The files of kernels that a manifest lists, none where there is no manifest.
+    """The kernels' files that a manifest lists; none where there is no manifest.
 
-    Raises CommandError for one that this command did not write: it would be lost.
+    Raises CommandError for a file that is no such manifest, and that would be overwritten.
     """
     try:
         listed = json.loads(manifest.read_text("utf-8"))
@@ -101,7 +101,7 @@ def listed_files(manifest: Path) -> set[str]:
 
 
 def write_kernel(folder: Path, outcome: KernelAudit, target: str) -> list[str]:
-    """The kernel's files in `folder`; their names. One that did not compile has its source only."""
+    """Writes a kernel's files; their names. One that did not compile has only its source."""
     kernel: Kernel = outcome.kernel
     parts: Mapping[str, bytes] = {".py": kernel.source.encode()}
     if outcome.audit is not None:

@@ -1,4 +1,4 @@
-"""`tilewright verify MODEL`: each rewrite beside the original, both against float64."""
+"""`tilewright verify MODEL`: each rewrite and the original graph, both against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.table import Table
 
-from tilewright.compiler.verify_sites import SiteError, verify_sites
+from tilewright.compiler.verify.sites import SiteError, verify_sites
 from tilewright.tools.commands.common import (
     FAILED,
     CommandError,
@@ -31,7 +31,7 @@ from tilewright.tools.commands.common import (
 from tilewright.tools.text_report import make_console
 from tilewright.tools.zoo import PREFILL, is_zoo_name
 
-#: How a zoo model is cut so that it runs here; dims stay.
+#: How a zoo model is shortened so that it runs here; its dims stay.
 TOKENS, CACHE_LENGTH = 16, 64
 
 
@@ -84,7 +84,7 @@ def _cut(name: str, layers: int, experts: int) -> dict[str, Any]:
 
 
 def _as_dict(error: SiteError) -> dict[str, Any]:
-    """As JSON-ready data; an infinite or undefined error is null."""
+    """JSON-ready data; an error that is infinite or NaN becomes null."""
     data = asdict(error)
     for name in ("plain_error", "fused_error", "allowed"):
         data[name] = data[name] if math.isfinite(data[name]) else None

@@ -1,4 +1,4 @@
-"""`tilewright zoo`: the models that are built in."""
+"""`tilewright zoo`: the built-in models."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from tests.models.moe_dequant import (
     scales_of_the_next_block,
     stored,
 )
-from tilewright.compiler.materialise import Materialiser
-from tilewright.compiler.view import build_view
+from tilewright.compiler.dataflow.build import build_view
+from tilewright.compiler.rewrite.materialise import Materialiser
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.patterns import effects

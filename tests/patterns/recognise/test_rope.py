@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.models import ropes
 from tilewright.compiler import lower, reports
-from tilewright.compiler.view import build_view
+from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns.language import Reject
 from tilewright.patterns.projection.finish import one_head_axis
 from tilewright.patterns.recognise.rope import match_rope

@@ -1,7 +1,7 @@
-"""A file that shows a failure of ours by itself: one graph, its inputs' metadata, the options.
+"""A standalone file that reproduces a failure of tilewright: a graph, its inputs' shapes, options.
 
-`TILEWRIGHT_REPRO=folder` asks for it. The model's weights and data are not in it, its code is, as
-Dynamo traced it, with the source lines beside.
+`TILEWRIGHT_REPRO=folder` asks for it. It holds the model's code as Dynamo traced it, with source
+lines, but neither weights nor data.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import attribute_of
 from tilewright.compiler.options import Options
 from tilewright.patterns.language import registered
 
@@ -29,12 +30,50 @@ FOLDER = "TILEWRIGHT_REPRO"
 # A constant of the graph up to this size is written out; a larger one becomes zeros.
 _WRITTEN_OUT = 64
 
+_FILE = '''\
+"""Compiles one graph with tilewright and shows the error: python <this file>."""
+
+{imports}
+
+torch._dynamo.config.capture_scalar_outputs = True
+# {versions}
+
+
+{graph}
+
+
+def build(kind):
+    """The module, with those of its branches and loop bodies."""
+    module = kind()
+    for name, inner in list(vars(kind).items()):
+        if isinstance(inner, type):
+            delattr(kind, name)
+            setattr(module, name, build(inner))
+    return module
+
+
+def constants(graph):
+{constants}    return graph
+
+
+def inputs():
+{inputs}
+
+if __name__ == "__main__":
+    options = {options}
+    graph = constants(build(Graph))
+    with torch.no_grad():
+        compiled = torch.compile(graph, backend="tilewright", options=options, dynamic={dynamic})
+        compiled(*inputs())
+    print("no error")
+'''
+
 
 def write_repro(gm: fx.GraphModule, options: Options) -> Path | None:
     """Writes the file for `gm` into the folder named by TILEWRIGHT_REPRO; None where none is named.
 
-    Its name goes by its content, so that one graph gives one file. A file that cannot be written is
-    a warning in the log, and None.
+    The name is a hash of the content, so that one graph gives one file. Where the file cannot be
+    written there is a warning in the log, and None.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -61,57 +100,23 @@ def repro_text(gm: fx.GraphModule, options: Options) -> str:
         if (value := getattr(options, name)) is not None
     }
     dynamic = any(_compat.is_symbolic(item) for item in held)
-    return "\n".join(
-        [
-            '"""Compiles one graph with tilewright and shows the error: python <this file>."""',
-            "",
-            *_imports(gm),
-            "",
-            "torch._dynamo.config.capture_scalar_outputs = True",
-            f"# torch {torch.__version__}, Python {sys.version.split()[0]}",
-            "",
-            "",
-            graph.strip().replace("class GraphModule(", "class Graph(", 1),
-            "",
-            "",
-            "def build(kind):",
-            '    """The module, with those of its branches and loop bodies."""',
-            "    module = kind()",
-            "    for name, inner in list(vars(kind).items()):",
-            "        if isinstance(inner, type):",
-            "            delattr(kind, name)",
-            "            setattr(module, name, build(inner))",
-            "    return module",
-            "",
-            "",
-            "def constants(graph):",
-            *_indented(_constants(gm)),
-            "    return graph",
-            "",
-            "",
-            "def inputs():",
-            *_indented(_inputs(held)),
-            "",
-            "",
-            'if __name__ == "__main__":',
-            f"    options = {given!r}",
-            "    graph = constants(build(Graph))",
-            "    with torch.no_grad():",
-            '        compiled = torch.compile(graph, backend="tilewright", '
-            f"options=options, dynamic={dynamic or None})",
-            "        compiled(*inputs())",
-            '    print("no error")',
-            "",
-        ]
+    return _FILE.format(
+        imports="\n".join(_imports(gm)),
+        versions=f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+        graph=graph.strip().replace("class GraphModule(", "class Graph(", 1),
+        constants=_indented(_constants(gm)),
+        inputs=_indented(_inputs(held)),
+        options=repr(given),
+        dynamic=dynamic or None,
     )
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+def _indented(lines: Iterable[str]) -> str:
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def _imports(gm: fx.GraphModule) -> Iterator[str]:
-    """What the graph's code names, and the modules that register patterns beside ours."""
+    """Imports of what the graph's code names, and of modules that register further patterns."""
     yield "import torch"
     yield "from torch import device, inf, nan"
     yield "import torch._dynamo"
@@ -144,14 +149,9 @@ def _importable(module: str) -> bool:
 
 
 def _constants(gm: fx.GraphModule) -> Iterator[str]:
-    """Tensors that the graph reads as attributes of its own."""
+    """Assignments of the tensors that the graph reads as attributes."""
     for node in gm.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        item: Any = gm
-        for part in str(node.target).split("."):
-            item = getattr(item, part, None)
-        if isinstance(item, torch.Tensor):
+        if node.op == "get_attr" and isinstance(item := attribute_of(node), torch.Tensor):
             yield f"graph.{node.target} = {_constant(item)}"
 
 
@@ -163,7 +163,7 @@ def _constant(tensor: torch.Tensor) -> str:
 
 
 def _inputs(held: Iterable[Any]) -> Iterator[str]:
-    """Lines of a function that returns the inputs, zeros that share storage as the user's do."""
+    """Lines of a function that returns the inputs: zeros, which share storage as the user's do."""
     storages: dict[int, str] = {}
     yield "given = []"
     for item in held:
@@ -182,9 +182,7 @@ def _inputs(held: Iterable[Any]) -> Iterator[str]:
             device = str(item.device)
             zeros = f"torch.zeros({size}, dtype=torch.uint8, device={device!r})"
             yield f"{storages[key]} = {zeros}.untyped_storage()"
-        sizes, strides = (
-            tuple(_compat.hint_of(n) for n in numbers) for numbers in (item.shape, item.stride())
-        )
+        sizes, strides = _compat.hints_of(item.shape), _compat.hints_of(item.stride())
         offset = _compat.hint_of(item.storage_offset())
         empty = f"torch.empty(0, dtype={item.dtype}, device={str(item.device)!r})"
         yield f"# {item.dtype}{list(sizes)}"
@@ -194,7 +192,7 @@ def _inputs(held: Iterable[Any]) -> Iterator[str]:
 
 
 def _zeros(tensor: torch.Tensor) -> str:
-    shape = tuple(_compat.hint_of(n) for n in tensor.shape)
+    shape = _compat.hints_of(tensor.shape)
     device = str(tensor.device)
     return f"torch.zeros({shape}, dtype={tensor.dtype}, device={device!r})"
 

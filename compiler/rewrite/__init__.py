@@ -1,4 +1,4 @@
-"""Puts a fused op in place of what a match absorbed, in the Dynamo graph, in place."""
+"""Replaces the nodes that a match absorbs by one fused op, in the graph itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.legality import insertion_node
-from tilewright.compiler.lint import check_site
-from tilewright.compiler.materialise import Materialiser
-from tilewright.compiler.spelling import argument, shape_of
+from tilewright.compiler.dataflow.spelling import argument, shape_of
+from tilewright.compiler.rewrite.materialise import Materialiser
+from tilewright.compiler.safety.legality import insertion_node, writes_on
+from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, get_op
 from tilewright.patterns.dataflow import Dataflow
@@ -33,17 +33,17 @@ from tilewright.patterns.language import (
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One site after the rewrite. node: the fused op. before: the absorbed nodes' names."""
+    """One rewritten site. node: the fused op. before: the absorbed nodes' names."""
 
     match: Match
     node: fx.Node
     before: tuple[str, ...]
 
 
-class SiteError(Exception):
-    """A rewrite failed when it had changed the graph already: the graph must not be used.
+class HalfRewrittenError(Exception):
+    """A rewrite failed after it had begun to change the graph, which must not be used.
 
-    The cause is what was raised.
+    `__cause__` is what was raised.
     """
 
     def __init__(self, match: Match) -> None:
@@ -59,15 +59,15 @@ def rewrite_sites(
 ) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
     """Rewrites every match of `flow` in `graph`; the matches must not overlap.
 
-    A match whose op refuses its arguments (they are checked under fake tensors first), or fails on
-    them, leaves the graph as it was, and gives a Miss; `failed` makes that of a failure. Raises
-    SiteError where a failure comes too late for that.
+    The op's fake implementation runs first. Where it refuses its arguments or fails, the graph
+    stays as it was, and the result is a Miss; `failed` makes the miss of a failure. Raises
+    HalfRewrittenError for a failure after the graph has changed.
     """
     materialiser = Materialiser(graph, flow)
     done: list[Rewritten] = []
     refused: list[tuple[Match, Miss]] = []
     for match in matches:
-        answer = _rewrite(graph, flow, match, materialiser, failed)
+        answer = _rewrite(match, materialiser, failed)
         if isinstance(answer, Rewritten):
             done.append(answer)
         else:
@@ -75,9 +75,8 @@ def rewrite_sites(
     return done, refused
 
 
-def _rewrite(
-    graph: fx.Graph, flow: Dataflow, match: Match, materialiser: Materialiser, failed: Failed
-) -> Rewritten | Miss:
+def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewritten | Miss:
+    graph, flow = materialiser.graph, materialiser.flow
     last = insertion_node(match, flow)
     materialiser.serving = last
     before = last.prev
@@ -85,11 +84,9 @@ def _rewrite(
         op = get_op(match.op if "::" in match.op else f"tilewright::{match.op}")
         with graph.inserting_before(last):
             node = _insert(op, match, materialiser)
-            if match.needs_kernel:
-                _check_kernel(op, node, match)
-            replacements = [
-                pair for r in match.results for pair in _restate(r, node, flow, materialiser)
-            ]
+            if match.needs_kernel and match.anchor.device.type == "cuda":
+                _check_kernel(op, node)
+            replacements = [pair for r in match.results for pair in _restate(r, node, materialiser)]
     except Exception as error:
         _erase_between(graph, before, last)
         if not isinstance(error, (ArgumentError, InexpressibleError)):
@@ -97,23 +94,23 @@ def _rewrite(
         return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), (last,))
     if (moved := _moved_and_written(replacements, flow)) is not None:
         _erase_between(graph, before, last)
-        return _moved_miss(match, moved)
+        message = f"{moved.name} is changed in place, and the fused op's result has other strides"
+        hint = "change a copy of it"
+        return Miss(match.pattern, "INPUT_MUTATED", Stage.HAZARDS, message, (moved,), hint)
     try:
-        return _put_in_place(graph, flow, match, materialiser, op, node, replacements)
+        return _put_in_place(match, materialiser, op, node, replacements)
     except Exception as error:
-        raise SiteError(match) from error
+        raise HalfRewrittenError(match) from error
 
 
 def _put_in_place(
-    graph: fx.Graph,
-    flow: Dataflow,
     match: Match,
     materialiser: Materialiser,
     op: FusedOp,
     node: fx.Node,
     replacements: Sequence[tuple[fx.Node, fx.Node]],
 ) -> Rewritten:
-    """Hands the users of what is replaced to `node`, and takes out what is absorbed."""
+    """Gives the users of replaced nodes the op's result, and erases what is absorbed."""
     node.meta["tilewright"] = {
         "pattern": match.pattern,
         "op": op.qualified_name,
@@ -126,7 +123,7 @@ def _put_in_place(
     for old, new in replacements:
         _redirect(old, new)
         materialiser.replaced[old] = new
-    _erase(graph, flow, match, [old for old, _ in replacements])
+    _erase(match, materialiser, [old for old, _ in replacements])
     check_site(match, node, replacements)
     return Rewritten(match, node, node.meta["tilewright"]["absorbed"])
 
@@ -134,15 +131,15 @@ def _put_in_place(
 def _moved_and_written(
     replacements: Sequence[tuple[fx.Node, fx.Node]], flow: Dataflow
 ) -> fx.Node | None:
-    """A replaced node that is written in place, and lies otherwise than what takes its place.
+    """A replaced node that is written in place and whose replacement has other strides.
 
-    Whether `flatten` and `reshape` of it give views or copies, and so what a write reaches, goes by
-    its strides.
+    Strides decide whether `flatten` and `reshape` return views or copies, and so what a write
+    changes.
     """
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
-        written = any(map(flow.written.get, flow.on_storage(flow.storage_of(one))))
-        if written and _steps(one) != _steps(two):
+        written = next(writes_on(flow, flow.storage_of(one)), None)
+        if written is not None and _steps(one) != _steps(two):
             return old
     return None
 
@@ -150,17 +147,6 @@ def _moved_and_written(
 def _steps(tensor: torch.Tensor) -> list[Any]:
     """The strides that matter: those of dimensions that have more than one element."""
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
-
-
-def _moved_miss(match: Match, node: fx.Node) -> Miss:
-    return Miss(
-        match.pattern,
-        "INPUT_MUTATED",
-        Stage.HAZARDS,
-        f"{node.name} is changed in place, and the fused op's result has other strides",
-        (node,),
-        "change a copy of it",
-    )
 
 
 def arguments_of(op: FusedOp, node: fx.Node) -> Any:
@@ -172,31 +158,25 @@ def arguments_of(op: FusedOp, node: fx.Node) -> Any:
     return op.arguments(*tensors[: len(args)], **named)
 
 
-def _check_kernel(op: FusedOp, node: fx.Node, match: Match) -> None:
-    """Raises ArgumentError where a GPU has no kernel for a call: the graph is faster than that."""
-    if _device_type(match) != "cuda":
-        return
+def _check_kernel(op: FusedOp, node: fx.Node) -> None:
+    """Raises ArgumentError where the op has no GPU kernel for a call: its reference is slower than
+    the graph."""
     choice = op.choose("cuda", arguments_of(op, node))
     if choice.lowering.name == "reference":
         reasons = "; ".join(reason for _, reason in choice.rejected)
         raise ArgumentError(op.name, "arguments", "some that a kernel takes", reasons)
 
 
-def _device_type(match: Match) -> str:
-    return match.anchor.device.type
-
-
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
-    """The op's node: arguments by position up to the first that is left to its default."""
+    """Adds the op's node; arguments go by position up to the first that has its default."""
     schema = op.torch_op._schema
     _check_names(op, match, [spec.name for spec in schema.arguments])
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
     positional: list[Any] = []
     keyword: dict[str, Any] = {}
-    for spec in schema.arguments:
+    for at, spec in enumerate(schema.arguments):
         if spec.name not in given:
             continue
-        at = schema.arguments.index(spec)
         if spec.kwarg_only or at != len(positional):
             keyword[spec.name] = given[spec.name]
         else:
@@ -218,14 +198,15 @@ def _check_names(op: FusedOp, match: Match, names: list[str]) -> None:
 
 
 def _restate(
-    result: Result | Parts, node: fx.Node, flow: Dataflow, materialiser: Materialiser
+    result: Result | Parts, node: fx.Node, materialiser: Materialiser
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Each node that is replaced, and the selection of the op's output that takes its place."""
+    """Pairs of a replaced node and the node that selects the same of the op's output."""
     node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
     if isinstance(result, Result):
         return [(result.replaced.node, materialiser.select(node, shape, result.effect))]
-    return [(n, materialiser.select(node, shape, e)) for n, e in _held_parts(result, flow)]
+    held = _held_parts(result, materialiser.flow)
+    return [(part, materialiser.select(node, shape, effect)) for part, effect in held]
 
 
 def _output(result: Result | Parts, node: fx.Node, materialiser: Materialiser) -> fx.Node:
@@ -254,7 +235,7 @@ def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
 
 
 def _redirect(old: fx.Node, new: fx.Node) -> None:
-    """Hands `old`'s users to `new`; layout that stood before the op moves behind it."""
+    """Gives `old`'s users `new` as their input, and moves those that stand before it behind it."""
     old.replace_all_uses_with(new)
     front = [new]
     behind = new
@@ -266,8 +247,9 @@ def _redirect(old: fx.Node, new: fx.Node) -> None:
                 front.append(user)
 
 
-def _erase(graph: fx.Graph, flow: Dataflow, match: Match, replaced: Sequence[fx.Node]) -> None:
-    """Removes the absorbed writes and whatever only they needed."""
+def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]) -> None:
+    """Erases the absorbed writes, and the nodes that only they used."""
+    graph, flow = materialiser.graph, materialiser.flow
     candidates: list[fx.Node] = []
     for store in dict.fromkeys(s.node for s in (*match.stores, *match.scratch)):
         candidates += store.all_input_nodes
@@ -287,7 +269,7 @@ def _erase(graph: fx.Graph, flow: Dataflow, match: Match, replaced: Sequence[fx.
 
 
 def _removable(node: fx.Node, flow: Dataflow) -> bool:
-    """Nodes without effect: a write, a placeholder, the output stay."""
+    """Whether a node has no effect; writes, placeholders and the output stay."""
     if node.op not in ("call_function", "call_method") or node not in flow.positions:
         return False
     held = node.meta.get("example_value")
@@ -295,7 +277,7 @@ def _removable(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def _erase_between(graph: fx.Graph, before: fx.Node, last: fx.Node) -> None:
-    """Takes back what was inserted between two nodes."""
+    """Erases the nodes that were inserted between two nodes."""
     node = last.prev
     while node is not before:
         previous = node.prev

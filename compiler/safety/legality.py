@@ -1,31 +1,23 @@
 """Whether a match may be rewritten: every hazard of moving a cache write, each with its own code.
 
-The fused op stands where the last absorbed write stood (or, without one, the last value that it
-replaces). Between the first absorbed write and that
-place nothing else may read or write the cache; what the op reads must still hold what it held; and
-nothing absorbed may be needed elsewhere.
+The fused op stands where the last absorbed write stood, or without one, the last value that it
+replaces. Between the first absorbed write and that place nothing else may read or write the cache;
+what the op reads must hold what the absorbed nodes read; nothing absorbed may be used elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
+from tilewright.compiler import _compat
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.language import (
-    Match,
-    Miss,
-    Parts,
-    PatternError,
-    Reject,
-    Stage,
-    reject,
-)
+from tilewright.patterns.language import Match, Miss, Parts, PatternError, Reject, Stage, reject
 
 
 def check_legality(match: Match, flow: Dataflow) -> Miss | None:
@@ -49,8 +41,25 @@ def insertion_position(match: Match, flow: Dataflow) -> int:
     return flow.positions[insertion_node(match, flow)]
 
 
+def _hazard(code: str, message: str, *at: Any, hint: str = "") -> NoReturn:
+    reject(code, Stage.HAZARDS, message, *at, hint=hint)
+
+
+def writes_on(flow: Dataflow, storage: int) -> Iterator[Value]:
+    """Every in-place write to any of the memories on a storage."""
+    for memory in flow.on_storage(storage):
+        yield from flow.written.get(memory, ())
+
+
+def _operands(match: Match) -> Iterator[tuple[str, View]]:
+    """Every view that the op is given, with the argument's name."""
+    for name, argument in match.arguments.items():
+        for view in views_in(argument):
+            yield name, view
+
+
 def views_in(item: Any) -> Iterator[View]:
-    """Every view among a match's arguments."""
+    """Every view in an argument of a match."""
     if isinstance(item, View):
         yield item
     elif isinstance(item, Computed):
@@ -77,9 +86,8 @@ def _no_read(match: Match, flow: Dataflow) -> None:
         for alias in flow.on_storage(memory.storage):
             for position, node in flow.read.get(alias, ()):
                 if first < position < last and node not in own:
-                    reject(
+                    _hazard(
                         "CACHE_READ",
-                        Stage.HAZARDS,
                         f"{node.format_node()} reads the cache between the absorbed writes",
                         node,
                         hint="write K and V before either is read",
@@ -89,35 +97,29 @@ def _no_read(match: Match, flow: Dataflow) -> None:
 def _no_other_write(match: Match, flow: Dataflow) -> None:
     first, last = _between(match, flow)
     for memory in _memories(match):
-        for alias in flow.on_storage(memory.storage):
-            for value in flow.written.get(alias, ()):
-                inside = first < flow.positions[value.node] < last
-                if inside and value not in match.stores:
-                    reject(
-                        "CACHE_WRITE",
-                        Stage.HAZARDS,
-                        "the cache is written again between the absorbed writes",
-                        value,
-                    )
+        for value in writes_on(flow, memory.storage):
+            inside = first < flow.positions[value.node] < last
+            if inside and value not in match.stores:
+                _hazard(
+                    "CACHE_WRITE", "the cache is written again between the absorbed writes", value
+                )
 
 
 def _no_alias(match: Match, flow: Dataflow) -> None:
     storages = {m.storage for m in _memories(match)}
-    for name, argument in match.arguments.items():
-        for view in views_in(argument):
-            memory = flow.memory_of.get(flow.home(view.value))
-            if memory is not None and memory.storage in storages:
-                reject("CACHE_ALIAS", Stage.HAZARDS, f"{name} lies in the cache's own memory", view)
+    for name, view in _operands(match):
+        memory = flow.memory_of.get(flow.home(view.value))
+        if memory is not None and memory.storage in storages:
+            _hazard("CACHE_ALIAS", f"{name} lies in the cache's own memory", view)
 
 
-def _apart(match: Match, flow: Dataflow) -> None:
+def _caches_apart(match: Match, flow: Dataflow) -> None:
     stores = [s.store for s in match.stores if s.store is not None]
     for i, one in enumerate(stores):
         for other in stores[i + 1 :]:
             if one.memory.storage == other.memory.storage and not _disjoint(one, other):
-                reject(
+                _hazard(
                     "CACHE_OVERLAP",
-                    Stage.HAZARDS,
                     "K and V lie on one storage and cannot be shown to be apart",
                     *match.stores,
                 )
@@ -130,8 +132,8 @@ def _disjoint(one: Store, other: Store) -> bool:
 
 
 def lie_apart(one: Memory, other: Memory) -> bool:
-    """Whether two inputs on one storage share no element for certain. No guard of Dynamo's holds
-    them to it: `compiler.overlap` looks again at each call."""
+    """Whether two inputs on one storage certainly share no element. Dynamo has no guard for that,
+    so `compiler.safety.overlap` looks again at each call."""
     a, b = (in_bytes(m.shape, m.strides, m.dtype.itemsize) for m in (one, other))
     distance = other.offset * other.dtype.itemsize - one.offset * one.dtype.itemsize
     if not all(isinstance(n, int) for n in (*a[0], *a[1], *b[0], *b[1], distance)):
@@ -140,7 +142,7 @@ def lie_apart(one: Memory, other: Memory) -> bool:
 
 
 def _effects_disjoint(one: Effect, other: Effect) -> bool:
-    """Whether two selections of one tensor differ for certain along some axis."""
+    """Whether two selections of one tensor are certainly apart along some axis."""
     for axis in range(len(one.start)):
         a, b = _extent(one, axis), _extent(other, axis)
         if a is not None and b is not None and (a[1] <= b[0] or b[1] <= a[0]):
@@ -163,40 +165,35 @@ def _extent(effect: Effect, axis: int) -> tuple[int, int] | None:
 def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
     last = insertion_position(match, flow)
     vanishing = {value.node for value in match.scratch}
-    for name, argument in match.arguments.items():
-        for view in views_in(argument):
-            if view.value in match.scratch:
-                raise PatternError(
-                    f"pattern {match.pattern!r}: argument {name!r} is what scratch writes, and "
-                    "that vanishes with the match; give what is written"
-                )
-            home = flow.home(view.value)
-            if view.value.position >= last:
-                reject(
-                    "ORDER",
-                    Stage.HAZARDS,
-                    f"{name} is computed only after {_place(match, flow)}",
-                    view,
-                    hint="compute every operand before that",
-                )
-            memory = flow.memory_of.get(home)
-            if memory is None:
+    for name, view in _operands(match):
+        if view.value in match.scratch:
+            raise PatternError(
+                f"pattern {match.pattern!r}: argument {name!r} is what scratch writes, and "
+                "that vanishes with the match; give what is written"
+            )
+        if view.value.position >= last:
+            _hazard(
+                "ORDER",
+                f"{name} is computed only after {_place(match, flow)}",
+                view,
+                hint="compute every operand before that",
+            )
+        memory = flow.memory_of.get(flow.home(view.value))
+        if memory is None:
+            continue
+        for write in writes_on(flow, memory.storage):
+            if write.node in vanishing:
                 continue
-            for alias in flow.on_storage(memory.storage):
-                for write in flow.written.get(alias, ()):
-                    if write.node in vanishing:
-                        continue
-                    if view.value.position < flow.positions[write.node] < last:
-                        reject(
-                            "INPUT_MUTATED",
-                            Stage.HAZARDS,
-                            f"{name} is changed in place before {_place(match, flow)}",
-                            write,
-                        )
+            if view.value.position < flow.positions[write.node] < last:
+                _hazard(
+                    "INPUT_MUTATED",
+                    f"{name} is changed in place before {_place(match, flow)}",
+                    write,
+                )
 
 
 def _scratch_is_private(match: Match, flow: Dataflow) -> None:
-    """Memory that a vanishing write wrote is the graph's own, and all that reads it vanishes."""
+    """The memory of a scratch write is the graph's own, and only what is absorbed reads it."""
     own = {v.node for v in (*match.scratch, *match.absorbed)}
     own |= {r.replaced.node for r in match.results}
     for value in match.scratch:
@@ -206,9 +203,8 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
             outside = [n for p, n in flow.read.get(memory, ()) if p >= first and n not in own]
             outside += [w.node for w in flow.written.get(memory, ()) if w.node not in own]
             if memory.is_input or outside:
-                reject(
+                _hazard(
                     "ESCAPES",
-                    Stage.HAZARDS,
                     f"{value} writes in place what is also used elsewhere",
                     value,
                     *outside,
@@ -227,9 +223,8 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
         users = [u for u in flow.users.get(value, ()) if u not in inside]
         if users or value in flow.output_values:
             who = ", ".join(sorted({u.op for u in users})) or "the graph's output"
-            reject(
+            _hazard(
                 "ESCAPES",
-                Stage.HAZARDS,
                 f"{value} is also used by {who}, so it cannot be absorbed",
                 value,
                 *users,
@@ -238,7 +233,7 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
 
 
 def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
-    """What is read of a value that disappears must be in the op's output, and in no other hands."""
+    """All that is read of a value that disappears must be in the op's output, and unchanged."""
     value = parts.replaced
     users = [u for u in flow.users.get(value, ()) if u not in inside]
     reads = [(u.op, v) for u in users for v in u.operands if v.value is value]
@@ -247,19 +242,18 @@ def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
         try:
             parts.restate(view.effect)
         except InexpressibleError as error:
-            reject("ESCAPES", Stage.HAZARDS, f"{who} uses {value} across its parts: {error}", value)
+            _hazard("ESCAPES", f"{who} uses {value} across its parts: {error}", value)
     for node in flow.nodes_of(value):
         if flow.written.get(flow.memory_of[node]):
-            reject("INPUT_MUTATED", Stage.HAZARDS, f"a part of {value} is changed in place", value)
+            _hazard("INPUT_MUTATED", f"a part of {value} is changed in place", value)
 
 
 def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflow) -> None:
     last = insertion_position(match, flow)
     for user in flow.users.get(value, ()):
         if user not in inside and not _can_wait(user, value, last, flow):
-            reject(
+            _hazard(
                 "ORDER",
-                Stage.HAZARDS,
                 f"{value} is used by {user.op} before {_place(match, flow)}",
                 user,
                 hint="write the cache before the query is used" if match.stores else "",
@@ -271,9 +265,9 @@ _DEFERRABLE = {"aten.mul", "aten.div", "aten.add", "aten.sub", "aten.neg", "aten
 
 
 def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
-    """Whether a reader of a replaced value stands behind the op, or can be moved there.
+    """Whether a reader of a replaced value stands behind the op, or can be moved behind it.
 
-    The rewriter moves it, and what depends on it, so nothing that they read may change on the way.
+    The rewriter moves it with all that depends on it, so what they read must not change in between.
     """
     position = flow.positions[user.node]
     if position > last:
@@ -285,14 +279,14 @@ def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
     for memory in (*memories, own):
         if memory is None:
             return False
-        for alias in flow.on_storage(memory.storage):
-            if any(position < flow.positions[w.node] < last for w in flow.written.get(alias, ())):
-                return False
+        writes = writes_on(flow, memory.storage)
+        if any(position < flow.positions[write.node] < last for write in writes):
+            return False
     return all(_can_wait(u, user, last, flow) for u in flow.users.get(user, ()))
 
 
 def _place(match: Match, flow: Dataflow) -> str:
-    """Where the fused op would stand, in words."""
+    """Where the fused op would stand, for messages."""
     node = insertion_node(match, flow)
     what = "the cache is written" if match.stores else "the fused op's place"
     source = source_of(node)
@@ -304,30 +298,46 @@ def _no_hidden_write(match: Match, flow: Dataflow) -> None:
     vanishing = {s.node for s in (*match.stores, *match.scratch)}
     for value in match.absorbed:
         if value.node in flow.store_nodes and value.node not in vanishing:
-            reject(
+            _hazard(
                 "INPUT_MUTATED",
-                Stage.HAZARDS,
                 f"{value} is computed in place; absorbing it would lose that write",
                 value,
             )
 
 
 def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
-    """A graph holds one shape for a tensor: where `set_` changes it, that is not the one seen."""
-    views = [view.value for argument in match.arguments.values() for view in views_in(argument)]
-    for value in (*views, *match.absorbed, *match.stores):
+    """No `set_` or resize changes a tensor: the graph records only one shape of each."""
+    read = [view.value for _, view in _operands(match)]
+    for value in (*read, *match.absorbed, *match.stores):
         memory = flow.memory_of.get(flow.home(value))
         if memory is not None and memory.storage in flow.reshaped:
             message = f"{value} changes its shape, strides or storage in place"
-            reject("INPUT_MUTATED", Stage.HAZARDS, message, value)
+            _hazard("INPUT_MUTATED", message, value)
+
+
+def _plain_tensors(match: Match, flow: Dataflow) -> None:
+    """The op is given plain tensors, no subclasses that wrap others."""
+    read = [(name, flow.home(view.value)) for name, view in _operands(match)]
+    read += [(name, node) for name, node in match.arguments.items() if isinstance(node, fx.Node)]
+    for name, node in read:
+        held = node.meta.get("example_value")
+        if _compat.is_subclass(held):
+            _hazard(
+                "SUBCLASS",
+                f"{name} is a {type(held).__name__}: which memory it stands for is not seen",
+                match.anchor,
+                hint="give the plain tensor inside (DTensor: to_local()), or fuse before it is "
+                "wrapped",
+            )
 
 
 _RULES = (
+    _plain_tensors,
     _keeps_its_layout,
     _no_read,
     _no_other_write,
     _no_alias,
-    _apart,
+    _caches_apart,
     _inputs_unchanged,
     _scratch_is_private,
     _nothing_escapes,

@@ -1,14 +1,15 @@
-"""The in-place writes that are understood: what each writes, and where."""
+"""The in-place writes that are understood: what each of them writes, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from tilewright.compiler.spelling import argument, index_effect, name_of
+from tilewright.compiler.dataflow.spelling import argument, index_effect, name_of
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
 from tilewright.patterns.effects import Effect
@@ -16,8 +17,19 @@ from tilewright.patterns.effects import Effect
 # An argument of a node as patterns see it: a view, a number, None.
 Operand = Callable[[Any], Any]
 
-# (target effect, index tensors by dimension, source, accumulates, why the source is not known)
-Write = tuple[Effect, dict[int, View], View | None, bool, str]
+
+@dataclass(frozen=True)
+class Write:
+    """`memory[target][index...] = source`; see :class:`tilewright.patterns.dataflow.Store`.
+
+    note: why the source, or where it goes, is not known.
+    """
+
+    target: Effect
+    index: Mapping[int, View] = field(default_factory=dict)
+    source: View | None = None
+    accumulate: bool = False
+    note: str = ""
 
 
 def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:
@@ -44,9 +56,9 @@ def _indexed(
 ) -> Write:
     rank = len(effect.dims)
     if not index:
-        return effect, {}, _source(operand, item, effect.shape), accumulate, ""
+        return Write(effect, {}, _source(operand, item, effect.shape), accumulate)
     if any(view.value.dtype == torch.bool for view in index.values()):
-        return effect, index, None, accumulate, "a boolean mask selects the slots"
+        return Write(effect, index, None, accumulate, "a boolean mask selects the slots")
     order = _index_dims_first(index, rank)
     width = max(len(view.effect.dims) for view in index.values())
     lead = _broadcast([view.shape for view in index.values()])
@@ -57,7 +69,7 @@ def _indexed(
     source = _source(operand, item, by_position)
     if source is not None:
         source = View(source.value, effects.permute(source.effect, order))
-    return effect, index, source, accumulate, ""
+    return Write(effect, index, source, accumulate)
 
 
 def _broadcast(shapes: list[tuple[Any, ...]]) -> list[Any]:
@@ -86,8 +98,8 @@ def _index_copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
     rest = [d for d in range(len(effect.dims)) if d != dim]
     ordered = View(source.value, effects.permute(source.effect, (dim, *rest)))
     if argument(node, 4, "alpha", 1) != 1:
-        return effect, {dim: index}, None, True, "adds a multiple"
-    return effect, {dim: index}, ordered, name_of(node) == "index_add_", ""
+        return Write(effect, {dim: index}, None, True, "adds a multiple")
+    return Write(effect, {dim: index}, ordered, name_of(node) == "index_add_")
 
 
 def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
@@ -97,17 +109,17 @@ def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
     source = operand(argument(node, 3, "src"))
     accumulate = name_of(node) == "scatter_add_" or "reduce" in node.kwargs
     if not isinstance(source, View):
-        return effect, {dim: index}, None, accumulate, "scatters a number"
+        return Write(effect, {dim: index}, None, accumulate, "scatters a number")
     others = [d for d in range(len(effect.dims)) if d != dim]
     repeats = all(index.effect.dims[d] in ((), _repeated(index.shape[d])) for d in others)
     if not repeats or any(index.shape[d] != effect.shape[d] for d in others):
-        return effect, {dim: index}, None, accumulate, "scatters element by element"
+        return Write(effect, {dim: index}, None, accumulate, "scatters element by element")
     narrow = index.effect
     for d in others:
         narrow = Effect((*narrow.dims[:d], (), *narrow.dims[d + 1 :]), narrow.start)
     flat = effects.squeeze(narrow, others)
     ordered = View(source.value, effects.permute(source.effect, (dim, *others)))
-    return effect, {dim: View(index.value, flat)}, ordered, accumulate, ""
+    return Write(effect, {dim: View(index.value, flat)}, ordered, accumulate)
 
 
 def _repeated(length: Any) -> tuple[Any, ...]:
@@ -119,7 +131,7 @@ def _copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
 
 
 def _fill(operand: Operand, node: fx.Node, effect: Effect) -> Write:
-    return effect, {}, None, False, "fills with a number"
+    return Write(effect, note="fills with a number")
 
 
 WRITES: dict[str, Callable[[Operand, fx.Node, Effect], Write]] = {

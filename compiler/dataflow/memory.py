@@ -1,4 +1,4 @@
-"""Memory made explicit: which nodes share storage, and what each memory holds at any moment."""
+"""Memory: which nodes' tensors share a storage, and what each memory holds at any moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.spelling import shape_of, size_of
+from tilewright.compiler.dataflow.spelling import shape_of, size_of, sizes
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
@@ -18,9 +18,12 @@ from tilewright.patterns.effects import Effect, InexpressibleError
 
 @dataclass
 class Place:
-    """Where a node's tensor lies: what it selects of its memory (None: not expressible, `why` says
-    what stood in the way), as which dtype it reads it, and how often that memory had been written
-    when the node ran."""
+    """Where a node's tensor lies in memory.
+
+    effect: what it selects of the memory; None where that has no normal form, and `why` says why.
+    dtype: as which it reads the memory. version: how often the memory had been written when the
+    node ran. view: what the tensor held then.
+    """
 
     memory: Memory
     effect: Effect | None
@@ -33,8 +36,8 @@ class Place:
 class Storages:
     """Which tensors of a graph share memory: a number for each, equal for those that may.
 
-    A tensor subclass has the memory of the tensors inside of it. A tensor of which torch does not
-    tell may lie in the memory of any that its node was given.
+    A tensor subclass has the memory of the tensors inside it. A tensor whose storage torch does not
+    name may lie in the memory of any tensor that its node was given.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -43,7 +46,7 @@ class Storages:
         #: Nodes whose tensors hide dimensions or tangents, inside of vmap, grad and jvp.
         self.wrapped: set[fx.Node] = set()
         for node in graph.nodes:
-            for tensor in _compat.tensors_in(node.meta.get("example_value")):
+            for tensor in _compat.tensors_of(node):
                 if _compat.is_functorch_wrapper(tensor):
                     self.wrapped.add(node)
                 keys = _compat.storage_keys(tensor)
@@ -55,8 +58,7 @@ class Storages:
     def _given(self, node: fx.Node) -> list[int]:
         return [
             self._unknown.get(id(tensor), key)
-            for source in node.all_input_nodes
-            for tensor in _compat.tensors_in(source.meta.get("example_value"))
+            for tensor in _compat.tensors_of(*node.all_input_nodes)
             for key in _compat.storage_keys(tensor) or (-id(tensor),)
         ]
 
@@ -69,7 +71,7 @@ class Storages:
 
 @dataclass
 class MemoryMap:
-    """All memories of a graph, in program order. Built once, then read only."""
+    """All memories of a graph, filled in program order."""
 
     storages: Storages
     places: dict[fx.Node, Place] = field(default_factory=dict)
@@ -82,20 +84,21 @@ class MemoryMap:
     )
 
     def allocate(self, node: fx.Node, tensor: torch.Tensor, view: View, is_input: bool) -> None:
-        """A node whose storage is seen for the first time, or that copies."""
+        """Adds a node that makes memory of its own: an input, or what computes or copies."""
         strided = bool(_compat.storage_keys(tensor))
         memory = Memory(
             root=node,
             is_input=is_input,
             is_constant=is_input and isinstance(tensor, torch.nn.Parameter),
             shape=shape_of(tensor),
-            strides=tuple(size_of(s) for s in tensor.stride()) if strided else (),
+            strides=sizes(tensor.stride()) if strided else (),
             offset=size_of(tensor.storage_offset()) if strided else 0,
             dtype=tensor.dtype,
             storage=self.storages.of(tensor),
         )
         self.by_storage[memory.storage].append(memory)
-        self.places[node] = Place(memory, effects.identity(memory.shape), memory.dtype, 0, view)
+        whole = view.effect if view.is_whole else effects.identity(memory.shape)
+        self.places[node] = Place(memory, whole, memory.dtype, 0, view)
 
     def shared_with(self, tensor: torch.Tensor, node: fx.Node | None) -> Place | None:
         """The place of `node` if `tensor` lies on the same storage, else None."""
@@ -113,12 +116,18 @@ class MemoryMap:
         why: str = "",
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A node that shares `of`'s memory and selects `effect` of it, read as `dtype`."""
+        """Adds a node that shares `of`'s memory and selects `effect` of it, read as `dtype`."""
         version = self.version[of.memory]
         self.places[node] = Place(of.memory, effect, dtype or of.dtype, version, view, why)
 
+    def note_read(self, memory: Memory, reader: tuple[int, fx.Node]) -> None:
+        """Records, once, that a node (given with its position) reads a memory."""
+        reads = self.reads[memory]
+        if not reads or reads[-1] is not reader:
+            reads.append(reader)
+
     def read(self, node: fx.Node) -> View | None:
-        """What a node's tensor holds now; None where a write made that unknowable."""
+        """What a node's tensor holds now; None where a write made that unknown."""
         place = self.places[node]
         memory = place.memory
         if self.version[memory] == place.version:

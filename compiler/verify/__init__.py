@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewright.compiler._compat import tensors_in
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport
 
@@ -50,10 +51,8 @@ def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Differenc
     ours, theirs = clone_inputs(inputs), clone_inputs(inputs)
     fused = report.after(*ours)
     plain = report.before(*theirs)
-    outputs = _differences("output", flat_tensors(fused), flat_tensors(plain))
-    return outputs + _differences(
-        "input", flat_tensors(ours), flat_tensors(theirs), flat_tensors(inputs)
-    )
+    outputs = _differences("output", tensors_in(fused), tensors_in(plain))
+    return outputs + _differences("input", tensors_in(ours), tensors_in(theirs), tensors_in(inputs))
 
 
 def verified(
@@ -89,9 +88,9 @@ def clone_inputs(
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     shared: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> list[Any]:
-    """Copies that keep the aliasing among inputs: one clone of each storage.
+    """Copies of the inputs that share storage as the inputs do: each storage is cloned once.
 
-    convert: makes another dtype of a storage's elements. shared: which tensors are not copied.
+    convert: changes the dtype of a storage's elements. shared: says which tensors are not copied.
     """
     storages: dict[int, torch.Tensor] = {}
     copies: list[Any] = []
@@ -110,24 +109,14 @@ def clone_inputs(
     return copies
 
 
-def flat_tensors(items: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples and lists, in order."""
-    if isinstance(items, torch.Tensor):
-        return [items]
-    if isinstance(items, (tuple, list)):
-        return [t for item in items for t in flat_tensors(item)]
-    return []
-
-
 def _differences(
     what: str,
     ours: Sequence[torch.Tensor],
     theirs: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor] | None = None,
 ) -> list[Difference]:
-    """before: the tensors as they were, where only what changed in them is to be compared.
-
-    A step writes few slots of a cache; the rest of it must not dilute their error.
+    """Each tensor of ours against theirs. before: the tensors before the run, to compare only what
+    changed: a step writes few slots of a cache, and the others would dilute the error.
     """
     found = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -153,5 +142,5 @@ def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Element by element; an uninitialised cache holds NaN, which equals NaN here."""
+    """Equality element by element; NaN equals NaN, which uninitialised caches may hold."""
     return (a == b) | (a.isnan() & b.isnan())

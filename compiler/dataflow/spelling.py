@@ -1,15 +1,15 @@
-"""The spellings of a Dynamo graph, reduced to ATen's names: one table per kind of operation.
+"""The many ways to write an operation, reduced to ATen's names: one table per kind of operation.
 
-Dynamo hands over `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem`, ... as they
-were written. Here each is named once: what it selects (layout), how it splits, whether it only
-copies, which in-place write it is, or which plain ATen operation. A target found in no table is
-asked for its ATen name by :mod:`tilewright.compiler._compat`; what stays unknown is opaque.
+Dynamo keeps `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem`, ... as the user
+wrote them. The tables here say what each selects (layout), how it splits, whether it only copies,
+or which ATen operation it is; those that write in place are in `writes`. A target in no table is
+traced by itself (`aten_names`); what remains unknown is opaque.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,111 +19,64 @@ from torch import fx
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 
-Target = Callable[..., Any] | str
-
-_OPERATORS: dict[Any, str] = {
-    operator.add: "add",
-    operator.iadd: "add_",
-    operator.sub: "sub",
-    operator.isub: "sub_",
-    operator.mul: "mul",
-    operator.imul: "mul_",
-    operator.truediv: "div",
-    operator.itruediv: "div_",
-    operator.floordiv: "floor_divide",
-    operator.mod: "remainder",
-    operator.neg: "neg",
-    operator.pow: "pow",
-    operator.matmul: "matmul",
-    operator.getitem: "getitem",
-    operator.setitem: "setitem",
-    operator.and_: "bitwise_and",
-    operator.or_: "bitwise_or",
-    operator.invert: "bitwise_not",
-    operator.rshift: "bitwise_right_shift",
-    operator.lshift: "bitwise_left_shift",
-    operator.lt: "lt",
-    operator.le: "le",
-    operator.gt: "gt",
-    operator.ge: "ge",
-    operator.eq: "eq",
-    operator.ne: "ne",
-}
-
-_RENAMED = {
-    "true_divide": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
-    "negative": "neg",
-    "clip": "clamp",
-    "clip_": "clamp_",
-    "grouped_mm": "_grouped_mm",
-    "concat": "cat",
-    "concatenate": "cat",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "moveaxis": "movedim",
-    "square": "square",
-    "__getitem__": "getitem",
-    "__setitem__": "setitem",
-    "__add__": "add",
-    "__radd__": "add",
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "__sub__": "sub",
-    "__matmul__": "matmul",
-    "__truediv__": "div",
-    "__iadd__": "add_",
-    "__imul__": "mul_",
-    "__isub__": "sub_",
-    "__itruediv__": "div_",
-}
-
-# Nodes without a value that matters: profiling, autograd and autocast regions, shape queries.
-NOISE = frozenset(
-    {
-        "_log_api_usage_once",
-        "_set_grad_enabled",
-        "_enter_autocast",
-        "_exit_autocast",
-        "_assert_tensor_metadata",
-        "sym_size",
-        "sym_sum",
-        "sym_max",
-        "sym_min",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "is_contiguous",
-        "_check",
-        "_check_is_size",
-    }
-)
-
-# The value is its first operand's, element for element; whether memory is shared, storage tells.
-IDENTITY = frozenset(
-    {"contiguous", "clone", "detach", "alias", "lift_fresh_copy", "requires_grad_", "positive"}
-)
-
-# Identity where the dtype stays, else a cast.
-CASTS = frozenset(
-    {"to", "_to_copy", "float", "half", "bfloat16", "double", "type", "type_as", "long", "int"}
-    | {"bool", "cuda", "cpu"}
-)
-
-# Puts wrappers of vmap, grad and jvp around tensors, and takes them off.
-TRANSFORMS = frozenset(
-    {"_add_batch_dim", "_remove_batch_dim", "_wrap_for_grad", "_unwrap_for_grad", "_make_dual"}
-    | {"_unpack_dual"}
-)
-
-DROPOUT = frozenset({"dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"})
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """A table from a text such as `add=add iadd=add_`."""
+    return dict(pair.split("=") for pair in text.split())
+
+
+# Functions of `operator` by ATen's names: the first two rows have the same name there.
+_OPERATORS: dict[Any, str] = {
+    getattr(operator, name): aten
+    for name, aten in _pairs(
+        """
+        add=add sub=sub mul=mul neg=neg pow=pow matmul=matmul getitem=getitem setitem=setitem
+        lt=lt le=le gt=gt ge=ge eq=eq ne=ne
+        truediv=div floordiv=floor_divide mod=remainder
+        and_=bitwise_and or_=bitwise_or invert=bitwise_not
+        rshift=bitwise_right_shift lshift=bitwise_left_shift
+        iadd=add_ isub=sub_ imul=mul_ itruediv=div_
+        """
+    ).items()
+}
+
+_RENAMED = _pairs(
+    """
+    true_divide=div divide=div multiply=mul subtract=sub negative=neg clip=clamp clip_=clamp_
+    grouped_mm=_grouped_mm concat=cat concatenate=cat
+    swapaxes=transpose swapdims=transpose moveaxis=movedim
+    __getitem__=getitem __setitem__=setitem __add__=add __radd__=add __mul__=mul __rmul__=mul
+    __sub__=sub __matmul__=matmul __truediv__=div
+    __iadd__=add_ __imul__=mul_ __isub__=sub_ __itruediv__=div_
+    """
+)
+
+# Nodes without a value that matters: profiling, autograd and autocast regions, shape queries.
+NOISE = _names(
+    """
+    _log_api_usage_once _set_grad_enabled _enter_autocast _exit_autocast _assert_tensor_metadata
+    sym_size sym_sum sym_max sym_min size dim numel stride is_contiguous _check _check_is_size
+    """
+)
+
+# The value is its first operand's, element for element; whether memory is shared, storage tells.
+IDENTITY = _names("contiguous clone detach alias lift_fresh_copy requires_grad_ positive")
+
+# Identity where the dtype stays, else a cast.
+CASTS = _names("to _to_copy float half bfloat16 double type type_as long int bool cuda cpu")
+
+# Puts wrappers of vmap, grad and jvp around tensors, and takes them off.
+TRANSFORMS = _names(
+    """
+    _add_batch_dim _remove_batch_dim _wrap_for_grad _unwrap_for_grad _make_dual _unpack_dual
+    """
+)
+
+DROPOUT = _names("dropout dropout1d dropout2d alpha_dropout feature_dropout")
 
 
 # Operators of other libraries that are one of ATen's.
@@ -155,11 +108,6 @@ IN_PLACE_ARITHMETIC = _names(
     """
 )
 
-INDEXED_WRITES = frozenset(
-    {"setitem", "index_put_", "_index_put_impl_", "index_copy_", "index_add_", "scatter_"}
-    | {"scatter_add_", "copy_", "fill_", "zero_"}
-)
-
 
 def name_of(node: fx.Node) -> str:
     """The short ATen name of what a node calls; `ns::name` for an operator of another library."""
@@ -178,7 +126,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_torch_function(target: Any) -> bool:
-    """Whether a callable comes with torch or Python, and so is what its name says."""
+    """Whether a callable comes with torch or Python, so that its name says what it does."""
     module = (
         getattr(target, "__module__", None) or type(getattr(target, "__self__", None)).__module__
     )
@@ -307,31 +255,28 @@ def _repeat(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     return effects.reshape(wide, shape)
 
 
-LAYOUT: dict[str, Callable[[Effect, fx.Node, Sequence[Size]], Effect]] = {
-    "view": _to_shape,
-    "reshape": _to_shape,
-    "view_as": _to_shape,
-    "reshape_as": _to_shape,
-    "flatten": _to_shape,
-    "unflatten": _to_shape,
-    "ravel": _to_shape,
-    "_unsafe_view": _to_shape,
-    "transpose": _transpose,
-    "t": _reverse_dims,
-    "T": _reverse_dims,
-    "mT": _swap_last,
-    "permute": _permute,
-    "movedim": _movedim,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "expand": _expand,
-    "expand_as": _expand,
-    "broadcast_to": _expand,
-    "narrow": _narrow,
-    "slice": _slice_tensor,
-    "select": _select,
-    "repeat_interleave": _repeat_interleave,
-    "repeat": _repeat,
+Rule = Callable[[Effect, fx.Node, Sequence[Size]], Effect]
+
+#: What each operation that only selects selects: from its input's effect, the call and its shape.
+LAYOUT: dict[str, Rule] = {
+    name: rule
+    for rule, names in (
+        (_to_shape, "view reshape view_as reshape_as flatten unflatten ravel _unsafe_view"),
+        (_transpose, "transpose"),
+        (_reverse_dims, "t T"),
+        (_swap_last, "mT"),
+        (_permute, "permute"),
+        (_movedim, "movedim"),
+        (_unsqueeze, "unsqueeze"),
+        (_squeeze, "squeeze"),
+        (_expand, "expand expand_as broadcast_to"),
+        (_narrow, "narrow"),
+        (_slice_tensor, "slice"),
+        (_select, "select"),
+        (_repeat_interleave, "repeat_interleave"),
+        (_repeat, "repeat"),
+    )
+    for name in names.split()
 }
 
 
@@ -351,9 +296,7 @@ def split_effects(
     return parts
 
 
-SPLITS = frozenset(
-    {"split", "split_with_sizes", "chunk", "unbind", "unsafe_chunk", "unsafe_split", "tensor_split"}
-)
+SPLITS = _names("split split_with_sizes chunk unbind unsafe_chunk unsafe_split tensor_split")
 
 
 # --- sizes and basic indexing ---------------------------------------------------------------------
@@ -371,19 +314,33 @@ def size_of(item: Any) -> Size:
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     """A (fake) tensor's shape as sizes."""
-    return tuple(n if isinstance(n, int) else size_of(n) for n in tensor.shape)
+    return sizes(tensor.shape)
+
+
+def sizes(numbers: Iterable[Any]) -> tuple[Size, ...]:
+    """Ints and SymInts as sizes."""
+    return tuple([n if type(n) is int else size_of(n) for n in numbers])
 
 
 def _offset(index: Size, length: Size) -> Size:
     return index + length if isinstance(index, int) and index < 0 else index
 
 
-def _slice(effect: Effect, dim: int, item: slice, length: Size) -> Effect:
+def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
+    """Dimension `dim` cut by `item`. length: of the result, where its shape is known."""
     size = effect.shape[dim]
     start = 0 if item.start is None else _offset(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
     if not isinstance(step, int):
         raise InexpressibleError("a slice with a symbolic step")
+    if length is None:
+        stop = size if item.stop is None else _offset(size_of(item.stop), size)
+        if all(isinstance(n, int) for n in (size, start, stop)):
+            length = len(range(*slice(start, stop, step).indices(size)))
+        elif step == 1:
+            length = stop - start
+        else:
+            raise InexpressibleError("a strided slice of a symbolic dimension")
     if isinstance(start, int) and isinstance(size, int):
         start = min(start, size)
     return effects.narrow(effect, dim, start, length, step)
@@ -423,14 +380,15 @@ def _is_list_index(index: Any) -> bool:
 
 
 class Rows:
-    """Positions in no even order, to be gathered as by a tensor."""
+    """A list of positions that is no slice: rows are gathered as by an index tensor."""
 
     def __init__(self, at: Sequence[int]) -> None:
         self.at = tuple(at)
 
 
 def with_rows(index: Any) -> Any:
-    """An index whose one list of positions, where it is no slice, is :class:`Rows`; else None."""
+    """The index with its one list of positions as :class:`Rows`; None where it has no such list, or
+    the list is a slice."""
     items = index if isinstance(index, tuple) else (index,)
     lists = [i for i in items if isinstance(i, list)]
     if len(lists) != 1 or any(is_tensor_node(i) for i in items):
@@ -450,7 +408,7 @@ def _apply_item(
     if item is None:
         return effects.unsqueeze(effect, dim), dim + 1
     if isinstance(item, slice):
-        return _apply_slice(effect, dim, item), dim + 1
+        return effect if item == slice(None) else _slice(effect, dim, item), dim + 1
     if is_tensor_node(item):
         tensors[dim] = item
         return effect, dim + 1
@@ -465,7 +423,7 @@ def _apply_item(
 
 
 def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
-    """A list of positions, where they are evenly spaced and ascend."""
+    """A list of positions that ascend evenly, as a slice."""
     if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
         raise InexpressibleError("an index list that is not of numbers")
     at = [_offset(i, effect.shape[dim]) for i in item]
@@ -473,19 +431,3 @@ def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
     if not all(isinstance(i, int) for i in at) or len(steps) > 1 or any(s < 1 for s in steps):
         raise InexpressibleError("an index list that is no slice")
     return effects.narrow(effect, dim, at[0], len(at), next(iter(steps), 1))
-
-
-def _apply_slice(effect: Effect, dim: int, item: slice) -> Effect:
-    if item == slice(None):
-        return effect
-    size = effect.shape[dim]
-    stop = size if item.stop is None else _offset(size_of(item.stop), size)
-    start = 0 if item.start is None else _offset(size_of(item.start), size)
-    step = 1 if item.step is None else size_of(item.step)
-    if isinstance(size, int) and isinstance(stop, int) and isinstance(start, int):
-        length: Size = len(range(*slice(start, stop, step).indices(size)))
-    elif step == 1:
-        length = stop - start
-    else:
-        raise InexpressibleError("a strided slice of a symbolic dimension")
-    return _slice(effect, dim, item, length)

@@ -1,10 +1,10 @@
-"""What raises inside a pattern, an op or a rewrite, and costs one site."""
+"""Exceptions inside a pattern, an op or a rewrite: they cost one site, not the compilation."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,13 +14,13 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.options import Options
-from tilewright.compiler.repro import write_repro
+from tilewright.compiler.report.repro import write_repro
 from tilewright.patterns.language import Match, Miss, internal_miss
 
 log = logging.getLogger("tilewright")
 
-# So many sites of one pattern may fail when the graph is changed already, each of which costs
-# another copy of the graph; then the pattern is left out.
+# How many sites of one pattern may fail after the graph has changed, each of which costs another
+# copy of the graph; then the pattern is left out.
 MAX_RESTARTS = 4
 
 
@@ -28,12 +28,19 @@ class StrictError(RuntimeError):
     """Under `strict`, a lost site, a graph break or an internal error."""
 
 
+def raise_strictly(misses: Iterable[Miss], options: Options) -> None:
+    """Raises StrictError with those of the misses for which `strict` asks for it."""
+    raised = [str(miss) for miss in misses if options.raises_for(miss)]
+    if raised:
+        raise StrictError("\n".join(raised))
+
+
 @dataclass(eq=False)
 class Failures:
-    """Makes the miss INTERNAL of what was raised at a site of the graph `gm`.
+    """Turns what was raised at a site of the graph `gm` into a miss INTERNAL.
 
-    Raises StrictError from the error instead where `strict` asks for it, and hands on what Dynamo
-    itself raises: Dynamo restarts its analysis by that.
+    Raises StrictError instead where `strict` asks for it. Dynamo's own exceptions are raised again:
+    Dynamo restarts its analysis by them.
     """
 
     gm: fx.GraphModule
@@ -55,9 +62,9 @@ class Failures:
         return miss
 
     def refuse(self, match: Match, doing: str, error: Exception) -> None:
-        """From now on :meth:`earlier` has a miss for this site."""
+        """Records a failure, so that :meth:`earlier` has a miss for this site in the next copy."""
         if _key(match) in self._refused:
-            raise error  # refused before, and here again: no other copy would do better
+            raise error  # it was refused and failed again: another copy would not help
         self._refused[_key(match)] = self(match.pattern, doing, error, (match.anchor.node,))
         self._restarts[match.pattern] += 1
 
@@ -70,7 +77,7 @@ class Failures:
 
     @contextmanager
     def of_the_graph(self) -> Iterator[None]:
-        """What escapes from within, and is no answer, is worth a repro file too."""
+        """Writes a repro file for an exception that belongs to no single site, too."""
         try:
             yield
         except (_compat.DynamoError, StrictError):

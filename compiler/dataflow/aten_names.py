@@ -1,4 +1,4 @@
-"""Asks a node which ATen operators it is, by running it under a recording mode."""
+"""Traces a single node, to learn which ATen operator it calls."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.spelling import name_of
+from tilewright.compiler.dataflow.spelling import name_of
 
 
 @dataclass(frozen=True)
 class Hole:
-    """Stands for a tensor argument while a node is asked for its ATen name."""
+    """Stands for a tensor argument of a call that is traced by itself."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class AtenCall:
-    """One call of an ATen operator; holes stand for the tensors it is asked about."""
+    """One call of an ATen operator, with holes in the place of tensors."""
 
     name: str
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class AtenCall:
 
 
 def fill(item: Any, given: Sequence[Any]) -> Any:
-    """An argument with what is given in the place of holes."""
+    """An argument with its holes filled by what is given."""
     if isinstance(item, Hole):
         return given[item.index]
     if isinstance(item, (tuple, list)):
@@ -43,14 +43,11 @@ def fill(item: Any, given: Sequence[Any]) -> Any:
 def aten_call(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
 ) -> AtenCall | None:
-    """The one ATen call that a node is, with arguments in ATen's order; None where it is several,
-    or computes anything else."""
+    """The one ATen call that a node makes, with arguments in ATen's order; None where it makes
+    several calls or computes anything besides."""
 
     def call(*given: torch.Tensor) -> Any:
-        positional, named = fill(tuple(args), given), fill(dict(kwargs), given)
-        if isinstance(node.target, str):
-            return getattr(positional[0], node.target)(*positional[1:], **named)
-        return node.target(*positional, **named)
+        return _compat.call(node.target, fill(tuple(args), given), fill(dict(kwargs), given))
 
     graph = _compat.aten_graph(call, tensors)
     calls = [n for n in graph.nodes if n.op == "call_function" and not _picks(n)]

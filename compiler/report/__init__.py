@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from tilewright.patterns.language import CAPTURE, Miss, Stage
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
     from tilewright.codegen.build import Artifact
-    from tilewright.compiler.overlap import InputMemory
+    from tilewright.compiler.safety.overlap import InputMemory
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One Dynamo graph, before and after. inputs: which of its inputs lay apart when traced."""
+    """One Dynamo graph, before and after. inputs: which of its inputs shared memory when traced."""
 
     before: fx.GraphModule
     after: fx.GraphModule
@@ -102,17 +102,17 @@ class Lowered:
 
     @property
     def misses(self) -> list[Miss]:
-        """Those of every graph, then what Dynamo did not capture, each place once."""
-        told = [m for g in self.graphs for m in g.misses]
-        breaks = [m for m in told if m.pattern == CAPTURE]
+        """The misses of every graph, then graph breaks, each place once."""
+        found = [m for g in self.graphs for m in g.misses]
+        breaks = [m for m in found if m.pattern == CAPTURE]
         breaks += [break_miss(text) for text in self.graph_breaks]
         if not self.graphs and not breaks:
             breaks = [NO_GRAPH]
-        return [m for m in told if m.pattern != CAPTURE] + list(dict.fromkeys(breaks))
+        return [m for m in found if m.pattern != CAPTURE] + list(dict.fromkeys(breaks))
 
     @property
     def lost(self) -> list[Miss]:
-        """The misses that are no mere advice."""
+        """The misses of what was asked for; the others are advice."""
         return [m for m in self.misses if m.is_lost]
 
     @property
@@ -187,6 +187,9 @@ def miss_dict(miss: Miss) -> dict[str, Any]:
     return {n: getattr(miss, n) for n in names} | {"stage": miss.stage.label}
 
 
+Placed = TypeVar("Placed", Site, Miss)
+
+
 def collapse_scope(scope: str) -> str:
     """`model.layers.13.self_attn` as `model.layers.*.self_attn`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", scope)
@@ -194,25 +197,33 @@ def collapse_scope(scope: str) -> str:
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
     """Equal sites of different layers as one: (a representative, collapsed scope, count)."""
-    groups: dict[Any, list[Site]] = {}
-    for site in sites:
+
+    def kind(site: Site) -> tuple[Any, ...]:
         facts = tuple(sorted((k, str(v)) for k, v in site.shapes.items()))
-        key = (site.pattern, collapse_scope(site.scope), facts, site.lowering, site.kernel)
-        groups.setdefault(key, []).append(site)
-    return [(g[0], key[1] if len(g) > 1 else g[0].scope, len(g)) for key, g in groups.items()]
+        return site.pattern, facts, site.lowering, site.kernel
+
+    return [(g[0], scope, len(g)) for g, scope in _alike(sites, kind)]
 
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
     """Equal misses of different layers as one: (a representative, collapsed scope, count)."""
-    groups: dict[Any, list[Miss]] = {}
-    for miss in misses:
+
+    def kind(miss: Miss) -> tuple[Any, ...]:
         why = miss.message if miss.pattern == CAPTURE else ""
-        key = (miss.pattern, miss.code, miss.stage, collapse_scope(miss.scope), miss.source, why)
-        groups.setdefault(key, []).append(miss)
-    return [
-        (g[0], key[3] if len(g) > 1 else g[0].scope, sum(m.count for m in g))
-        for key, g in groups.items()
-    ]
+        return miss.pattern, miss.code, miss.stage, miss.source, why
+
+    return [(g[0], scope, sum(m.count for m in g)) for g, scope in _alike(misses, kind)]
+
+
+def _alike(
+    items: Sequence[Placed], kind: Callable[[Placed], Any]
+) -> Iterator[tuple[list[Placed], str]]:
+    """Groups of items that differ in the layer's number only, each with its collapsed scope."""
+    groups: dict[Any, list[Placed]] = {}
+    for item in items:
+        groups.setdefault((collapse_scope(item.scope), kind(item)), []).append(item)
+    for (scope, _), group in groups.items():
+        yield group, scope if len(group) > 1 else group[0].scope
 
 
 def text_lines(lowered: Lowered) -> list[str]:

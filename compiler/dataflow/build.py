@@ -1,4 +1,4 @@
-"""Builds the read-only dataflow view of a Dynamo graph. Nothing is retraced, nothing is changed."""
+"""Builds the read-only dataflow view of a Dynamo graph, without retracing or changing the graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from tilewright.compiler import _compat, spelling
-from tilewright.compiler.access import Access, access_of, given, remember
-from tilewright.compiler.aten_names import AtenCall, Hole, aten_call, fill
-from tilewright.compiler.memory import MemoryMap, Storages, slices_of_fresh_memory
-from tilewright.compiler.spelling import (
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow import spelling
+from tilewright.compiler.dataflow.access import Access, access_of, given, remembered
+from tilewright.compiler.dataflow.aten_names import AtenCall, Hole, aten_call, fill
+from tilewright.compiler.dataflow.memory import MemoryMap, Storages, slices_of_fresh_memory
+from tilewright.compiler.dataflow.spelling import (
     argument,
     index_effect,
     name_of,
@@ -23,9 +24,17 @@ from tilewright.compiler.spelling import (
     size_of,
     with_rows,
 )
-from tilewright.compiler.writes import WRITES
+from tilewright.compiler.dataflow.writes import WRITES, Write
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import REINTERPRETED, Dataflow, Memory, Store, Value, View
+from tilewright.patterns.dataflow import (
+    REINTERPRETED,
+    Dataflow,
+    Memory,
+    Store,
+    Value,
+    View,
+    iter_views,
+)
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.recognise.gemm import is_weight
 
@@ -42,8 +51,8 @@ def build_view(graph: fx.Graph) -> Dataflow:
     """The dataflow view of a Dynamo graph.
 
     graph: what a `torch.compile` backend receives; nodes carry `meta["example_value"]`.
-    Returns a :class:`Dataflow`. Never raises for an operation it does not know: that one becomes an
-    opaque value, named in `unknown`.
+    Returns a :class:`Dataflow`. An operation that it does not know becomes an opaque value, and is
+    listed in `unknown`; nothing is raised for it.
     """
     builder = _Builder(graph)
     for position, node in enumerate(graph.nodes):
@@ -59,6 +68,7 @@ class _Builder:
         self.users: dict[Value, list[Value]] = defaultdict(list)
         self.others: dict[fx.Node, Any] = {}
         self.positions: dict[fx.Node, int] = {}
+        self.visited: tuple[int, fx.Node]
         self.outputs: tuple[View, ...] = ()
         self.unknown: list[fx.Node] = []
         self.homes: dict[Value, fx.Node] = {}
@@ -69,9 +79,10 @@ class _Builder:
 
     def visit(self, position: int, node: fx.Node) -> None:
         self.positions[node] = position
+        self.visited = position, node
         result = node.meta.get("example_value")
         if node.op == "output":
-            self.outputs = tuple(self._views(node.args))
+            self.outputs = tuple(iter_views(self._operand(node.args)))
         elif node.op in ("placeholder", "get_attr"):
             if isinstance(result, torch.Tensor):
                 op = "constant" if isinstance(result, torch.nn.Parameter) else "input"
@@ -80,7 +91,7 @@ class _Builder:
         else:
             try:
                 self._call(node, name_of(node), result)
-            except Exception as error:  # one node that cannot be read does not cost the graph
+            except Exception as error:  # a node that cannot be read may do anything; others stay
                 self.failed.append((node, error))
                 everything = Access(tuple(given(node)), everything=True)
                 self._unknown_call(node, name_of(node), result, everything)
@@ -101,31 +112,32 @@ class _Builder:
             name = str(node.args[1])
             if name not in spelling.LAYOUT and not isinstance(result, torch.Tensor):
                 return
-        if name in spelling.INDEXED_WRITES and self._first_tensor(node) is not None:
-            self._write(node, name, result)
-        elif name in spelling.IN_PLACE_ARITHMETIC and self._first_tensor(node) is not None:
-            self._in_place(node, name[:-1], result)
-        elif access or (name == "getitem" and self._first_tensor(node) is None):
+        of = self._first_tensor(node)
+        if of is not None and name in WRITES:
+            self._write(node, of, name, result)
+        elif of is not None and name in spelling.IN_PLACE_ARITHMETIC:
+            self._in_place(node, of, name[:-1], result)
+        elif access or (name == "getitem" and of is None):
             self._unknown_call(node, name, result, access)
-        elif name in spelling.SPLITS and isinstance(result, (tuple, list)):
-            self._split(node, name, result)
+        elif of is not None and name in spelling.SPLITS and isinstance(result, (tuple, list)):
+            self._split(node, of, name, result)
         elif not isinstance(result, torch.Tensor):
             self._opaque(node, name, result)
-        elif not self._layout(node, name, result) and not self._bitcast(node, name, result):
+        elif of is None or not (
+            self._layout(node, of, name, result) or self._bitcast(node, of, name, result)
+        ):
             self._compute(node, name, result)
 
     def _is_transformed(self, node: fx.Node) -> bool:
-        """Whether vmap, grad or jvp hide dimensions or tangents of what a node gets or gives."""
+        """Whether a node reads or returns tensors in which vmap, grad or jvp hide dimensions or
+        tangents."""
         wrapped = self.memory.storages.wrapped
         return node in wrapped or not wrapped.isdisjoint(node.all_input_nodes)
 
     # --- layout ---
 
-    def _layout(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """Whether the node only selects or copies; registers its view if so."""
-        of = self._first_tensor(node)
-        if of is None:
-            return False
+    def _layout(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
+        """Adds the view of a node that only selects or copies; returns whether it is one."""
         source = of.meta["example_value"]
         same = name in spelling.IDENTITY or (name in spelling.CASTS and _same_kind(source, result))
         if name in spelling.DROPOUT:
@@ -154,31 +166,31 @@ class _Builder:
     def _select(
         self, node: fx.Node, of: fx.Node, result: torch.Tensor, rule: Callable[[Effect], Effect]
     ) -> None:
-        """A node whose tensor is what `rule` selects of another node's tensor."""
+        """Adds a node whose tensor is what `rule` selects of another node's."""
         base = self._read(of)
         try:
             view = View(base.value, rule(base.effect))
         except InexpressibleError:
-            value = self._value("opaque:" + name_of(node), (base,), result, node)
+            view = self._value("opaque:" + name_of(node), (base,), result, node).whole
             self.unknown.append(node)
-            view = value.whole
         place = self.memory.shared_with(result, of)
         if place is None:
             self._note_read(of)
             self.memory.allocate(node, result, view, is_input=False)
             return
         local, why = None, place.why
-        if place.effect is not None:
+        if place.effect is base.effect and view.value is base.value:
+            local = view.effect
+        elif place.effect is not None:
             try:
                 local = rule(place.effect)
             except InexpressibleError as error:
                 why = str(error)
         self.memory.alias(node, place, local, view, why)
 
-    def _bitcast(self, node: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """`x.view(dtype)` of the same width: the same places, read as other numbers."""
-        of = self._first_tensor(node)
-        if name != "view" or of is None or of.meta["example_value"].shape != result.shape:
+    def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
+        """Adds `x.view(dtype)` of the same width: the same bytes, read as another dtype."""
+        if name != "view" or of.meta["example_value"].shape != result.shape:
             return False
         place = self.memory.shared_with(result, of)
         if place is None:
@@ -187,9 +199,7 @@ class _Builder:
         self.memory.alias(node, place, place.effect, value.whole, place.why, result.dtype)
         return True
 
-    def _split(self, node: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
-        of = self._first_tensor(node)
-        assert of is not None
+    def _split(self, node: fx.Node, of: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
         shapes = [shape_of(part) for part in result]
         self.others[node] = tuple(
             (of, part, lambda e, i=i: spelling.split_effects(e, name, node, shapes)[i])
@@ -279,7 +289,7 @@ class _Builder:
         return "aten.index", (View(base.value, effect), indices)
 
     def _ask(self, node: fx.Node, name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """The ATen call that a node found in no table is: asked alone, under its own fakes."""
+        """The ATen call of a node that is in no table: traced by itself, on its fake tensors."""
         sources: list[fx.Node] = []
 
         def leaf(item: fx.Node) -> Any:
@@ -294,12 +304,14 @@ class _Builder:
         tensors = [source.meta["example_value"] for source in sources]
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
         key = (node.target, repr(args), repr(kwargs), repr(described))
-        call = _ASKED.get(key)
-        if key not in _ASKED:
-            with contextlib.suppress(Exception):  # an untraceable node is a fact, no failure
-                call = aten_call(node, args, kwargs, tensors)
-            if isinstance(node.target, str) or spelling.is_torch_function(node.target):
-                remember(_ASKED, key, call)
+
+        def ask() -> AtenCall | None:
+            with contextlib.suppress(Exception):  # a node that cannot be traced is opaque
+                return aten_call(node, args, kwargs, tensors)
+            return None
+
+        torchs = isinstance(node.target, str) or spelling.is_torch_function(node.target)
+        call = remembered(_ASKED, key, ask) if torchs else ask()
         if call is not None:
             operands = fill((call.args, call.kwargs), sources)
             return call.name, self._operand(operands[0]), self._operand(operands[1])
@@ -326,7 +338,7 @@ class _Builder:
         return value
 
     def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
-        """A node with no tensor, or several, as its result."""
+        """Adds a node that returns no tensor, or several."""
         self._note_reads(node)
         if not any(spelling.is_tensor_node(a) for a in node.all_input_nodes):
             return
@@ -345,26 +357,22 @@ class _Builder:
 
     # --- in-place writes ---
 
-    def _write(self, node: fx.Node, name: str, result: Any) -> None:
-        target = self._first_tensor(node)
-        assert target is not None
+    def _write(self, node: fx.Node, target: fx.Node, name: str, result: Any) -> None:
         place = self.memory.places[target]
-        store = None
-        if place.effect is not None:
-            try:
-                store = WRITES[name](self._operand, node, place.effect)
-            except InexpressibleError as error:
-                store = (place.effect, {}, None, False, str(error))
-        if store is None:
-            store = (effects.identity(place.memory.shape), {}, None, False, place.why)
-        effect, index, source, accumulate, note = store
-        record = Store(place.memory, effect, index, source, name, place.dtype, accumulate, note)
+        try:
+            if place.effect is None:
+                raise InexpressibleError(place.why)
+            written = WRITES[name](self._operand, node, place.effect)
+        except InexpressibleError as error:
+            whole = place.effect or effects.identity(place.memory.shape)
+            written = Write(whole, note=str(error))
+        record = Store(place.memory, **vars(written), kind=name, dtype=place.dtype)
         self._store(node, target, record, result)
 
     def _store(
         self, node: fx.Node, target: fx.Node, store: Store, result: Any, others: tuple = ()
     ) -> None:
-        """One write. others: what a write of unknown effect may depend on."""
+        """Adds one write. others: what a write of unknown effect may depend on."""
         before = self._read(target)
         args = (before, store.source, tuple(store.index.values()), others)
         value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)
@@ -387,23 +395,21 @@ class _Builder:
             self.memory.state[store.memory] = cat.whole
             self.homes[cat] = store.memory.root
 
-    def _in_place(self, node: fx.Node, name: str, result: Any) -> None:
-        target = self._first_tensor(node)
-        if target is None:
-            return
+    def _in_place(self, node: fx.Node, target: fx.Node, name: str, result: Any) -> None:
         if not isinstance(result, torch.Tensor):
             result = target.meta["example_value"]
         args, kwargs = self._arguments(node), self._keywords(node)
         computed = self._value(f"aten.{name}", args, result, node, kwargs)
         place = self.memory.places[target]
-        effect = place.effect if place.effect is not None else effects.identity(place.memory.shape)
+        effect = place.effect or effects.identity(place.memory.shape)
         known = computed.whole if place.effect is not None else None
         self.homes[computed] = target
         record = Store(place.memory, effect, {}, known, f"{name}_", place.dtype)
         self._store(node, target, record, result)
 
     def _unknown_call(self, node: fx.Node, name: str, result: Any, access: Access) -> None:
-        """An operation that may read all it is given; what it writes is unknown then."""
+        """Adds an operation that may read all it is given and writes what `access` says; what it
+        writes there is not known."""
         self._note_reads(node)
         self.reshaped.update(map(self.memory.storages.of, access.reshaped))
         others = (self._arguments(node), tuple(self._keywords(node).values()))
@@ -469,8 +475,7 @@ class _Builder:
     def _read(self, node: fx.Node) -> View:
         view = self.memory.read(node)
         if view is None:
-            value = self._value("opaque:memory", (), node.meta["example_value"], node)
-            view = value.whole
+            view = self._value("opaque:memory", (), node.meta["example_value"], node).whole
         return view
 
     def _operand(self, item: Any) -> Any:
@@ -490,17 +495,18 @@ class _Builder:
         return size_of(item) if isinstance(item, torch.SymInt) else item
 
     def _note_read(self, node: fx.Node) -> None:
-        """The node being visited reads what another node's tensor holds."""
-        reader = next(reversed(self.positions))
-        memory = self.memory.places[node].memory
-        self.memory.reads[memory].append((self.positions[reader], reader))
+        """Notes that the node being visited reads another node's tensor."""
+        self.memory.note_read(self.memory.places[node].memory, self.visited)
 
     def _note_reads(self, node: fx.Node) -> None:
-        """A node reads all tensors that it is given, those in containers too."""
+        """Notes that a node reads all tensors that it is given, those in containers too."""
         for source in node.all_input_nodes:
-            for tensor in _compat.tensors_in(source.meta.get("example_value")):
+            if source in self.memory.places:
+                self._note_read(source)
+                continue
+            for tensor in _compat.tensors_of(source):
                 for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
-                    self.memory.reads[memory].append((self.positions[node], node))
+                    self.memory.note_read(memory, self.visited)
 
     def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
         named = [node.kwargs[name] for name in _leading(node)]
@@ -509,12 +515,6 @@ class _Builder:
     def _keywords(self, node: fx.Node) -> dict[str, Any]:
         moved = _leading(node)
         return {k: self._operand(a) for k, a in node.kwargs.items() if k not in moved}
-
-    def _views(self, args: Any) -> list[View]:
-        if isinstance(args, (tuple, list)):
-            return [view for item in args for view in self._views(item)]
-        operand = self._operand(args)
-        return [operand] if isinstance(operand, View) else []
 
     def _first_tensor(self, node: fx.Node) -> fx.Node | None:
         first = node.args[0] if node.args else node.kwargs.get("input")

@@ -1,10 +1,10 @@
-"""Builds graph nodes for views and sizes: the inverse of the dataflow view."""
+"""Turns views, sizes and small expressions back into graph nodes."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.spelling import shape_of
+from tilewright.compiler.dataflow.spelling import shape_of
+from tilewright.compiler.safety.legality import writes_on
 from tilewright.ops.contract import get_op
 from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, source_of
-from tilewright.patterns.effects import Atom, Effect, Size
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
 from tilewright.patterns.language import Parts
 
 _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
@@ -55,20 +56,20 @@ _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {
 
 
 class Materialiser:
-    """Emits nodes at the graph's insertion point; equal requests at one graph share nodes.
+    """Adds nodes at the graph's insertion point, or finds equal ones that it has made before.
 
-    Every new node gets `meta["example_value"]`, and the source and module of the node it serves.
+    A new node gets `meta["example_value"]`, and source line and module of the node `serving`: the
+    one before which the fused op is inserted.
     """
 
     def __init__(self, graph: fx.Graph, flow: Dataflow) -> None:
         self.graph = graph
         self.flow = flow
         self.serving: fx.Node | None = None
-        self._symbols: dict[sympy.Expr, Callable[[], fx.Node]] | None = None
         self._made: dict[Any, fx.Node] = {}
-        # What an earlier rewrite put in the place of a node.
+        # What an earlier rewrite replaced a node with.
         self.replaced: dict[fx.Node, fx.Node] = {}
-        # What an earlier rewrite left of a value: the op's output, and which parts it holds.
+        # Values that an earlier rewrite removed but for parts: the op's output that holds those.
         self.parts: dict[Value, tuple[fx.Node, Parts]] = {}
 
     def argument(self, item: Any) -> Any:
@@ -103,13 +104,15 @@ class Materialiser:
         """A node that selects `effect` of `base`, a tensor of `shape`."""
         if effects.is_identity(effect, shape):
             return base
-        node, atoms = self._apart(base, shape, effect)
+        if _is_reshape(effect, shape):
+            return self.call("reshape", base, self.sizes(effect.shape))
+        node, atoms = self._cut_axes(base, shape, effect)
         node = self._ordered(node, atoms, effect)
         if shape_of(node.meta["example_value"]) == effect.shape:
             return node
         return self.call("reshape", node, self.sizes(effect.shape))
 
-    def _apart(
+    def _cut_axes(
         self, node: fx.Node, shape: Sequence[Size], effect: Effect
     ) -> tuple[fx.Node, list[Atom]]:
         """Cuts every base axis down to the atoms taken of it; returns them in dimension order."""
@@ -185,18 +188,17 @@ class Materialiser:
             return self._symbol(size)
         function = _SIZE_FUNCTIONS.get(type(size))
         if function is None:
-            raise effects.InexpressibleError(f"no node computes the size {size}")
+            raise InexpressibleError(f"no node computes the size {size}")
         total, *rest = [self.size(part) for part in size.args]
         for part in rest:
             total = self.call(function, total, part)
         return total
 
     def _symbol(self, symbol: sympy.Expr) -> fx.Node:
-        if self._symbols is None:
-            self._symbols = self._find_symbols()
         if symbol not in self._symbols:
-            raise effects.InexpressibleError(self._unknown(symbol))
-        return self._symbols[symbol]()
+            raise InexpressibleError(self._unknown(symbol))
+        node, dim = self._symbols[symbol]
+        return node if dim is None else self.call("size", node, dim)
 
     def _unknown(self, symbol: sympy.Expr) -> str:
         """Why a size cannot be made of the sizes of inputs."""
@@ -207,17 +209,19 @@ class Materialiser:
                 return f"the size {symbol} is computed from data{where}, so no input has it"
         return f"the size {symbol} is that of no input: it depends on data"
 
-    def _find_symbols(self) -> dict[sympy.Expr, Callable[[], fx.Node]]:
-        found: dict[sympy.Expr, Callable[[], fx.Node]] = {}
+    @cached_property
+    def _symbols(self) -> dict[sympy.Expr, tuple[fx.Node, int | None]]:
+        """The input that holds a symbol, and the dimension that has it as its size."""
+        found: dict[sympy.Expr, tuple[fx.Node, int | None]] = {}
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 continue
             held = node.meta.get("example_value")
             for symbol in _compat.size_symbols(held):
-                found[symbol] = partial(_itself, node)
+                found[symbol] = node, None
             for dim, size in enumerate(held.shape if isinstance(held, torch.Tensor) else ()):
                 for symbol in _compat.size_symbols(size):
-                    found.setdefault(symbol, partial(self.call, "size", node, dim))
+                    found.setdefault(symbol, (node, dim))
         return found
 
     # --- nodes ---
@@ -229,8 +233,8 @@ class Materialiser:
         return self.call(known or get_op(item.function).torch_op, *operands, **options)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """One new node, or the equal one made before where that precedes the insertion point and
-        still holds what a new one would."""
+        """A new node, or an equal one made before that precedes the insertion point and still holds
+        the same."""
         key = (target, repr(args), repr(kwargs))
         known = self._made.get(key)
         if known is not None and not known._erased and self._precedes(known) and self._holds(known):
@@ -244,8 +248,8 @@ class Materialiser:
         return node
 
     def _holds(self, made: fx.Node) -> bool:
-        """Whether a call made earlier stands for an equal one here: it writes nothing itself, and
-        is a view, or a copy of memory that no write before this place has touched."""
+        """Whether a node made earlier holds what an equal call would give here: it writes nothing,
+        and is a view, or made from memory that nothing wrote before this place."""
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False
@@ -257,13 +261,11 @@ class Materialiser:
         return not any(
             self.flow.positions[write.node] < here
             for storage in storages
-            for memory in self.flow.on_storage(storage)
-            for write in self.flow.written.get(memory, ())
+            for write in writes_on(self.flow, storage)
         )
 
     def _storages(self, *nodes: fx.Node) -> set[int]:
-        tensors = _compat.tensors_in([node.meta.get("example_value") for node in nodes])
-        return set(map(self.flow.storage_of, tensors))
+        return set(map(self.flow.storage_of, _compat.tensors_of(*nodes)))
 
     def _describe(self, node: fx.Node) -> None:
         node.meta["example_value"] = _compat.run_fake(node)
@@ -273,14 +275,19 @@ class Materialiser:
                 node.meta[key] = self.serving.meta[key]
 
 
-def _itself(node: fx.Node) -> fx.Node:
-    return node
+def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:
+    """Whether `effect` selects a whole tensor of `shape`, in row-major order."""
+    try:
+        return effects.reshape(effects.identity(shape), effect.shape) == effect
+    except InexpressibleError:
+        return False
 
 
 def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom]) -> Size | None:
-    """Where in whole blocks of `outer.step` indices the inner atoms begin.
+    """At which index of a block of `outer.step` indices the inner atoms begin.
 
-    None where the base has no such blocks: the last one is cut off, or each reaches into the next.
+    None where the base does not divide into such blocks: the last is incomplete, or what is taken
+    of one reaches into the next.
     """
     block = outer.step
     reach = 1 + sum(a.step * (a.length - 1) for a in inner)

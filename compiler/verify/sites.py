@@ -1,4 +1,4 @@
-"""Each kind of rewrite beside the graph it replaces, both measured against float64."""
+"""The error of each kind of rewrite and of the graph it replaces, both against float64."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Site, collapse_sites
-from tilewright.compiler.verify import (
-    clone_inputs,
-    flat_tensors,
-    relative_error,
-    same_elements,
-)
+from tilewright.compiler.verify import clone_inputs, relative_error, same_elements
+from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 
-#: What a rewrite may add to the error of the graph it replaces: both round, in other places.
+#: How much larger than the graph's own error a rewrite's may be: both round, in different places.
 SLACK = 1.25
 
 
@@ -29,9 +24,8 @@ SLACK = 1.25
 class SiteError:
     """One kind of rewrite. Errors: ||x - exact|| / ||exact||, exact being the graph in float64.
 
-    Of all outputs and caches, that which comes nearest to what is allowed, or is furthest beyond:
-    `SLACK` times the graph's own error and one rounding of the dtype. note: why nothing was
-    measured, or empty.
+    They are those of the output or cache with the largest share of what is allowed: `SLACK` times
+    the graph's own error plus one rounding of the dtype. note: why nothing was measured, or empty.
     """
 
     pattern: str
@@ -56,11 +50,11 @@ def verify_sites(
     patterns: Sequence[str] | None = None,
     dynamic: bool | None = None,
 ) -> list[SiteError]:
-    """Runs the model on its arguments, each kind of rewrite alone and beside the original.
+    """Runs the model on its arguments, as it is and with each kind of rewrite alone.
 
-    args, kwargs: real tensors; they are used as they are, and caches among them written as the
-    unfused model would. Equal sites of different layers are rewritten together. Raises ValueError
-    for meta tensors, and what the model raises.
+    args, kwargs: real tensors; caches among them are written as the unfused model does. Equal sites
+    of different layers are rewritten together. Raises ValueError for meta tensors, and what the
+    model raises.
     """
     options = Options(inner="eager", patterns=tuple(patterns) if patterns is not None else None)
     found: list[SiteError] = []
@@ -75,7 +69,7 @@ def verify_sites(
         return run
 
     with torch.no_grad(), _compat.unlimited_compiles():
-        compiled = _compat.compile_apart(model, backend=capture, dynamic=dynamic)
+        compiled = _compat.compile_isolated(model, backend=capture, dynamic=dynamic)
         compiled(*args, **(kwargs or {}))
     return found
 
@@ -104,7 +98,7 @@ def _graph_errors(report: GraphReport, options: Options, inputs: Sequence[Any]) 
 
 @dataclass(frozen=True)
 class _Ran:
-    """Floating outputs of a run, and the floating inputs that are no weights, as it left them."""
+    """The floating-point outputs of a run, and such inputs other than weights after it."""
 
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor]
@@ -116,19 +110,19 @@ def _run(
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> _Ran:
     given = clone_inputs(inputs, convert, shared=_is_weight)
-    outputs = [t for t in flat_tensors(run(*given)) if t.is_floating_point()]
+    outputs = [t for t in _compat.tensors_in(run(*given)) if t.is_floating_point()]
     return _Ran(outputs, _written(given))
 
 
 def _written(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """What a run may have written to: caches are among it."""
-    return [t for t in flat_tensors(inputs) if t.is_floating_point() and not _is_weight(t)]
+    """The inputs that a run may have written, such as caches."""
+    return [t for t in _compat.tensors_in(inputs) if t.is_floating_point() and not _is_weight(t)]
 
 
 def _changed(
     inputs: Sequence[Any], fused: _Ran, plain: _Ran, exact: _Ran
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each input, the elements that any run changed: the rest of a cache would hide them."""
+    """Of each input what any run changed: the rest of a cache would dilute the error."""
     found = []
     runs = zip(_written(inputs), fused.inputs, plain.inputs, exact.inputs, strict=True)
     for before, *after in runs:
@@ -140,7 +134,7 @@ def _changed(
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Weights are most of the memory, and inference writes none."""
+    """Parameters are not copied: they are most of the memory, and inference writes none."""
     return isinstance(tensor, torch.nn.Parameter)
 
 

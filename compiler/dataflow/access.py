@@ -1,9 +1,9 @@
-"""Which tensors a node of a graph reads and writes, found out rather than known by its name.
+"""Which tensors a node of a graph writes.
 
-An operator says in its schema what it writes; a user's Triton kernel is analysed by torch; the
-bodies of a higher-order operator are gone through; any other callable is tried out on fake tensors
-that stand in for its arguments, as AOTAutograd traces through it. What cannot be tried out may
-write whatever it is given, and if it is not torch's own, whatever else it can reach.
+The name of a function does not tell. An operator's schema says what it writes; torch analyses a
+user's Triton kernel; the bodies of a higher-order operator are read; any other callable is tried on
+fake tensors that stand in for its arguments, as AOTAutograd would trace it. What cannot be tried
+may write all that it is given and, unless it is torch's own, any other tensor.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from tilewright.compiler import _compat, spelling
-from tilewright.compiler.spelling import argument, is_torch_function, name_of
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow import spelling
+from tilewright.compiler.dataflow.spelling import argument, is_torch_function, name_of
+from tilewright.compiler.dataflow.writes import WRITES
 
-#: Answers remembered for torch's own functions; a model calls few of them at few shapes.
+#: How many answers are kept of each kind; a model calls few functions at few shapes.
 MAX_REMEMBERED = 1024
 
 
@@ -42,18 +44,21 @@ class Access:
 
 
 _NONE = Access()
+T = TypeVar("T")
 _remembered: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
 
 
-def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keeps an answer, and no more than MAX_REMEMBERED of them."""
-    if len(known) >= MAX_REMEMBERED:
-        known.clear()
-    known[key] = value
+def remembered(known: dict[Any, T], key: Any, answer: Callable[[], T]) -> T:
+    """The answer kept for `key`, made at the first time; `known` keeps MAX_REMEMBERED at most."""
+    if key not in known:
+        if len(known) >= MAX_REMEMBERED:
+            known.clear()
+        known[key] = answer()
+    return known[key]
 
 
 def access_of(node: fx.Node) -> Access:
-    """What a node writes. It may read every tensor of :func:`given`."""
+    """What a node writes. It may read all of :func:`given`."""
     if node.op == "call_module":
         return Access(tuple(given(node)), everything=True)
     if node.op not in ("call_function", "call_method"):
@@ -80,9 +85,8 @@ def access_of(node: fx.Node) -> Access:
 
 
 def given(node: fx.Node) -> list[torch.Tensor]:
-    """Every tensor that a node gets, in whatever containers."""
-    held = [source.meta.get("example_value") for source in node.all_input_nodes]
-    return [tensor for value in held for tensor in _compat.tensors_in(value)]
+    """Every tensor among a node's inputs, those in containers too."""
+    return _compat.tensors_of(*node.all_input_nodes)
 
 
 def _written_by_schema(node: fx.Node, target: Any) -> Access:
@@ -94,7 +98,7 @@ def _written_by_schema(node: fx.Node, target: Any) -> Access:
 
 
 def _overloads(node: fx.Node, packet: Any) -> list[Any]:
-    """The overloads that a call of a packet can be, by the names of its keywords."""
+    """The overloads of a packet that take the keywords of a call."""
     return [
         overload
         for overload in (getattr(packet, name) for name in packet.overloads())
@@ -108,12 +112,13 @@ def _held(item: Any) -> Any:
 
     def value(node: fx.Node) -> Any:
         held = node.meta.get("example_value")
-        return _attribute(node) if held is None and node.op == "get_attr" else held
+        return attribute_of(node) if held is None and node.op == "get_attr" else held
 
     return fx.node.map_arg(item, value)
 
 
-def _attribute(node: fx.Node) -> Any:
+def attribute_of(node: fx.Node) -> Any:
+    """What a `get_attr` node gets of its graph's module."""
     owner: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         owner = getattr(owner, part)
@@ -123,7 +128,7 @@ def _attribute(node: fx.Node) -> Any:
 # --- known without trying -------------------------------------------------------------------------
 
 # A test holds both tables to the schemas of the operators of those names.
-_WRITES_ITS_FIRST = spelling.INDEXED_WRITES | spelling.IN_PLACE_ARITHMETIC
+_WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
 # Unless asked to write by `out=` or `inplace=`. `embedding` may renormalise its weight.
 _PURE = (
     spelling.NOISE
@@ -162,7 +167,7 @@ def _higher_order(node: fx.Node) -> Access:
     if str(node.target) == "triton_kernel_wrapper_mutation":
         written = _compat.triton_kernel_writes(_held(dict(node.kwargs)))
         return Access(tuple(tensors if written is None else written))
-    bodies = [_attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies = [attribute_of(n) for n in node.all_input_nodes if n.op == "get_attr"]
     bodies = [body for body in bodies if not isinstance(body, torch.Tensor)]
     known = bodies and all(isinstance(body, fx.GraphModule) for body in bodies)
     if known and not any(_writes_outside(body) for body in bodies):
@@ -182,9 +187,8 @@ def _writes_outside(body: fx.GraphModule) -> bool:
             keys = _compat.storage_keys(tensor)
             if not keys or not own.issuperset(keys) or outside.intersection(keys):
                 return True
-        made = _compat.tensors_in(node.meta.get("example_value"))
         into = outside if node.op in ("placeholder", "get_attr") else own
-        into.update(key for tensor in made for key in _compat.storage_keys(tensor))
+        into.update(_compat.storages_of(node))
     return False
 
 
@@ -192,15 +196,13 @@ def _writes_outside(body: fx.GraphModule) -> bool:
 
 
 def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
-    """By running the call on stand-ins; all it is given where that cannot be done."""
+    """What a call writes when run on stand-ins; all that it is given where it cannot be run."""
     torchs = _is_torchs(node)
-    key = _metadata(node, tensors) if torchs else None
-    if key is not None and key in _remembered:
-        places = _remembered[key]
-    else:
-        places = _places(node, tensors, torchs)
-        if key is not None:
-            remember(_remembered, key, places)
+    places = (
+        remembered(_remembered, call_key(node), lambda: _places(node, tensors, torchs))
+        if torchs
+        else _places(node, tensors, torchs)
+    )
     if places is None:
         return Access(tuple(tensors), everything=not torchs)
     written, reshaped = ([tensors[i] for i in at] for at in places)
@@ -210,7 +212,8 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
 def _places(
     node: fx.Node, tensors: list[torch.Tensor], torchs: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Which of `tensors` a call writes, and which it lays out anew; None where that is unknown."""
+    """Which of `tensors` a call writes, and of which it changes the shape, strides or storage; None
+    where that is unknown."""
     if not torchs and _has_symbols(node):
         return None  # another size may take another branch of the user's code
     try:
@@ -246,20 +249,18 @@ def _is_torchs(node: fx.Node) -> bool:
     return is_torch_function(node.target) and not local and not module.startswith("torch._dynamo")
 
 
-def _metadata(node: fx.Node, tensors: list[torch.Tensor]) -> Any:
-    """A key of all that decides what a function of torch writes: the target, how tensors are laid
-    out and share memory, and the other arguments."""
-    keys = [_compat.storage_keys(tensor) for tensor in tensors]
-    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    described = tuple(
-        (type(t), t.dtype, *_compat.layout_of(t), str(t.device), order[key])
-        for t, key in zip(tensors, keys, strict=True)
-    )
-    index = {id(tensor): i for i, tensor in enumerate(tensors)}
+def call_key(node: fx.Node) -> Any:
+    """All of a call but the data, as a key: the target, the tensors' layouts, which of them share
+    memory, the other arguments. Where sizes are symbols, only keys of one graph may be compared."""
+    inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
+    storages: dict[tuple[int, ...], int] = {}
 
-    def leaf(source: fx.Node) -> Any:
+    def described(source: fx.Node) -> str:
         held = source.meta.get("example_value")
-        return f"<{index[id(held)]}>" if id(held) in index else repr(held)
+        return f"{inputs[source]}: {[*map(laid_out, _compat.tensors_in(held))] or held!r}"
 
-    arguments = repr(fx.node.map_arg((node.args, node.kwargs), leaf))
-    return (node.target, arguments, repr(described))
+    def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
+        storage = storages.setdefault(_compat.storage_keys(tensor), len(storages))
+        return type(tensor), tensor.dtype, tensor.device, *_compat.layout_of(tensor), storage
+
+    return node.target, repr(fx.node.map_arg((node.args, node.kwargs), described))

@@ -16,7 +16,7 @@ from tilewright.patterns.language import Miss, Stage, Weight
 
 @dataclass(frozen=True)
 class KeptMiss:
-    """A :class:`tilewright.patterns.language.Miss`, its place in words. nodes: their names."""
+    """A :class:`tilewright.patterns.language.Miss` without the graph. nodes: their names."""
 
     pattern: str
     code: str
@@ -83,16 +83,6 @@ def kept(report: GraphReport, lowered: Lowered) -> KeptReport:
 
 
 def _kept_miss(miss: Miss) -> KeptMiss:
-    return KeptMiss(
-        pattern=miss.pattern,
-        code=miss.code,
-        stage=miss.stage,
-        message=miss.message,
-        scope=miss.scope,
-        source=miss.source,
-        text=str(miss),
-        nodes=tuple(node.name for node in miss.nodes),
-        hint=miss.hint,
-        count=miss.count,
-        weight=miss.weight,
-    )
+    names = ("pattern", "code", "stage", "message", "scope", "source", "hint", "count", "weight")
+    same: dict[str, Any] = {name: getattr(miss, name) for name in names}
+    return KeptMiss(text=str(miss), nodes=tuple(node.name for node in miss.nodes), **same)

@@ -1,4 +1,4 @@
-"""A captured graph computed in float64: the yardstick of the graph and of its rewrite."""
+"""Runs a captured graph in float64, as the reference for the graph and its rewrite."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class NoFloat64Error(RuntimeError):
 class Float64(fx.Interpreter):
     """Runs a Dynamo graph in float64, wherever the graph itself asks for a 16 or 32-bit float.
 
-    Casts to 8-bit floats and to integers stay: they are what the model means. Raises
-    NoFloat64Error.
+    Casts to 8-bit floats and to integers stay: they are part of the model. Raises NoFloat64Error.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -55,7 +54,7 @@ def widen(value: Any) -> Any:
 
 
 def _widened(items: Any) -> Any:
-    """Nested arguments with every dtype that is to be float64, and weights widened at their use."""
+    """Nested arguments with tensors, and dtypes that a call asks for, as float64."""
     if isinstance(items, torch.Tensor):
         return widen(items)
     if isinstance(items, dict):
@@ -72,7 +71,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """torch's grouped_mm of 2-D rows and 3-D weights [groups, K, N]: the library has no float64."""
+    """torch's grouped_mm of rows [M, K] and weights [groups, K, N], which has no float64 itself."""
     if offs is None or x.dim() != 2 or weight.dim() != 3 or bias is not None:
         raise NotImplementedError("only rows [M, K] with weights [groups, K, N] and offsets")
     out = x.new_zeros(x.shape[0], weight.shape[-1])
@@ -84,6 +83,6 @@ def _grouped_mm(
 
 
 def run_in_float64(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """The outputs of `gm`. Inputs that it writes to are given as float64; others may be."""
+    """The outputs of `gm` in float64. Inputs that it writes to must be float64 already."""
     runner: Callable[..., Any] = Float64(gm).run
     return runner(*inputs)

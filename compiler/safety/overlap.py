@@ -1,8 +1,8 @@
-"""Whether the inputs of a call share memory as those of the traced call did.
+"""Runs the graph as it was written when inputs share memory that did not when it was traced.
 
-A rewrite is proven on the traced inputs: which of them share memory is known then. Dynamo guards on
-shapes and strides, and not on where tensors lie: at a later call an activation may lie inside a
-cache, or two caches on top of each other. Then the graph has to run as it was written.
+A rewrite is proven safe for the traced inputs, of which it is known which share memory. Dynamo
+guards on shapes and strides but not on addresses: in a later call an activation may lie inside a
+cache, or two caches may overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewright.compiler import _compat
-from tilewright.compiler.legality import lie_apart
+from tilewright.compiler.safety.legality import lie_apart, writes_on
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Dataflow
 
@@ -25,12 +25,12 @@ log = logging.getLogger("tilewright")
 
 @dataclass(frozen=True)
 class InputMemory:
-    """Which inputs of a graph are written, and which of them lay together when it was traced.
+    """Which inputs of a graph are written, and which of them overlapped when it was traced.
 
-    tensors: positions of the inputs that are looked at: all but parameters that are only read.
-    written: of those that the graph writes. together: pairs (in either order) not shown to be apart
-    in the traced call; the rewrites took them for one memory. sizes: of the numbers, on which
-    shapes may depend. names: of all inputs.
+    tensors: positions of the inputs to look at: all but parameters that are only read. written:
+    positions of those that the graph writes. together: pairs of positions, in either order, that
+    could overlap in the traced call; the rewrites treated them as one memory. sizes: positions of
+    numbers, on which shapes may depend. names: of all inputs.
     """
 
     tensors: tuple[int, ...]
@@ -62,13 +62,13 @@ def _pieces(tensor: torch.Tensor) -> list[_Piece]:
     return found
 
 
-# Caches of one pool interleave: whether they are apart takes arithmetic that calls repeat.
+# Whether interleaved caches of one pool overlap is costly to work out, and asked at every call.
 _disjoint = lru_cache(1 << 14)(strided_disjoint)
 
 
 @dataclass
 class _Watch:
-    """Where the inputs of the latest call lay, and the first pair of them that met, if any did.
+    """Where the inputs of the latest call lay, and the first pair of them that overlapped, if any.
 
     Only tensors that have moved since are compared again.
     """
@@ -111,7 +111,7 @@ class _Watch:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Where a tensor lies; what has no address lies nowhere that another call repeats."""
+    """A tensor's address; of one without an address, something that no later call repeats."""
     if type(tensor) in _PLAIN:
         return tensor.data_ptr()
     parts = _compat.parts_of(tensor)
@@ -122,14 +122,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def input_memory(flow: Dataflow) -> InputMemory:
-    """Which inputs a graph writes, and which lie together. flow: before anything is rewritten."""
+    """Which inputs a graph writes, and which overlap. flow: before anything is rewritten."""
     nodes = [node for node in flow.graph.nodes if node.op == "placeholder"]
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
-    written = {
-        i
-        for i, memory in memories.items()
-        if any(flow.written.get(alias) for alias in flow.on_storage(memory.storage))
-    }
+    written = {i for i, memory in memories.items() if any(writes_on(flow, memory.storage))}
     looked_at = {i: m for i, m in memories.items() if i in written or not m.is_constant}
     together = {
         (i, j)
@@ -156,9 +152,9 @@ def unfused_where_inputs_meet(
     unfused: Callable[..., Any],
     tell: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """`fused`, but `unfused` for a call in which inputs share memory that were proven apart.
+    """`fused`, but `unfused` for calls in which inputs overlap that did not when traced.
 
-    tell: is told so, with the inputs' names, at the first such call.
+    tell: called at the first such call, with a sentence that names the inputs.
     """
     watch = _Watch(memory)
     told = False

@@ -1,0 +1,174 @@
+"""Listens for graph breaks: where Dynamo ended a graph, or gave up a function, and why.
+
+Dynamo's own counter misses branches on data, and functions that it gives up as a whole. A break
+leaves two traces: the reason why a graph ended (on the graph, and in `graph_break_reasons`), and
+the exception with which Dynamo gave up a frame, still being handled when that compilation ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torch import fx
+
+from tilewright.compiler._compat import (
+    Unsupported,
+    UserError,
+    callback_handler,
+    convert_frame,
+    graph_break_reasons,
+)
+from tilewright.patterns.dataflow import innermost_outside_torch
+
+log = logging.getLogger("tilewright")
+
+#: Called with the texts of the breaks in one frame and the backend's options. Returns whether they
+#: shall be an error, which is possible where Dynamo gave up the frame.
+Listener = Callable[[list[str], Mapping[str, Any]], bool]
+
+# What Dynamo's bare names for reasons mean, and a hint.
+_REASONS = {
+    "generic_jump": (
+        "a branch depends on the data of a tensor",
+        "compute both sides and choose with torch.where, or use torch.cond",
+    ),
+    "step_unsupported": ("Dynamo does not know this statement", ""),
+}
+
+_GIVEN_UP = "; Dynamo gives up "
+
+_listeners: dict[Any, Listener] = {}
+# Reasons that the backend has reported already: its own graph ended by them.
+_known: set[int] = set()
+# The last of `graph_break_reasons` when a frame ended; torch._dynamo.reset() empties that list.
+_latest: Any = None
+
+
+def why_graph_ended(gm: fx.GraphModule) -> list[str]:
+    """The text of the break that ends a Dynamo graph; an empty list where none does."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return []
+    _known.add(id(reason))
+    return [_break_text(reason.reason, reason.user_stack)]
+
+
+def listen_for_breaks(backend: Any, listener: Listener) -> None:
+    """From now on calls `listener` for breaks in frames compiled with the function `backend`."""
+    _listeners[backend] = listener
+    if not isinstance(callback_handler.end_callbacks, _Callbacks):
+        callback_handler.end_callbacks = _Callbacks(callback_handler.end_callbacks)
+    if _frame_ended not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_frame_ended)
+
+
+@contextmanager
+def noting_breaks(backend: Any) -> Iterator[list[str]]:
+    """A list that fills with the texts of the breaks met inside, in frames of `backend`.
+
+    Each is Dynamo's text, with `(file:line)` of the user's code after its first line where known,
+    and is there once for each place.
+    """
+    places: set[str] = set()
+    texts: list[str] = []
+
+    def note(found: list[str], options: Mapping[str, Any]) -> bool:
+        for text in found:
+            # A frame is often tried again by itself, and given up for the same reason.
+            place = text.partition("\n")[0].partition(_GIVEN_UP)[0]
+            if place not in places:
+                places.add(place)
+                texts.append(text)
+        return False
+
+    listen_for_breaks(backend, note)
+    try:
+        yield texts
+    finally:
+        del _listeners[backend]
+
+
+class _Callbacks(list[Any]):
+    """Dynamo's list of callbacks, in which ours outlives `torch._dynamo.reset()` as backends do."""
+
+    def clear(self) -> None:
+        self[:] = [callback for callback in self if callback is _frame_ended]
+
+
+def _frame_ended(_: Any) -> None:
+    """Dynamo calls this after each frame; an error of ours must not stop the user's model."""
+    try:
+        _report_breaks()
+    except Exception:
+        log.exception("graph breaks of a frame could not be reported")
+
+
+def _report_breaks() -> None:
+    """Calls the frame's listener for breaks that the backend has not reported."""
+    global _latest
+    error = sys.exc_info()[1]
+    known = next((i for i, r in enumerate(graph_break_reasons, 1) if r is _latest), 0)
+    ended = [r for r in graph_break_reasons[known:] if id(r) not in _known]
+    _latest = graph_break_reasons[-1] if graph_break_reasons else None
+    _known.clear()
+    gave_up = isinstance(error, (Unsupported, UserError))
+    if not _listeners or not (ended or gave_up):
+        return
+    listener, options, frame = _listener_of_frame()
+    if listener is None or (gave_up and frame.get("one_graph")):
+        return
+    texts = [_break_text(r.reason, r.user_stack) for r in ended]
+    if gave_up:
+        name = getattr(frame.get("code"), "co_name", "a function")
+        stack = getattr(error, "real_stack", ())
+        first, newline, rest = _break_text(getattr(error, "msg", str(error)), stack).partition("\n")
+        texts.append(f"{first}{_GIVEN_UP}{name}() and runs it as plain Python{newline}{rest}")
+    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+    if listener(texts, options) and tracer is not None:
+        tracer.error_on_graph_break = True  # as under torch._dynamo.error_on_graph_break
+
+
+def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[str, Any]]:
+    """(listener, the backend's options, Dynamo's variables) of the compilation that is ending."""
+    place: FrameType | None = sys._getframe()
+    while place is not None:
+        if place.f_code.co_filename == convert_frame.__file__ and "compiler_fn" in place.f_locals:
+            backend, options = _unwrapped(place.f_locals["compiler_fn"])
+            try:
+                return _listeners.get(backend), options, place.f_locals
+            except TypeError:  # a backend that cannot be a key is none of ours
+                return None, {}, {}
+        place = place.f_back
+    return None, {}, {}
+
+
+def _unwrapped(compiler: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function and the options given to torch.compile, out of Dynamo's wrappers."""
+    options: Mapping[str, Any] = {}
+    for _ in range(4):
+        options = getattr(compiler, "kwargs", {}).get("options") or options
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        inner = inner or getattr(compiler, "compiler_fn", None)
+        if inner is None:
+            break
+        compiler = inner
+    return compiler, options
+
+
+def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
+    first, newline, rest = reason.partition("\n")
+    words, hint = _REASONS.get(first.partition(" ")[0], (first, ""))
+    rest += f"\nHint: {hint}" if hint else ""
+    return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
+
+
+def _place(stack: Sequence[traceback.FrameSummary]) -> str:
+    found = innermost_outside_torch([(f.filename, f.lineno or 0) for f in stack])
+    return f" ({os.path.basename(found[0])}:{found[1]})" if found else ""
