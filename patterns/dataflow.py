@@ -60,6 +60,19 @@ class Value:
         return View(self, effects.identity(self.shape))
 
     @property
+    def either_way(self) -> tuple[tuple[View, View], ...]:
+        """The two operands of a sum or product, in both orders; nothing for one or three."""
+        if len(self.operands) != 2:
+            return ()
+        one, other = self.operands
+        return (one, other), (other, one)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument, given by position or by name; `default` where it is absent or None."""
+        given = self.args[position] if len(self.args) > position else self.kwargs.get(name)
+        return default if given is None else given
+
+    @property
     def scope(self) -> str:
         """Module path, e.g. `model.layers.3.self_attn`; empty at the top level."""
         return scope_of(self.node)
@@ -88,6 +101,14 @@ class View:
     def through(self, effect: Effect) -> View:
         """The view of this view that `effect` describes."""
         return View(self.value, effects.compose(effect, self.effect))
+
+    def of_operand(self, operand: View) -> View:
+        """What an operand of an element-wise value contributes to this view of the value.
+
+        Raises InexpressibleError where it does not broadcast to the value's shape.
+        """
+        wide = View(operand.value, effects.expand(operand.effect, self.value.shape))
+        return wide if self.is_whole else wide.through(self.effect)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class Reject(Exception):
     """Carries a Miss out of a pattern's helpers; :func:`attempt` turns it into the answer."""
 
     def __init__(self, miss: Miss) -> None:
-        super().__init__(str(miss))
+        super().__init__(miss)  # told when somebody asks: most are caught again
         self.miss = miss
 
 

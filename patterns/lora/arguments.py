@@ -17,9 +17,11 @@ from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora.delta import LoraDelta
+from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 
 LETTERS = ("q", "k", "v")
+CAST_ADAPTERS = "peft: get_peft_model(..., autocast_adapter_dtype=False)"
 #: The deltas of one projection, each with its B [G, W, R] in the projection's own order.
 Placed = Sequence[tuple[LoraDelta, View]]
 
@@ -53,14 +55,14 @@ def has_kernels(delta: LoraDelta) -> bool:
 def check_kernels(delta: LoraDelta) -> None:
     """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
     if not has_kernels(delta):
-        dtype = str(delta.shrink.value.dtype).removeprefix("torch.")
+        dtype, rows = dtype_name(delta.shrink.value.dtype), delta.x.shape[0]
         reject(
             "DTYPE",
             Stage.CAPABILITY,
-            f"the adapters are {dtype} and the rows {delta.x.shape[0]}; there are kernels for "
-            "16-bit floats, and in float32 for a few rows",
+            f"the adapters are {dtype} and the rows {rows}; there are kernels for 16-bit floats, "
+            "and in float32 for a few rows",
             delta.end,
-            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
+            hint=CAST_ADAPTERS,
         )
 
 

@@ -22,6 +22,7 @@ from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.lora.arguments import (
+    CAST_ADAPTERS,
     LETTERS,
     check_kernels,
     delta_calls,
@@ -30,7 +31,7 @@ from tilewright.patterns.lora.arguments import (
 )
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
-from tilewright.patterns.recognise.grouped_gemm import check_device
+from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
 
 
 @dataclass(frozen=True)
@@ -242,15 +243,8 @@ def _guard(item: Sum, flow: Dataflow) -> None:
         )
     dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
     dtypes.add(item.value.dtype)
-    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        reject(
-            "DTYPE",
-            Stage.GUARDS,
-            f"activation, adapter and projection have {names}; expected one dtype for all",
-            item.value,
-            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
-        )
+    what, hint = "activation, adapter and projection", CAST_ADAPTERS
+    check_dtypes(dtypes, what, item.value, DTYPES, hint)
     check_device(delta.x)
     check_kernels(delta)
 
@@ -264,12 +258,11 @@ def _in_shape_of(value: Value) -> effects.Effect:
 def _facts(deltas: Sequence[LoraDelta], placed: Sequence[LoraDelta | None]) -> dict[str, Any]:
     x = deltas[0].x
     rows = x.shape[0] if isinstance(x.shape[0], int) else "T"
-    name = str(x.value.dtype).removeprefix("torch.")
     widths = "/".join(str(delta.expand.shape[1]) for delta in deltas)
     return {
         **fact([[d] if d else [] for d in placed]),
         "columns": widths,
-        "x": f"{name}[{rows},{x.shape[1]}]",
+        "x": f"{dtype_name(x.value.dtype)}[{rows},{x.shape[1]}]",
     }
 
 

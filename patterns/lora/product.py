@@ -14,8 +14,9 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Dim, Effect
 from tilewright.patterns.lora.factors import is_index
-from tilewright.patterns.recognise.gemm import is_weight, match_gemm, named_product
+from tilewright.patterns.recognise.gemm import is_weight, named_product
 from tilewright.patterns.recognise.grouped_gemm import match_grouped
+from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 
 #: Products of which one operand may be a stack of matrices.
@@ -47,30 +48,22 @@ def match_product(view: View) -> Product | None:
 
 
 def _of_one(view: View) -> Product | None:
-    gemm = match_gemm(view.value)
-    if gemm is None or gemm.bias is not None or gemm.x_scale is not None:
+    columns = match_columns(view)
+    if columns is None or columns.rank != len(view.shape) - 1 or not columns.all_tokens:
         return None
-    if not _is_matrix(gemm.weight) or gemm.layout != effects.identity(gemm.shape):
+    linear, gemm = columns.linear, columns.linear.gemm
+    if linear.value is not gemm.value or gemm.bias is not None or gemm.x_scale is not None:
         return None
-    columns = _columns(view, range(len(gemm.shape) - 1), (len(gemm.shape) - 1,))
-    if columns is None:
+    if not _is_matrix(gemm.weight):
         return None
-    part = gemm.weight.through(_rows_cut(columns, gemm.weight))
-    weight = View(part.value, effects.unsqueeze(part.effect, 0))
-    return Product(gemm.flat_x, weight, None, gemm.value)
+    weight = columns.weight
+    stack = View(weight.value, effects.unsqueeze(weight.effect, 0))
+    return Product(gemm.flat_x, stack, None, gemm.value)
 
 
 def _is_matrix(weight: View) -> bool:
     """A parameter, or a tensor that the graph is given."""
     return is_weight(weight) or weight.value.op == "input"
-
-
-def _rows_cut(columns: Effect, weight: View) -> Effect:
-    """Columns of a result [..., N] as rows of its weight [N, K]."""
-    (dim,) = columns.dims
-    rows = tuple(Atom(0, atom.step, atom.length) for atom in dim)
-    inner = effects.identity(weight.shape).dims[1]
-    return Effect((rows, inner), (columns.start[-1], 0))
 
 
 def _of_groups(view: View) -> Product | None:

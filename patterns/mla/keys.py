@@ -26,7 +26,8 @@ from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import DequantizedWeight
 from tilewright.patterns.recognise.attention import Attention, unpadded
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
+from tilewright.patterns.recognise.gemm import Gemm, piece_of
+from tilewright.patterns.recognise.linear import match_columns
 
 register_code(
     "LATENT_KEYS",
@@ -154,21 +155,14 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 
 def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
     """(product, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of a product."""
-    gemm = match_gemm(view.value)
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
-    if gemm is None:
-        reject(code, stage, f"{who} is {view.value}, not a product with a weight", view)
-    layout = effects.compose(view.effect, gemm.layout)
-    feature = gemm.feature
-    rows = heads_of(layout, feature, None)
-    heads = None if rows is None else rows.dims(feature)
-    mixed = any(a.axis == feature for dim in layout.dims[:2] for a in dim)
-    if rows is None or heads != layout.dims[2:] or mixed:
-        reject(code, stage, f"{who} is not the product's features head by head", view)
-    hidden = effects.identity(gemm.x.shape).dims[-1]
-    start = (*layout.start[:feature], 0)
-    latents = gemm.x.through(Effect((*layout.dims[:2], hidden), start))
-    return gemm, rows, latents
+    columns = match_columns(view)
+    if columns is not None and columns.linear.value is columns.linear.gemm.value:
+        gemm, layout = columns.linear.gemm, columns.layout
+        rows = heads_of(layout, gemm.feature, None)
+        if columns.rank == 2 and rows and rows.dims(gemm.feature) == layout.dims[2:]:
+            return gemm, rows, columns.x
+    reject(code, stage, f"{who} is not, head by head, a linear's result: {view.value}", view)
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:

@@ -17,9 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Stage, register, reject
@@ -33,10 +30,9 @@ from tilewright.patterns.recognise.attention import (
     refuse,
     without_padding,
 )
+from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.masks import Causal, causal_of
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -90,20 +86,8 @@ def _guard(attention: Attention, keys: LatentKeys) -> None:
     queries = (q for q, _ in attention.terms)
     codes = () if keys.scales else (keys.latents, keys.weight)
     dtypes = {keys.dtype, *(view.value.dtype for view in (*queries, keys.rope_keys, *codes))}
-    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names, known = (
-            ", ".join(sorted(str(d).removeprefix("torch.") for d in some))
-            for some in (dtypes, SUPPORTED_DTYPES)
-        )
-        reject(
-            "DTYPE",
-            Stage.GUARDS,
-            f"query, latents, rope keys and weight have {names}; expected one of {known} for all",
-            attention.end,
-        )
-    device = attention.end.device
-    if device.type == "cuda" and detect_target(device.index) is None:
-        reject("UNSUPPORTED", Stage.GUARDS, f"{device} has no kernels", attention.end)
+    check_dtypes(dtypes, "query, latents, rope keys and weight", attention.end)
+    check_device(attention.v)
 
 
 def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
@@ -193,7 +177,7 @@ def _facts(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, An
         "batch": "ragged" if ragged else "equal",
         "q rope": query.style,
         "latents": "fp8" if keys.scales else "dense",
-        "q": str(attention.v.value.dtype).removeprefix("torch."),
+        "q": dtype_name(attention.v.value.dtype),
     }
 
 

@@ -30,7 +30,7 @@ from tilewright.patterns.moe.sentinels import (
     without_foreign,
 )
 from tilewright.patterns.moe.unrolled import UnrolledExperts, find_unrolled_experts
-from tilewright.patterns.moe.weights import check_dtypes, layer_arguments
+from tilewright.patterns.moe.weights import layer_arguments
 from tilewright.patterns.quantised.activations import (
     as_numbers,
     check_formats,
@@ -39,10 +39,10 @@ from tilewright.patterns.quantised.activations import (
     refuse_format,
 )
 from tilewright.patterns.recognise.activation import Activation, match_activation
+from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import (
     Columns,
     ExpertGemm,
-    check_device,
     is_expert_gemm,
     match_expert_gemm,
     routes_of,
@@ -130,7 +130,9 @@ class Moe:
         if coded or gate_coded:
             check_formats(coded, gate_coded, x, activated, layer)
             layer["activation_format"] = "fp8"
-        check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
+        tensors = (x, *(gemm.weight for gemm in (*firsts, down)))
+        dtypes = {tensor.value.dtype for tensor in tensors}
+        check_dtypes(dtypes, "activation and expert weights", anchor, HALVES)
         check_device(x)
         return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, layer)
 
@@ -281,7 +283,7 @@ def _facts(
         "activation": activation.name,
         "gate": _gate_layout(activation, gate, up),
         "bias": "no" if gate.bias is None and down.bias is None else "yes",
-        "x": f"{str(x.value.dtype).removeprefix('torch.')}[{tokens},{hidden}]",
+        "x": f"{dtype_name(x.value.dtype)}[{tokens},{hidden}]",
     }
 
 

@@ -29,11 +29,10 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
 from tilewright.patterns.moe.routes import chosen_experts
-from tilewright.patterns.moe.weights import check_dtypes, layer_arguments
-from tilewright.patterns.quantised.words import pushed
+from tilewright.patterns.moe.weights import layer_arguments
 from tilewright.patterns.recognise.activation import Activation, match_activation
+from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import named_product
-from tilewright.patterns.recognise.grouped_gemm import check_device
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 
 register_code(
@@ -102,7 +101,9 @@ class MoeDense:
                 down.end,
             )
         layer = layer_arguments({"gate": gate, "up": up, "down": down}, activation)
-        check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
+        tensors = (x, *(gemm.weight for gemm in (*firsts, down)))
+        dtypes = {tensor.value.dtype for tensor in tensors}
+        check_dtypes(dtypes, "activation and expert weights", anchor, HALVES)
         check_device(x)
         absorbed = (
             *(v for gemm in firsts for v in gemm.absorbed),
@@ -229,7 +230,7 @@ def _scores(product: Value, value: Value, order: str) -> View | None:
     other = next((v for v in product.operands if v.value is not value), None)
     if other is None or product.shape != own.shape:
         return None
-    wide = pushed(product.whole, strip_casts(other)[0])
+    wide = product.whole.of_operand(strip_casts(other)[0])
     dims = dict(zip(order, wide.effect.dims, strict=True))
     if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not dims["t"]:
         return None
@@ -279,7 +280,7 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
     product = gate.x.value
     if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
         for a, b in (product.operands, product.operands[::-1]):
-            x, by = pushed(gate.x, a), pushed(gate.x, b)
+            x, by = gate.x.of_operand(a), gate.x.of_operand(b)
             over = [all(atom.axis is None for atom in dim) for dim in x.effect.dims]
             repeats = [all(atom.axis is None for atom in dim) for dim in by.effect.dims]
             if over == [True, False, False] and repeats == [False, False, True]:
@@ -328,7 +329,7 @@ def _facts(
         "inner": inner,
         "activation": activation.name,
         "weighs": "input" if on_input else "output",
-        "x": f"{str(x.value.dtype).removeprefix('torch.')}[{tokens},{hidden}]",
+        "x": f"{dtype_name(x.value.dtype)}[{tokens},{hidden}]",
         "weights": layer.get("weight_format", "dense"),
     }
 

@@ -16,7 +16,6 @@ from typing import Any
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Dim, Effect
-from tilewright.patterns.quantised.words import pushed
 from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.norm import strip_casts
 
@@ -119,7 +118,7 @@ def _with_bias(gemm: DenseGemm, flow: Dataflow) -> DenseGemm:
     others = [v for v in add.operands if v.value is not gemm.end]
     if len(own) != 1 or not own[0].is_whole or add.shape != gemm.end.shape:
         return gemm
-    bias = pushed(add.whole, strip_casts(others[0])[0])
+    bias = add.whole.of_operand(strip_casts(others[0])[0])
     dims = dict(zip(gemm.roles, bias.effect.dims, strict=True))
     repeats = {role: all(a.axis is None for a in dim) for role, dim in dims.items()}
     if not repeats["t"] or bias.value.projected:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import View
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.products import DenseGemm
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
@@ -16,17 +14,6 @@ from tilewright.patterns.recognise.activation import Activation
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 
 register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
-
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
-
-
-def check_dtypes(x: View, weights: Sequence[View], anchor: Value) -> None:
-    """Rejects (DTYPE) what the kernels do not multiply."""
-    dtypes = {x.value.dtype, *(weight.value.dtype for weight in weights)}
-    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        reject("DTYPE", Stage.GUARDS, f"activation and expert weights have {names}", anchor)
 
 
 def layer_arguments(

@@ -9,6 +9,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
 from tilewright.patterns.recognise.norm import Norm, match_norm, strip_casts
 from tilewright.patterns.recognise.rope import Rope, match_rope
@@ -57,7 +58,7 @@ def match_finish(view: View, stage: Stage) -> Finish:
     norm_after_rope = False
     while True:
         whole, effect = one_head_axis(head)
-        turned = match_rope(whole) if rope is None else None
+        turned = match_rope(whole, stage, _is_delta) if rope is None else None
         if turned is not None:
             rope, norm_after_rope = turned, norm is not None
             below, found = turned.x.through(effect), turned.absorbed
@@ -76,6 +77,11 @@ def match_finish(view: View, stage: Stage) -> Finish:
             return Finish(head, norm, rope, norm_after_rope, absorbed)
         head, casts = strip_casts(below)
         absorbed = (*absorbed, *found, *casts)
+
+
+def _is_delta(view: View) -> bool:
+    """Whether a view is what an adapter adds: a part of the projection, not of its rotation."""
+    return match_delta(view) is not None
 
 
 def head_norm(finish: Finish, layout: Effect, feature: int, rows: Rows, stage: Stage) -> HeadNorm:

@@ -13,6 +13,7 @@ import numpy as np
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
 from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
+from tilewright.patterns.recognise.linear import rows_of
 
 
 @dataclass(frozen=True)
@@ -51,32 +52,9 @@ class Rows:
 
     def of(self, view: View, base: int = 0) -> View:
         """These rows of `view` [N - base, ...], whose first row is row `base`: [H, D, ...]."""
-        if len(view.effect.dims[0]) > 1:
-            return self._of_merged(view, base)
-        rank = len(view.shape)
         dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
         dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
-        rest = effects.identity(view.shape).dims[1:]
-        start = (self.first - base, *(0,) * (rank - 1))
-        return view.through(Effect((*dims, *rest), start))
-
-    def _of_merged(self, view: View, base: int) -> View:
-        """The same where the rows are two dimensions of the weight: [K, heads, D] of an einsum."""
-        effect = view.effect
-        first, size = self.first - base, view.shape[0]
-        for dim, (count, step) in enumerate((*self.heads, (self.head_dim, 1))):
-            skip = first % step
-            effect = effects.narrow(effect, dim, first - skip, count * step)
-            if first - skip + count * step > size:
-                raise InexpressibleError("the heads' rows are not whole blocks of the weight")
-            if step == 1:
-                break
-            shape = (*effect.shape[:dim], count, step, *effect.shape[dim + 1 :])
-            effect = effects.reshape(effect, shape)
-            first, size = skip, step
-        if not self.heads:
-            effect = effects.unsqueeze(effect, 0)
-        return View(view.value, effect)
+        return rows_of(view, dims, self.first - base)
 
     def restate(self, effect: Effect, tokens: Sequence[Size]) -> Effect:
         """An effect on [tokens..., N] as one on the op's output [T, H, D].

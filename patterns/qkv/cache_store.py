@@ -16,7 +16,7 @@ from tilewright.patterns.cache.address import Addressing, address, check_pair, p
 from tilewright.patterns.cache.writes import CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
-from tilewright.patterns.projection.written import SUPPORTED_DTYPES
+from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,13 @@ class CacheStore:
 def _check_dtypes(write: CacheWrite, place: Addressing) -> None:
     dtype = place.source.value.dtype
     rounds = place.dtype in FP8_DTYPES
-    if dtype not in SUPPORTED_DTYPES or (dtype != place.dtype and not rounds):
+    names = [dtype_name(d) for d in (dtype, place.dtype)]
+    if dtype not in FLOATS or (dtype != place.dtype and not rounds):
         reject(
             "DTYPE",
             Stage.GUARDS,
-            f"{dtype} is written into a cache of {place.dtype}; expected one of "
-            f"{', '.join(map(str, SUPPORTED_DTYPES))} for both, or 8-bit floats for the cache",
+            f"{names[0]} is written into a cache of {names[1]}; expected one of "
+            f"{dtype_names(FLOATS)} for both, or 8-bit floats for the cache",
             write.store,
         )
 

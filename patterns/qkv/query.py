@@ -16,9 +16,9 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
 from tilewright.patterns.projection.rows import rest_of
-from tilewright.patterns.projection.trunk import Trunk
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
+from tilewright.patterns.recognise.linear import Linear, Path
 from tilewright.patterns.recognise.rope import same_table
 
 # What lies between a projection and its consumer; a walk from the projection stays inside these.
@@ -29,6 +29,7 @@ _INSIDE = {
     "aten.view_as_complex", "aten.view_as_real", "aten.conj", "aten._conj",
 }  # fmt: skip
 _REACH = 64
+_PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
 # Where a query joins the output of attention without being a part of it: residuals, gates.
 _JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.where", "cast"}
@@ -51,7 +52,7 @@ def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozens
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
     found = {p: q for p in _products_of(flow, k) if (q := _query_at(flow, p, k, v, inside))}
     if k.rope is None:
-        found |= {q.heads.linear: q for q in _rests(k, v) if q.heads.linear not in found}
+        found |= {q.heads.product: q for q in _rests(k, v) if q.heads.product not in found}
         found = _attending(flow, found, (k, v), store)
     if len(found) == 1:
         return next(iter(found.values()))
@@ -61,7 +62,7 @@ def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozens
         "Q_PATH",
         Stage.Q_PATH,
         f"{what} query projection of {k.x.value} {were} found beside K and V",
-        k.linear,
+        k.product,
         hint="the query must project the same activation and be rotated with the same cos and sin",
     )
 
@@ -71,7 +72,7 @@ def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
     if k.x_scale is None:
         users = flow.users.get(k.x.value, ())
     else:
-        users = [v for v in flow.values if v.op == k.linear.op]
+        users = [v for v in flow.values if v.op == k.product.op]
     found = []
     for user in dict.fromkeys(users):
         gemm = match_gemm(user)
@@ -90,13 +91,13 @@ def _query_at(
     flow: Dataflow, product: Value, k: Heads, v: Heads, inside: frozenset[Value]
 ) -> Query | None:
     """Q on this product: the furthest value downstream that is made as K is."""
-    taken = [h.rows.indices() for h in (k, v) if h.linear is product]
+    taken = [h.rows.indices() for h in (k, v) if h.product is product]
     first: Query | None = None
     for end in _ends(flow, product):
         try:
-            heads = match_heads(end.whole, Stage.Q_PATH, head_dim=k.head_dim)
+            heads = match_heads(end.whole, _PATH, head_dim=k.head_dim)
             query = Query(heads, Result(end, on_heads(heads, heads.layout)))
-            fits = heads.linear is product and _mirrors(heads, k)
+            fits = heads.product is product and _mirrors(heads, k)
         except (Reject, effects.InexpressibleError):
             continue
         if not fits or any(heads.rows.indices() & rows for rows in taken):
@@ -131,8 +132,8 @@ def _ends(flow: Dataflow, product: Value) -> list[Value]:
 
 def _mirrors(q: Heads, k: Heads) -> bool:
     """Whether one call can make both: the same rotation, clamp and width of head."""
-    same_dtype = q.end.dtype == q.linear.dtype
-    same_head = q.head_dim == k.head_dim and q.trunk.clip == k.trunk.clip
+    same_dtype = q.end.dtype == q.product.dtype
+    same_head = q.head_dim == k.head_dim and q.linear.clip == k.linear.clip
     return same_dtype and same_head and _same_rotation(q, k)
 
 
@@ -152,29 +153,29 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
 
 def _rests(k: Heads, v: Heads) -> Iterator[Query]:
     """For each product that K or V is a part of, the rest of it."""
-    shared = k.linear is v.linear
+    shared = k.product is v.product
     for heads in (k,) if shared else (k, v):
         taken = heads.rows.indices() | (v.rows.indices() if shared else frozenset())
-        alone = not shared or k.trunk.value is v.trunk.value
-        trunk = heads.trunk if alone and _covers(heads.trunk) else heads.trunk.bare
-        rows = rest_of(trunk.gemm.shape[-1], taken, k.head_dim)
-        if rows is None or trunk.clip != k.trunk.clip:
+        alone = not shared or k.linear.value is v.linear.value
+        linear = heads.linear if alone and _covers(heads.linear) else heads.linear.product
+        rows = rest_of(linear.gemm.shape[-1], taken, k.head_dim)
+        if rows is None or linear.clip != k.linear.clip:
             continue
         q = replace(
             heads,
-            trunk=trunk,
+            linear=linear,
             rows=rows,
-            layout=trunk.layout,
+            layout=linear.layout,
             norm=None,
-            end=trunk.value,
-            absorbed=trunk.absorbed,
+            end=linear.value,
+            absorbed=linear.absorbed,
         )
-        yield Query(q, Parts(trunk.value, _restated(q)))
+        yield Query(q, Parts(linear.value, _restated(q)))
 
 
-def _covers(trunk: Trunk) -> bool:
+def _covers(linear: Linear) -> bool:
     """Whether bias and clamp were applied to all features, not to a part of them."""
-    return effects.product(trunk.layout.shape) == effects.product(trunk.gemm.shape)
+    return effects.product(linear.layout.shape) == effects.product(linear.gemm.shape)
 
 
 def _restated(q: Heads) -> Callable[[Effect], Effect]:
@@ -193,7 +194,7 @@ def _attending(
     meetings = _Meetings(flow, store)
     if meetings.any():
         return {p: q for p, q in found.items() if meetings.of(q.result.replaced, kv)}
-    packed = {p: q for p, q in found.items() if any(p is h.linear for h in kv)}
+    packed = {p: q for p, q in found.items() if any(p is h.product for h in kv)}
     return packed or found
 
 

@@ -23,7 +23,6 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.quantised.words import pushed
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast
 
@@ -114,7 +113,7 @@ class _Walk:
     def before(self, view: View) -> View:
         """The same elements of an element-wise value's first operand."""
         self.passed.append(view.value)
-        return pushed(view, view.value.args[0])
+        return view.of_operand(view.value.args[0])
 
 
 def _match(rows: View) -> QuantisedRows | None:
@@ -135,7 +134,7 @@ def _both_ways(product: View) -> Iterator[tuple[View, View]]:
     """Its operands, each way round, as views of the product's shape."""
     one, other = product.value.args[:2]
     if isinstance(one, View) and isinstance(other, View):
-        one, other = pushed(product, one), pushed(product, other)
+        one, other = product.of_operand(one), product.of_operand(other)
         yield one, other
         yield other, one
 
@@ -179,14 +178,14 @@ def _numerators(walk: _Walk, quotient: View, scale: View) -> Iterator[View]:
         return
     if value.op == "aten.div":
         x, by = value.args
-        if isinstance(by, View) and isinstance(x, View) and pushed(quotient, by) == scale:
+        if isinstance(by, View) and isinstance(x, View) and quotient.of_operand(by) == scale:
             walk.passed.append(value)
-            yield pushed(quotient, x)
+            yield quotient.of_operand(x)
     elif value.op == "aten.mul":
         for x, by in _both_ways(quotient):
             inverse = by.value
             of = _reciprocal_of(inverse)
-            if of is not None and pushed(by, of) == scale:
+            if of is not None and by.of_operand(of) == scale:
                 walk.passed += [value, inverse]
                 yield x
 

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.quantised.words import follow, pushed
+from tilewright.patterns.quantised.words import follow
 from tilewright.patterns.recognise.constants import constant_of
 
 _BYTES = (
@@ -117,7 +117,7 @@ class _Trial:
         args = []
         for item in value.args:
             if isinstance(item, View):
-                part = self.run(pushed(view, item))
+                part = self.run(view.of_operand(item))
                 if part is None:
                     return None
                 leaves |= part.leaves
@@ -129,13 +129,13 @@ class _Trial:
         return _Numbers(numbers.to(value.dtype), leaves)
 
     def cast(self, view: View) -> _Numbers | None:
-        part = self.run(pushed(view, view.value.operands[0]))
+        part = self.run(view.of_operand(view.value.operands[0]))
         return part and _Numbers(part.numbers.to(view.value.dtype), part.leaves)
 
     def bitcast(self, view: View) -> _Numbers | None:
         (operand,) = view.value.operands
         same = operand.value.dtype.itemsize == view.value.dtype.itemsize
-        part = self.run(pushed(view, operand)) if same else None
+        part = self.run(view.of_operand(operand)) if same else None
         return part and _Numbers(part.numbers.contiguous().view(view.value.dtype), part.leaves)
 
     def look_up(self, view: View) -> _Numbers | None:
@@ -146,7 +146,7 @@ class _Trial:
         numbers = constant_of(table)
         if numbers is None or index is None or index.value.dtype == torch.bool:
             return None
-        part = self.run(pushed(view, index))
+        part = self.run(view.of_operand(index))
         if part is None or part.numbers.dtype.is_floating_point:
             return None
         entries = torch.from_numpy(numbers).expand(table.shape).to(view.value.dtype)

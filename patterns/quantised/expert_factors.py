@@ -15,7 +15,7 @@ import torch
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.quantised.byte_functions import byte_function
-from tilewright.patterns.quantised.words import follow, pushed
+from tilewright.patterns.quantised.words import follow
 from tilewright.patterns.recognise.norm import is_float_cast
 
 # What becomes of a view before the op gets it: ("to", dtype) or ("bitcast", dtype).
@@ -122,7 +122,7 @@ def _before_cast(view: View, factor: Factor) -> Factor:
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to
     steps: Steps = (("to", to),) if rounds else ()
-    return replace(factor, view=pushed(view, operand), casts=(*steps, *factor.casts))
+    return replace(factor, view=view.of_operand(operand), casts=(*steps, *factor.casts))
 
 
 def _with_product(found: Factors, view: View) -> Factors | None:
@@ -134,7 +134,7 @@ def _with_product(found: Factors, view: View) -> Factors | None:
         if more is None or not is_factor(item):
             return None
         if isinstance(item, View):
-            more = with_factor(more, Factor(pushed(view, item), kind))
+            more = with_factor(more, Factor(view.of_operand(item), kind))
         else:
             more = replace(
                 more, number=more.number * item if kind == "times" else more.number / item

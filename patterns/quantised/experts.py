@@ -36,7 +36,7 @@ from tilewright.patterns.quantised.expert_factors import (
     with_factor,
 )
 from tilewright.patterns.quantised.weights import every, joined, repeats
-from tilewright.patterns.quantised.words import follow, is_code, pushed
+from tilewright.patterns.quantised.words import follow, is_code
 from tilewright.patterns.recognise.norm import is_float_cast
 
 _E2M1 = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)
@@ -194,13 +194,13 @@ def _coded(view: View, size: int = 256) -> _Coded | None:
     if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
         return None
     if is_float_cast(value):
-        return _coded(pushed(view, value.operands[0]), size)
+        return _coded(view.of_operand(value.operands[0]), size)
     for kind, coded, factor in _products(value):
-        inner = _coded(pushed(view, coded), size)
+        inner = _coded(view.of_operand(coded), size)
         if inner is None:
             continue
         if isinstance(factor, View):
-            part = Factor(pushed(view, factor), kind)
+            part = Factor(view.of_operand(factor), kind)
             return replace(inner, factors=(*inner.factors, part))
         return replace(inner, number=inner.number * (factor if kind == "times" else 1 / factor))
     return None

@@ -21,7 +21,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code, pushed
+from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
 from tilewright.patterns.recognise.norm import is_float_cast
 
 
@@ -202,7 +202,7 @@ def _element(view: View) -> Element | None:
     view = follow(view)
     value = view.value
     if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
-        return _element(pushed(view, value.operands[0]))
+        return _element(view.of_operand(value.operands[0]))
     if value.op == "aten.mul":
         return _scaled(view)
     if value.op in ("aten.sub", "aten.add"):
@@ -236,7 +236,7 @@ def _scaled(view: View) -> Element | None:
 def _code_first(view: View) -> tuple[View | None, View | None]:
     """The operands of a product, that with the codes first: the one that repeats nowhere."""
     known: dict[Value, bool] = {}
-    parts = [pushed(view, v) for v in view.value.operands]
+    parts = [view.of_operand(v) for v in view.value.operands]
     coded = [p for p in parts if holds_codes(p.value, known)]
     if len(coded) == 2:
         coded = [p for p in parts if not repeats(p.effect)]
@@ -254,7 +254,7 @@ def _offset(view: View) -> Element | None:
     value = view.value
     if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
         return None
-    inner = _element(pushed(view, value.args[0]))
+    inner = _element(view.of_operand(value.args[0]))
     if inner is None or inner.scale is not None:
         return None
     other = value.args[1]
@@ -265,7 +265,7 @@ def _offset(view: View) -> Element | None:
         return replace(inner, zero_point=inner.zero_point + sign * int(other))
     if not isinstance(other, View) or value.op == "aten.add" or inner.zero is not None:
         return None
-    return replace(inner, zero=_bare(pushed(view, other)))
+    return replace(inner, zero=_bare(view.of_operand(other)))
 
 
 def _has_room(view: View, code: Element, other: Any) -> bool:
@@ -274,7 +274,7 @@ def _has_room(view: View, code: Element, other: Any) -> bool:
     if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
         return True
     if isinstance(other, View):
-        zero = _element(pushed(view, other))
+        zero = _element(view.of_operand(other))
         return dtype.is_signed and _is_small(code) and zero is not None and _is_small(zero)
     small = isinstance(other, (int, float)) and abs(other) <= 64
     return dtype.is_signed and _is_small(code) and small
@@ -291,5 +291,5 @@ def _bare(view: View) -> View:
     """A scale or zero before look-ups, and casts that fp32 arithmetic need not make."""
     view = follow(view)
     while is_float_cast(view.value):
-        view = follow(pushed(view, view.value.operands[0]))
+        view = follow(view.of_operand(view.value.operands[0]))
     return view

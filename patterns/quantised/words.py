@@ -31,12 +31,6 @@ class Bits:
     signed: bool
 
 
-def pushed(view: View, operand: View) -> View:
-    """What an element-wise value's operand contributes to a view of that value."""
-    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
-    return wide if view.is_whole else wide.through(view.effect)
-
-
 def follow(view: View) -> View:
     """The same elements before joins and constant gathers, as far as they are of one piece."""
     while True:
@@ -109,7 +103,7 @@ def _cast(view: View) -> Bits | None:
     target = view.value.dtype
     if target not in _WORDS:
         return None
-    inner = bits_of(pushed(view, view.value.operands[0]))
+    inner = bits_of(view.of_operand(view.value.operands[0]))
     room = target.itemsize * 8
     if inner is None:
         return None
@@ -139,7 +133,7 @@ def _with_number(view: View, either: bool = False) -> tuple[Bits | None, int | N
     for word, other in ((first, second), (second, first)):
         number = _number(view, other) if isinstance(word, View) else None
         if number is not None:
-            return bits_of(pushed(view, word)), number
+            return bits_of(view.of_operand(word)), number
         if not either:
             break
     return None, None
@@ -150,7 +144,7 @@ def _number(view: View, item: Any) -> int | None:
         return item
     if not isinstance(item, View):
         return None
-    numbers = constant_of(pushed(view, item))
+    numbers = constant_of(view.of_operand(item))
     if numbers is None or not np.issubdtype(numbers.dtype, np.integer):
         return None
     return int(numbers.flat[0]) if np.all(numbers == numbers.flat[0]) else None

@@ -109,14 +109,14 @@ def _peel(found: Logits, view: View) -> bool:
         if inner is None:
             return False
         found.absorbed.append(value)
-        view = _pushed(view, inner)
+        view = view.of_operand(inner)
     return False
 
 
 def _sum(found: Logits, view: View) -> bool:
     """A sum of products: one that heads share says which dimension they are, so it comes first."""
     found.absorbed.append(view.value)
-    left = [_pushed(view, v) for v in view.value.operands]
+    left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)
     for _ in range(2):
         left = [part for part in left if not _peel(found, part)]
@@ -126,12 +126,6 @@ def _sum(found: Logits, view: View) -> bool:
 
 def _around(found: Logits) -> tuple[Any, ...]:
     return found.scale, found.seen, found.hidden, found.added, found.finite
-
-
-def _pushed(view: View, operand: View) -> View:
-    """What an element-wise value's operand contributes to a view of that value."""
-    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
-    return wide if view.is_whole else wide.through(view.effect)
 
 
 def _scaled(found: Logits, value: Value) -> View | None:
@@ -156,9 +150,9 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
     if not isinstance(fill, (int, float)):
         return None
     found.finite = fill != float("-inf")
-    where = _pushed(view, mask)
+    where = view.of_operand(mask)
     if fills and where.value.op in ("aten.bitwise_not", "aten.logical_not"):
-        found.seen = _pushed(where, where.value.operands[0])
+        found.seen = where.of_operand(where.value.operands[0])
     elif fills:
         found.hidden = where
     else:
@@ -174,7 +168,7 @@ def _added(found: Logits, value: Value, view: View) -> View | None:
     if found.scale != 1.0 or found.terms:
         return None
     (other,) = [v for v in value.operands if v is not projected[0]]
-    found.added = _pushed(view, other)
+    found.added = view.of_operand(other)
     return projected[0]
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
@@ -188,13 +186,6 @@ def _axes(view: View) -> list[int] | None:
             return None
         axes.append(axis)
     return axes if sorted(axes) == list(range(len(view.value.shape))) else None
-
-
-def check_device(x: View) -> None:
-    """Without kernels for the GPU at hand an op would run its reference: slower than the graph."""
-    device = x.value.device
-    if device.type == "cuda" and detect_target(device.index) is None:
-        reject("UNSUPPORTED", Stage.CAPABILITY, "there are no kernels for this GPU's generation", x)
 
 
 def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:

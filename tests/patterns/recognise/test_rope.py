@@ -7,7 +7,7 @@ from torch import nn
 from tests.models import ropes
 from tilewright.compiler import lower, reports
 from tilewright.compiler.view import build_view
-from tilewright.patterns.language import Reject
+from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.projection.finish import one_head_axis
 from tilewright.patterns.recognise.rope import match_rope
 
@@ -187,13 +187,14 @@ def rotated(form):
 def test_near_misses_are_refused_by_name(form):
     whole, _ = one_head_axis(rotated(form))
     with pytest.raises(Reject) as rejected:
-        match_rope(whole)
+        match_rope(whole, Stage.K_PATH)
     assert rejected.value.miss.code == "ROPE_STYLE"
 
 
 def test_arithmetic_that_is_no_rotation_is_none():
-    assert match_rope(rotated(lambda x, cos, sin: x + x)) is None
-    assert match_rope(rotated(lambda x, cos, sin: torch.cat((x[..., 4:], x[..., :4]), -1))) is None
+    assert match_rope(rotated(lambda x, cos, sin: x + x), Stage.K_PATH) is None
+    swapped = rotated(lambda x, cos, sin: torch.cat((x[..., 4:], x[..., :4]), -1))
+    assert match_rope(swapped, Stage.K_PATH) is None
 
 
 def test_a_table_that_varies_by_head_is_refused():
