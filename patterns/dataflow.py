@@ -262,6 +262,27 @@ class Dataflow:
     reshaped: frozenset[int]
     failed: Sequence[tuple[fx.Node, Exception]]
 
+    def downstream(
+        self,
+        value: Value,
+        reach: int | None = None,
+        through: Callable[[Value], bool] = lambda value: True,
+    ) -> list[Value]:
+        """`value` and what is computed from it by way of values that `through` takes, those alone,
+        nearest first: `reach` values at most, None for all."""
+        found, seen = [value], {value}
+        for item in found:  # grows meanwhile
+            for user in self.users.get(item, ()):
+                if user not in seen and len(found) != reach and through(user):
+                    seen.add(user)
+                    found.append(user)
+        return found
+
+    def only_user(self, value: Value) -> Value | None:
+        """The one value that reads another; None where several do, or the graph returns it."""
+        users = dict.fromkeys(self.users.get(value, ()))
+        return next(iter(users)) if len(users) == 1 and value not in self.output_values else None
+
     def home(self, value: Value) -> fx.Node:
         """The node whose tensor holds the value: a write's lives in the memory it wrote."""
         return self.homes.get(value, value.node)

@@ -132,10 +132,10 @@ class Match:
     op: str
     anchor: Value
     arguments: Mapping[str, Any]
-    results: tuple[Result | Parts, ...]
-    absorbed: tuple[Value, ...]
-    stores: tuple[Value, ...]
-    facts: Mapping[str, Any]
+    results: tuple[Result | Parts, ...] = ()
+    absorbed: tuple[Value, ...] = ()
+    stores: tuple[Value, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
     scope: str = ""
     scratch: tuple[Value, ...] = ()
     needs_kernel: bool = False

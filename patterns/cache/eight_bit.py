@@ -19,10 +19,9 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MIN_BOUND = {"aten.clamp": (1, "min"), "aten.clamp_min": (1, "min")}
-_MAX_BOUND = {"aten.clamp": (2, "max"), "aten.clamp_max": (1, "max")}
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
         return _before(written, value.args[0]) if _is_rounding(written, dtype) else None
     if value.dtype not in _WIDE or written.scale is not None:
         return None
-    if value.op in {*_MIN_BOUND, *_MAX_BOUND}:
+    if clamp_bounds(value) is not None:
         return _before(written, value.args[0]) if _saturates(value, dtype) else None
     return _unscaled(written)
 
@@ -99,18 +98,10 @@ def _there_and_back(written: Written) -> Written | None:
 def _saturates(value: Value, dtype: torch.dtype) -> bool:
     """Whether a clamp cuts nothing that saturation would not."""
     limit = torch.finfo(dtype).max
-    low = _bound(value, _MIN_BOUND, -limit)
-    high = _bound(value, _MAX_BOUND, limit)
+    given = clamp_bounds(value) or (None, None)
+    low, high = (e if b is None else b for b, e in zip(given, (-limit, limit), strict=True))
     numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
     return numbers and low <= -limit and high >= limit
-
-
-def _bound(value: Value, where: dict[str, tuple[int, str]], default: float) -> Any:
-    if value.op not in where:
-        return default
-    position, name = where[value.op]
-    given = value.args[position] if len(value.args) > position else value.kwargs.get(name)
-    return default if given is None else given
 
 
 def _unscaled(written: Written) -> Written | None:

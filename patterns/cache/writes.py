@@ -13,6 +13,7 @@ from tilewright.patterns.cache.eight_bit import Written, before_rounding
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.gemm import piece_of
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,9 @@ def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> 
     index = write.index
     if length == 1:
         index = {d - (d > dim): view for d, view in index.items()}
-    picked = cut(written.view.effect, at)
-    start = tuple(0 if a == axis else s for a, s in enumerate(picked.start))
-    piece = replace(
-        written.through(cut(effects.identity(written.view.shape), at)),
-        view=pieces[part].through(Effect(picked.dims, start)),
-        between=(*written.between, written.view.value),
-    )
+    piece = written.through(cut(effects.identity(written.view.shape), at))
+    between = (*written.between, written.view.value)
+    piece = replace(piece, view=piece_of(piece.view), between=between)
     half = before_rounding(piece, write.memory.dtype)
     return replace(write, target=cut(write.target, dim), index=index, written=half)
 

@@ -21,13 +21,13 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.quantised.blocks import unrepeated
 from tilewright.patterns.quantised.expert_arguments import (
     DequantizedExperts,
     cut_scale,
     expert_arguments,
 )
 from tilewright.patterns.quantised.experts import match_dequantized_experts, match_dequantized_rows
-from tilewright.patterns.quantised.scales import unrepeated
 from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
@@ -75,7 +75,6 @@ class GroupedGemm:
             arguments=arguments,
             results=(Result(anchor, effects.identity(anchor.shape)),),
             absorbed=gemm.absorbed,
-            stores=(),
             facts=_facts(gemm, weight, quantised_rows=both is not None),
             scope=anchor.scope,
         )

@@ -26,6 +26,7 @@ from tilewright.patterns.recognise.routing import (
     match_order,
     strip_integer_casts,
 )
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 #: Above this inner dimension two products in a row are a bottleneck MLP, not an adapter.
 MAX_RANK = 512
@@ -222,7 +223,6 @@ def _same(one: View | None, other: View | None) -> bool:
 def _is_natural(index: View) -> bool:
     """Whether an index is seen to have no negative numbers."""
     value = strip_integer_casts(index).value
-    if value.op in ("aten.clamp", "aten.clamp_min", "aten.clamp_"):
-        low = value.kwargs.get("min", value.args[1] if len(value.args) > 1 else None)
-        return isinstance(low, int) and low >= 0
+    if (bounds := clamp_bounds(value)) is not None:
+        return isinstance(bounds[0], int) and bounds[0] >= 0
     return value.op in ("aten.argmax", "aten.argmin", "aten.arange")

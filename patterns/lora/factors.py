@@ -17,8 +17,7 @@ from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
-
-_ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+from tilewright.patterns.recognise.steps import is_filled
 
 
 @dataclass(frozen=True)
@@ -114,23 +113,13 @@ def _chosen(value: Value, effect: Effect) -> _Step | None:
     if len(value.args) != 3 or value.kwargs:
         return None
     condition, operand, other = value.args
-    if not isinstance(condition, View) or not isinstance(operand, View) or not _is_zero(other):
+    if not isinstance(condition, View) or not isinstance(operand, View) or not is_filled(other, 0):
         return None
     mask = _rows_of(condition, value, effect)
     # Zeros in the shape of a delta read that delta.
     shaped = isinstance(other, View) and other.value.op in ("aten.zeros_like", "aten.new_zeros")
     beside = (other.value,) if shaped else ()
     return None if mask is None else _Step(operand, mask=mask, beside=beside)
-
-
-def _is_zero(item: Any) -> bool:
-    if isinstance(item, View):
-        value = item.value
-        if value.op in _ZEROS:
-            return True
-        numbers = [a for a in value.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
-        return value.op in ("aten.tensor", "aten.scalar_tensor") and numbers == [0]
-    return isinstance(item, (int, float)) and item == 0
 
 
 def _by_row(factor: Any, value: Value, effect: Effect) -> _Step | None:

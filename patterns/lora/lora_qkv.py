@@ -116,7 +116,6 @@ class LoraQkv:
             arguments={**dict(zip(names, call.operands, strict=True)), **dict(call.options)},
             results=results,
             absorbed=tuple(dict.fromkeys(absorbed)),
-            stores=(),
             facts=_facts(deltas, [*deltas, *nothing]),
             scope=scope,
         )

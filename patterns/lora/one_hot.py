@@ -14,13 +14,11 @@ from dataclasses import dataclass
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
-from tilewright.patterns.effects import Dim, Effect
+from tilewright.patterns.effects import Effect
 from tilewright.patterns.lora.factors import is_index
 from tilewright.patterns.lora.product import BATCHED, Product
-from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.routing import flat, is_arange, strip_integer_casts
-
-Named = tuple[View, str]
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,15 @@ def match_one_hot(view: View) -> OneHot | None:
     product = named_product(view.value) if view.value.op in BATCHED and view.is_whole else None
     if product is None:
         return None
-    (one, other), (ones, others), result = product
-    for masked, stack in (((one, ones), (other, others)), ((other, others), (one, ones))):
-        found = _masked_product(view, masked, stack, result)
+    for masked, stack in product.either_way:
+        found = _masked_product(view, masked, stack, product.result)
         if found is not None:
             return found
     return None
 
 
-def _masked_product(view: View, masked: Named, stack: Named, result: str) -> OneHot | None:
-    (s, names), (weight, weight_names) = masked, stack
+def _masked_product(view: View, masked: Side, stack: Side, result: str) -> OneHot | None:
+    s, names, weight_names = masked.view, masked.names, stack.names
     tokens, feature = result[:-1], result[-1]
     summed = set(weight_names) - {feature}
     if len(weight_names) != 3 or len(summed) != 2 or feature in names:
@@ -68,7 +65,7 @@ def _masked_product(view: View, masked: Named, stack: Named, result: str) -> One
         if chosen is None or first is None:
             continue
         index, below = chosen
-        matrices = _ordered((weight, weight_names), (group, feature, rank))
+        matrices = stack.ordered((group, feature, rank))
         if matrices.shape[0] != first[1].shape[0] or flat(index).shape != (first[0].shape[0],):
             continue
         rows = flat(index)
@@ -139,25 +136,15 @@ def _all_products(s: View, rows: int, place: int) -> tuple[View, View] | None:
     product = named_product(s.value) if s.value.op in BATCHED and s.is_whole else None
     if product is None or len(s.shape) != rows + 2:
         return None
-    (one, other), (ones, others), result = product
+    result = product.result
     tokens, group, rank = result[:rows], result[place], result[2 * rows + 1 - place]
-    for (x, names), (weight, weight_names) in (
-        ((one, ones), (other, others)),
-        ((other, others), (one, ones)),
-    ):
-        summed = set(names) - set(tokens)
-        if len(summed) != 1 or set(weight_names) != {group, rank, *summed}:
+    for x, weight in product.either_way:
+        summed = set(x.names) - set(tokens)
+        if len(summed) != 1 or set(weight.names) != {group, rank, *summed}:
             continue
         (k,) = summed
-        dims: dict[str, Dim] = dict(zip(names, x.effect.dims, strict=True))
+        dims = x.dims
         merged = effects.coalesce(atom for name in tokens for atom in dims[name])
-        flattened = View(x.value, Effect((merged, dims[k]), x.effect.start))
-        return flattened, _ordered((weight, weight_names), (group, rank, k))
+        flattened = View(x.view.value, Effect((merged, dims[k]), x.view.effect.start))
+        return flattened, weight.ordered((group, rank, k))
     return None
-
-
-def _ordered(named: Named, names: tuple[str, str, str]) -> View:
-    """A stack with its dimensions in another order."""
-    view, own = named
-    dims: dict[str, Dim] = dict(zip(own, view.effect.dims, strict=True))
-    return View(view.value, Effect(tuple(dims[name] for name in names), view.effect.start))

@@ -14,7 +14,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Dim, Effect
 from tilewright.patterns.lora.factors import is_index
-from tilewright.patterns.recognise.gemm import is_weight, named_product
+from tilewright.patterns.recognise.gemm import Side, is_weight, named_product
 from tilewright.patterns.recognise.grouped_gemm import match_grouped
 from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
@@ -83,26 +83,23 @@ def _by_index(view: View) -> Product | None:
     product = named_product(value) if value.op in BATCHED else None
     if product is None:
         return None
-    (one, other), (ones, others), result = product
-    for x, weight in (((other, others), (one, ones)), ((one, ones), (other, others))):
-        found = _gathered_product(view, x, weight, result)
+    for weight, x in product.either_way:
+        found = _gathered_product(view, x, weight, product.result)
         if found is not None:
             return found
     return None
 
 
-def _gathered_product(
-    view: View, x: tuple[View, str], weight: tuple[View, str], result: str
-) -> Product | None:
+def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:
     """x times weight[index], where the dimensions of both and of the result have names."""
-    matrices = weight[0]
+    matrices = weight.view
     taken = gathered(matrices.value.whole)
     if taken is None or not is_index(taken[1]):
         return None
     stored, index = taken
     lead = len(index.shape)
-    xs, ws = (dict(zip(o[1], o[0].effect.dims, strict=False)) for o in (x, weight))
-    if len(xs) != len(x[0].shape) or len(ws) != len(matrices.shape) or len(stored.shape) < 2:
+    xs, ws = x.dims, weight.dims
+    if len(xs) != len(x.names) or len(ws) != len(weight.names) or len(stored.shape) < 2:
         return None
     _part_repeated(xs, ws)
     rows = [n for n in result if n in xs and n in ws]
@@ -125,7 +122,7 @@ def _gathered_product(
         return None
     merged = effects.coalesce(a for n in (*rows, *tokens) for a in xs[n])
     return Product(
-        View(x[0].value, Effect((merged, xs[k]), x[0].effect.start)),
+        View(x.view.value, Effect((merged, xs[k]), x.view.effect.start)),
         View(stored.value, effects.compose(_cut(whole, features, result, columns), whole.effect)),
         flat(strip_integer_casts(index)),
         view.value,

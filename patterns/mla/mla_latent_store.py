@@ -63,7 +63,6 @@ class MlaLatentStore:
                 **_norm(latent.norm),
                 **_rope(rope_key.heads),
             },
-            results=(),
             absorbed=tuple(dict.fromkeys((*latent.absorbed, *rope_key.absorbed))),
             stores=anchor.stores,
             facts={

@@ -69,7 +69,6 @@ class MlaPrefill:
             arguments=_arguments(attention, keys, query),
             results=(attention.result(),),
             absorbed=tuple(dict.fromkeys(absorbed)),
-            stores=(),
             facts=_facts(attention, keys, query),
             scope=common_scope(keys.weight.value.scope or anchor.scope, anchor.scope),
             scratch=keys.scratch,

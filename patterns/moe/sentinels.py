@@ -17,6 +17,7 @@ from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.routing import Order, experts_of, per_row, strip_integer_casts
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 
 def is_row_mask(value: Value) -> bool:
@@ -50,15 +51,10 @@ def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
 def unclamped(ids: View, num_experts: Size) -> View:
     """Experts by row before a clamp that changes those of other experts alone."""
     ids = strip_integer_casts(ids)
-    value = ids.value
-    names = {"aten.clamp": ("min", "max"), "aten.clamp_max": ("max",)}.get(value.op)
-    if names is None:
+    low, high = clamp_bounds(ids.value) or (None, None)
+    if low not in (None, 0) or high != num_experts - 1:
         return ids
-    given = {"min": None, "max": None, **value.kwargs}
-    given |= dict(zip(names, value.args[1:], strict=False))
-    if given["min"] not in (None, 0) or given["max"] != num_experts - 1:
-        return ids
-    return value.args[0].through(ids.effect)
+    return ids.value.args[0].through(ids.effect)
 
 
 def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:

@@ -68,8 +68,6 @@ class CacheStore:
             op=self.op,
             anchor=k_write.store,
             arguments=arguments,
-            results=(),
-            absorbed=(),
             stores=anchor.stores,
             facts=facts,
             scope=k_write.store.scope,

@@ -120,14 +120,8 @@ def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
 
 def _ends(flow: Dataflow, product: Value) -> list[Value]:
     """Values downstream of a product, furthest first."""
-    seen: dict[Value, None] = {product: None}
-    front = [product]
-    while front and len(seen) < _REACH:
-        for user in flow.users.get(front.pop(0), ()):
-            if user.op in _INSIDE and user not in seen:
-                seen[user] = None
-                front.append(user)
-    return sorted(seen, key=lambda value: -value.position)
+    found = flow.downstream(product, _REACH, lambda value: value.op in _INSIDE)
+    return sorted(found, key=lambda value: -value.position)
 
 
 def _mirrors(q: Heads, k: Heads) -> bool:
@@ -203,13 +197,7 @@ class _Meetings:
 
     def __init__(self, flow: Dataflow, store: Value) -> None:
         self.flow = flow
-        self.reading: set[Value] = {store}
-        front = [store]
-        while front:
-            for user in flow.users.get(front.pop(), ()):
-                if user not in self.reading:
-                    self.reading.add(user)
-                    front.append(user)
+        self.reading = set(flow.downstream(store))
 
     def any(self) -> bool:
         return any(self._meets(u) for v in self.reading for u in self.flow.users.get(v, ()))
@@ -217,22 +205,17 @@ class _Meetings:
     def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
         """Whether what is made of a value, other than K and V, reaches such a place."""
         own = {value for heads in kv for value in heads.absorbed if value is not query}
-        seen: set[Value] = {query}
-        front = [query]
-        while front:
-            for user in self.flow.users.get(front.pop(), ()):
-                if user in self.reading:
-                    if self._meets(user):
-                        return True
-                elif user not in seen and user not in own and self._passes(user):
-                    seen.add(user)
-                    front.append(user)
-        return False
+        made = self.flow.downstream(query, None, lambda v: v not in own and self._carries(v))
+        return any(
+            user in self.reading and self._meets(user)
+            for value in made
+            for user in self.flow.users.get(value, ())
+        )
 
-    @staticmethod
-    def _passes(value: Value) -> bool:
-        """Whether a value carries a query on: a choice of experts does not."""
-        return value.op != "store" and value.dtype.is_floating_point
+    def _carries(self, value: Value) -> bool:
+        """Whether a value carries a query on: a choice of experts, or the cache, does not."""
+        plain = value.op != "store" and value.dtype.is_floating_point
+        return plain and value not in self.reading
 
     def _meets(self, value: Value) -> bool:
         if value.op in _JOINS or value.op == "store":

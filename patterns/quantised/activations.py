@@ -25,6 +25,7 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.steps import clamp_bounds, reduced_dims
 
 register_code(
     "ACTIVATION_FORMAT",
@@ -149,7 +150,7 @@ def _quantised(walk: _Walk, codes: View, scale: View) -> View | None:
         return None
     divided = walk.before(rounded)
     if divided.value.op == "aten.clamp":
-        if not _saturates(divided.value):
+        if clamp_bounds(divided.value) != (-E4M3_MAX, E4M3_MAX):
             return None
         divided = walk.before(divided)
     for numbers in _numerators(walk, divided, scale):
@@ -159,11 +160,6 @@ def _quantised(walk: _Walk, codes: View, scale: View) -> View | None:
         if _is_block_scale(walk, scale, source):
             return source
     return None
-
-
-def _saturates(value: Value) -> bool:
-    bounds = (*value.args[1:], *(value.kwargs.get(n) for n in ("min", "max") if n in value.kwargs))
-    return tuple(bounds) == (-E4M3_MAX, E4M3_MAX)
 
 
 def _widens(value: Value) -> bool:
@@ -215,14 +211,11 @@ def _is_block_scale(walk: _Walk, scale: View, source: View) -> bool:
 
 def _unbounded(walk: _Walk, view: View) -> View:
     """A scale before a small lower bound."""
-    value = view.value
-    while value.op in ("aten.clamp", "aten.clamp_min"):
-        given = value.kwargs.get("min", value.args[1] if len(value.args) > 1 else None)
-        above = value.kwargs.get("max", value.args[2] if len(value.args) > 2 else None)
-        if above is not None or not isinstance(given, (int, float)) or given > LARGEST_BOUND:
+    while (bounds := clamp_bounds(view.value)) is not None:
+        low, high = bounds
+        if high is not None or not isinstance(low, (int, float)) or low > LARGEST_BOUND:
             break
         view = walk.before(view)
-        value = view.value
     return view
 
 
@@ -237,10 +230,8 @@ def _divides_by_448(value: Value) -> bool:
 
 
 def _over_last(amax: Value) -> bool:
-    dims = amax.args[1] if len(amax.args) > 1 else amax.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
-    rank = len(amax.args[0].shape)
-    return len(dims) == 1 and dims[0] % rank == rank - 1 and amax.args[0].shape[-1] == BLOCK
+    *lead, columns = amax.args[0].shape
+    return reduced_dims(amax) == (len(lead),) and columns == BLOCK
 
 
 def _sees_its_block(largest: View) -> bool:

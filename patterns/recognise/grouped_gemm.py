@@ -8,17 +8,14 @@ einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S rou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.recognise.gemm import Side, named_product
+from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
-
-# First column, their number, and the distance from one to the next.
-Columns = tuple[Any, Any, int]
 
 _GROUPED = "aten._grouped_mm"
 _BATCHED = ("aten.bmm", "aten.einsum", "aten.matmul")
@@ -47,25 +44,10 @@ class ExpertGemm:
     def columns_of(self, part: View) -> Columns | None:
         """The columns that a view [M, n] (or [T, S, n]) of the result takes of every row; None for
         another."""
-        if part.value is not self.end or len(part.effect.dims) < 2:
+        last = part.effect.dims[-1] if len(part.effect.dims) > 1 else ()
+        if part.value is not self.end or not any(a.axis == self.column_axis for a in last):
             return None
-        *lead, width = part.shape
-        try:
-            flat_part = effects.reshape(part.effect, (effects.product(lead), width))
-        except InexpressibleError:
-            return None
-        rows, columns = flat_part.dims
-        whole = effects.reshape(
-            effects.identity(self.end.shape),
-            (effects.product(lead), self.end.shape[self.column_axis]),
-        )
-        starts = [s for a, s in enumerate(part.effect.start) if a != self.column_axis]
-        if rows != whole.dims[0] or any(s != 0 for s in starts) or len(columns) != 1:
-            return None
-        (atom,) = columns
-        if atom.axis != self.column_axis:
-            return None
-        return part.effect.start[self.column_axis], atom.length, atom.step
+        return columns_along(part, self.column_axis)
 
 
 def is_expert_gemm(value: Value) -> bool:
@@ -118,10 +100,9 @@ def match_batched(value: Value) -> ExpertGemm | None:
     product = named_product(value) if value.op in _BATCHED else None
     if product is None:
         return None
-    (one, other), (ones, others), result = product
-    for x, xs, weight, ws in ((other, others, one, ones), (one, ones, other, others)):
+    for weight, x in product.either_way:
         try:
-            found = _by_route(value, (x, xs), (weight, ws), result)
+            found = _by_route(value, x, weight, product.result)
         except effects.InexpressibleError:  # of no routes at all, for one
             continue
         if found is not None:
@@ -129,22 +110,20 @@ def match_batched(value: Value) -> ExpertGemm | None:
     return None
 
 
-def _by_route(
-    value: Value, x: tuple[View, str], weight: tuple[View, str], result: str
-) -> ExpertGemm | None:
+def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | None:
     """A product of which one operand is weight[experts], a weight for every row of the other."""
-    taken = gathered(weight[0].value.whole)
-    axes = _axes(weight[0])
-    if taken is None or axes is None or len(taken[0].shape) != 3 or len(axes) != len(weight[1]):
+    taken = gathered(weight.view.value.whole)
+    axes = _axes(weight.view)
+    if taken is None or axes is None or len(taken[0].shape) != 3:
         return None
     stored, experts = taken
     lead = len(experts.shape)
-    name_of = dict(zip(axes, weight[1], strict=True))
+    name_of = dict(zip(axes, weight.names, strict=True))
     routes = [name_of[axis] for axis in range(lead)]
-    xs = dict(zip(x[1], x[0].effect.dims, strict=True))
+    xs = x.dims
     k = [a for a in axes if a >= lead and name_of[a] in xs and name_of[a] not in result]
     n = [a for a in axes if a >= lead and name_of[a] in result and name_of[a] not in xs]
-    if len(k) != 1 or len(n) != 1 or len(xs) != len(x[1]) or weight[0].value is x[0].value:
+    if len(k) != 1 or len(n) != 1 or len(xs) != len(x.names) or weight.view.value is x.view.value:
         return None
     # A row by itself: bmm has a dimension of one for it.
     single = [a for a in xs if a not in routes and a != name_of[k[0]]]
@@ -152,18 +131,18 @@ def _by_route(
         *routes, name_of[n[0]],
     ]:  # fmt: skip
         return None
-    sizes = [weight[0].value.shape[axis] for axis in range(lead)]
+    sizes = [weight.view.value.shape[axis] for axis in range(lead)]
     rows = [
         xs[name] if xs.get(name) else (effects.Atom(None, 0, size),)
         for name, size in zip(routes, sizes, strict=True)
     ]
     merged = effects.coalesce(atom for dim in rows for atom in dim)
-    rows_view = View(x[0].value, Effect((merged, xs[name_of[k[0]]]), x[0].effect.start))
+    rows_view = View(x.view.value, Effect((merged, xs[name_of[k[0]]]), x.view.effect.start))
     order = [0, n[0] - lead + 1, k[0] - lead + 1]
     by_row = View(stored.value, effects.permute(stored.effect, order))
     column_axis = result.index(name_of[n[0]])
     ids = flat(strip_integer_casts(experts))
-    absorbed = (value, weight[0].value)
+    absorbed = (value, weight.view.value)
     return ExpertGemm(rows_view, by_row, None, None, None, ids, value, column_axis, absorbed)
 
 

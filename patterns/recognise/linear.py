@@ -24,6 +24,7 @@ from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import Gemm, bias_rows, match_gemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Path:
     masked: str = ""
 
 
+#: The first of some columns, their number, and the distance from one to the next.
+Columns = tuple[Size, Size, int]
 #: The delta of an adapter that a view is (a `LoraDelta` of `patterns/lora/delta.py`), or None:
 #: passed in by families whose op takes adapters.
 MatchDelta = Callable[[View], Any]
@@ -82,7 +85,7 @@ def match_linear(value: Value, path: Path, match_delta: MatchDelta | None = None
 
 
 @dataclass(frozen=True)
-class Columns:
+class LinearColumns:
     """Some columns of a linear, as a view [tokens..., columns...] of its result has them.
 
     layout: the view's dimensions on the gemm's axes [tokens..., N]. rank: how many of them are
@@ -126,7 +129,7 @@ class Columns:
         return holds_all_tokens(self.layout, self.rank, self.linear.gemm.shape[:-1])
 
 
-def match_columns(view: View) -> Columns | None:
+def match_columns(view: View) -> LinearColumns | None:
     """The columns of one linear that `view` [tokens..., columns...] is; None for another view.
 
     Raises InexpressibleError where the views between are.
@@ -142,7 +145,7 @@ def match_columns(view: View) -> Columns | None:
     rank = walks.index(True) if True in walks else len(walks)
     if any(some not in ({feature}, set()) for some in axes[rank:]):
         return None
-    return Columns(linear, layout, rank)
+    return LinearColumns(linear, layout, rank)
 
 
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
@@ -161,7 +164,7 @@ def holds_all_tokens(layout: Effect, rank: int, tokens: Sequence[Size]) -> bool:
     return walked == whole and all(s == 0 for s in layout.start[: len(tokens)])
 
 
-def columns_along(part: View, axis: int) -> tuple[Size, Size, int] | None:
+def columns_along(part: View, axis: int) -> Columns | None:
     """(first, how many, step) of the columns, along `axis` of a value, that a view of it takes of
     every row, the rows in their order and the columns in a dimension; None for another view."""
     place = [i for i, dim in enumerate(part.effect.dims) if any(a.axis == axis for a in dim)]
@@ -180,7 +183,7 @@ def columns_along(part: View, axis: int) -> tuple[Size, Size, int] | None:
 
 # --- the linear -----------------------------------------------------------------------------------
 
-_CLAMPS = {"aten.clamp": ("min", "max"), "aten.hardtanh": ("min_val", "max_val")}
+_CLAMPS = ("aten.clamp", "aten.hardtanh")
 _ONE_CLAMP = "clamp once, to -c .. c with one number c"
 _NORM_LAST = "bias and clamp are fused right after the projection, a norm after them"
 _HINTS = {
@@ -272,10 +275,11 @@ class _Search:
                 hint="use clamp instead of clamp_",
             )
         inner = _through(self.run(value.operands[0].value), value.operands[0], value)
-        low, high = (value.argument(1 + i, name) for i, name in enumerate(_CLAMPS[value.op]))
-        numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
-        if not numbers or low != -high or high <= 0 or inner.clip:
-            bounds = " .. ".join(str(b.value if isinstance(b, View) else b) for b in (low, high))
+        low, high = clamp_bounds(value) or (None, None)
+        bounds = " .. ".join(str(b.value if isinstance(b, View) else b) for b in (low, high))
+        if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
+            low = high = 0  # no numbers
+        if low != -high or high <= 0 or inner.clip:
             reject(
                 "UNSUPPORTED",
                 stage,

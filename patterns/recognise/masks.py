@@ -272,7 +272,7 @@ def _running_sum(value: Value) -> _Line | None:
     """The running sum of one number."""
     if len(value.args) + len(value.kwargs) != 2:
         return None
-    dim = (value.args[1] if len(value.args) > 1 else value.kwargs.get("dim", -1)) % len(value.shape)
+    dim = value.argument(1, "dim", -1) % len(value.shape)
     source = value.args[0]
     known = _constant(source)
     if not isinstance(known, int):

@@ -15,6 +15,7 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.steps import reduced_dims
 
 
 @dataclass(frozen=True)
@@ -341,9 +342,5 @@ def _centred(view: View) -> tuple[View, tuple[Value, ...]] | None:
 
 def _over_last(value: Value) -> bool:
     """Whether a reduction is over the last dimension, and keeps it."""
-    dims = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
-    shape = value.operands[0].shape
-    listed = dims if isinstance(dims, (tuple, list)) else (dims,)
-    if len(listed) != 1 or listed[0] not in (-1, len(shape) - 1):
-        return False
-    return value.shape == (*shape[:-1], 1)
+    *lead, _ = value.operands[0].shape
+    return reduced_dims(value) == (len(lead),) and value.shape == (*lead, 1)

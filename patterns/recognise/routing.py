@@ -9,13 +9,13 @@ token, number t * S + s.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Size
+from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _ORDER_OUTPUTS = {"aten.sort": 1, "aten.argsort": None}
 _INTEGER_STEPS = {"aten.floor_divide", "aten.div"}
@@ -234,10 +234,8 @@ def _histogram(value: Value) -> tuple[View, Size] | None:
 
 def _summed(value: Value) -> tuple[View, Size] | None:
     """sum over routes of one_hot(experts), or of experts == arange(E)."""
-    dims = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
     inner = strip_integer_casts(value.args[0])
-    if len(inner.shape) != 2 or len(dims) != 1 or dims[0] not in (0, -2):
+    if len(inner.shape) != 2 or reduced_dims(value) != (0,):
         return None
     if inner.value.op == "aten.one_hot" and inner.is_whole:
         return experts_of(flat(inner.value.args[0])), inner.shape[1]
@@ -262,7 +260,7 @@ def _added(value: Value) -> tuple[View, Size] | None:
     base, dim, index, source = value.args[:4]
     if value.args[4:] or value.kwargs.get("alpha", 1) != 1:
         return None
-    if dim != 0 or not _is_filled(base, 0) or not _is_filled(source, 1):
+    if dim != 0 or not is_filled(base, 0) or not is_filled(source, 1):
         return None
     return experts_of(index), value.shape[0]
 
@@ -274,24 +272,11 @@ def _stored_ones(value: Value) -> tuple[View, Size] | None:
         return None
     items = list(store.index.items())
     before = value.args[0]
-    if len(items) != 1 or items[0][0] != 0 or not isinstance(before, View):
+    if len(items) != 1 or items[0][0] != 0:
         return None
-    if not _is_filled(before, 0) or not _is_filled(store.source, 1):
+    if not is_filled(before, 0) or not is_filled(store.source, 1):
         return None
     return experts_of(items[0][1]), value.shape[0]
-
-
-def _is_filled(view: Any, number: int) -> bool:
-    """Whether a view holds one number everywhere."""
-    if not isinstance(view, View):
-        return False
-    value = strip_integer_casts(view).value
-    names = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-    if number == 1:
-        names = ("aten.ones", "aten.ones_like", "aten.new_ones")
-    if value.op in names:
-        return True
-    return value.op in ("aten.full", "aten.full_like") and number in value.args[1:]
 
 
 _COUNTS = {

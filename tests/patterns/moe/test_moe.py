@@ -13,7 +13,7 @@ from tests.models.moe_idioms import IDIOMS, build, exact
 from tilewright.codegen import targets
 from tilewright.compiler import lower, reports
 from tilewright.patterns import language
-from tilewright.patterns.recognise import grouped_gemm as expert_gemm
+from tilewright.patterns.recognise import dtypes
 
 
 @pytest.mark.parametrize("name", IDIOMS)
@@ -300,12 +300,12 @@ def test_rows_written_in_place_that_others_read_stay():
 ])  # fmt: skip
 def test_a_gpu_without_kernels_keeps_its_graph(monkeypatch, device, known, refused):
     target = targets.SM90 if known else None
-    monkeypatch.setattr(expert_gemm, "detect_target", lambda index: target)
+    monkeypatch.setattr(dtypes, "detect_target", lambda index: target)
     value = SimpleNamespace(device=torch.device(device))
     view = SimpleNamespace(value=value, meta={})
     if refused:
         with pytest.raises(language.Reject) as caught:
-            expert_gemm.check_device(view)
+            dtypes.check_device(view)
         assert caught.value.miss.code == "UNSUPPORTED"
     else:
-        expert_gemm.check_device(view)
+        dtypes.check_device(view)
