@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from tilewright.patterns import effects
-from tilewright.patterns.effects import Effect, Size
+from tilewright.patterns.effects import Dim, Effect, Size
 
 # Why a write's window is not known: the memory is read as another dtype or shape.
 REINTERPRETED = "a reinterpreting view"
@@ -102,12 +102,40 @@ class View:
         """The view of this view that `effect` describes."""
         return View(self.value, effects.compose(effect, self.effect))
 
+    @property
+    def matrix(self) -> View:
+        """The view with all dimensions but the last in one."""
+        *rows, columns = self.shape
+        return self.reshape(effects.product(rows), columns)
+
+    def with_dims(self, *dims: Dim) -> View:
+        """The view from the same start with these dimensions in place of its own."""
+        return View(self.value, Effect(dims, self.effect.start))
+
+    def reshape(self, *sizes: Size) -> View:
+        return View(self.value, effects.reshape(self.effect, sizes))
+
+    def expand(self, *sizes: Size) -> View:
+        return View(self.value, effects.expand(self.effect, sizes))
+
+    def permute(self, *order: int) -> View:
+        return View(self.value, effects.permute(self.effect, order))
+
+    def unsqueeze(self, dim: int) -> View:
+        return View(self.value, effects.unsqueeze(self.effect, dim))
+
+    def select(self, dim: int, index: Size) -> View:
+        return View(self.value, effects.select(self.effect, dim, index))
+
+    def narrow(self, dim: int, start: Size, length: Size, step: int = 1) -> View:
+        return View(self.value, effects.narrow(self.effect, dim, start, length, step))
+
     def of_operand(self, operand: View) -> View:
         """What an operand of an element-wise value contributes to this view of the value.
 
         Raises InexpressibleError where it does not broadcast to the value's shape.
         """
-        wide = View(operand.value, effects.expand(operand.effect, self.value.shape))
+        wide = operand.expand(*self.value.shape)
         return wide if self.is_whole else wide.through(self.effect)
 
 

@@ -118,7 +118,7 @@ def _unscaled(written: Written) -> Written | None:
     if earlier is None:
         return None
     if isinstance(scale, View):
-        wide = View(scale.value, effects.expand(scale.effect, value.shape))
+        wide = scale.expand(*value.shape)
         scale = wide.through(written.view.effect)
     return replace(earlier, scale=scale, multiplies=value.op == "aten.mul")
 
@@ -151,7 +151,7 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
             hint="scale the cache as a whole, or by head",
         )
     dims = () if _repeats(heads) else (heads,)
-    view = View(scale.value, Effect(dims, scale.effect.start))
+    view = scale.with_dims(*dims)
     if scale.value.dtype == torch.float32:
         return view
     return Computed("to", (view,), (("dtype", torch.float32),))

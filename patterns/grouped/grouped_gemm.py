@@ -19,7 +19,7 @@ import torch
 from tilewright.ops.formats.expert_weight import FORMATS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
-from tilewright.patterns.effects import Atom, Effect
+from tilewright.patterns.effects import Atom
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.quantised.blocks import unrepeated
 from tilewright.patterns.quantised.expert_arguments import (
@@ -175,7 +175,7 @@ def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | N
     again = (Atom(None, 0, num_experts),)
 
     def moved(views: tuple[View, ...]) -> tuple[View, ...]:
-        return tuple(View(v.value, Effect((again,), v.effect.start)) for v in views)
+        return tuple(v.with_dims(again) for v in views)
 
     factor = replace(
         rows,

@@ -12,7 +12,6 @@ import torch
 
 from tilewright.codegen.lora.plan import takes_row_kernel
 from tilewright.ops.lora.shrink import KERNEL_DTYPES
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.language import Stage, reject
@@ -155,13 +154,6 @@ def zeros(rows: Size, columns: Size, like: Value) -> Computed:
     """A delta of nothing, for a projection without an adapter beside others in one tensor."""
     options = (("dtype", like.dtype), ("device", like.device))
     return Computed("full", ((rows, columns), 0.0), options)
-
-
-def merged_rows(weight: View) -> View:
-    """B of heads [H, D, R] or [groups, G, D, R] as [1, W, R]."""
-    *lead, rank = weight.shape
-    effect = effects.reshape(weight.effect, (1, effects.product(lead), rank))
-    return View(weight.value, effect)
 
 
 def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _rows_of(factor: View, value: Value, effect: Effect) -> View | None:
     """What a broadcast factor of `value` holds for each row of `effect` [..., W]: [T], or [B] where
     rows in sequence share it; None where it varies along the columns."""
     try:
-        read = View(factor.value, effects.expand(factor.effect, value.shape)).through(effect)
+        read = factor.expand(*value.shape).through(effect)
     except effects.InexpressibleError:
         return None
     *lead, columns = read.effect.dims

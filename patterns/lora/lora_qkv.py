@@ -127,19 +127,16 @@ def match_sum(value: Value) -> Sum | None:
         return None
     if len(value.shape) < 2 or len(value.args) != 2:
         return None
-    left, right = value.operands
-    for base, other in ((left, right), (right, left)):
+    for base, other in value.either_way:
         if not base.shape == other.shape == value.shape:
             continue
         delta = match_delta(other)
         if delta is None:
             continue
-        *lead, width = value.shape
         try:
-            flat = effects.reshape(base.effect, (effects.product(lead), width))
+            return Sum(value, base.matrix, delta)
         except InexpressibleError:
             continue
-        return Sum(value, View(base.value, flat), delta)
     return None
 
 
@@ -218,10 +215,9 @@ def _stacked_products(value: Value, reach: int = 8) -> int:
 
 def _rest_of_product(value: Value) -> View | None:
     """What a product with a stack of matrices, taken by index or whole, multiplies them with."""
-    if value.op not in BATCHED or len(value.operands) != 2:
+    if value.op not in BATCHED:
         return None
-    one, other = value.operands
-    for stack, rest in ((one, other), (other, one)):
+    for stack, rest in value.either_way:
         if len(stack.value.shape) > 2 and stack.value.op in _STACKS:
             return rest
     return None

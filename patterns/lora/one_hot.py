@@ -55,7 +55,7 @@ def _masked_product(view: View, masked: Side, stack: Side, result: str) -> OneHo
     mul = s.value
     if mul.op != "aten.mul" or not s.is_whole or len(mul.operands) != 2 or mul.kwargs:
         return None
-    for operand, factor in (mul.operands, mul.operands[::-1]):
+    for operand, factor in mul.either_way:
         place = _place_of_adapters(factor, mul.shape)
         if operand.shape != mul.shape or place is None or place < len(tokens):
             continue
@@ -80,7 +80,7 @@ def _masked_product(view: View, masked: Side, stack: Side, result: str) -> OneHo
 
 def _expanded(factor: View, shape: tuple) -> View | None:
     try:
-        return View(factor.value, effects.expand(factor.effect, shape))
+        return factor.expand(*shape)
     except effects.InexpressibleError:
         return None
 
@@ -101,7 +101,7 @@ def _without(factor: View, shape: tuple, axis: int) -> View:
     wide = _expanded(factor, shape)
     assert wide is not None
     dims = wide.effect.dims
-    return View(wide.value, Effect((*dims[:axis], *dims[axis + 1 :]), wide.effect.start))
+    return wide.with_dims(*dims[:axis], *dims[axis + 1 :])
 
 
 def _index_of(mask: View) -> tuple[View, str] | None:
@@ -114,7 +114,7 @@ def _index_of(mask: View) -> tuple[View, str] | None:
         index = value.args[0]
         return (strip_integer_casts(index), "error") if is_index(index) else None
     if value.op == "aten.eq" and len(value.operands) == 2 and not value.kwargs:
-        for index, count in (value.operands, value.operands[::-1]):
+        for index, count in value.either_way:
             wide = _expanded(index, value.shape)
             numbers = _expanded(count, value.shape)
             if wide is None or numbers is None or not is_arange(count.value.whole):
@@ -145,6 +145,6 @@ def _all_products(s: View, rows: int, place: int) -> tuple[View, View] | None:
         (k,) = summed
         dims = x.dims
         merged = effects.coalesce(atom for name in tokens for atom in dims[name])
-        flattened = View(x.view.value, Effect((merged, dims[k]), x.view.effect.start))
+        flattened = x.view.with_dims(merged, dims[k])
         return flattened, weight.ordered((group, rank, k))
     return None

@@ -57,7 +57,7 @@ def _of_one(view: View) -> Product | None:
     if not _is_matrix(gemm.weight):
         return None
     weight = columns.weight
-    stack = View(weight.value, effects.unsqueeze(weight.effect, 0))
+    stack = weight.unsqueeze(0)
     return Product(gemm.flat_x, stack, None, gemm.value)
 
 
@@ -74,7 +74,7 @@ def _of_groups(view: View) -> Product | None:
     if columns is None:
         return None
     start, length, step = columns
-    weight = View(gemm.weight.value, effects.narrow(gemm.weight.effect, 1, start, length, step))
+    weight = gemm.weight.narrow(1, start, length, step)
     return Product(gemm.x, weight, None, gemm.end, ends=gemm.ends)
 
 
@@ -122,7 +122,7 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
         return None
     merged = effects.coalesce(a for n in (*rows, *tokens) for a in xs[n])
     return Product(
-        View(x.view.value, Effect((merged, xs[k]), x.view.effect.start)),
+        x.view.with_dims(merged, xs[k]),
         View(stored.value, effects.compose(_cut(whole, features, result, columns), whole.effect)),
         flat(strip_integer_casts(index)),
         view.value,

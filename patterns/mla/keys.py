@@ -137,7 +137,7 @@ def _joins(value: Value, gemm: Gemm) -> tuple[Value, ...]:
 
 def _one_head(view: View) -> View:
     batch, keys, _, width = view.effect.dims
-    return View(view.value, Effect((batch, keys, width), view.effect.start))
+    return view.with_dims(batch, keys, width)
 
 
 def _refuse(why: str, culprit: View) -> NoReturn:
@@ -222,7 +222,7 @@ def _finer(scale: View, repeats: int) -> View:
     """Each number of the last dimension `repeats` times."""
     *lead, last = scale.effect.dims
     dim = effects.coalesce((*last, Atom(None, 0, repeats)))
-    return View(scale.value, Effect((*lead, dim), scale.effect.start))
+    return scale.with_dims(*lead, dim)
 
 
 # --- the columns of K -----------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def _padded_pieces(k: View) -> tuple[Piece, ...] | None:
         return None
     found = []
     for operand in value.operands:
-        wide = View(operand.value, effects.expand(operand.effect, value.shape))
+        wide = operand.expand(*value.shape)
         seen = wide.through(k.effect)
         columns = unpadded(seen)
         if columns is None:

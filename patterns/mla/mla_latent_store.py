@@ -118,7 +118,7 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
     heads = _absorbable(place, flow, anchor)
     if heads is None:
         width = place.window[3]
-        rows = View(place.source.value, effects.reshape(place.source.effect, (place.tokens, width)))
+        rows = place.source.reshape(place.tokens, width)
         return Part(write, place, None, rows, place.absorbed)
     below = {*heads.linear.absorbed}
     between = tuple(v for v in heads.absorbed if v not in below)

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Stage, register, reject
 from tilewright.patterns.mla.absorbed import absorbed_products
@@ -92,8 +91,8 @@ def _guard(attention: Attention, keys: LatentKeys) -> None:
 def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
     arguments = {
         **query.arguments,
-        "latent": _rows(keys.latents),
-        "k_rope": _rows(keys.rope_keys),
+        "latent": keys.latents.matrix,
+        "k_rope": keys.rope_keys.matrix,
         "kv_b_weight": keys.weight,
         "v_dim": keys.v_dim,
         "scale": attention.scale,
@@ -106,19 +105,9 @@ def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str
     return arguments | offsets
 
 
-def _merged(view: View, *shape: Any) -> View:
-    return View(view.value, effects.reshape(view.effect, shape))
-
-
-def _rows(view: View) -> View:
-    """[B, K, n] as [B * K, n]."""
-    batch, keys, width = view.shape
-    return _merged(view, effects.product((batch, keys)), width)
-
-
 def _flat(item: Any) -> Any:
     """Scales [B, K, n] as [B * K, n]; others as they are."""
-    return _rows(item) if isinstance(item, View) and len(item.shape) == 3 else item
+    return item.matrix if isinstance(item, View) and len(item.shape) == 3 else item
 
 
 def _mask(attention: Attention) -> dict[str, Any]:
@@ -157,9 +146,7 @@ def _ragged_mask(attention: Attention) -> dict[str, Any]:
 def _lengths(offsets: View) -> Computed:
     """[B] of offsets [B + 1]."""
     count = offsets.shape[0] - 1
-    ends, starts = (
-        View(offsets.value, effects.narrow(offsets.effect, 0, first, count)) for first in (1, 0)
-    )
+    ends, starts = (offsets.narrow(0, first, count) for first in (1, 0))
     return Computed("add", (ends, Computed("neg", (starts,))))
 
 

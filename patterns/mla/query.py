@@ -56,7 +56,7 @@ def _by_token(q: View) -> View:
     """[B, S, H, D] as [T, H, D]."""
     batch, queries, heads, width = q.shape
     tokens = effects.product((batch, queries))
-    return View(q.value, effects.reshape(q.effect, (tokens, heads, width)))
+    return q.reshape(tokens, heads, width)
 
 
 def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None:

@@ -194,7 +194,7 @@ def _by_token(view: View | None, num_slots: Any) -> View | None:
     tokens = effects.divides(num_slots, total)
     if tokens is None:
         return None
-    return View(view.value, effects.reshape(view.effect, (tokens, num_slots)))
+    return view.reshape(tokens, num_slots)
 
 
 def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
@@ -246,5 +246,5 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
 def _first_column(view: View) -> View:
     """An index that repeats along the columns, as the rows it names."""
     if len(view.effect.dims) == 2 and all(a.axis is None for a in view.effect.dims[1]):
-        return View(view.value, effects.Effect(view.effect.dims[:1], view.effect.start))
+        return view.with_dims(*view.effect.dims[:1])
     return view

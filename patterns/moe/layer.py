@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.products import DenseGemm
@@ -115,7 +114,7 @@ def first_gemm(part: View, name: str, gemms_of: Callable[[Value], Iterable[Gemm]
 
 def _rows(view: View, columns: Columns) -> View:
     """The rows (dimension 1) of a weight or bias [E, N, ...] that make some columns."""
-    return View(view.value, effects.narrow(view.effect, 1, *columns))
+    return view.narrow(1, *columns)
 
 
 def cast_back(flow: Dataflow, end: Value, dtype: Any) -> tuple[Value, ...]:

@@ -164,7 +164,7 @@ def _match(
 ) -> Match:
     num_slots = combine.num_slots
     tokens = effects.divides(num_slots, effects.product(order.ids.shape))
-    ids = View(order.ids.value, effects.reshape(order.ids.effect, (tokens, num_slots)))
+    ids = order.ids.reshape(tokens, num_slots)
     rows, masked = unmasked(layer.gate.x)
     absorbed = {value for gemm in layer.gemms for value in gemm.absorbed}
     absorbed |= {*layer.activation.absorbed, *combine.absorbed}

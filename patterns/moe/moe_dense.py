@@ -25,7 +25,6 @@ from tilewright.patterns.dataflow import (
     common_scope,
     upstream,
 )
-from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.moe.layer import Layer, cast_back, first_gemm, refuse_activation
 from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
@@ -194,7 +193,7 @@ def _scores(product: Value, value: Value, order: str) -> View | None:
     dims = dict(zip(order, wide.effect.dims, strict=True))
     if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not dims["t"]:
         return None
-    return View(wide.value, Effect((dims["t"], dims["e"]), wide.effect.start))
+    return wide.with_dims(dims["t"], dims["e"])
 
 
 def _contracted(product: Value, value: Value, roles: str) -> View | None:
@@ -220,18 +219,18 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
     """(x [T, H], scores [T, E], whether they multiply x)."""
     _, tokens, hidden = gate.x.effect.dims
     if gate.is_shared and weighted.scores is not None:
-        x = View(gate.x.value, Effect((tokens, hidden), gate.x.effect.start))
+        x = gate.x.with_dims(tokens, hidden)
         return x, weighted.scores, False
     product = gate.x.value
     if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
-        for a, b in (product.operands, product.operands[::-1]):
+        for a, b in product.either_way:
             x, by = gate.x.of_operand(a), gate.x.of_operand(b)
             over = [all(atom.axis is None for atom in dim) for dim in x.effect.dims]
             repeats = [all(atom.axis is None for atom in dim) for dim in by.effect.dims]
             if over == [True, False, False] and repeats == [False, False, True]:
                 e, t, _ = by.effect.dims
-                x = View(x.value, Effect(x.effect.dims[1:], x.effect.start))
-                return x, View(by.value, Effect((t, e), by.effect.start)), True
+                x = x.with_dims(*x.effect.dims[1:])
+                return x, by.with_dims(t, e), True
     reject(
         "EXPERT_SCORES",
         Stage.GUARDS,

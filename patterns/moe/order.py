@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View, upstream
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.sentinels import unclamped, unmasked
@@ -65,8 +64,7 @@ def _rows_by_route(gemm: ExpertGemm) -> tuple[Order, Any, View]:
     rows, hidden = gemm.x.effect.dims
     repeats = rows[-1].axis is None if rows else False
     num_slots = rows[-1].length if repeats else 1
-    tokens = View(gemm.x.value, effects.Effect((rows[:-1] if repeats else rows, hidden),
-                                               gemm.x.effect.start))  # fmt: skip
+    tokens = gemm.x.with_dims(rows[:-1] if repeats else rows, hidden)  # fmt: skip
     return Order(None, gemm.experts), num_slots, tokens
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Dim, Effect
+from tilewright.patterns.effects import Dim
 from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
@@ -78,7 +78,7 @@ def _as_gemm(value: Value, x: Side, weight: Side, result: str) -> DenseGemm | No
         return None
     experts = effects.product(a.length for a in ws[e])
     over = xs.get(e, (effects.Atom(None, 0, experts),))
-    x_view = View(x.view.value, Effect((over, xs[t], xs[k]), x.view.effect.start))
+    x_view = x.view.with_dims(over, xs[t], xs[k])
     weight_view = weight.ordered((e, n, k))
     roles = "".join({e: "e", t: "t", n: "n"}[name] for name in result)
     return DenseGemm(x_view, weight_view, None, value, roles, (value,))
@@ -104,7 +104,7 @@ def _with_bias(gemm: DenseGemm, flow: Dataflow) -> DenseGemm:
     repeats = {role: all(a.axis is None for a in dim) for role, dim in dims.items()}
     if not repeats["t"] or bias.value.projected:
         return gemm
-    by_expert = View(bias.value, Effect((dims["e"], dims["n"]), bias.effect.start))
+    by_expert = bias.with_dims(dims["e"], dims["n"])
     return DenseGemm(gemm.x, gemm.weight, by_expert, add, gemm.roles, (*gemm.absorbed, add))
 
 

@@ -133,7 +133,7 @@ def _weight(
     if along and (along != split or steps != sorted(steps, reverse=True)):
         reject("UNSUPPORTED", stage, "the norm's weight has the heads in another order", view)
     if by_head and not along:
-        return View(view.value, Effect((last,), view.effect.start))
+        return view.with_dims(last)
     flat = (*(a for i in along for a in lead[i]), *last)
     return View(view.value, effects.reshape(Effect((flat,), view.effect.start), heads))
 

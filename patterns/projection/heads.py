@@ -13,13 +13,11 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import reject
-from tilewright.patterns.lora.arguments import merged_rows
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.projection.finish import HeadNorm, head_norm, match_finish
 from tilewright.patterns.projection.rows import Rows, heads_of
 from tilewright.patterns.quantised.weights import (
     DequantizedWeight,
-    flat_rows,
     match_weight,
     refuse,
     repeated,
@@ -115,7 +113,7 @@ class Heads:
             rows = self.rows.of(linear.scale, linear.scale_first)
             scales.append(repeated(rows, self.weight.shape[-1]))
         if gemm.weight_scale is not None:
-            scales.append(flat_rows(self.rows.of(gemm.weight_scale)))
+            scales.append(self.rows.of(gemm.weight_scale).matrix)
         given = [scale for scale in scales if scale is not None]
         if len(given) > 1:
             refuse(self.weight, "they are scaled twice")
@@ -128,10 +126,10 @@ class Heads:
         """
         run = self._run_of_rows()
         if run is not None:
-            return View(delta.expand.value, effects.narrow(delta.expand.effect, 1, *run))
+            return delta.expand.narrow(1, *run)
         if delta.expand.shape[0] != 1:
             raise effects.InexpressibleError("adapters of a packed projection")
-        return merged_rows(self.rows.of(delta.expand.through(_first(delta.expand))))
+        return self.rows.of(delta.expand.select(0, 0)).matrix.unsqueeze(0)
 
     def delta_columns(self, delta: LoraDelta) -> View:
         """This projection's columns of what an adapter adds, [T, W].
@@ -141,9 +139,7 @@ class Heads:
         run = self._run_of_rows()
         if run is None:
             raise effects.InexpressibleError("the delta of a packed projection")
-        *lead, width = delta.view.shape
-        flat = effects.reshape(delta.view.effect, (effects.product(lead), width))
-        return View(delta.view.value, effects.narrow(flat, 1, *run))
+        return delta.view.matrix.narrow(1, *run)
 
     def _run_of_rows(self) -> tuple[int, int] | None:
         """(first, how many) of this projection's output features, where they are in a row."""
@@ -161,11 +157,6 @@ class Heads:
         rows = piece_of(self.rows.of(bias, self.linear.bias_first))
         dense = rows.effect.dims[-1] == (Atom(len(rows.value.shape) - 1, 1, self.head_dim),)
         return rows if dense else Computed("contiguous", (rows,))
-
-
-def _first(stack: View) -> Effect:
-    """The only matrix of a stack [1, W, R], on the stack's axes."""
-    return effects.select(effects.identity(stack.shape), 0, 0)
 
 
 def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:

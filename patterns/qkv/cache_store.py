@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.patterns import effects
 from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
 from tilewright.patterns.cache.writes import CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
@@ -91,7 +90,7 @@ def _check_dtypes(write: CacheWrite, place: Addressing) -> None:
 def _heads(place: Addressing) -> View:
     """The written heads as [T, H, D]."""
     source, (heads, dim) = place.source, place.window[2:4]
-    return View(source.value, effects.reshape(source.effect, (place.tokens, heads, dim)))
+    return source.reshape(place.tokens, heads, dim)
 
 
 register(CacheStore())

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.ops.formats.expert_weight import FORMATS
 from tilewright.patterns.dataflow import Computed, View
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
 
@@ -137,7 +137,7 @@ def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
         return Computed("full", ([weight.shape[0], *counts], 1.0), options)
     lead, *inner = weight.scale.effect.dims
     dims = (lead, *cut_to_blocks(inner, weight.shape[1:], block))
-    item: Any = View(weight.scale.value, Effect(dims, weight.scale.effect.start))
+    item: Any = weight.scale.with_dims(*dims)
     for function, dtype in weight.steps:
         item = Computed(function, (item, dtype))
     return item

@@ -104,7 +104,7 @@ def _with_constant(found: Factors, view: View, factor: Factor) -> Factors | None
         return None
     if factor.casts:
         return None
-    lead = View(view.value, Effect(view.effect.dims[:1], view.effect.start))
+    lead = view.with_dims(*view.effect.dims[:1])
     if factor.kind == "over":
         return replace(found, divisors=(*found.divisors, lead))
     return replace(found, factors=(*found.factors, lead))

@@ -21,8 +21,7 @@ import torch
 
 from tilewright.ops.formats.expert_weight import INT4_ZERO
 from tilewright.ops.formats.fp4 import MAGNITUDES
-from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.byte_functions import byte_function, looked_up_inputs
@@ -98,7 +97,7 @@ def _one_by_one(weight: View) -> DequantizedExperts | None:
         return None
     parts = []
     for expert in range(weight.shape[0]):
-        found = _match(View(weight.value, effects.narrow(weight.effect, 0, expert, 1)))
+        found = _match(weight.narrow(0, expert, 1))
         if found is None or not isinstance(found.data, View):
             return None
         parts.append(found)
@@ -254,19 +253,12 @@ def _scaled(
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def _holds_codes(value: Value, reach: int = 200) -> bool:
+def _holds_codes(value: Value) -> bool:
     """Whether a value is computed from numbers of eight bits, or from packed words."""
-    seen: set[Value] = set()
-    front = [value]
-    while front and len(seen) < reach:
-        item = front.pop()
-        if item in seen or item.projected:
-            continue
-        seen.add(item)
-        if is_code(item.dtype) and item.op in ("input", "constant", "store"):
-            return True
-        front += [v.value for v in item.operands]
-    return False
+    return any(
+        is_code(item.dtype) and item.op in ("input", "constant", "store") and not item.projected
+        for item in upstream(value, 200, lambda v: not v.projected)
+    )
 
 
 def _refuse(weight: View, stage: Stage) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.patterns.dataflow import View
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
@@ -56,7 +56,7 @@ def _order(weight: DequantizedWeight) -> list[int]:
 def _cut(view: View, block: Block) -> View:
     """A view [N, K] with one number per block."""
     dims = tuple(cut_to_blocks(view.effect.dims, view.shape, block))
-    return View(view.value, Effect(dims, view.effect.start))
+    return view.with_dims(*dims)
 
 
 def _zeros(grids: Sequence[View], weight: DequantizedWeight) -> dict[str, Any]:

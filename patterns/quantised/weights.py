@@ -51,28 +51,20 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     """
     if not holds_codes(weight.value, {}):
         return None
-    *lead, hidden = weight.shape
-    rows = View(weight.value, effects.reshape(weight.effect, (effects.product(lead), hidden)))
+    rows = weight.matrix
     try:
         found = _whole_codes(rows) or _nibbles(rows)
     except InexpressibleError:
         found = None
     if found is None:
         refuse(weight, "its codes are not what the op knows")
-    shape = list(lead)
+    shape = list(weight.shape[:-1])
     if found.format == "int4_n":
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
             refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
         shape[-1] //= per
-    codes = effects.reshape(found.codes.effect, (*shape, found.codes.shape[1]))
-    return replace(found, codes=View(found.codes.value, codes))
-
-
-def flat_rows(view: View) -> View:
-    """[H, D, K] as [N, K]."""
-    *lead, last = view.shape
-    return View(view.value, effects.reshape(view.effect, (effects.product(lead), last)))
+    return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
 
 
 def repeated(rows: View, hidden: int) -> View:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -39,14 +40,7 @@ def match_activation(view: View) -> Activation | None:
     for rule in (_clamped_swiglu, _gated, _plain):
         found = rule(bare.value)
         if found is not None:
-            return Activation(
-                found.name,
-                found.gate,
-                found.up,
-                (*casts, *found.absorbed),
-                found.alpha,
-                found.limit,
-            )
+            return replace(found, absorbed=(*casts, *found.absorbed))
     return None
 
 
@@ -161,12 +155,9 @@ def _number(item: Any) -> float | None:
     return number_of(item) if isinstance(item, (int, float, fx.Node)) else None
 
 
-def _factors(value: Value) -> list[tuple[View, View]]:
-    """The two factors of a product, both ways round."""
-    if value.op != "aten.mul" or len(value.operands) != 2:
-        return []
-    left, right = value.operands
-    return [(left, right), (right, left)]
+def _factors(value: Value) -> Sequence[tuple[View, View]]:
+    """The two factors of a product, in both orders."""
+    return value.either_way if value.op == "aten.mul" else ()
 
 
 def _numbers(value: Value) -> list[float]:

@@ -109,7 +109,7 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
         guesses = (arguments_of(value).get(FORMS[name].key),) if name in FORMS else value.operands
         for k in guesses:
             if isinstance(k, View) and len(k.shape) == 3:
-                yield (_one_sequence(k),)
+                yield (k.unsqueeze(0),)
 
 
 _SDPA = "aten.scaled_dot_product_attention"
@@ -118,11 +118,6 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 
 def _named(value: Value) -> dict[str, Any]:
     return dict(zip(_NAMES, value.args, strict=False)) | dict(value.kwargs)
-
-
-def _one_sequence(view: View) -> View:
-    """[K, H, D] as [1, K, H, D]."""
-    return View(view.value, effects.unsqueeze(view.effect, 0))
 
 
 def _scaled_dot_product(value: Value) -> Attention:
@@ -234,7 +229,7 @@ def _broadcast(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _expanded(view: View, lead: tuple[Size, ...]) -> View:
-    return View(view.value, effects.expand(view.effect, (*lead, view.shape[-1])))
+    return view.expand(*lead, view.shape[-1])
 
 
 def _ragged(value: Value, flow: Dataflow) -> Attention:
@@ -260,7 +255,7 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
     others = [u for u in flow.values if u.node is value.node and u is not value]
     if any(flow.users.get(u) or u in flow.output_values for u in others):
         _refuse_chunk(value)
-    q, k, v = (_one_sequence(view) for view in (q, k, v))
+    q, k, v = (view.unsqueeze(0) for view in (q, k, v))
     if len({view.shape[2] for view in (q, k, v)}) != 1:
         refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
     scale = given.get(form.scale)

@@ -244,7 +244,7 @@ def by_roles(view: View, logits: Logits) -> View:
         dim = () if role < 0 else view.effect.dims[role]
         repeats = place < 3 and all(atom.axis is None for atom in dim)
         dims.append(() if repeats else dim)
-    return View(view.value, Effect(tuple(dims), view.effect.start))
+    return view.with_dims(*dims)
 
 
 # --- above ----------------------------------------------------------------------------------------

@@ -46,9 +46,7 @@ class Gemm:
     @property
     def flat_x(self) -> View:
         """The activation as [T, K]."""
-        *tokens, hidden = self.x.shape
-        flat = effects.reshape(self.x.effect, (effects.product(tokens), hidden))
-        return View(self.x.value, flat)
+        return self.x.matrix
 
 
 def match_gemm(value: Value) -> Gemm | None:
@@ -91,7 +89,7 @@ def _scaled_mm(value: Value) -> Gemm | None:
     if weight_scale is None or x_scale is None:
         return None
     transposed = effects.permute(weight.effect, (1, 0))
-    scale = View(weight_scale.value, effects.permute(weight_scale.effect, (1, 0)))
+    scale = weight_scale.permute(1, 0)
     identity = effects.identity(value.shape)
     weight = View(weight.value, transposed)
     return Gemm(value, value.shape, identity, x, weight, given.get("bias"), x_scale, scale)
@@ -103,7 +101,7 @@ def _two_dims(scale: View) -> View | None:
         return scale
     if effects.product(scale.shape) != 1:
         return None
-    return View(scale.value, effects.reshape(scale.effect, (1, 1)))
+    return scale.reshape(1, 1)
 
 
 def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
@@ -117,7 +115,7 @@ def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
         if repeats is None:
             return None
         dims.append(effects.coalesce((*dim, Atom(None, 0, repeats))))
-    return View(flat.value, Effect(tuple(dims), flat.effect.start))
+    return flat.with_dims(*dims)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Effect
 from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
@@ -91,7 +90,7 @@ def match_grouped(value: Value) -> ExpertGemm | None:
     ends = value.args[2] if ends is None and len(value.args) > 2 else ends
     if len(weight.shape) != 3 or not isinstance(ends, View):
         return None
-    by_row = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
+    by_row = weight.permute(0, 2, 1)
     return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,))
 
 
@@ -137,9 +136,9 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
         for name, size in zip(routes, sizes, strict=True)
     ]
     merged = effects.coalesce(atom for dim in rows for atom in dim)
-    rows_view = View(x.view.value, Effect((merged, xs[name_of[k[0]]]), x.view.effect.start))
+    rows_view = x.view.with_dims(merged, xs[name_of[k[0]]])
     order = [0, n[0] - lead + 1, k[0] - lead + 1]
-    by_row = View(stored.value, effects.permute(stored.effect, order))
+    by_row = stored.permute(*order)
     column_axis = result.index(name_of[n[0]])
     ids = flat(strip_integer_casts(experts))
     absorbed = (value, weight.view.value)

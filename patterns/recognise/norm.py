@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.equality import equal_values
@@ -107,10 +106,7 @@ def _fused(value: Value, stage: Stage) -> Norm | None:
 
 def _adds_bias(value: Value) -> bool:
     """Whether a vector is added to a norm's result."""
-    if len(value.operands) != 2:
-        return False
-    left, right = value.operands
-    for bias, other in ((left, right), (right, left)):
+    for bias, other in value.either_way:
         inner, _ = strip_casts(other)
         scaled = inner.value.op in ("aten.mul", "aten.div", *_FUSED)
         if scaled and _may_be_weight(bias) and match_norm(inner) is not None:
@@ -133,10 +129,9 @@ def _refuse_bias(value: Value, stage: Stage) -> None:
 
 def _weighted(value: Value, stage: Stage) -> Norm | None:
     """The norm with a weight whose last step is the product `value`."""
-    if value.op != "aten.mul" or len(value.operands) != 2:
+    if value.op != "aten.mul":
         return None
-    left, right = value.operands
-    for factor, normalised in ((left, right), (right, left)):
+    for factor, normalised in value.either_way:
         weight, offset, total = _plus_number(factor)
         if not _may_be_weight(weight):
             continue
@@ -171,7 +166,7 @@ def _plus_number(view: View) -> tuple[View, float, View]:
 def _aligned(weight: View, rank: int) -> View:
     """A weight with leading dimensions of one, up to `rank`."""
     missing = rank - len(weight.effect.dims)
-    return View(weight.value, Effect(((),) * missing + weight.effect.dims, weight.effect.start))
+    return weight.with_dims(*((),) * missing + weight.effect.dims)
 
 
 # --- spelled out ----------------------------------------------------------------------------------
@@ -182,15 +177,13 @@ def _normalised(view: View) -> Norm | None:
     value = view.value
     if not view.is_whole or len(value.operands) != 2:
         return None
-    left, right = value.operands
+    pairs, root = value.either_way, _inverse_root
     if value.op == "aten.div":
-        pairs = [(left, _root(right))]
-    elif value.op == "aten.mul":
-        pairs = [(left, _inverse_root(right)), (right, _inverse_root(left))]
-    else:
+        pairs, root = pairs[:1], _root
+    elif value.op != "aten.mul":
         return None
-    for numerator, radicand in pairs:
-        if radicand is not None:
+    for numerator, denominator in pairs:
+        if (radicand := root(denominator)) is not None:
             found = _quotient(numerator, *radicand)
             if found is not None:
                 return replace(found, absorbed=(value, *found.absorbed))

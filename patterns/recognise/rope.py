@@ -223,7 +223,7 @@ def _per_element(table: Table, style: str) -> Table:
     *lead, last = table.view.effect.dims
     twice = Atom(None, 0, 2)
     both = (*last, twice) if style == "interleaved" else (twice, *last)
-    view = View(table.view.value, Effect((*lead, both), table.view.effect.start))
+    view = table.view.with_dims(*lead, both)
     return Table(view, table.part, table.signs)
 
 
@@ -251,9 +251,7 @@ def table_argument(
     first, second = table.signs
     if first != second:
         half = rows.shape[-1] // 2
-        pieces = (
-            View(rows.value, effects.narrow(rows.effect, 1, start, half)) for start in (0, half)
-        )
+        pieces = (rows.narrow(1, start, half) for start in (0, half))
         signed = zip(pieces, table.signs, strict=True)
         return Computed("cat", (tuple(_signed(p, table.part, s) for p, s in signed), -1))
     item = _signed(rows, table.part, first)
@@ -310,7 +308,7 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], sta
             dim = (Atom(None, 0, size),)
         rows += dim
     width = table.effect.dims[-1]
-    return View(table.value, Effect((effects.coalesce(rows), width), table.effect.start))
+    return table.with_dims(effects.coalesce(rows), width)
 
 
 def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:

@@ -318,7 +318,7 @@ def _complex(view: View, walk: _Walk) -> _Complex:
 def _parts(pairs: View, view: View) -> tuple[View, View]:
     """Real and imaginary part of a view of `view_as_complex(pairs)`."""
     last = len(pairs.shape) - 1
-    first, second = (View(pairs.value, effects.select(pairs.effect, last, k)) for k in (0, 1))
+    first, second = (pairs.select(last, k) for k in (0, 1))
     if view.is_whole:
         return first, second
     return first.through(view.effect), second.through(view.effect)

@@ -35,7 +35,7 @@ class Order:
 
 def flat(view: View) -> View:
     """The view with all its dimensions in one."""
-    return View(view.value, effects.reshape(view.effect, (effects.product(view.shape),)))
+    return view.reshape(effects.product(view.shape))
 
 
 def per_row(view: View) -> View | None:
@@ -44,7 +44,7 @@ def per_row(view: View) -> View | None:
     *rows, last = view.effect.dims
     if any(a.axis is not None for a in last):
         return None
-    return View(view.value, effects.Effect(tuple(rows), view.effect.start))
+    return view.with_dims(*rows)
 
 
 def strip_integer_casts(view: View) -> View:
@@ -241,7 +241,7 @@ def _summed(value: Value) -> tuple[View, Size] | None:
         return experts_of(flat(inner.value.args[0])), inner.shape[1]
     if inner.value.op != "aten.eq" or not inner.is_whole:
         return None
-    for ids, experts in (inner.value.operands, inner.value.operands[::-1]):
+    for ids, experts in inner.value.either_way:
         by_route, by_expert = _along(ids, 0), _along(experts, 1)
         if by_route is not None and by_expert is not None and is_arange(by_expert):
             return experts_of(by_route), inner.shape[1]
@@ -252,7 +252,7 @@ def _along(view: View, dim: int) -> View | None:
     """The one dimension of a view [a, b] that walks its value, where the other only repeats."""
     if len(view.effect.dims) != 2 or any(a.axis is not None for a in view.effect.dims[1 - dim]):
         return None
-    return View(view.value, effects.Effect((view.effect.dims[dim],), view.effect.start))
+    return view.with_dims(view.effect.dims[dim])
 
 
 def _added(value: Value) -> tuple[View, Size] | None:
