@@ -20,7 +20,7 @@ from torch import fx
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Dim, Effect, Size
 
-# Why a write's window is not known: the memory is read as another dtype or shape.
+# The note of a write whose window is unknown: the memory is viewed as another dtype or shape.
 REINTERPRETED = "a reinterpreting view"
 
 

@@ -169,7 +169,7 @@ def expand(effect: Effect, sizes: Sequence[Size]) -> Effect:
 
 def _repeat(dim: Dim, size: Size) -> Dim:
     if dim != () and not isinstance(size, int):
-        return dim  # broadcasting lets only one repeat: a symbol has to equal the length
+        return dim  # only a dimension of one broadcasts: the symbol must equal this length
     if dim != ():
         raise InexpressibleError(f"cannot expand a dimension of {_length(dim)} to {size}")
     return (Atom(None, 0, size),)
@@ -272,7 +272,7 @@ def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, 
     return found
 
 
-#: A digit of an index: what it walks of the base, and how far the index goes from one to the next.
+#: A digit of a mixed-radix index: the atom of the base that it walks, and its place value.
 Digit = tuple[Atom, int]
 
 

@@ -1,4 +1,4 @@
-"""Eight-bit caches: from what a write stores back to the heads, and the scale in between.
+"""FP8 caches: from the stored bytes of a write back to the heads, and their scale.
 
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
@@ -45,7 +45,7 @@ class Written:
 
 
 def before_rounding(written: Written, dtype: torch.dtype) -> Written:
-    """As far back as the cache's rounding to `dtype` goes; `written` itself where there is none."""
+    """What is written before it is scaled and rounded to `dtype`; `written` where it is not."""
     while (earlier := _earlier(written, dtype)) is not None:
         written = earlier
     return written
@@ -68,7 +68,7 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether a cast may go: the op's own, one that loses nothing, or one just before the op's."""
+    """Whether the op may leave a cast out: its own rounding, one just before it, or a widening."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in _WIDE:

@@ -12,8 +12,8 @@ from tilewright.patterns.recognise.gemm import piece_of
 
 
 def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
-    """Two neighbouring writes for one head at the same slots, of different widths; or one write of
-    two such parts side by side."""
+    """Pairs of writes for one head at the same slots, of different widths; or one write of two such
+    parts side by side."""
     pending: CacheWrite | None = None
     for write in cache_writes(flow):
         both = _columns(write)

@@ -123,7 +123,7 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
     if first is None or not _same(first.index, second.index) or first.ends is not None:
         return None
     rows = peel(first.x, casts=False)
-    # Rows of x that are left out are rows without a delta; other factors of x stay x's.
+    # A mask on x's rows masks the delta's rows; other factors of x stay with x.
     if rows.mask is None or rows.scale != 1 or rows.table is not None:
         rows = Factors(first.x)
     below = "last" if first.wraps or second.wraps else "error"
@@ -149,7 +149,7 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
         return None
     if not match_inverse(back[1], order) or ends != (order.ids, first.weight.shape[0]):
         return None
-    # Factors of sorted rows are in another order than those of rows.
+    # Factors of sorted rows are sorted too: the op takes them in the rows' own order.
     if any(f.table is not None or f.mask is not None for f in (after, inner)):
         return None
     gathers = (outer.view.value, first.x.value)

@@ -1,4 +1,4 @@
-"""Factors around the products of an adapter: numbers, a number for each adapter, rows left out.
+"""Factors around an adapter's GEMMs: numbers, a number per adapter, masks of rows.
 
 Dimension letters: T rows, B sequences of equal length, G adapters, W columns.
 """
@@ -36,7 +36,7 @@ class Factors:
 
 
 def peel(view: View, casts: bool = True) -> Factors:
-    """A value [..., W] with the factors around it taken off, and casts between floats."""
+    """What is multiplied by factors to give a view [..., W], casts between floats left out."""
     found = Factors(view)
     while True:
         value = found.view.value
@@ -109,14 +109,14 @@ def _numeric(item: Any) -> Any:
 
 
 def _chosen(value: Value, effect: Effect) -> _Step | None:
-    """where(mask, operand, 0): rows that are left out."""
+    """where(mask, operand, 0): a mask of rows."""
     if len(value.args) != 3 or value.kwargs:
         return None
     condition, operand, other = value.args
     if not isinstance(condition, View) or not isinstance(operand, View) or not is_filled(other, 0):
         return None
     mask = _rows_of(condition, value, effect)
-    # Zeros in the shape of a delta read that delta.
+    # zeros_like(delta) reads the delta, for its shape.
     shaped = isinstance(other, View) and other.value.op in ("aten.zeros_like", "aten.new_zeros")
     beside = (other.value,) if shaped else ()
     return None if mask is None else _Step(operand, mask=mask, beside=beside)
@@ -144,7 +144,7 @@ def _by_row(factor: Any, value: Value, effect: Effect) -> _Step | None:
 
 
 def is_index(view: View) -> bool:
-    """Whether a tensor holds numbers of rows: bool and uint8 would be masks."""
+    """Whether a tensor can index rows: bool and uint8 would be masks."""
     dtype = view.value.dtype
     return not dtype.is_floating_point and dtype not in (torch.bool, torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Adapters of projections whose sums stay in the graph: no cache write takes them.
+"""LoRA adapters of projections that no cache write absorbs.
 
     x ─ A_q ─ B_q ─ [* scale] ─ + q        shrink_qkv_permute_3mn(x, A_q, A_k, A_v)
     x ─ A_k ─ B_k ─ [* scale] ─ + k   ⇒   lora_expand_add(.., q, k, v, B_q, B_k, B_v)
@@ -163,7 +163,7 @@ def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
     return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
 
 
-#: How engines name the operator that adds what B makes: punica's bgmv and sgmv, vLLM's lora_expand.
+#: Names of engines' operators for the product with B: punica's bgmv and sgmv, vLLM's lora_expand.
 _EXPANDS = re.compile(
     r"::(?!.*shrink)\w*(bgmv|sgmv|lora_expand|expand_lora|lora_b(?![a-z])|add_lora)", re.IGNORECASE
 )
@@ -180,7 +180,7 @@ def _is_foreign(value: Value) -> bool:
     return _EXPANDS.search(_operator(value)) is not None
 
 
-#: What may stand around the products of something that resembles a delta.
+#: Operations between the products, and behind them, in what resembles a delta.
 _AROUND = {
     "aten.mul",
     "aten.div",

@@ -1,4 +1,5 @@
-"""Every row by all adapters; all parts but its own adapter's are left out in front of B.
+"""Adapters chosen by a mask: each row is multiplied with every adapter's A, and all results but its
+own adapter's are zeroed before B.
 
     s = einsum("th,grh->tgr", x, A) * one_hot(index, G)[..., None]
     delta = einsum("tgr,gwr->tw", s, B)

@@ -1,4 +1,4 @@
-"""The products of an adapter: by one matrix, by each row's of a stack, or by that of sorted groups.
+"""An adapter's GEMMs: one matrix for all rows, one per row taken from a stack, or a grouped GEMM.
 
 A matrix may be a part of a wider one whose result is cut apart (A of q, k and v in one).
 

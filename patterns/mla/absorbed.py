@@ -4,7 +4,7 @@
     o_latent = attention([q_latent, q_pe], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T          [T, H, V]
 
-It is recognised so that it is named: for one or few queries it is the better algorithm already.
+It is reported and never fused: for one or few queries it is the better algorithm already.
 """
 
 from __future__ import annotations

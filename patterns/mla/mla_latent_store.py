@@ -20,7 +20,7 @@ from tilewright.patterns.cache.latent_writes import latent_writes
 from tilewright.patterns.cache.writes import CacheWrite, WritePair
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
-from tilewright.patterns.projection.finish import HeadNorm
+from tilewright.patterns.projection.epilogue import HeadNorm
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table
 from tilewright.patterns.projection.written import check_tokens
 from tilewright.patterns.recognise.dtypes import check_dtypes
@@ -133,7 +133,7 @@ def _absorbable(place: Addressing, flow: Dataflow, anchor: WritePair) -> Heads |
             return None
     except Reject as rejection:
         if rejection.miss.code in (_PATH.code, "CAST"):
-            return None  # finished in a way of its own: stored as it comes
+            return None  # made by operations that the op does not have: stored as it is
         raise
     whole = heads.linear.layout == effects.identity(heads.linear.value.shape)
     inside = {*heads.absorbed, *place.absorbed, *anchor.stores}

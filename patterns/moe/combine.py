@@ -1,5 +1,5 @@
-"""The way from the rows of the experts' last GEMM back to tokens: weighting, un-permutation and
-sum, in whichever order and spelling."""
+"""From the rows of the experts' last GEMM back to tokens: weighting, un-permutation and sum over
+slots, in any order and spelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.moe.layer import cast_back
+from tilewright.patterns.moe.layer import cast_back, refuse_combine
 from tilewright.patterns.moe.sentinels import is_row_mask
 from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
@@ -26,7 +26,7 @@ from tilewright.patterns.recognise.routing import (
 )
 from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
 
-# They take a tensor for its shape alone.
+# They read a tensor's shape, not its elements.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
 _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
 
@@ -83,12 +83,7 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
             return _finish(flow, user, weights, num_slots, absorbed, dtype)
         else:
             break
-    reject(
-        "EXPERT_COMBINE",
-        Stage.GUARDS,
-        f"after the down projection came {absorbed[-1] if absorbed else 'no single reader'}",
-        absorbed[-1] if absorbed else down.end,
-    )
+    refuse_combine(absorbed[-1] if absorbed else None, down.end)
 
 
 def _keeps_rows(user: Value, value: Value, matrix: tuple[Any, Any]) -> bool:
@@ -157,7 +152,7 @@ def _finish(
 
 def _only_user(flow: Dataflow, value: Value) -> Value | None:
     users = [u for u in dict.fromkeys(flow.users.get(value, ())) if u.op not in SHAPED_LIKE]
-    # An in-place spelling is a computation and a store of it into the same memory.
+    # An in-place op is two values: the computation, and the store of its result.
     users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
                                       and not u.store.index)]  # fmt: skip
     return users[0] if len(users) == 1 else None
@@ -227,7 +222,7 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
     """Whether `user` adds each row of value to its token, from zero."""
     store = user.store
     if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
-        return False  # more rows than tokens
+        return False  # the sum has more rows than there are tokens
     if user.op in ("aten.index_add", "aten.scatter_add"):
         base, dim, index, source = user.args[:4]
         if user.args[4:] or user.kwargs.get("alpha", 1) != 1:

@@ -92,6 +92,17 @@ def refuse_activation(found: View) -> NoReturn:
     reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, found)
 
 
+def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
+    """Ends the attempt: EXPERT_COMBINE, because of what reads the experts' results."""
+    reject(
+        "EXPERT_COMBINE",
+        Stage.GUARDS,
+        f"the experts' results are read by {reader or 'several operations'}; expected weights, the "
+        "inverse order and a sum over a token's experts",
+        reader or result,
+    )
+
+
 def first_gemm(part: View, name: str, gemms_of: Callable[[Value], Iterable[Gemm]]) -> Gemm:
     """The GEMM of which `part` is the gate or up half; its weight and bias are that half's.
 

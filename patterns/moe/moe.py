@@ -47,9 +47,9 @@ from tilewright.patterns.recognise.grouped_gemm import (
 from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.routing import Order, in_order
 
-# How many values back from the rows of a GEMM the one before it may lie.
+# How many values the search goes back from a GEMM's rows to the GEMM before it.
 _REACH = 48
-# And from the routes of a GEMM, through the router and the norm before it.
+# And from a GEMM's routes, through the router and the norm before it.
 _ROUTING_REACH = 192
 
 
@@ -90,7 +90,7 @@ class Moe:
         down = replace(down, absorbed=(*down.absorbed, *masked))
         activation = match_activation(_whole_again(activated))
         if activation is None and holds_codes(down.x):
-            refuse_format(down.x, "are rounded to eight bits in another way than the op's")
+            refuse_format(down.x, "are quantised to eight bits in another way than the op does")
         if activation is None:
             refuse_activation(down.x)
         gate, gate_coded = as_numbers(_first_gemm(activation.gate, "gate", flow))
@@ -99,14 +99,14 @@ class Moe:
             up, up_coded = as_numbers(_first_gemm(activation.up, "up", flow))
         layer = Layer(gate, up, down, activation)
         if holds_codes(gate.x):
-            refuse_format(gate.x, "are rounded to eight bits in another way than the op's")
+            refuse_format(gate.x, "are quantised to eight bits in another way than the op does")
         order, num_slots, x = rows_in_order(gate)
         layer.check_rows()
         if up_coded != gate_coded:
             refuse_rows(down.x)
         tokens = match_quantised_rows(x) if coded and not gate_coded else None
         if tokens is not None:
-            # Before the gather, and perhaps for others too: what is left unused goes by itself.
+            # Quantised before the gather, maybe for other readers too: if not, it is dead code.
             x, gate_coded = tokens.source, True
         check_groups(layer.gemms, order)
         combine = match_combine(flow, down, order, num_slots)
@@ -178,7 +178,7 @@ def _match(
         if user.op in SHAPED_LIKE and user.operands[0].value is value
     }
     nodes = {value.node for value in absorbed}
-    # Where the largest are: they come with the largest.
+    # `max` over a dimension gives values and indices: both outputs go.
     absorbed |= {v for v in flow.values if v.op == "aten.max" and v.node in nodes}
     scratch = tuple(store for store in flow.stores if store.node in nodes)
     weights = arguments.get("weight_format", "dense")

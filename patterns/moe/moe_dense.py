@@ -1,4 +1,4 @@
-"""A mixture computed for all experts: every token through every expert, then most of it times 0.
+"""A mixture computed densely: every token through every expert, most results weighted by 0.
 
     y   = bmm(activation(bmm(x, gate_up)), down)           [E, T, H]
     out = sum over e of scores[t, e] * y[e, t]             ⇒   fused_moe on the chosen experts
@@ -26,7 +26,13 @@ from tilewright.patterns.dataflow import (
     upstream,
 )
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
-from tilewright.patterns.moe.layer import Layer, cast_back, first_gemm, refuse_activation
+from tilewright.patterns.moe.layer import (
+    Layer,
+    cast_back,
+    first_gemm,
+    refuse_activation,
+    refuse_combine,
+)
 from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
 from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
@@ -38,12 +44,12 @@ register_code(
     "EXPERT_SCORES", "nothing shows that all but the chosen experts have weight zero for a token"
 )
 
-# What may lie between the two products.
+# Operations between the two products: the activation, in any spelling.
 _BETWEEN = {
     "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
     "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",
 }  # fmt: skip
-# How many values that may be.
+# How many values they may be.
 _REACH = 48
 
 
@@ -164,9 +170,7 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
             break
         absorbed.append(user)
         value, roles = user, order
-    user = flow.only_user(value)
-    what = f"after the down projection came {user or 'no single reader'}"
-    reject("EXPERT_COMBINE", Stage.GUARDS, what, user or value)
+    refuse_combine(flow.only_user(value), value)
 
 
 def _finish(

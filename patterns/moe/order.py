@@ -1,4 +1,4 @@
-"""Whether the rows, weights and biases of a mixture's GEMMs follow one order of the routes.
+"""Checks that rows, weights and biases of a mixture's GEMMs follow one order of the routes.
 
 Dimension letters: T tokens, S slots, E experts, H hidden.
 """
@@ -22,7 +22,7 @@ from tilewright.patterns.recognise.routing import (
 )
 
 _SORTS = ("aten.sort", "aten.argsort")
-# How many values back from the row numbers their sort may lie.
+# How many values the search goes back from the row numbers to their sort.
 _REACH = 24
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")

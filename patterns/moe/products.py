@@ -1,4 +1,4 @@
-"""Products of every token with the weights of every expert: bmm, einsum, matmul in one normal form.
+"""GEMMs of every token with every expert's weight: bmm, einsum and matmul in one normal form.
 
     y[e, t, n] = sum_k x[t, k] * weight[e, n, k]        the first: x the same for all experts,
     y[e, t, n] = sum_k x[e, t, k] * weight[e, n, k]     or scaled by expert; the second
@@ -53,7 +53,7 @@ class DenseGemm:
 
 
 def dense_gemms(value: Value, flow: Dataflow) -> Iterator[DenseGemm]:
-    """What a value may be as such a product, its operands either way round."""
+    """The such GEMMs that a value can be read as: either operand may be the weight."""
     product = named_product(value)
     if product is None or len(product.result) != 3 or not product.names_differ:
         return

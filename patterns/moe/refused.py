@@ -57,12 +57,12 @@ def refused_experts(flow: Dataflow) -> Iterator[Refused]:
 
 # --- a loop in Python -----------------------------------------------------------------------------
 
-# By these a loop finds the tokens of an expert.
+# Operations by which a loop finds each expert's tokens.
 _PREPARED = {
     "aten.one_hot", "aten.eq", "aten.sort", "aten.argsort", "aten.histc", "aten.bincount",
     "aten.nonzero", "aten.unique", "aten.where", "opaque:unique", "opaque:bincount",
 }  # fmt: skip
-# How far around a value a router's choice, or the graph's output, is looked for.
+# How many values the search goes back to a router's choice, or on to the graph's output.
 _NEAR = 12
 
 

@@ -1,4 +1,4 @@
-"""Weights [T, E] of every expert for every token, known to be zero but for a router's choice.
+"""Scores [T, E] that are zero for all but the experts that a router chose.
 
     scores = zeros(T, E).scatter(1, ids, weights)        0 wherever ids do not point
     scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.routing import strip_integer_casts
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _INFINITY = float("inf")
-# f(-inf) is 0, and of a softmax's other elements they change nothing.
+# f(-inf) is 0; in a softmax such elements do not change the others.
 _FROM_MINUS_INFINITY = {"aten.sigmoid", "aten.softmax", "aten.exp", "aten.relu"}
 
 

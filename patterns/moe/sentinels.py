@@ -1,5 +1,5 @@
-"""Routes to experts that are elsewhere (expert parallelism): numbered E and up, behind the rows of
-all others once sorted, their rows filled with zeros.
+"""Routes to experts on other devices (expert parallelism): their ids are E and up, so that they
+sort behind all others, and their rows are filled with zeros.
 
     foreign = (sorted_ids >= E)[:, None]
     rows    = rows.masked_fill(foreign, 0)

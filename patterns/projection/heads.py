@@ -14,7 +14,7 @@ from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import reject
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
-from tilewright.patterns.projection.finish import HeadNorm, head_norm, match_finish
+from tilewright.patterns.projection.epilogue import HeadNorm, head_norm, match_epilogue
 from tilewright.patterns.projection.rows import Rows, heads_of
 from tilewright.patterns.quantised.weights import (
     DequantizedWeight,
@@ -165,10 +165,10 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
     head_dim: D, where the view does not separate heads (its feature dimension is split by it).
     Raises Reject with the codes of `path`.
     """
-    stage, finish = path.stage, match_finish(view, path.stage)
-    head, absorbed = finish.head, finish.absorbed
-    if finish.rope is not None:
-        head_dim = finish.rope.x.shape[-1]
+    stage, epilogue = path.stage, match_epilogue(view, path.stage)
+    head, absorbed = epilogue.head, epilogue.absorbed
+    if epilogue.rope is not None:
+        head_dim = epilogue.rope.x.shape[-1]
     linear = match_linear(head.value, path, match_delta)
     absorbed += linear.absorbed
     layout = effects.compose(head.effect, linear.layout)
@@ -181,10 +181,12 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
             head,
         )
     norm = rope_layout = None
-    if finish.norm is not None:
-        norm = head_norm(finish, _layout_of(finish.norm.x, path), linear.gemm.feature, rows, stage)
-    if finish.rope is not None:
-        rope_layout = _layout_of(finish.rope.x, path)
+    if epilogue.norm is not None:
+        norm = head_norm(
+            epilogue, _layout_of(epilogue.norm.x, path), linear.gemm.feature, rows, stage
+        )
+    if epilogue.rope is not None:
+        rope_layout = _layout_of(epilogue.rope.x, path)
         if rope_layout.dims[-1] != (Atom(linear.gemm.feature, 1, rows.head_dim),):
             reject("LAYOUT", stage, "a rotation runs over another axis than head_dim", linear.value)
     return Heads(
@@ -193,7 +195,7 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
         rows=rows,
         layout=layout,
         norm=norm,
-        rope=finish.rope,
+        rope=epilogue.rope,
         rope_layout=rope_layout,
         end=view.value,
         absorbed=tuple(dict.fromkeys(absorbed)),
@@ -202,7 +204,7 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
 
 def _layout_of(view: View, path: Path) -> Effect:
     """A view of something between the product and its reader, put on the product's axes."""
-    head = match_finish(view, path.stage).head
+    head = match_epilogue(view, path.stage).head
     return effects.compose(head.effect, match_linear(head.value, path, match_delta).layout)
 
 

@@ -1,4 +1,4 @@
-"""Caches that no kernel can write into: those that grow by `cat`, or are updated out of place.
+"""Caches that cannot be written in place: those that grow by `cat`, or are updated out of place.
 
 Never a match: these anchors exist so that the user is told what to change.
 """
@@ -84,9 +84,7 @@ def _grows(value: Value, flow: Dataflow) -> bool:
         return False
     past, *new = value.args[0]
     if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
-        return (
-            False  # rows of features; of a cache [tokens, width] the graph reads what it has made
-        )
+        return False  # joined features: a grown cache [tokens, width] is read again by the graph
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 

@@ -34,7 +34,7 @@ class CacheStore:
         except Reject as rejection:
             if anchor.first.is_projected:
                 raise
-            # Of what the graph is given nothing shows that it is keys and values.
+            # Nothing in the graph shows that these inputs are keys and values.
             raise Reject(replace(rejection.miss, weight="advice")) from None
 
     def _match(self, anchor: WritePair, flow: Dataflow) -> Match:

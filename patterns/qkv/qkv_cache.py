@@ -24,7 +24,7 @@ from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
 from tilewright.patterns.lora.arguments import fact as lora_fact
 from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_deltas
-from tilewright.patterns.projection.finish import norm_arguments, norm_fact
+from tilewright.patterns.projection.epilogue import norm_arguments, norm_fact
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.projection.written import check_tokens
 from tilewright.patterns.qkv.query import find_query
@@ -134,7 +134,7 @@ def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tu
     try:
         k = match_heads(first.source, _KEYS)
     except Reject as rejection:
-        # The other order has its own say only where the second write is plainly not V.
+        # Try the other order only where the second write is rotated or normalised, as no V is.
         swapped = _rotated(second)
         if swapped is None:
             raise rejection from None

@@ -1,4 +1,4 @@
-"""The query projection that belongs to a K and a V projection.
+"""Finds the query projection that belongs to a K and a V projection.
 
 Where K is rotated, Q is what is rotated with the same cos and sin. Else Q is what is left of the
 product that K or V is a part of, or another product of the same activation: the one that meets the
@@ -21,7 +21,8 @@ from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import Linear, Path
 from tilewright.patterns.recognise.rope import same_table
 
-# What lies between a projection and its consumer; a walk from the projection stays inside these.
+# Operations between a projection and attention: bias, norm, RoPE, casts. The walk from the
+# projection goes through these only.
 _INSIDE = {
     "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "aten.pow", "aten.square",
     "aten.mean", "aten.rsqrt", "aten.rms_norm", "aten.clamp", "aten.hardtanh", "cast", "aten.var",
@@ -31,7 +32,7 @@ _INSIDE = {
 _REACH = 64
 _PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
-# Where a query joins the output of attention without being a part of it: residuals, gates.
+# A query may meet the output of attention in these without being attended with: residuals, gates.
 _JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.where", "cast"}
 
 

@@ -1,4 +1,4 @@
-"""Activations that the graph quantises to e4m3 in front of a GEMM with expert weights.
+"""Activations that the graph quantises to e4m3 before a GEMM with expert weights.
 
     blocks = x.float().view(M, K / 128, 128)
     scale  = blocks.abs().amax(-1, keepdim=True) / 448           or clamped from below
@@ -32,13 +32,13 @@ register_code(
     "activations are rounded to eight bits between the GEMMs in a way that the op does not do",
 )
 
-# A lower bound of a scale that keeps zero blocks from a division by zero, and no more.
+# The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2
-# A number's rounding to fp32 or fp64 in 1 / 448 or 448.
+# Relative difference allowed to 448 or 1 / 448 as rounded to fp32.
 CLOSE = 1e-6
 _DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
 _CODES = (torch.float8_e4m3fn, torch.int8)
-# How many values back from the rows their codes may lie.
+# How many values the search goes back from rows to their codes.
 _REACH = 24
 _LARGEST = {("aten.amax", 0), ("aten.max", 0)}
 

@@ -1,4 +1,4 @@
-"""What an element that is computed from one stored byte becomes, found by trying all 256 bytes.
+"""Decoders of 8-bit codes, recognised by running them on all 256 bytes.
 
 Unpacking, look-up tables, sign and exponent arithmetic, reinterpreting casts: however a format is
 decoded, it is a function of one byte, and two decoders are the same exactly when they agree on all
@@ -55,7 +55,7 @@ def byte_function(view: View, size: int = 256) -> ByteFunction | None:
     try:
         found = _Trial(size).run(view)
     except (InexpressibleError, RuntimeError, IndexError, TypeError):
-        return None  # an operation that does not take such numbers
+        return None  # an operation that torch does not have for this dtype
     if found is None or len(found.leaves) != 1:
         return None
     (leaf,) = found.leaves
@@ -198,6 +198,6 @@ def _constant(view: View) -> torch.Tensor | None:
     numbers = constant_of(view)
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
         return None
-    # A tensor without dimensions takes no part in type promotion, nor must it here.
+    # A 0-d tensor does not promote others' dtypes: it stays 0-d here.
     shape = (1,) if view.value.shape else ()
     return torch.tensor(numbers.flat[0].item()).to(view.value.dtype).expand(shape)

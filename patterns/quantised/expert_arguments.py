@@ -1,4 +1,4 @@
-"""Quantised expert weights as the ops take them: codes, one scale per block, factors by expert.
+"""Quantised expert weights as op arguments: codes, one scale per block, factors per expert.
 
 Dimension letters: E experts, N rows, K columns, M rows of activations.
 """

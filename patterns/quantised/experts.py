@@ -1,4 +1,4 @@
-"""Recognises stacked expert weights that the graph dequantises in front of a product.
+"""Recognises stacked expert weights that the graph dequantises before a GEMM.
 
     w[e, n, k] = decode(byte of (e, n, k)) * block scale * factors of an expert
 
@@ -246,7 +246,7 @@ def _scaled(
         found.number,
     )
     if len(weight.shape) == 3 and block is not None:
-        blocks_of(result)  # raises where the scales go by no blocks
+        blocks_of(result)  # raises where scales do not repeat over blocks
     return result
 
 
@@ -275,7 +275,7 @@ def _refuse(weight: View, stage: Stage) -> NoReturn:
     reject(
         "WEIGHT_FORMAT",
         stage,
-        f"{weight.value} is computed from codes in another way than the op's formats",
+        f"{weight.value} is dequantised from codes in none of the op's formats",
         weight,
         hint="known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
         "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks",

@@ -26,7 +26,7 @@ def weight_arguments(weights: Sequence[DequantizedWeight]) -> dict[str, Any]:
         if same != (first.format, first.zero_point, first.nibble_order, first.zero is None):
             refuse(weight.codes, "the projections are quantised differently")
         if weight.scale is None:
-            refuse(weight.codes, "nothing scales them")
+            refuse(weight.codes, "no scale multiplies them")
     try:
         given = [view for view in (*(w.scale for w in weights), *(w.zero for w in weights)) if view]
         block = common_block([block_of(view.effect.dims) for view in given])
@@ -74,5 +74,5 @@ def _zeros(grids: Sequence[View], weight: DequantizedWeight) -> dict[str, Any]:
         points |= {e.zero_point for e in found[2]}
     if len(points) != 1:
         return unpacked
-    # A stored zero that counts from one: (code - (zero + 1)).
+    # GPTQ stores zero points less one: code - (zero + 1).
     return {**words, "zero_point": weight.zero_point - points.pop()}

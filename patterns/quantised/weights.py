@@ -1,4 +1,4 @@
-"""Recognises quantised weights between their codes and the product, by what they compute.
+"""Recognises the dequantisation of a linear's weight, from stored codes to the GEMM, by its result.
 
     w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
 
@@ -57,7 +57,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     except InexpressibleError:
         found = None
     if found is None:
-        refuse(weight, "its codes are not what the op knows")
+        refuse(weight, "in no format that the op knows")
     shape = list(weight.shape[:-1])
     if found.format == "int4_n":
         per = len(found.nibble_order)

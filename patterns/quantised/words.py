@@ -1,4 +1,4 @@
-"""What an element of an unpacked integer weight is: some bits of one word.
+"""Unpacked integer weights: which bits of which stored word every element is.
 
 Unpacking is masks, shifts and layout in any order; a view that takes one element of every word is
 followed down to those words, and what is left to say is from which bit on, and how many.
@@ -109,7 +109,7 @@ def _cast(view: View) -> Bits | None:
         return None
     if inner.width >= room:
         return replace(inner, width=room, signed=target.is_signed)
-    # A negative number has no place among unsigned ones.
+    # A negative number is not kept by a wider unsigned type.
     return inner if target.is_signed or not inner.signed else None
 
 
@@ -253,7 +253,7 @@ def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
             reach = (reach[:, None] + (at - effect.start[dim])).reshape(-1)
             total = (total[:, None] + rows[at] - first).reshape(-1)
         dims.append(effects.coalesce(atoms))
-    # Several runs of one dimension have to be independent of each other.
+    # Strides of one dimension's runs must add up: each row number is the sum of its runs' offsets.
     if not np.array_equal(rows[reach], total):
         raise InexpressibleError("rows that are not taken in runs")
     start = tuple(int(first) if a == dim else s for a, s in enumerate(effect.start))

@@ -1,4 +1,4 @@
-"""Gated activations between the two GEMMs of an MLP, by what they compute."""
+"""Activations between the two GEMMs of an MLP, gated or not, recognised by their formula."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Attention:
 
     def result(self) -> Result | Parts:
         """`end` as what it is of an output [T, H, V]."""
-        # Of an operator with several outputs the value has no node of its own.
+        # One output of several has no node of its own.
         if self.width == self.v.shape[-1] and "output" not in self.end.kwargs:
             return Result(self.end, self._on_output(effects.identity(self.end.shape)))
         return Parts(self.end, self._on_output)
@@ -200,7 +200,7 @@ def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
     if logits is None or above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
-    # A part that all heads share comes last.
+    # The part that all heads share (RoPE) comes last.
     parts = sorted(logits.terms, key=lambda term: term[1].effect.dims[2] == ())
     terms = tuple(
         (_expanded(q, (batch, queries, heads)), _expanded(k, (batch, k.shape[1], heads)))

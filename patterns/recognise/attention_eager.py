@@ -1,4 +1,4 @@
-"""Attention spelled out: products with a softmax in between, by the names of their dimensions.
+"""Attention spelled out as matmul, softmax, matmul; roles of dimensions follow from einsum names.
 
     weights = softmax(scale * (q @ k^T), masked)
     out = weights @ v
@@ -118,7 +118,7 @@ def _sum(found: Logits, view: View) -> bool:
     around = _around(found)
     for _ in range(2):
         left = [part for part in left if not _peel(found, part)]
-    # What scales or masks one product does nothing to the other.
+    # A scale or mask on one product alone would not apply to the other.
     return not left and _around(found) == around
 
 
@@ -257,7 +257,7 @@ def _weighted(
     result, p_names, v_names = product.result, p.names, v.names
     if not product.names_differ or v.view.value is weights:
         return None
-    # The names of the softmax's own dimensions, by its letters.
+    # Letters for the softmax's own dimensions.
     rank = len(weights.shape)
     letters = "".join(chr(ord("a") + i) for i in range(rank))
     at = _names_of(p.view, letters)

@@ -92,7 +92,7 @@ def obstacle(form: VarlenForm, given: Mapping[str, Any]) -> str:
         actual = given.get(name, values[0])
         actual = tuple(actual) if isinstance(actual, (list, tuple)) else actual
         if isinstance(actual, View) or actual not in values:
-            # A window of all earlier keys is what causal means.
+            # A window of all earlier keys is the causal mask.
             if name == "window_size" and actual == (-1, 0) and causal:
                 continue
             return f"{name} is {actual}"

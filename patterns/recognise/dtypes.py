@@ -10,7 +10,7 @@ from tilewright.codegen.targets import detect_target
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, reject
 
-#: What kernels multiply: of projections and attention, and of experts.
+#: Dtypes of projections and attention, and of experts' GEMMs.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 HALVES = (torch.bfloat16, torch.float16)
 

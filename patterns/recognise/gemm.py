@@ -1,4 +1,4 @@
-"""Products with a weight, however they were spelled, in one normal form: x @ weight^T + bias.
+"""GEMMs with a weight, in any spelling, in one normal form: x @ weight^T + bias.
 
 `F.linear`, `addmm`, `x @ W`, `bmm` with a batch of one, a batched `matmul` and `einsum` differ only
 in how dimensions are named: a dimension that x alone has is a token dimension, one that the weight
@@ -187,7 +187,7 @@ def _einsum(value: Value) -> NamedProduct | None:
     missing = [
         len(v.shape) - len(n.replace("...", "")) for v, n in zip(operands, named, strict=True)
     ]
-    # What `...` stands for is aligned at its end.
+    # The dimensions of `...` are aligned at the right.
     extra = string.digits[: max(missing)]
     one, other = (
         Side(v, n.replace("...", extra[len(extra) - m :]))
@@ -226,7 +226,7 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
         if name not in result:
             if bool(xs[name]) != bool(ws[name]):
                 return None
-        # A dimension that only repeats in one operand belongs to the other alone.
+        # A dimension that is broadcast in one operand belongs to the other alone.
         elif _repeats(ws[name]):
             del ws[name]
         elif _repeats(xs[name]):

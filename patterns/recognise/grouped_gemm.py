@@ -1,4 +1,4 @@
-"""A GEMM that takes each row's weight from its expert: grouped by sorted rows, or one by one.
+"""GEMMs with one weight per expert: grouped over rows sorted by expert, or batched over routes.
 
 grouped_mm(x [M, K], weight [E, K, N], ends [E])
 bmm(weight[experts] [M, N, K], x [M, K, 1])                   or the other way round, or as
@@ -102,7 +102,7 @@ def match_batched(value: Value) -> ExpertGemm | None:
     for weight, x in product.either_way:
         try:
             found = _by_route(value, x, weight, product.result)
-        except effects.InexpressibleError:  # of no routes at all, for one
+        except effects.InexpressibleError:  # e.g. of zero routes
             continue
         if found is not None:
             return found
@@ -124,7 +124,7 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
     n = [a for a in axes if a >= lead and name_of[a] in result and name_of[a] not in xs]
     if len(k) != 1 or len(n) != 1 or len(xs) != len(x.names) or weight.view.value is x.view.value:
         return None
-    # A row by itself: bmm has a dimension of one for it.
+    # bmm has a dimension of one for the row.
     single = [a for a in xs if a not in routes and a != name_of[k[0]]]
     if any(xs[a] for a in single) or [a for a in result if a not in single] != [
         *routes, name_of[n[0]],

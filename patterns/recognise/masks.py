@@ -49,7 +49,7 @@ class _Compared:
     slack: int
 
 
-# True or False everywhere, one comparison, or None: something else.
+# True or False for all elements, one comparison, or None: unknown.
 _Truth = bool | _Compared | None
 
 

@@ -115,7 +115,7 @@ def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) ->
         own = _column(terms, pairs.own + first, rotary_dim)
         partner = _column(terms, pairs.partner + first, rotary_dim)
         if own is not None and partner is not None:
-            # A second member adds its partner, a first one subtracts it.
+            # The second element of a pair adds x_partner * sin, the first subtracts it.
             partner = _Column(partner.leaf, partner.index, partner.sign * (2 * pairs.second - 1))
             cos, sin = (_table(c, pairs, style) for c in (own, partner))
             cos, sin = _same_width(cos, sin, rotary_dim, style)

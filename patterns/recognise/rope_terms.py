@@ -1,4 +1,4 @@
-"""Writes a rotated head down: every element as a sum of products `sign * x[j] * coefficient[c]`.
+"""A rotated head, element by element, as a sum of products `sign * x[j] * coefficient[c]`.
 
 The head dimension is small and static, so each spelling (`rotate_half`, chunked halves, strided
 pairs with stack and flatten, complex numbers) comes out as the same table of numbers.
@@ -21,7 +21,7 @@ _MAX_TERMS = 8
 
 
 class NotRotation(Exception):
-    """The arithmetic is not a sum of products of a head with coefficients."""
+    """The value is not a sum of products of a head's elements with coefficients."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
     if not isinstance(first, int):
         raise NotRotation
     start[axis] = 0
-    # What only repeats along a dimension does not vary along it.
+    # A dimension along which the elements repeat counts as one of length one.
     bare = tuple(() if all(a.axis is None for a in dim) else dim for dim in lead)
     return Leaf(view.value, Effect(bare, tuple(start)), axis), index + first
 

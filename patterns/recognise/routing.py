@@ -1,5 +1,5 @@
-"""What becomes of a router's choice in a grouped mixture of experts: the routes sorted by expert,
-the rows gathered in that order, the end of every expert's rows, and the way back to tokens.
+"""Routing of a mixture of experts: the routes sorted by expert, the rows gathered in that order,
+the end of each expert's rows, and the inverse order.
 
 Each is recognised by what it depends on, in whichever of its spellings, so that a match knows that
 all of them speak of one choice. T tokens, S slots (top-k) per token; a *route* is one slot of one
@@ -39,8 +39,7 @@ def flat(view: View) -> View:
 
 
 def per_row(view: View) -> View | None:
-    """What is one number for each row, without its dimension of one (or of repeats); None for
-    another."""
+    """A number per row [M, 1], or broadcast to [M, N], as [M]; None where it varies by column."""
     *rows, last = view.effect.dims
     if any(a.axis is not None for a in last):
         return None
@@ -111,7 +110,7 @@ def gathered(view: View) -> tuple[View, View] | None:
         return None
     if value.op == "aten.index":
         items = value.args[1]
-        # A list of numbers in the code is no tensor.
+        # A Python list as the index is no tensor.
         if len(items) == 1 and items[0][0] == 0 and isinstance(items[0][1], View):
             return value.args[0], items[0][1]
     if value.op == "aten.index_select" and value.args[1] == 0:
@@ -228,7 +227,7 @@ def _histogram(value: Value) -> tuple[View, Size] | None:
     bins, low, high = ([*given, *named[len(given) :]])[:3]
     if low != 0 or not isinstance(bins, int) or high not in (bins - 1, bins):
         return None
-    # With max = bins each bin is one wide; with bins - 1 the last one holds E - 1 alone.
+    # Bins are one wide with max = bins; with bins - 1 the last, closed bin holds E - 1 alone.
     return experts_of(value.args[0]), bins
 
 

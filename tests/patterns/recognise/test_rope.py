@@ -9,7 +9,7 @@ from tests.models import ropes
 from tilewright.compiler import lower, reports
 from tilewright.compiler.view import build_view
 from tilewright.patterns.language import Reject, Stage
-from tilewright.patterns.projection.finish import one_head_axis
+from tilewright.patterns.projection.epilogue import one_head_axis
 from tilewright.patterns.recognise.rope import match_rope
 
 T, K, H, D = 5, 16, 2, 8

@@ -1,4 +1,4 @@
-"""What lies between a projection and its consumer: norm and rotation of heads, in either order."""
+"""QK norm and RoPE between a projection and its reader, in either order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewright.patterns.recognise.rope import Rope, match_rope
 
 
 @dataclass(frozen=True)
-class Finish:
+class HeadEpilogue:
     """head: what is left below norm and rotation, seen as the matched view's dimensions."""
 
     head: View
@@ -47,7 +47,7 @@ class HeadNorm:
         return replace(self, weight=self.factor, offset=0.0)
 
 
-def match_finish(view: View, stage: Stage) -> Finish:
+def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
     """The norm and rotation that `view` [..., H, ..., D] is the result of, as far as there are any.
 
     Raises Reject for those of a kind that the op does not have.
@@ -74,7 +74,7 @@ def match_finish(view: View, stage: Stage) -> Finish:
             norm = scaled
             below, found = scaled.x.through(head.effect), scaled.absorbed
         else:
-            return Finish(head, norm, rope, norm_after_rope, absorbed)
+            return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed)
         head, casts = strip_casts(below)
         absorbed = (*absorbed, *found, *casts)
 
@@ -84,12 +84,14 @@ def _is_delta(view: View) -> bool:
     return match_delta(view) is not None
 
 
-def head_norm(finish: Finish, layout: Effect, feature: int, rows: Rows, stage: Stage) -> HeadNorm:
-    """The norm of a finish, whose x lies on the product's axes as `layout` says.
+def head_norm(
+    epilogue: HeadEpilogue, layout: Effect, feature: int, rows: Rows, stage: Stage
+) -> HeadNorm:
+    """The norm of an epilogue, whose x lies on the product's axes as `layout` says.
 
     feature: the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
     """
-    norm = finish.norm
+    norm = epilogue.norm
     assert norm is not None
     run = (Atom(feature, 1, norm.width),)
     one_run = all(step == rows.head_dim for _, step in rows.heads) and len(rows.heads) < 2
@@ -110,7 +112,9 @@ def head_norm(finish: Finish, layout: Effect, feature: int, rows: Rows, stage: S
         for view in (norm.weight, norm.factor)
     )
     width = "head" if by_head else "row"
-    return HeadNorm(norm.kind, width, finish.norm_after_rope, weight, norm.offset, factor, norm.eps)
+    return HeadNorm(
+        norm.kind, width, epilogue.norm_after_rope, weight, norm.offset, factor, norm.eps
+    )
 
 
 def _weight(
@@ -127,7 +131,7 @@ def _weight(
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
         reject("UNSUPPORTED", stage, "the norm's weight varies from token to token", view)
-    # The op goes by rows of the projection: heads in descending steps.
+    # The op numbers heads by their rows in the projection: the outer dimension steps furthest.
     split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
     steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
     if along and (along != split or steps != sorted(steps, reverse=True)):
