@@ -1,4 +1,4 @@
-"""The delta of a low-rank adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T, as it is written.
+"""Recognises the delta of a LoRA adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T.
 
 One adapter for all rows (two linears), one of G for each row or each sequence (tables taken by an
 index in front of a bmm, matmul or einsum), or rows sorted by adapter in front of two grouped
@@ -54,7 +54,7 @@ class Adapters:
         )
 
     def argument(self, num_adapters: int) -> View | Computed | None:
-        """expert_ids of the LoRA ops, for which -1 is no adapter and other negative ids errors."""
+        """The LoRA ops' expert_ids: -1 is no adapter, other negative ids are errors."""
         index: Any = self.index
         if index is not None and self.below == "none":
             there = Computed(
@@ -106,7 +106,7 @@ class LoraDelta:
 
 
 def match_delta(view: View) -> LoraDelta | None:
-    """The delta that `view` [..., W] is, or None where it is another thing."""
+    """The delta that `view` [..., W] is; None for another view."""
     outer = peel(view)
     try:
         return _by_rows(view, outer) or _sorted(view, outer) or _one_hot(view, outer)
@@ -131,7 +131,7 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
 
 
 def _sorted(view: View, outer: Factors) -> LoraDelta | None:
-    """Rows sorted by adapter, two grouped products, and the rows back in their own order."""
+    """Rows sorted by adapter, two grouped GEMMs, and the inverse permutation."""
     back = gathered(outer.view)
     if back is None:
         return None
@@ -160,7 +160,7 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
 
 
 def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
-    """Every row by all adapters, all parts but its own adapter's left out."""
+    """Every row times all adapters, results of other adapters zeroed: see `one_hot.py`."""
     found = match_one_hot(outer.view)
     if found is None:
         return None
@@ -221,7 +221,7 @@ def _same(one: View | None, other: View | None) -> bool:
 
 
 def _is_natural(index: View) -> bool:
-    """Whether an index is seen to have no negative numbers."""
+    """Whether the graph shows that an index is never negative."""
     value = strip_integer_casts(index).value
     if (bounds := clamp_bounds(value)) is not None:
         return isinstance(bounds[0], int) and bounds[0] >= 0

@@ -141,7 +141,7 @@ def match_sum(value: Value) -> Sum | None:
 
 
 def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
-    """Whether one shrink can serve another delta, and the sums that are there can wait for it."""
+    """Whether a delta shares its shrink with a group whose sums nothing reads before it."""
     if len(group) == len(LETTERS) or not together(group[0].delta, found.delta):
         return False
     earlier = [item.value for item in group]
@@ -150,7 +150,7 @@ def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
 
 
 def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
-    """The delta, with the tables taken by index that only it reads."""
+    """The delta, absorbing gathers of A and B that only it reads."""
     inside = set(delta.absorbed)
     tables = dict.fromkeys(
         view.value
@@ -176,7 +176,7 @@ def _operator(value: Value) -> str:
 
 
 def _is_foreign(value: Value) -> bool:
-    """Whether a custom operator named as those of adapters are makes or writes a value."""
+    """Whether a value is computed or written by an operator whose name is that of a LoRA kernel."""
     return _EXPANDS.search(_operator(value)) is not None
 
 

@@ -87,7 +87,7 @@ def _expanded(factor: View, shape: tuple) -> View | None:
 
 
 def _place_of_adapters(factor: View, shape: tuple) -> int | None:
-    """Of the last two axes that of adapters, where the factor is the same along the other."""
+    """Which of the last two axes counts adapters: the factor is broadcast along the other."""
     wide = _expanded(factor, shape)
     if wide is None or len(shape) < 3:
         return None

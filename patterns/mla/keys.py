@@ -4,7 +4,7 @@
     k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
     v  = kv[..., N:]
 
-K is put together by `cat`, by slices of fresh memory, or by adding padded halves.
+K is assembled by `cat`, by writes into slices of fresh memory, or by adding padded halves.
 Dimension letters: B sequences, K keys of each, H heads, N width of the projected part of a key, R
 of its rope part, V of the values, L latent rank.
 """
@@ -91,7 +91,7 @@ def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
 
 
 def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
-    """What K and V of an attention are projected from; raises Reject."""
+    """The latents and weight that K and V of an attention are projected from; raises Reject."""
     found = assembled(attention.keys, flow)
     widths = " + ".join(str(piece.view.shape[-1]) for piece in found.pieces)
     if len(found.pieces) != 2:
@@ -219,7 +219,7 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
 
 
 def _finer(scale: View, repeats: int) -> View:
-    """Each number of the last dimension `repeats` times."""
+    """The last dimension with each number repeated."""
     *lead, last = scale.effect.dims
     dim = effects.coalesce((*last, Atom(None, 0, repeats)))
     return scale.with_dims(*lead, dim)
@@ -259,7 +259,7 @@ def _assembled(k: View, flow: Dataflow) -> Assembled:
 
 
 def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
-    """The pieces of a concatenation that K's columns walk as a whole."""
+    """The pieces of a concatenation, where K's columns are all of it."""
     parts, axis = k.value.args
     last = k.effect.dims[-1]
     whole = effects.identity(k.value.shape).dims[axis]

@@ -84,7 +84,7 @@ _ADDRESS = ("slot_mapping", "slots", "indexing", "lookup_table", "sequence_ids",
 
 @dataclass(frozen=True)
 class Part:
-    """What one of the two writes stores.
+    """One of the two writes.
 
     heads: the projection it comes from; None where nothing between it and the cache is absorbed.
     rows: [T, L] or [T, R], before norm and rotation.
@@ -102,8 +102,7 @@ class Part:
 
     @property
     def is_rope_key(self) -> tuple[bool, Any]:
-        """Orders a latent before a rope key: the rotated one, else the one without a norm, else the
-        narrower one."""
+        """A sort key, larger for the rope key: rotated, else without a norm, else narrower."""
         rotated = self.heads is not None and self.heads.rope is not None
         return rotated, (self.norm is None, -int(self.place.window[3]))
 

@@ -76,7 +76,7 @@ class MlaPrefill:
 
 
 def _is_latent(value: Value, flow: Dataflow) -> bool:
-    """Whether K has a part that all heads share: worth a word where it is not fused."""
+    """Whether K has a part that all heads share: reported as a miss where it is not fused."""
     return any(has_shared_part(keys, flow) for keys in keys_of(value))
 
 
@@ -111,7 +111,7 @@ def _flat(item: Any) -> Any:
 
 
 def _mask(attention: Attention) -> dict[str, Any]:
-    """The mask, as little of it as has to be read."""
+    """The mask's arguments: causal or by position where that is proven, else the tensor."""
     numbers = {} if attention.added is None else {"attn_mask": attention.added}
     if attention.row_offsets is not None:
         return _ragged_mask(attention)

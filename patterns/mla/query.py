@@ -1,4 +1,4 @@
-"""The query of latent attention: rotated in the op, which reads it where its projection left it.
+"""The query of latent attention, rotated by the op where its projection is found.
 
     q = linear(x, q_b)                                    [T, H, N + R]
     q = cat(q[..., :N], rope(q[..., N:]))         ⇒       q, cos and sin

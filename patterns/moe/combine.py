@@ -33,7 +33,7 @@ _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
 
 @dataclass(frozen=True)
 class Combine:
-    """The way from the down GEMM's rows to tokens. weights: expert weights [T, S]; None: not here.
+    """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S].
 
     end: the result [T, H].
     """
@@ -45,7 +45,7 @@ class Combine:
 
 
 def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
-    """Weighting, un-permutation and sum, in whichever order and spelling."""
+    """Follows the down GEMM's result through weighting, un-permutation and sum; raises Reject."""
     value, weights, absorbed = down.end, None, []
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
@@ -87,7 +87,7 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
 
 
 def _keeps_rows(user: Value, value: Value, matrix: tuple[Any, Any]) -> bool:
-    """Whether an element-wise operation reads all of value, its rows in their order."""
+    """Whether an element-wise operation reads the whole value, rows in order."""
     own = [v for v in user.operands if v.value is value]
     return len(own) == 1 and user.shape == own[0].shape and _is_matrix(own[0], matrix)
 

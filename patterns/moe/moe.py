@@ -30,7 +30,7 @@ from tilewright.patterns.moe.sentinels import (
     without_foreign,
 )
 from tilewright.patterns.quantised.activations import (
-    as_numbers,
+    before_quantisation,
     check_formats,
     holds_codes,
     match_quantised_rows,
@@ -62,8 +62,8 @@ class Moe:
     takes_leftovers: bool = True
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Refused]:
-        """A GEMM with expert weights that another one of its kind feeds, not as it is: two in a
-        row are an adapter."""
+        """A GEMM with expert weights whose rows come from another one, through an activation: two
+        in direct succession are a LoRA adapter."""
         for value in flow.values:
             rows = rows_of(value)
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
@@ -85,7 +85,7 @@ class Moe:
                 f"the weight of {anchor} is computed in the graph",
                 anchor,
             )
-        down, coded = as_numbers(down)
+        down, coded = before_quantisation(down)
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))
         activation = match_activation(_whole_again(activated))
@@ -93,10 +93,10 @@ class Moe:
             refuse_format(down.x, "are quantised to eight bits in another way than the op does")
         if activation is None:
             refuse_activation(down.x)
-        gate, gate_coded = as_numbers(_first_gemm(activation.gate, "gate", flow))
+        gate, gate_coded = before_quantisation(_first_gemm(activation.gate, "gate", flow))
         up, up_coded = None, gate_coded
         if activation.up is not None:
-            up, up_coded = as_numbers(_first_gemm(activation.up, "up", flow))
+            up, up_coded = before_quantisation(_first_gemm(activation.up, "up", flow))
         layer = Layer(gate, up, down, activation)
         if holds_codes(gate.x):
             refuse_format(gate.x, "are quantised to eight bits in another way than the op does")
@@ -119,8 +119,8 @@ class Moe:
 
 
 def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
-    """Whether a GEMM's routes are chosen from what `feeds` made: they end a layer before it. In one
-    layer the routes are known before its first GEMM."""
+    """Whether a GEMM's routes are computed from the results of `feeds`: those end an earlier layer,
+    since a layer's routes are known before its first GEMM."""
     routes = routes_of(value)
     if routes is None:
         return False
@@ -129,7 +129,7 @@ def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
 
 
 def _whole_again(rows: View) -> View:
-    """Rows [M, K] that are a whole value with its leading dimensions in one, as that value."""
+    """The whole value, where rows [M, K] are that value with its leading dimensions merged."""
     try:
         matrix = effects.reshape(effects.identity(rows.value.shape), rows.shape)
     except effects.InexpressibleError:
@@ -170,7 +170,7 @@ def _match(
     absorbed |= {*layer.activation.absorbed, *combine.absorbed}
     absorbed |= {rows.value, *masked} if order.permutation is not None else set()
     absorbed.update(clamps(flow, order, layer.down.weight.shape[0]))
-    expert_ids = _held(ids, order, absorbed, layer.gemms)
+    expert_ids = _expert_ids(ids, order, absorbed, layer.gemms)
     absorbed |= {
         user
         for value in absorbed
@@ -205,9 +205,11 @@ def _match(
     )
 
 
-def _held(ids: View, order: Order, absorbed: Iterable[Value], gemms: Sequence[ExpertGemm]) -> Any:
-    """The experts as an argument, those elsewhere left out where the graph masks their rows, or
-    clamps them for the biases alone: then their rows, behind the last end, hold anything."""
+def _expert_ids(
+    ids: View, order: Order, absorbed: Iterable[Value], gemms: Sequence[ExpertGemm]
+) -> Any:
+    """The expert_ids argument. Experts on other devices become -1 where the graph masks their rows,
+    or clamps their ids for the biases: then their rows, behind the last end, are undefined."""
     num_experts = gemms[-1].weight.shape[0]
     clamped = order.permutation is not None and any(
         gemm.bias_index is not None and not in_order(gemm.bias_index, order) for gemm in gemms

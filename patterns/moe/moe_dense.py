@@ -70,7 +70,7 @@ class MoeDense:
     op: str = "fused_moe"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """A product with every expert's weight, each its own rows, that another one feeds."""
+        """A GEMM with every expert's weight, rows differing by expert, fed by another such GEMM."""
         for value in flow.values:
             if any(not g.is_shared and _fed(g, flow) for g in dense_gemms(value, flow)):
                 yield value
@@ -128,7 +128,7 @@ class MoeDense:
 
 
 def _fed(gemm: DenseGemm, flow: Dataflow) -> bool:
-    """Whether another such product lies behind a few element-wise steps, one at least."""
+    """Whether a few element-wise steps, at least one, lead back to another such GEMM."""
     return any(
         value.op not in _BETWEEN and any(True for _ in dense_gemms(value, flow))
         for value in upstream(gemm.x.value, _REACH, lambda v: v.op in _BETWEEN)
@@ -140,7 +140,7 @@ def _fed(gemm: DenseGemm, flow: Dataflow) -> bool:
 
 
 def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
-    """Scores and sum over the experts, in whichever order and spelling."""
+    """Follows the experts' results through scores and the sum over experts; raises Reject."""
     value, roles, scores = down.end, down.roles.replace("n", "h"), None
     absorbed: list[Value] = []
     dtype = down.x.value.dtype

@@ -69,7 +69,7 @@ def _rows_by_route(gemm: ExpertGemm) -> tuple[Order, Any, View]:
 
 
 def _permutations(rows: View) -> Iterator[View]:
-    """Candidates for the order's permutation among what the row numbers are made of."""
+    """Sorts that the row numbers are computed from."""
     if rows.value.op in _SORTS:
         yield rows
     for value in upstream(rows.value, _REACH, lambda v: v.op not in _SORTS):

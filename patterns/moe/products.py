@@ -53,7 +53,7 @@ class DenseGemm:
 
 
 def dense_gemms(value: Value, flow: Dataflow) -> Iterator[DenseGemm]:
-    """The such GEMMs that a value can be read as: either operand may be the weight."""
+    """The GEMMs with all experts that a value can be read as: either operand may be the weight."""
     product = named_product(value)
     if product is None or len(product.result) != 3 or not product.names_differ:
         return

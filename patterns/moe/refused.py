@@ -1,4 +1,4 @@
-"""Mixtures of experts that are told, never fused: the user learns what to change.
+"""Mixtures of experts that are never fused, only reported, with what to change.
 
 - EXPERT_LOOP: a Python loop over the experts. How many tokens one gets decides shapes there, so
   Dynamo ends the graph before the loop; what is left is the routing, prepared and handed out.
@@ -89,7 +89,7 @@ def _loops(flow: Dataflow) -> Refused | None:
 
 
 def _finds_tokens(value: Value) -> bool:
-    """Whether the data decides how many numbers a value holds: captured, not cut."""
+    """Whether a value's size depends on data: the graph was captured, not cut, there."""
     return value.op == "aten.nonzero" or (value.op == "aten.where" and len(value.args) == 1)
 
 
@@ -110,7 +110,7 @@ def _is_one_of_many(weight: View) -> bool:
 
 
 def _of_experts(value: Value) -> bool:
-    """Whether the user's code speaks of experts there: a mere hint, for a mere message."""
+    """Whether the user's code there has "expert" or "moe" in its names: enough for a message."""
     words = (value.node.meta.get("stack_trace") or "").lower() + value.scope.lower()
     return "expert" in words or "moe" in words
 
@@ -125,7 +125,7 @@ def _by_ids(value: Value) -> bool:
 
 
 def _leaves(value: Value, flow: Dataflow) -> bool:
-    """Whether a value, or masks and numbers made of it, are handed out of the graph."""
+    """Whether the graph returns a value, or masks and indices computed from it."""
     made = flow.downstream(value, _NEAR, lambda v: not v.dtype.is_floating_point)
     return not value.dtype.is_floating_point and any(v in flow.output_values for v in made)
 

@@ -69,7 +69,7 @@ def _over_experts(value: Value) -> bool:
 
 
 def _product(value: Value) -> View | None:
-    """A factor that is zero makes the product so; nothing else may change it."""
+    """A product is zero where a factor is; a quotient where its numerator is."""
     first = value.args[0] if value.args else None
     if value.op == "aten.mul":
         wide = (v for v in value.operands if v.shape == value.shape)

@@ -21,7 +21,7 @@ from tilewright.patterns.recognise.steps import clamp_bounds
 
 
 def is_row_mask(value: Value) -> bool:
-    """Whether a value is another's rows, zero where the row's expert is elsewhere."""
+    """Whether a value fills the rows of experts on other devices with zeros."""
     return foreign_experts(value) is not None
 
 
@@ -49,7 +49,7 @@ def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
 
 
 def unclamped(ids: View, num_experts: Size) -> View:
-    """Experts by row before a clamp that changes those of other experts alone."""
+    """Expert ids before a clamp that changes only ids of experts on other devices."""
     ids = strip_integer_casts(ids)
     low, high = clamp_bounds(ids.value) or (None, None)
     if low not in (None, 0) or high != num_experts - 1:

@@ -17,7 +17,7 @@ from tilewright.patterns.recognise.rope import Rope, match_rope
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """head: what is left below norm and rotation, seen as the matched view's dimensions."""
+    """Norm and rotation of heads. head: their input, its dimensions as the matched view's."""
 
     head: View
     norm: Norm | None
@@ -48,7 +48,7 @@ class HeadNorm:
 
 
 def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
-    """The norm and rotation that `view` [..., H, ..., D] is the result of, as far as there are any.
+    """The norm and rotation, if any, whose result is `view` [..., H, ..., D].
 
     Raises Reject for those of a kind that the op does not have.
     """

@@ -83,8 +83,8 @@ class Heads:
         return self.linear.gemm.x_scale
 
     @property
-    def numbers(self) -> tuple[Value, ...]:
-        """Of activation and weight those that are no codes."""
+    def float_operands(self) -> tuple[Value, ...]:
+        """Activation and weight, those that are floats and not codes."""
         coded = self.quantized is not None
         kept = () if coded else (self.weight.value,)
         return kept if self.x_scale is not None else (self.x.value, *kept)
@@ -203,7 +203,7 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
 
 
 def _layout_of(view: View, path: Path) -> Effect:
-    """A view of something between the product and its reader, put on the product's axes."""
+    """A view between the product and its reader, as an effect on the product's axes."""
     head = match_epilogue(view, path.stage).head
     return effects.compose(head.effect, match_linear(head.value, path, match_delta).layout)
 

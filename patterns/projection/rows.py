@@ -143,7 +143,7 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
-    """The heads that are left of `size` rows, or None where they are none, or not in order."""
+    """The heads in the remaining rows of `size`; None where none remain, or not in order."""
     left = np.setdiff1d(np.arange(size), np.fromiter(taken, dtype=np.int64))
     if not len(left):
         return None

@@ -179,7 +179,7 @@ def _guard(
     v_place: Addressing,
     cache: torch.dtype,
 ) -> None:
-    dtypes = {t.dtype for p in (q, k, v) for t in p.numbers}
+    dtypes = {t.dtype for p in (q, k, v) for t in p.float_operands}
     dtypes |= {cache} - set(FP8_DTYPES)
     dtypes |= {p.product.dtype for p in (q, k, v)} | {q.end.dtype}
     check_dtypes(dtypes, "activation, weights and cache", k.product)
@@ -224,7 +224,7 @@ def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
 
 
 def _own_deltas(heads: tuple[Heads, Heads, Heads]) -> bool:
-    """Whether the graph goes on computing what its adapters add: there are no kernels for them."""
+    """Whether the graph computes the deltas itself: the LoRA ops have no kernels for them."""
     return not all(has_kernels(d) for h in heads for d in h.linear.deltas)
 
 

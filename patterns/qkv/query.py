@@ -1,6 +1,6 @@
 """Finds the query projection that belongs to a K and a V projection.
 
-Where K is rotated, Q is what is rotated with the same cos and sin. Else Q is what is left of the
+Where K is rotated, Q is rotated with the same cos and sin. Else Q is the remainder of the
 product that K or V is a part of, or another product of the same activation: the one that meets the
 written cache in attention.
 """
@@ -91,7 +91,7 @@ def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
 def _query_at(
     flow: Dataflow, product: Value, k: Heads, v: Heads, inside: frozenset[Value]
 ) -> Query | None:
-    """Q on this product: the furthest value downstream that is made as K is."""
+    """Q computed from this product: the furthest value downstream with K's rotation and clamp."""
     taken = [h.rows.indices() for h in (k, v) if h.product is product]
     first: Query | None = None
     for end in _ends(flow, product):
@@ -126,7 +126,7 @@ def _ends(flow: Dataflow, product: Value) -> list[Value]:
 
 
 def _mirrors(q: Heads, k: Heads) -> bool:
-    """Whether one call can make both: the same rotation, clamp and width of head."""
+    """Whether one op can compute both: the same rotation, clamp and head_dim."""
     same_dtype = q.end.dtype == q.product.dtype
     same_head = q.head_dim == k.head_dim and q.linear.clip == k.linear.clip
     return same_dtype and same_head and _same_rotation(q, k)
@@ -183,7 +183,7 @@ def _restated(q: Heads) -> Callable[[Effect], Effect]:
 def _attending(
     flow: Dataflow, found: dict[Value, Query], kv: tuple[Heads, Heads], store: Value
 ) -> dict[Value, Query]:
-    """Those candidates that meet the written cache in attention, as far as the graph shows it."""
+    """The candidates that reach attention over the written cache, where the graph shows that."""
     if not found:
         return found
     meetings = _Meetings(flow, store)
@@ -194,7 +194,7 @@ def _attending(
 
 
 class _Meetings:
-    """Where what is read from the cache after a write meets other projected data in a product."""
+    """Where data read from the written cache meets other projected data: attention."""
 
     def __init__(self, flow: Dataflow, store: Value) -> None:
         self.flow = flow

@@ -67,8 +67,8 @@ def holds_codes(rows: View) -> bool:
     )
 
 
-def as_numbers(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
-    """The GEMM with its rows as they were before the graph quantised them, and whether it did."""
+def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
+    """The GEMM with its rows before the graph quantised them, and whether it did."""
     found = match_quantised_rows(gemm.x)
     if found is None:
         return gemm, False

@@ -163,7 +163,7 @@ _RULES: dict[str, Callable[[_Trial, View], _Numbers | None]] = {
 
 
 def _table_and_index(value: Value) -> tuple[View | None, View | None]:
-    """What is looked up in what, by an operation whose result has the index's shape."""
+    """(table, index) of an operation table[index] whose result has the index's shape."""
     table, *rest = value.args
     if value.op == "aten.index":
         (items,) = rest
@@ -176,7 +176,7 @@ def _table_and_index(value: Value) -> tuple[View | None, View | None]:
 
 
 def looked_up_inputs(view: View, reach: int = 64) -> Value | None:
-    """A table of numbers that only the model's memory holds, among what a view is computed from."""
+    """A look-up table that a view is computed from and that is an input, so not constant."""
     for value in upstream(view.value, reach, lambda v: not v.projected):
         if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
             table, index = _table_and_index(value)

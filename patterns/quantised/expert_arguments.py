@@ -45,7 +45,7 @@ class DequantizedExperts:
         return device
 
     def expert_scale(self) -> Computed | None:
-        """All factors by expert (or row) in one: fp32, contiguous; None for none."""
+        """The product of all factors per expert (or row): fp32, contiguous; None for none."""
         lead = self.shape[0]
         items = [_fp32(v) for v in self.factors]
         items += [Computed("reciprocal", (_fp32(v),)) for v in self.divisors]

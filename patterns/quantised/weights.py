@@ -143,7 +143,7 @@ def packed(
 
 
 def every(rows: View, axis: int, per: int, position: int) -> View:
-    """Of every `per` neighbours along `axis` the one at `position`."""
+    """Every `per`-th element along `axis`, from `position` on."""
     shape = list(rows.shape)
     shape[axis : axis + 1] = [shape[axis] // per, per]
     apart = effects.reshape(rows.effect, shape)
@@ -190,7 +190,7 @@ class Element:
 
 
 def _element(view: View) -> Element | None:
-    """What every element of a view is; None where it is nothing of the kind."""
+    """The dequantisation formula of every element of a view; None for another formula."""
     view = follow(view)
     value = view.value
     if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
@@ -261,7 +261,7 @@ def _offset(view: View) -> Element | None:
 
 
 def _has_room(view: View, code: Element, other: Any) -> bool:
-    """Whether a difference is what it is on paper: integers of eight bits wrap around."""
+    """Whether a difference cannot wrap around in its integer dtype."""
     dtype = view.value.dtype
     if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
         return True
@@ -273,14 +273,14 @@ def _has_room(view: View, code: Element, other: Any) -> bool:
 
 
 def _is_small(element: Element) -> bool:
-    """Whether an element is a nibble, but for a small number."""
+    """Whether an element is a nibble, shifted by a small number at most."""
     nibble = isinstance(element.code, Bits) and element.code.width <= 4
     plain = element.scale is None and element.zero is None
     return nibble and plain and abs(element.zero_point) <= 32
 
 
 def _bare(view: View) -> View:
-    """A scale or zero before look-ups, and casts that fp32 arithmetic need not make."""
+    """A scale or zero point before gathers, and casts that fp32 arithmetic may leave out."""
     view = follow(view)
     while is_float_cast(view.value):
         view = follow(view.of_operand(view.value.operands[0]))

@@ -32,7 +32,7 @@ class Bits:
 
 
 def follow(view: View) -> View:
-    """The same elements before joins and constant gathers, as far as they are of one piece."""
+    """The same elements before concatenations and constant gathers, where one tensor has them."""
     while True:
         if view.value.op == "aten.cat":
             piece = piece_of(view)
@@ -154,7 +154,7 @@ def _number(view: View, item: Any) -> int | None:
 
 
 def _before_store(view: View) -> View | None:
-    """A view of memory after one write, as one of what was written, or of what was there before.
+    """A view of memory after one write, as a view of the written data, or of the memory before.
 
     None where it takes of both. The write is a plain one into memory of the graph's own.
     """
@@ -236,7 +236,7 @@ def _before_gather(view: View) -> View | None:
 
 
 def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
-    """An effect on x[rows] as one on x: what it takes of the rows must be runs again."""
+    """An effect on x[rows] as one on x; the rows that it takes must form runs with one stride."""
     first = rows[int(effect.start[dim])]
     dims = []
     reach = np.array([int(effect.start[dim])])

@@ -94,8 +94,8 @@ def match_attention(value: Value, flow: Dataflow) -> Attention:
 
 
 def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
-    """The keys [B, K, H, d], in parts, of what may be an attention; more than one guess where it is
-    an operator that nobody knows, none where it is no attention."""
+    """The keys [B, K, H, d], in parts, of what may be an attention: one guess per operand of an
+    unknown operator, none for a value that is no attention."""
     if value.op in ("aten.softmax", "aten.logsumexp"):
         logits = logits_of(value)
         if logits is not None:
@@ -233,7 +233,7 @@ def _expanded(view: View, lead: tuple[Size, ...]) -> View:
 
 
 def _ragged(value: Value, flow: Dataflow) -> Attention:
-    """An operator of a library, known by its name."""
+    """A varlen operator of a library, known by its name."""
     form = FORMS.get(name_of_op(value))
     if form is None:
         refuse(

@@ -52,8 +52,8 @@ class Weighted:
 
 
 def logits_of(softmax: Value) -> Logits | None:
-    """What is below a softmax (or log-sum-exp) over the last dimension; None where that is no
-    attention."""
+    """The logits of a softmax (or log-sum-exp) over the last dimension; None where they are no
+    attention's."""
     if not isinstance(softmax.args[0], View):
         return None
     rank = len(softmax.args[0].shape)
@@ -87,7 +87,7 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
 
 
 def _peel(found: Logits, view: View) -> bool:
-    """Takes one operation after the other off the logits; False where one is not understood."""
+    """Walks back from the logits, operation by operation; False where one is unknown."""
     for _ in range(12):
         value = view.value
         if named_product(value) is not None:
@@ -112,7 +112,7 @@ def _peel(found: Logits, view: View) -> bool:
 
 
 def _sum(found: Logits, view: View) -> bool:
-    """A sum of products: one that heads share says which dimension they are, so it comes first."""
+    """A sum of products: the one with keys per head names the dimensions, so it comes first."""
     found.absorbed.append(view.value)
     left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)

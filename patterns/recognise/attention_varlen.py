@@ -1,4 +1,4 @@
-"""Attention of ragged batches by operators of libraries, `varlen` ones: which argument is which.
+"""Varlen attention by operators of libraries: which argument is which.
 
 Such an operator is opaque to the graph, so what it computes is known by its name alone: those of
 `FORMS`, and what an engine adds by :func:`register_varlen`.
@@ -64,7 +64,7 @@ def register_varlen(op: str, form: VarlenForm) -> None:
 
 
 def name_of_op(value: Value) -> str:
-    """`namespace::name` of an operator of a library; empty for anything else."""
+    """`namespace::name` of a library's operator; empty for anything else."""
     name = value.op.removeprefix("opaque:")
     return name if "::" in name and not name.startswith("python::") else ""
 
@@ -86,7 +86,7 @@ def arguments_of(value: Value) -> dict[str, Any]:
 
 
 def obstacle(form: VarlenForm, given: Mapping[str, Any]) -> str:
-    """Which argument asks for more than attention; empty where none does."""
+    """Which argument asks for something that the op does not do; empty where none does."""
     causal = bool(given[form.causal]) if form.causal else True
     for name, values in form.allowed.items():
         actual = given.get(name, values[0])

@@ -50,7 +50,7 @@ class Gemm:
 
 
 def match_gemm(value: Value) -> Gemm | None:
-    """The product that a value is, or None where it is none, or none with a weight."""
+    """The GEMM with a weight that a value is; None for another value."""
     rule = _RULES.get(value.op)
     try:
         return None if rule is None else rule(value)
@@ -157,7 +157,7 @@ class NamedProduct:
 
 
 def named_product(value: Value) -> NamedProduct | None:
-    """The product of two tensors that a value is, whichever they are; None for anything else."""
+    """The product of two tensors that a value is, dimensions by name; None for another value."""
     if value.op == "aten.einsum":
         return _einsum(value)
     if value.op not in ("aten.matmul", "aten.mm", "aten.bmm"):
@@ -220,7 +220,7 @@ def is_weight(view: View) -> bool:
 
 
 def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | None:
-    """The product of x and a weight, or None where it is no plain one."""
+    """The GEMM of x and a weight; None for diagonals, batched weights and the like."""
     xs, ws = x.dims, weight.dims
     for name in xs.keys() & ws.keys():
         if name not in result:
@@ -327,7 +327,7 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
 
 
 def piece_of(view: View) -> View:
-    """The same elements of the one piece that holds them, where a view is of joined tensors."""
+    """The same elements as a view of one concatenated tensor, where one holds them all."""
     value = view.value
     if value.op != "aten.cat":
         return view

@@ -50,7 +50,7 @@ class ExpertGemm:
 
 
 def is_expert_gemm(value: Value) -> bool:
-    """Whether a value looks like one: cheap, for anchors."""
+    """Whether a value is such a GEMM."""
     return rows_of(value) is not None
 
 
@@ -64,7 +64,7 @@ def rows_of(value: Value) -> View | None:
 
 
 def routes_of(value: Value) -> View | None:
-    """What tells each row's expert: where each one's rows end, or the experts themselves."""
+    """What determines each row's expert: the ends of the experts' rows, or the expert ids."""
     found = match_grouped(value) or match_batched(value)
     return None if found is None else found.ends or found.experts
 

@@ -1,4 +1,4 @@
-"""Linears with what follows them column by column, and which columns a view of one takes.
+"""Linears with bias, clamp and adapters, and which of their columns a view takes.
 
     y    = clamp(x @ weight^T * scale + bias + deltas)     x [tokens..., K], weight [N, K], bias [N]
     view = some of y's columns, in dimensions of their own
@@ -29,10 +29,10 @@ from tilewright.patterns.recognise.steps import clamp_bounds
 
 @dataclass(frozen=True)
 class Path:
-    """What a pattern calls the way from a linear to what reads it, in its misses.
+    """How a pattern's misses name the path from a linear to what reads it.
 
-    code: where that is no linear. masked: where a boolean mask selects rows on the way; empty for
-    `code`. reader: what reads the result, in words.
+    code: no linear was found. masked: a boolean mask selects rows on the path; empty: `code`.
+    reader: what reads the result, in words.
     """
 
     code: str
@@ -125,7 +125,7 @@ class LinearColumns:
 
     @property
     def all_tokens(self) -> bool:
-        """Whether the view has every token once, in the linear's order."""
+        """Whether the view has every token once and in order."""
         return holds_all_tokens(self.layout, self.rank, self.linear.gemm.shape[:-1])
 
 
@@ -196,7 +196,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class _Search:
-    """What :func:`match_linear` was asked for."""
+    """The arguments of :func:`match_linear`."""
 
     path: Path
     match_delta: MatchDelta | None
