@@ -230,8 +230,8 @@ def _divides_by_448(value: Value) -> bool:
 
 
 def _over_last(amax: Value) -> bool:
-    *lead, columns = amax.args[0].shape
-    return reduced_dims(amax) == (len(lead),) and columns == BLOCK
+    shape = amax.args[0].shape
+    return reduced_dims(amax) == (len(shape) - 1,) and shape[-1] == BLOCK
 
 
 def _sees_its_block(largest: View) -> bool:

@@ -335,5 +335,5 @@ def _centred(view: View) -> tuple[View, tuple[Value, ...]] | None:
 
 def _over_last(value: Value) -> bool:
     """Whether a reduction is over the last dimension, and keeps it."""
-    *lead, _ = value.operands[0].shape
-    return reduced_dims(value) == (len(lead),) and value.shape == (*lead, 1)
+    shape = value.operands[0].shape
+    return reduced_dims(value) == (len(shape) - 1,) and value.shape == (*shape[:-1], 1)

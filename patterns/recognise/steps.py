@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.recognise.constants import number_of
 
-_BOUNDS = {
-    "aten.clamp": ((1, "min"), (2, "max")),
-    "aten.clamp_": ((1, "min"), (2, "max")),
-    "aten.hardtanh": ((1, "min_val"), (2, "max_val")),
-    "aten.clamp_min": ((1, "min"), None),
-    "aten.clamp_max": (None, (1, "max")),
+# Where each bound stands, its name, and what it is where it is not given.
+_Bound = tuple[int, str, float | None]
+_MIN: _Bound = (1, "min", None)
+_MAX: _Bound = (2, "max", None)
+_BOUNDS: dict[str, tuple[_Bound | None, _Bound | None]] = {
+    "aten.clamp": (_MIN, _MAX),
+    "aten.clamp_": (_MIN, _MAX),
+    "aten.hardtanh": ((1, "min_val", -1.0), (2, "max_val", 1.0)),
+    "aten.clamp_min": (_MIN, None),
+    "aten.clamp_max": (None, (1, "max", None)),
 }
 
 
 def reduced_dims(value: Value) -> tuple[int, ...]:
     """The dimensions, from 0 on, that a reduction or softmax goes over; () where none is named."""
     dims = value.argument(1, "dim", ())
-    rank = len(value.args[0].shape)
-    return tuple(d % rank for d in (dims if isinstance(dims, (tuple, list)) else (dims,)))
+    rank = len(value.operands[0].shape) if value.operands else 0
+    listed = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return tuple(d % rank for d in listed) if rank else ()
 
 
 def keeps_dim(value: Value) -> bool:
@@ -41,14 +47,19 @@ def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
 
 def is_filled(item: Any, number: float) -> bool:
     """Whether a number, or every element of a tensor as it was made, is `number`."""
+    if isinstance(item, fx.Node):  # a float that Dynamo traced; a size stays a symbol
+        held = item.meta.get("example_value")
+        return isinstance(held, (float, torch.SymFloat)) and number_of(item) == number
     if not isinstance(item, View):
-        return isinstance(item, (int, float, fx.Node)) and number_of(item) == number
+        return isinstance(item, (int, float)) and item == number
     value = item.value
     while value.op == "cast":
         value = value.operands[0].value
     kind = value.op.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
     if kind in ("zeros", "ones"):
         return number == (kind == "ones")
+    fill = value.args[:1] if kind in ("tensor", "scalar_tensor") else ()
     if kind == "full":
-        return is_filled(value.kwargs.get("fill_value", value.args[-1]), number)
-    return kind in ("tensor", "scalar_tensor") and is_filled(value.args[0], number)
+        named = value.kwargs.get("fill_value")
+        fill = value.args[-1:] if named is None else (named,)
+    return any(is_filled(v, number) for v in fill)
