@@ -7,8 +7,9 @@ written cache in attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value
@@ -165,7 +166,7 @@ def _rests(k: Heads, v: Heads) -> Iterator[Query]:
             end=linear.value,
             absorbed=linear.absorbed,
         )
-        yield Query(q, Parts(linear.value, _restated(q)))
+        yield Query(q, Parts(linear.value, partial(_restated, q)))
 
 
 def _covers(linear: Linear) -> bool:
@@ -173,8 +174,8 @@ def _covers(linear: Linear) -> bool:
     return effects.product(linear.layout.shape) == effects.product(linear.gemm.shape)
 
 
-def _restated(q: Heads) -> Callable[[Effect], Effect]:
-    return lambda effect: on_heads(q, effects.compose(effect, q.layout))
+def _restated(q: Heads, effect: Effect) -> Effect:
+    return on_heads(q, effects.compose(effect, q.layout))
 
 
 # --- which of several -----------------------------------------------------------------------------
