@@ -1,10 +1,10 @@
-"""What to look for: the dataflow types, the pattern language, one folder per family.
+"""Patterns: the dataflow types, the pattern language, and one folder per family of fused ops.
 
 Importing the package registers the families, in order of preference.
 """
 
 # isort: off
-# A latent and its rope key come before each of them is a K or V write of its own.
+# Before qkv_cache, which would take a latent and its rope key for a K and a V.
 from tilewright.patterns.qkv import cache_absent
 from tilewright.patterns.mla import mla_latent_store
 from tilewright.patterns.qkv import qkv_cache
@@ -12,11 +12,11 @@ from tilewright.patterns.lora import lora_qkv
 from tilewright.patterns.qkv import cache_store
 from tilewright.patterns.mla import mla_prefill
 
-# By another name: `moe` is the folder.
+# Under another name: `moe` is the package.
 from tilewright.patterns.moe import moe as moe_routed
 from tilewright.patterns.moe import moe_dense
 
-# Last: it takes what the families leave.
+# Last: it takes the grouped GEMMs that no other pattern absorbs.
 from tilewright.patterns.grouped import grouped_gemm
 
 __all__ = [

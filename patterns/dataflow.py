@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from tilewright.patterns import effects
-from tilewright.patterns.effects import Effect, Size
+from tilewright.patterns.effects import Dim, Effect, Size
 
-# Why a write's window is not known: the memory is read as another dtype or shape.
+# The note of a write whose window is unknown: the memory is viewed as another dtype or shape.
 REINTERPRETED = "a reinterpreting view"
 
 
@@ -60,6 +60,19 @@ class Value:
         return View(self, effects.identity(self.shape))
 
     @property
+    def either_way(self) -> tuple[tuple[View, View], ...]:
+        """The two operands of a sum or product, in both orders; nothing for one or three."""
+        if len(self.operands) != 2:
+            return ()
+        one, other = self.operands
+        return (one, other), (other, one)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument, given by position or by name; `default` where it is absent or None."""
+        given = self.args[position] if len(self.args) > position else self.kwargs.get(name)
+        return default if given is None else given
+
+    @property
     def scope(self) -> str:
         """Module path, e.g. `model.layers.3.self_attn`; empty at the top level."""
         return scope_of(self.node)
@@ -88,6 +101,42 @@ class View:
     def through(self, effect: Effect) -> View:
         """The view of this view that `effect` describes."""
         return View(self.value, effects.compose(effect, self.effect))
+
+    @property
+    def matrix(self) -> View:
+        """The view with all dimensions but the last in one."""
+        *rows, columns = self.shape
+        return self.reshape(effects.product(rows), columns)
+
+    def with_dims(self, *dims: Dim) -> View:
+        """The view from the same start with these dimensions in place of its own."""
+        return View(self.value, Effect(dims, self.effect.start))
+
+    def reshape(self, *sizes: Size) -> View:
+        return View(self.value, effects.reshape(self.effect, sizes))
+
+    def expand(self, *sizes: Size) -> View:
+        return View(self.value, effects.expand(self.effect, sizes))
+
+    def permute(self, *order: int) -> View:
+        return View(self.value, effects.permute(self.effect, order))
+
+    def unsqueeze(self, dim: int) -> View:
+        return View(self.value, effects.unsqueeze(self.effect, dim))
+
+    def select(self, dim: int, index: Size) -> View:
+        return View(self.value, effects.select(self.effect, dim, index))
+
+    def narrow(self, dim: int, start: Size, length: Size, step: int = 1) -> View:
+        return View(self.value, effects.narrow(self.effect, dim, start, length, step))
+
+    def of_operand(self, operand: View) -> View:
+        """What an operand of an element-wise value contributes to this view of the value.
+
+        Raises InexpressibleError where it does not broadcast to the value's shape.
+        """
+        wide = operand.expand(*self.value.shape)
+        return wide if self.is_whole else wide.through(self.effect)
 
 
 @dataclass(frozen=True)
@@ -240,6 +289,27 @@ class Dataflow:
     unknown: Sequence[fx.Node]
     reshaped: frozenset[int]
     failed: Sequence[tuple[fx.Node, Exception]]
+
+    def downstream(
+        self,
+        value: Value,
+        reach: int | None = None,
+        through: Callable[[Value], bool] = lambda value: True,
+    ) -> list[Value]:
+        """`value` and what is computed from it by way of values that `through` takes, those alone,
+        nearest first: `reach` values at most, None for all."""
+        found, seen = [value], {value}
+        for item in found:  # grows meanwhile
+            for user in self.users.get(item, ()):
+                if user not in seen and len(found) != reach and through(user):
+                    seen.add(user)
+                    found.append(user)
+        return found
+
+    def only_user(self, value: Value) -> Value | None:
+        """The one value that reads another; None where several do, or the graph returns it."""
+        users = dict.fromkeys(self.users.get(value, ()))
+        return next(iter(users)) if len(users) == 1 and value not in self.output_values else None
 
     def home(self, value: Value) -> fx.Node:
         """The node whose tensor holds the value: a write's lives in the memory it wrote."""

@@ -28,10 +28,13 @@ class InexpressibleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element."""
+    """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element.
+
+    A step is a symbol only where tokens are split by one, e.g. [B*S] -> [B, S].
+    """
 
     axis: int | None
-    step: int
+    step: Any
     length: Size
 
 
@@ -128,16 +131,11 @@ def _take_inner(pending: list[Atom], size: Size) -> Dim:
             left = rest
         elif (outer := divides(left, atom.length)) is not None:
             taken.append(Atom(atom.axis, atom.step, left))
-            pending.append(Atom(atom.axis, atom.step * _as_step(left), outer))
+            pending.append(Atom(atom.axis, atom.step * left, outer))
             left = 1
         else:
             raise InexpressibleError(f"cannot split {atom.length} by {left}")
     return coalesce(taken[::-1])
-
-
-def _as_step(size: Size) -> int:
-    # A symbolic step arises only when tokens are split by a symbol, e.g. [B*S] -> [B, S].
-    return size
 
 
 def permute(effect: Effect, order: Sequence[int]) -> Effect:
@@ -171,7 +169,7 @@ def expand(effect: Effect, sizes: Sequence[Size]) -> Effect:
 
 def _repeat(dim: Dim, size: Size) -> Dim:
     if dim != () and not isinstance(size, int):
-        return dim  # broadcasting lets only one repeat: a symbol has to equal the length
+        return dim  # only a dimension of one broadcasts: the symbol must equal this length
     if dim != ():
         raise InexpressibleError(f"cannot expand a dimension of {_length(dim)} to {size}")
     return (Atom(None, 0, size),)
@@ -252,37 +250,48 @@ def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, 
     """What every atom of the outer effect on a merged dimension takes of that dimension's atoms, by
     the atom's id; adds to `start`. None where sizes are symbols, or an index would carry over."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
-    left = outer.start[axis]
-    numbers = [left, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
+    first = outer.start[axis]
+    numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
     plain = not dim or (len(dim) == 1 and dim[0].axis is not None)
     if plain or not all(isinstance(n, int) for n in numbers):
         return None
-    weights = [product(a.length for a in dim[i + 1 :]) for i in range(len(dim))]
-    first = []
-    for weight in weights:
-        digit, left = divmod(left, weight)
-        first.append(digit)
-    reach = list(first)
+    digits = [(piece, product(a.length for a in dim[i + 1 :])) for i, piece in enumerate(dim)]
+    places = split_index(first, digits)
+    reach = list(places)
     found: dict[int, list[Atom]] = {}
     for atom in taken:
-        pieces = _digits_of(atom, dim, weights, reach)
+        pieces = split_atom(atom, digits, reach)
         if pieces is None:
             return None
         found[id(atom)] = pieces
     if any(last >= piece.length for last, piece in zip(reach, dim, strict=True)):
         return None
-    for digit, piece in zip(first, dim, strict=True):
+    for place, piece in zip(places, dim, strict=True):
         if piece.axis is not None:
-            start[piece.axis] = start[piece.axis] + digit * piece.step
+            start[piece.axis] = start[piece.axis] + place * piece.step
     return found
 
 
-def _digits_of(atom: Atom, dim: Dim, weights: Sequence[int], reach: list[int]) -> list[Atom] | None:
-    """One atom along a merged dimension, outermost piece first; adds to how far each is walked."""
+#: A digit of a mixed-radix index: the atom of the base that it walks, and its place value.
+Digit = tuple[Atom, int]
+
+
+def split_index(index: int, digits: Sequence[Digit]) -> list[int]:
+    """An index by its digits, outermost first."""
+    found = []
+    for _, weight in digits:
+        place, index = divmod(index, weight)
+        found.append(place)
+    return found
+
+
+def split_atom(atom: Atom, digits: Sequence[Digit], reach: list[int]) -> list[Atom] | None:
+    """What one atom along the index takes of each digit, both outermost first; adds to how far each
+    is walked. None where it takes them in no steps of their own."""
     step, left = atom.step, atom.length
     found: list[Atom] = []
-    for at in range(len(dim) - 1, -1, -1):
-        piece, weight = dim[at], weights[at]
+    for at in range(len(digits) - 1, -1, -1):
+        piece, weight = digits[at]
         if left == 1 or step >= weight * piece.length:
             continue
         stride, odd = divmod(step, weight)
@@ -291,7 +300,8 @@ def _digits_of(atom: Atom, dim: Dim, weights: Sequence[int], reach: list[int]) -
         length = left
         if stride * (left - 1) >= piece.length:
             length, rest = divmod(piece.length, stride)
-            if rest or left % length:
+            follows = at > 0 and digits[at - 1][1] == weight * piece.length
+            if rest or left % length or not follows:
                 return None
         inner = 0 if piece.axis is None else piece.step * stride
         found.append(Atom(piece.axis, inner, length))
@@ -332,6 +342,6 @@ def _split_block(atom: Atom, dim: Dim, first: Size) -> Dim:
         if scale is not None and (
             atom.length * scale == piece.length or divides(atom.length * scale, piece.length)
         ):
-            return (Atom(piece.axis, piece.step * _as_step(scale), atom.length),)
+            return (Atom(piece.axis, piece.step * scale, atom.length),)
         inner = inner * piece.length
     raise InexpressibleError("a strided slice of a merged dimension")

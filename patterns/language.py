@@ -35,7 +35,7 @@ class Stage(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-#: What stands in a miss for the pattern where Dynamo did not capture the model.
+#: The `pattern` of misses for code that Dynamo did not capture.
 CAPTURE = "capture"
 
 #: `lost`: what the model is written for was not fused. `advice`: nothing was lost by it.
@@ -132,10 +132,10 @@ class Match:
     op: str
     anchor: Value
     arguments: Mapping[str, Any]
-    results: tuple[Result | Parts, ...]
-    absorbed: tuple[Value, ...]
-    stores: tuple[Value, ...]
-    facts: Mapping[str, Any]
+    results: tuple[Result | Parts, ...] = ()
+    absorbed: tuple[Value, ...] = ()
+    stores: tuple[Value, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
     scope: str = ""
     scratch: tuple[Value, ...] = ()
     needs_kernel: bool = False
@@ -149,7 +149,7 @@ class Reject(Exception):
     """Carries a Miss out of a pattern's helpers; :func:`attempt` turns it into the answer."""
 
     def __init__(self, miss: Miss) -> None:
-        super().__init__(str(miss))
+        super().__init__(miss)  # formatted on demand: most rejections are caught
         self.miss = miss
 
 
@@ -283,7 +283,7 @@ class Findings:
 
 
 Check = Callable[[Match, Dataflow], Miss | None]
-#: Makes the miss of what failed: name of the pattern, what it was doing, the error, where.
+#: Makes the miss for an exception: pattern's name, what it was doing, the exception, nodes.
 Failed = Callable[[str, str, Exception, tuple[fx.Node, ...]], Miss]
 
 REPORT_IT = (
@@ -396,7 +396,7 @@ CODES: dict[str, str] = {
     "MOVED_CACHE": "the whole cache is written anew, so that old tokens change their slots",
     "ACCUMULATED_WRITE": "the write adds to what is there",
     "LONE_WRITE": "a K write without a V write of the same tokens, or the other way round",
-    "LAYOUT": "the views select something that has no normal form",
+    "LAYOUT": "the views regroup elements in a way that has no normal form",
     "CACHE_LAYOUT": "the cache is not a window [pages, page size, heads, head dim] of its memory",
     "SLOT_INDEX": "the tokens' slots are not addressed in a known way",
     "CAST": "the dtype changes between the projection and the cache",

@@ -1,4 +1,4 @@
-"""A cache write's place: a window on the cache's memory, and what leads every token to its slot.
+"""Where a cache write goes: a window on the cache's memory, and each token's slot in it.
 
 Dimension letters: P pages, S slots per page, H key-value heads, D head_dim, T tokens.
 """
@@ -90,7 +90,7 @@ def check_pair(k: Addressing, v: Addressing, flow: Dataflow, *culprits: Value) -
         reject(
             "CAST",
             Stage.GUARDS,
-            "one of K and V is multiplied by its scale, the other divided",
+            "one of K and V is multiplied by its cache scale, the other divided by it",
             *culprits,
             hint="scale both in the same sense",
         )

@@ -1,4 +1,4 @@
-"""Eight-bit caches: from what a write stores back to the heads, and the scale in between.
+"""FP8 caches: from the stored bytes of a write back to the heads, and their scale.
 
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
@@ -19,10 +19,9 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MIN_BOUND = {"aten.clamp": (1, "min"), "aten.clamp_min": (1, "min")}
-_MAX_BOUND = {"aten.clamp": (2, "max"), "aten.clamp_max": (1, "max")}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Written:
 
 
 def before_rounding(written: Written, dtype: torch.dtype) -> Written:
-    """As far back as the cache's rounding to `dtype` goes; `written` itself where there is none."""
+    """What is written before it is scaled and rounded to `dtype`; `written` where it is not."""
     while (earlier := _earlier(written, dtype)) is not None:
         written = earlier
     return written
@@ -63,13 +62,13 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
         return _before(written, value.args[0]) if _is_rounding(written, dtype) else None
     if value.dtype not in _WIDE or written.scale is not None:
         return None
-    if value.op in {*_MIN_BOUND, *_MAX_BOUND}:
+    if clamp_bounds(value) is not None:
         return _before(written, value.args[0]) if _saturates(value, dtype) else None
     return _unscaled(written)
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether a cast may go: the op's own, one that loses nothing, or one just before the op's."""
+    """Whether the op may leave a cast out: its own rounding, one just before it, or a widening."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in _WIDE:
@@ -99,18 +98,10 @@ def _there_and_back(written: Written) -> Written | None:
 def _saturates(value: Value, dtype: torch.dtype) -> bool:
     """Whether a clamp cuts nothing that saturation would not."""
     limit = torch.finfo(dtype).max
-    low = _bound(value, _MIN_BOUND, -limit)
-    high = _bound(value, _MAX_BOUND, limit)
+    given = clamp_bounds(value) or (None, None)
+    low, high = (e if b is None else b for b, e in zip(given, (-limit, limit), strict=True))
     numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
     return numbers and low <= -limit and high >= limit
-
-
-def _bound(value: Value, where: dict[str, tuple[int, str]], default: float) -> Any:
-    if value.op not in where:
-        return default
-    position, name = where[value.op]
-    given = value.args[position] if len(value.args) > position else value.kwargs.get(name)
-    return default if given is None else given
 
 
 def _unscaled(written: Written) -> Written | None:
@@ -127,7 +118,7 @@ def _unscaled(written: Written) -> Written | None:
     if earlier is None:
         return None
     if isinstance(scale, View):
-        wide = View(scale.value, effects.expand(scale.effect, value.shape))
+        wide = scale.expand(*value.shape)
         scale = wide.through(written.view.effect)
     return replace(earlier, scale=scale, multiplies=value.op == "aten.mul")
 
@@ -160,7 +151,7 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
             hint="scale the cache as a whole, or by head",
         )
     dims = () if _repeats(heads) else (heads,)
-    view = View(scale.value, Effect(dims, scale.effect.start))
+    view = scale.with_dims(*dims)
     if scale.value.dtype == torch.float32:
         return view
     return Computed("to", (view,), (("dtype", torch.float32),))

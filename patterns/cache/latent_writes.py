@@ -8,12 +8,12 @@ from dataclasses import replace
 from tilewright.patterns import effects
 from tilewright.patterns.cache.writes import CacheWrite, WritePair, cache_writes, same_index
 from tilewright.patterns.dataflow import Dataflow
-from tilewright.patterns.effects import Effect
+from tilewright.patterns.recognise.gemm import piece_of
 
 
 def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
-    """Two neighbouring writes for one head at the same slots, of different widths; or one write of
-    two such parts side by side."""
+    """Pairs of writes for one head at the same slots, of different widths; or one write of two such
+    parts side by side."""
     pending: CacheWrite | None = None
     for write in cache_writes(flow):
         both = _columns(write)
@@ -69,14 +69,10 @@ def _columns(write: CacheWrite) -> tuple[CacheWrite, CacheWrite] | None:
         return None
     element = _rest(write)[-1]
     found = []
-    for piece, first, width in zip(pieces, (0, widths[0]), widths, strict=True):
-        cut = effects.narrow(view.effect, last, first, width)
-        start = tuple(0 if a == axis else s for a, s in enumerate(cut.start))
-        part = replace(
-            written.through(effects.narrow(effects.identity(view.shape), last, first, width)),
-            view=piece.through(Effect(cut.dims, start)),
-            between=(*written.between, view.value),
-        )
+    for first, width in zip((0, widths[0]), widths, strict=True):
+        part = written.through(effects.narrow(effects.identity(view.shape), last, first, width))
+        between = (*written.between, view.value)
+        part = replace(part, view=piece_of(part.view), between=between)
         target = effects.narrow(write.target, element, first, width)
         found.append(replace(write, target=target, written=part))
     return found[0], found[1]

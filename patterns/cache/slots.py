@@ -15,6 +15,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.routing import gathered
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -65,7 +66,7 @@ def slot_table(flow: Dataflow, slots: View, page_size: Size) -> BlockTable | Non
     value = slots.value
     if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:
         return None
-    for first, offsets in (value.operands, value.operands[::-1]):
+    for first, offsets in value.either_way:
         pages = _scaled_by(first, page_size)
         if pages is not None and pages.shape == offsets.shape == value.shape:
             effect = slots.effect
@@ -97,6 +98,8 @@ def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
     if value.op != op or len(value.args) != 2 or dict(value.kwargs) != kwargs:
         return None
     x, given = value.args
+    if op == "aten.mul" and isinstance(given, View):
+        x, given = given, x
     if not isinstance(x, View) or x.shape != value.shape or isinstance(given, View):
         return None
     return x.through(view.effect) if given == number else None
@@ -124,11 +127,6 @@ def _block_of(columns: View, page_size: Size) -> View | None:
 def _scaled_by(view: View, page_size: Size) -> View | None:
     """page, of page * page_size."""
     view = uncast(view)
-    value = view.value
-    if value.op == "aten.mul" and len(value.args) == 2 and isinstance(value.args[1], View):
-        number, x = value.args
-        same = x.shape == value.shape and not isinstance(number, View) and number == page_size
-        return x.through(view.effect) if same else None
     found = _operand(view, "aten.mul", page_size)
     if found is None and (shift := _shift(page_size)) is not None:
         found = _operand(view, "aten.bitwise_left_shift", shift)
@@ -150,7 +148,7 @@ def _lookup(pages: View) -> tuple[View, View, View] | None:
         if [dim for dim, _ in indices] != [0, 1] or len(base.shape) != 2:
             return None
         try:
-            wide = [View(i.value, effects.expand(i.effect, value.shape)) for _, i in indices]
+            wide = [i.expand(*value.shape) for _, i in indices]
         except effects.InexpressibleError:
             return None
         rows, columns = (w.through(pages.effect) for w in wide)
@@ -163,16 +161,13 @@ def _lookup(pages: View) -> tuple[View, View, View] | None:
 def _gathered(pages: View) -> tuple[View, View, View] | None:
     """`table[sequence].gather(1, column[:, None])`: the rows first, then an element of each."""
     rows, _, columns = pages.value.args
-    picked = rows.value
     if not rows.is_whole or len(rows.shape) != 2 or columns.shape[1] != 1:
         return None
-    if picked.op == "aten.index_select" and picked.args[1] == 0:
-        table, sequences = picked.args[0], picked.args[2]
-    elif picked.op == "aten.index" and [dim for dim, _ in picked.args[1]] == [0]:
-        table, sequences = picked.args[0], picked.args[1][0][1]
-    else:
+    taken = gathered(rows)
+    if taken is None:
         return None
+    table, sequences = taken
     if len(table.shape) != 2 or len(sequences.shape) != 1:
         return None
-    column = View(sequences.value, effects.unsqueeze(sequences.effect, 1))
+    column = sequences.unsqueeze(1)
     return table, column.through(pages.effect), columns.through(pages.effect)

@@ -13,6 +13,7 @@ from tilewright.patterns.cache.eight_bit import Written, before_rounding
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.gemm import piece_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class CacheWrite:
 
 @dataclass(frozen=True)
 class WritePair:
-    """A K and a V write of the same tokens, or a write without its twin."""
+    """A K and a V write of the same tokens, or one of them alone."""
 
     first: CacheWrite
     second: CacheWrite | None
@@ -72,14 +73,14 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
         if source is not None and not source.value.projected and not _is_given(store, flow):
             continue
         if store.source is None and store.kind in fused:
-            continue  # called by hand, or the work of an earlier round
+            continue  # the user's own call of a fused op, or a site rewritten in an earlier round
         if store.source is None and not any(v.value.projected for v in _inputs_of(flow, value)):
             continue
         write = CacheWrite(value, memory, store.target, store.index, _written(store))
         yield from _parts(_with_head(write))
 
 
-# What may be done to keys between their projection and the cache: a rotation, a norm's weight.
+# Steps between a key's projection and its cache write: RoPE, a norm's weight, casts.
 _PLAIN = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "neg", "cat")) | {"cast"}
 _REACH = 32
 
@@ -105,9 +106,9 @@ def _is_given(store: Store, flow: Dataflow) -> bool:
 
 
 def _with_head(write: CacheWrite) -> CacheWrite:
-    """A cache without a dimension for its one head (latents: [pages, slots, width]) gets one."""
+    """Adds the head dimension, of one, to a cache without one (latents: [pages, slots, width])."""
     rest = [d for d in range(len(write.target.dims)) if d not in write.index]
-    # Index tensors of several shapes: one of them counts heads.
+    # Index tensors of different shapes: one of them is the heads' arange.
     shapes = {view.shape for view in write.index.values()}
     if len(shapes) != 1 or write.written is None or len(rest) != 1:
         return write
@@ -136,7 +137,7 @@ def _written(store: Store) -> Written | None:
         return None
     if store.dtype == dtype:
         return before_rounding(Written(source), dtype)
-    # Written through a view of another dtype: the same bits, where the source is seen so too.
+    # Written through a view of another dtype: the source must be reinterpreted in the same way.
     value = source.value
     if value.op != "bitcast" or value.dtype != store.dtype or value.args[0].value.dtype != dtype:
         return None
@@ -156,7 +157,7 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
     rest = [d for d in range(len(write.target.dims)) if d not in write.index]
     lead = len(source.effect.dims) - len(rest)
     halves = len(pieces) == 2 and pieces[0].shape == pieces[1].shape
-    # Along head_dim it is the halves of a rotated head that are put together.
+    # A cat along head_dim joins the halves of a rotated head, not K and V.
     halves = halves and (pieces[0].shape[axis] == 1 or axis < len(source.value.shape) - 1)
     halves = halves and len(at) == 1 and at[0] >= lead
     if not halves or source.shape[at[0]] != source.value.shape[axis]:
@@ -168,7 +169,7 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
 
 def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> CacheWrite:
     """One of the two pieces: `at` is the source's dimension that tells them apart, `dim` the
-    target's. Of a stack that dimension goes."""
+    target's. Of a stack that dimension is dropped."""
     pieces, axis = written.view.value.args
     length = pieces[0].shape[axis]
 
@@ -180,13 +181,9 @@ def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> 
     index = write.index
     if length == 1:
         index = {d - (d > dim): view for d, view in index.items()}
-    picked = cut(written.view.effect, at)
-    start = tuple(0 if a == axis else s for a, s in enumerate(picked.start))
-    piece = replace(
-        written.through(cut(effects.identity(written.view.shape), at)),
-        view=pieces[part].through(Effect(picked.dims, start)),
-        between=(*written.between, written.view.value),
-    )
+    piece = written.through(cut(effects.identity(written.view.shape), at))
+    between = (*written.between, written.view.value)
+    piece = replace(piece, view=piece_of(piece.view), between=between)
     half = before_rounding(piece, write.memory.dtype)
     return replace(write, target=cut(write.target, dim), index=index, written=half)
 
@@ -207,8 +204,7 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
 
 
 def _stands_alone(write: CacheWrite) -> bool:
-    """Whether a write without a twin is worth a word: one of what the graph is given might go to
-    any buffer."""
+    """Whether an unpaired write is reported: one of the graph's inputs may go to any buffer."""
     return write.is_projected or len(write.memory.shape) >= 4
 
 

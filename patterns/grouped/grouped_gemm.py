@@ -19,17 +19,17 @@ import torch
 from tilewright.ops.formats.expert_weight import FORMATS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
-from tilewright.patterns.effects import Atom, Effect
+from tilewright.patterns.effects import Atom
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
-from tilewright.patterns.moe.weights import SUPPORTED_DTYPES
+from tilewright.patterns.quantised.blocks import unrepeated
 from tilewright.patterns.quantised.expert_arguments import (
     DequantizedExperts,
     cut_scale,
     expert_arguments,
 )
 from tilewright.patterns.quantised.experts import match_dequantized_experts, match_dequantized_rows
-from tilewright.patterns.quantised.scales import unrepeated
-from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, check_device, match_grouped
+from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
 # Columns of an NVFP4 block, and of what the op's loads take at a time.
 NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
@@ -75,7 +75,6 @@ class GroupedGemm:
             arguments=arguments,
             results=(Result(anchor, effects.identity(anchor.shape)),),
             absorbed=gemm.absorbed,
-            stores=(),
             facts=_facts(gemm, weight, quantised_rows=both is not None),
             scope=anchor.scope,
         )
@@ -90,9 +89,7 @@ def _guard(gemm: ExpertGemm) -> None:
     if isinstance(options.get("bias"), View):
         reject("UNSUPPORTED", Stage.GUARDS, "a bias inside the grouped product", gemm.end)
     dtypes = {gemm.x.value.dtype, gemm.weight.value.dtype, gemm.end.dtype}
-    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        reject("DTYPE", Stage.GUARDS, f"rows, weights and result have {names}", gemm.end)
+    check_dtypes(dtypes, "rows, weights and result", gemm.end, HALVES)
     check_device(gemm.x)
 
 
@@ -133,7 +130,7 @@ def _check_gain(gemm: ExpertGemm) -> None:
         reject(
             "NO_GAIN",
             Stage.CAPABILITY,
-            f"{inner} inner columns with {rows // experts} rows per group",
+            f"K is {inner} and a group has {rows // experts} rows: torch's kernel is as fast there",
             gemm.end,
         )
 
@@ -178,7 +175,7 @@ def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | N
     again = (Atom(None, 0, num_experts),)
 
     def moved(views: tuple[View, ...]) -> tuple[View, ...]:
-        return tuple(View(v.value, Effect((again,), v.effect.start)) for v in views)
+        return tuple(v.with_dims(again) for v in views)
 
     factor = replace(
         rows,
@@ -197,7 +194,7 @@ def _facts(
         size if isinstance(size, int) else letter
         for letter, size in zip("MENK", sizes, strict=True)
     )
-    kind = "nvfp4" if quantised_rows else str(gemm.x.value.dtype).removeprefix("torch.")
+    kind = "nvfp4" if quantised_rows else dtype_name(gemm.x.value.dtype)
     return {
         "experts": experts,
         "x": f"{kind}[{rows},{inner}]",

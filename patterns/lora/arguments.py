@@ -12,20 +12,21 @@ import torch
 
 from tilewright.codegen.lora.plan import takes_row_kernel
 from tilewright.ops.lora.shrink import KERNEL_DTYPES
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora.delta import LoraDelta
+from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 
 LETTERS = ("q", "k", "v")
+CAST_ADAPTERS = "peft: get_peft_model(..., autocast_adapter_dtype=False)"
 #: The deltas of one projection, each with its B [G, W, R] in the projection's own order.
 Placed = Sequence[tuple[LoraDelta, View]]
 
 
 def together(one: LoraDelta, other: LoraDelta) -> bool:
-    """Whether one shrink serves both: one activation, one index, one table of factors, as many
+    """Whether one shrink call serves both deltas: the same activation, index, factors and number of
     adapters."""
     same = equal_values(one.x, other.x) and one.adapters.same(other.adapters)
     if not same or one.shrink.shape[0] != other.shrink.shape[0]:
@@ -36,9 +37,9 @@ def together(one: LoraDelta, other: LoraDelta) -> bool:
 
 
 def has_kernels(delta: LoraDelta) -> bool:
-    """Whether the LoRA ops have kernels for an adapter where it is that are faster than the graph.
+    """Whether the LoRA ops have kernels for an adapter on its device, faster than the graph.
 
-    In fp32 those without tensor cores, for a few rows: for many the library's products are faster.
+    In fp32 for a few rows only, without tensor cores: for many rows cuBLAS is faster.
     """
     dtype = delta.shrink.value.dtype
     if delta.x.value.device.type != "cuda":
@@ -53,14 +54,14 @@ def has_kernels(delta: LoraDelta) -> bool:
 def check_kernels(delta: LoraDelta) -> None:
     """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
     if not has_kernels(delta):
-        dtype = str(delta.shrink.value.dtype).removeprefix("torch.")
+        dtype, rows = dtype_name(delta.shrink.value.dtype), delta.x.shape[0]
         reject(
             "DTYPE",
             Stage.CAPABILITY,
-            f"the adapters are {dtype} and the rows {delta.x.shape[0]}; there are kernels for "
-            "16-bit floats, and in float32 for a few rows",
+            f"the adapters are {dtype} and the rows {rows}; there are kernels for 16-bit floats, "
+            "and in float32 for a few rows",
             delta.end,
-            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
+            hint=CAST_ADAPTERS,
         )
 
 
@@ -70,8 +71,7 @@ def delta_calls(
     bases: Sequence[View | Computed | None],
     packed: bool,
 ) -> Computed:
-    """The call of `lora_expand_add` on that of `shrink_qkv_permute_3mn`; deltas of q, k, v that go
-    together.
+    """`lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share a shrink.
 
     expands: B [G, W, R] of each; bases: what each delta is added to.
     """
@@ -95,9 +95,9 @@ def delta_calls(
 
 
 def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
-    """What all deltas of q, k and v add, columns one beside the other: [T, Wq + Wk + Wv].
+    """The sum of all deltas of q, k and v, their columns side by side: [T, Wq + Wk + Wv].
 
-    Deltas that go together are one call; the next call adds to its result.
+    Deltas that share a shrink are one call; the next call adds to its result.
     """
     total: Computed | None = None
     for layer in _layers(parts):
@@ -121,7 +121,7 @@ def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
 
 
 def _layers(parts: Sequence[Placed]) -> list[list[tuple[LoraDelta, View] | None]]:
-    """The deltas in groups with one shrink, each with at most one delta of a projection."""
+    """The deltas in groups that share a shrink, at most one of each projection in a group."""
     layers: list[list[tuple[LoraDelta, View] | None]] = []
     for place, items in enumerate(parts):
         for item in items:
@@ -150,16 +150,9 @@ def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Compu
 
 
 def zeros(rows: Size, columns: Size, like: Value) -> Computed:
-    """A delta of nothing, for a projection without an adapter beside others in one tensor."""
+    """Zeros, for a projection without an adapter beside others that have one."""
     options = (("dtype", like.dtype), ("device", like.device))
     return Computed("full", ((rows, columns), 0.0), options)
-
-
-def merged_rows(weight: View) -> View:
-    """B of heads [H, D, R] or [groups, G, D, R] as [1, W, R]."""
-    *lead, rank = weight.shape
-    effect = effects.reshape(weight.effect, (1, effects.product(lead), rank))
-    return View(weight.value, effect)
 
 
 def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The delta of a low-rank adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T, as it is written.
+"""Recognises the delta of a LoRA adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T.
 
 One adapter for all rows (two linears), one of G for each row or each sequence (tables taken by an
 index in front of a bmm, matmul or einsum), or rows sorted by adapter in front of two grouped
@@ -26,6 +26,7 @@ from tilewright.patterns.recognise.routing import (
     match_order,
     strip_integer_casts,
 )
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 #: Above this inner dimension two products in a row are a bottleneck MLP, not an adapter.
 MAX_RANK = 512
@@ -53,7 +54,7 @@ class Adapters:
         )
 
     def argument(self, num_adapters: int) -> View | Computed | None:
-        """expert_ids of the LoRA ops, for which -1 is no adapter and other negative ids errors."""
+        """The LoRA ops' expert_ids: -1 is no adapter, other negative ids are errors."""
         index: Any = self.index
         if index is not None and self.below == "none":
             there = Computed(
@@ -105,7 +106,7 @@ class LoraDelta:
 
 
 def match_delta(view: View) -> LoraDelta | None:
-    """The delta that `view` [..., W] is, or None where it is another thing."""
+    """The delta that `view` [..., W] is; None for another view."""
     outer = peel(view)
     try:
         return _by_rows(view, outer) or _sorted(view, outer) or _one_hot(view, outer)
@@ -122,7 +123,7 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
     if first is None or not _same(first.index, second.index) or first.ends is not None:
         return None
     rows = peel(first.x, casts=False)
-    # Rows of x that are left out are rows without a delta; other factors of x stay x's.
+    # A mask on x's rows masks the delta's rows; other factors of x stay with x.
     if rows.mask is None or rows.scale != 1 or rows.table is not None:
         rows = Factors(first.x)
     below = "last" if first.wraps or second.wraps else "error"
@@ -130,7 +131,7 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
 
 
 def _sorted(view: View, outer: Factors) -> LoraDelta | None:
-    """Rows sorted by adapter, two grouped products, and the rows back in their own order."""
+    """Rows sorted by adapter, two grouped GEMMs, and the inverse permutation."""
     back = gathered(outer.view)
     if back is None:
         return None
@@ -148,7 +149,7 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
         return None
     if not match_inverse(back[1], order) or ends != (order.ids, first.weight.shape[0]):
         return None
-    # Factors of sorted rows are in another order than those of rows.
+    # Factors of sorted rows are sorted too: the op takes them in the rows' own order.
     if any(f.table is not None or f.mask is not None for f in (after, inner)):
         return None
     gathers = (outer.view.value, first.x.value)
@@ -159,7 +160,7 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
 
 
 def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
-    """Every row by all adapters, all parts but its own adapter's left out."""
+    """Every row times all adapters, results of other adapters zeroed: see `one_hot.py`."""
     found = match_one_hot(outer.view)
     if found is None:
         return None
@@ -220,9 +221,8 @@ def _same(one: View | None, other: View | None) -> bool:
 
 
 def _is_natural(index: View) -> bool:
-    """Whether an index is seen to have no negative numbers."""
+    """Whether the graph shows that an index is never negative."""
     value = strip_integer_casts(index).value
-    if value.op in ("aten.clamp", "aten.clamp_min", "aten.clamp_"):
-        low = value.kwargs.get("min", value.args[1] if len(value.args) > 1 else None)
-        return isinstance(low, int) and low >= 0
+    if (bounds := clamp_bounds(value)) is not None:
+        return isinstance(bounds[0], int) and bounds[0] >= 0
     return value.op in ("aten.argmax", "aten.argmin", "aten.arange")

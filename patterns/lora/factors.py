@@ -1,4 +1,4 @@
-"""Factors around the products of an adapter: numbers, a number for each adapter, rows left out.
+"""Factors around an adapter's GEMMs: numbers, a number per adapter, masks of rows.
 
 Dimension letters: T rows, B sequences of equal length, G adapters, W columns.
 """
@@ -17,8 +17,7 @@ from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
-
-_ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
+from tilewright.patterns.recognise.steps import is_filled
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Factors:
 
 
 def peel(view: View, casts: bool = True) -> Factors:
-    """A value [..., W] with the factors around it taken off, and casts between floats."""
+    """What is multiplied by factors to give a view [..., W], casts between floats left out."""
     found = Factors(view)
     while True:
         value = found.view.value
@@ -110,27 +109,17 @@ def _numeric(item: Any) -> Any:
 
 
 def _chosen(value: Value, effect: Effect) -> _Step | None:
-    """where(mask, operand, 0): rows that are left out."""
+    """where(mask, operand, 0): a mask of rows."""
     if len(value.args) != 3 or value.kwargs:
         return None
     condition, operand, other = value.args
-    if not isinstance(condition, View) or not isinstance(operand, View) or not _is_zero(other):
+    if not isinstance(condition, View) or not isinstance(operand, View) or not is_filled(other, 0):
         return None
     mask = _rows_of(condition, value, effect)
-    # Zeros in the shape of a delta read that delta.
+    # zeros_like(delta) reads the delta, for its shape.
     shaped = isinstance(other, View) and other.value.op in ("aten.zeros_like", "aten.new_zeros")
     beside = (other.value,) if shaped else ()
     return None if mask is None else _Step(operand, mask=mask, beside=beside)
-
-
-def _is_zero(item: Any) -> bool:
-    if isinstance(item, View):
-        value = item.value
-        if value.op in _ZEROS:
-            return True
-        numbers = [a for a in value.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
-        return value.op in ("aten.tensor", "aten.scalar_tensor") and numbers == [0]
-    return isinstance(item, (int, float)) and item == 0
 
 
 def _by_row(factor: Any, value: Value, effect: Effect) -> _Step | None:
@@ -155,7 +144,7 @@ def _by_row(factor: Any, value: Value, effect: Effect) -> _Step | None:
 
 
 def is_index(view: View) -> bool:
-    """Whether a tensor holds numbers of rows: bool and uint8 would be masks."""
+    """Whether a tensor can index rows: bool and uint8 would be masks."""
     dtype = view.value.dtype
     return not dtype.is_floating_point and dtype not in (torch.bool, torch.uint8)
 
@@ -164,7 +153,7 @@ def _rows_of(factor: View, value: Value, effect: Effect) -> View | None:
     """What a broadcast factor of `value` holds for each row of `effect` [..., W]: [T], or [B] where
     rows in sequence share it; None where it varies along the columns."""
     try:
-        read = View(factor.value, effects.expand(factor.effect, value.shape)).through(effect)
+        read = factor.expand(*value.shape).through(effect)
     except effects.InexpressibleError:
         return None
     *lead, columns = read.effect.dims

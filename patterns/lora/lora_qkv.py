@@ -1,4 +1,4 @@
-"""Adapters of projections whose sums stay in the graph: no cache write takes them.
+"""LoRA adapters of projections that no cache write absorbs.
 
     x ─ A_q ─ B_q ─ [* scale] ─ + q        shrink_qkv_permute_3mn(x, A_q, A_k, A_v)
     x ─ A_k ─ B_k ─ [* scale] ─ + k   ⇒   lora_expand_add(.., q, k, v, B_q, B_k, B_v)
@@ -22,6 +22,7 @@ from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.lora.arguments import (
+    CAST_ADAPTERS,
     LETTERS,
     check_kernels,
     delta_calls,
@@ -30,7 +31,7 @@ from tilewright.patterns.lora.arguments import (
 )
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
-from tilewright.patterns.recognise.grouped_gemm import check_device
+from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,6 @@ class LoraQkv:
             arguments={**dict(zip(names, call.operands, strict=True)), **dict(call.options)},
             results=results,
             absorbed=tuple(dict.fromkeys(absorbed)),
-            stores=(),
             facts=_facts(deltas, [*deltas, *nothing]),
             scope=scope,
         )
@@ -127,24 +127,21 @@ def match_sum(value: Value) -> Sum | None:
         return None
     if len(value.shape) < 2 or len(value.args) != 2:
         return None
-    left, right = value.operands
-    for base, other in ((left, right), (right, left)):
+    for base, other in value.either_way:
         if not base.shape == other.shape == value.shape:
             continue
         delta = match_delta(other)
         if delta is None:
             continue
-        *lead, width = value.shape
         try:
-            flat = effects.reshape(base.effect, (effects.product(lead), width))
+            return Sum(value, base.matrix, delta)
         except InexpressibleError:
             continue
-        return Sum(value, View(base.value, flat), delta)
     return None
 
 
 def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
-    """Whether one shrink can serve another delta, and the sums that are there can wait for it."""
+    """Whether a delta shares its shrink with a group whose sums nothing reads before it."""
     if len(group) == len(LETTERS) or not together(group[0].delta, found.delta):
         return False
     earlier = [item.value for item in group]
@@ -153,7 +150,7 @@ def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
 
 
 def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
-    """The delta, with the tables taken by index that only it reads."""
+    """The delta, absorbing gathers of A and B that only it reads."""
     inside = set(delta.absorbed)
     tables = dict.fromkeys(
         view.value
@@ -166,7 +163,7 @@ def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
     return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
 
 
-#: How engines name the operator that adds what B makes: punica's bgmv and sgmv, vLLM's lora_expand.
+#: Names of engines' operators for the product with B: punica's bgmv and sgmv, vLLM's lora_expand.
 _EXPANDS = re.compile(
     r"::(?!.*shrink)\w*(bgmv|sgmv|lora_expand|expand_lora|lora_b(?![a-z])|add_lora)", re.IGNORECASE
 )
@@ -179,11 +176,11 @@ def _operator(value: Value) -> str:
 
 
 def _is_foreign(value: Value) -> bool:
-    """Whether a custom operator named as those of adapters are makes or writes a value."""
+    """Whether a value is computed or written by an operator whose name is that of a LoRA kernel."""
     return _EXPANDS.search(_operator(value)) is not None
 
 
-#: What may stand around the products of something that resembles a delta.
+#: Operations between the products, and behind them, in what resembles a delta.
 _AROUND = {
     "aten.mul",
     "aten.div",
@@ -218,10 +215,9 @@ def _stacked_products(value: Value, reach: int = 8) -> int:
 
 def _rest_of_product(value: Value) -> View | None:
     """What a product with a stack of matrices, taken by index or whole, multiplies them with."""
-    if value.op not in BATCHED or len(value.operands) != 2:
+    if value.op not in BATCHED:
         return None
-    one, other = value.operands
-    for stack, rest in ((one, other), (other, one)):
+    for stack, rest in value.either_way:
         if len(stack.value.shape) > 2 and stack.value.op in _STACKS:
             return rest
     return None
@@ -242,15 +238,8 @@ def _guard(item: Sum, flow: Dataflow) -> None:
         )
     dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
     dtypes.add(item.value.dtype)
-    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        reject(
-            "DTYPE",
-            Stage.GUARDS,
-            f"activation, adapter and projection have {names}; expected one dtype for all",
-            item.value,
-            hint="peft: get_peft_model(..., autocast_adapter_dtype=False)",
-        )
+    what, hint = "activation, adapter and projection", CAST_ADAPTERS
+    check_dtypes(dtypes, what, item.value, DTYPES, hint)
     check_device(delta.x)
     check_kernels(delta)
 
@@ -264,12 +253,11 @@ def _in_shape_of(value: Value) -> effects.Effect:
 def _facts(deltas: Sequence[LoraDelta], placed: Sequence[LoraDelta | None]) -> dict[str, Any]:
     x = deltas[0].x
     rows = x.shape[0] if isinstance(x.shape[0], int) else "T"
-    name = str(x.value.dtype).removeprefix("torch.")
     widths = "/".join(str(delta.expand.shape[1]) for delta in deltas)
     return {
         **fact([[d] if d else [] for d in placed]),
         "columns": widths,
-        "x": f"{name}[{rows},{x.shape[1]}]",
+        "x": f"{dtype_name(x.value.dtype)}[{rows},{x.shape[1]}]",
     }
 
 

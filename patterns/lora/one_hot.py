@@ -1,4 +1,5 @@
-"""Every row by all adapters; all parts but its own adapter's are left out in front of B.
+"""Adapters chosen by a mask: each row is multiplied with every adapter's A, and all results but its
+own adapter's are zeroed before B.
 
     s = einsum("th,grh->tgr", x, A) * one_hot(index, G)[..., None]
     delta = einsum("tgr,gwr->tw", s, B)
@@ -14,13 +15,11 @@ from dataclasses import dataclass
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
-from tilewright.patterns.effects import Dim, Effect
+from tilewright.patterns.effects import Effect
 from tilewright.patterns.lora.factors import is_index
 from tilewright.patterns.lora.product import BATCHED, Product
-from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.routing import flat, is_arange, strip_integer_casts
-
-Named = tuple[View, str]
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,15 @@ def match_one_hot(view: View) -> OneHot | None:
     product = named_product(view.value) if view.value.op in BATCHED and view.is_whole else None
     if product is None:
         return None
-    (one, other), (ones, others), result = product
-    for masked, stack in (((one, ones), (other, others)), ((other, others), (one, ones))):
-        found = _masked_product(view, masked, stack, result)
+    for masked, stack in product.either_way:
+        found = _masked_product(view, masked, stack, product.result)
         if found is not None:
             return found
     return None
 
 
-def _masked_product(view: View, masked: Named, stack: Named, result: str) -> OneHot | None:
-    (s, names), (weight, weight_names) = masked, stack
+def _masked_product(view: View, masked: Side, stack: Side, result: str) -> OneHot | None:
+    s, names, weight_names = masked.view, masked.names, stack.names
     tokens, feature = result[:-1], result[-1]
     summed = set(weight_names) - {feature}
     if len(weight_names) != 3 or len(summed) != 2 or feature in names:
@@ -58,7 +56,7 @@ def _masked_product(view: View, masked: Named, stack: Named, result: str) -> One
     mul = s.value
     if mul.op != "aten.mul" or not s.is_whole or len(mul.operands) != 2 or mul.kwargs:
         return None
-    for operand, factor in (mul.operands, mul.operands[::-1]):
+    for operand, factor in mul.either_way:
         place = _place_of_adapters(factor, mul.shape)
         if operand.shape != mul.shape or place is None or place < len(tokens):
             continue
@@ -68,7 +66,7 @@ def _masked_product(view: View, masked: Named, stack: Named, result: str) -> One
         if chosen is None or first is None:
             continue
         index, below = chosen
-        matrices = _ordered((weight, weight_names), (group, feature, rank))
+        matrices = stack.ordered((group, feature, rank))
         if matrices.shape[0] != first[1].shape[0] or flat(index).shape != (first[0].shape[0],):
             continue
         rows = flat(index)
@@ -83,13 +81,13 @@ def _masked_product(view: View, masked: Named, stack: Named, result: str) -> One
 
 def _expanded(factor: View, shape: tuple) -> View | None:
     try:
-        return View(factor.value, effects.expand(factor.effect, shape))
+        return factor.expand(*shape)
     except effects.InexpressibleError:
         return None
 
 
 def _place_of_adapters(factor: View, shape: tuple) -> int | None:
-    """Of the last two axes that of adapters, where the factor is the same along the other."""
+    """Which of the last two axes counts adapters: the factor is broadcast along the other."""
     wide = _expanded(factor, shape)
     if wide is None or len(shape) < 3:
         return None
@@ -104,7 +102,7 @@ def _without(factor: View, shape: tuple, axis: int) -> View:
     wide = _expanded(factor, shape)
     assert wide is not None
     dims = wide.effect.dims
-    return View(wide.value, Effect((*dims[:axis], *dims[axis + 1 :]), wide.effect.start))
+    return wide.with_dims(*dims[:axis], *dims[axis + 1 :])
 
 
 def _index_of(mask: View) -> tuple[View, str] | None:
@@ -117,7 +115,7 @@ def _index_of(mask: View) -> tuple[View, str] | None:
         index = value.args[0]
         return (strip_integer_casts(index), "error") if is_index(index) else None
     if value.op == "aten.eq" and len(value.operands) == 2 and not value.kwargs:
-        for index, count in (value.operands, value.operands[::-1]):
+        for index, count in value.either_way:
             wide = _expanded(index, value.shape)
             numbers = _expanded(count, value.shape)
             if wide is None or numbers is None or not is_arange(count.value.whole):
@@ -139,25 +137,15 @@ def _all_products(s: View, rows: int, place: int) -> tuple[View, View] | None:
     product = named_product(s.value) if s.value.op in BATCHED and s.is_whole else None
     if product is None or len(s.shape) != rows + 2:
         return None
-    (one, other), (ones, others), result = product
+    result = product.result
     tokens, group, rank = result[:rows], result[place], result[2 * rows + 1 - place]
-    for (x, names), (weight, weight_names) in (
-        ((one, ones), (other, others)),
-        ((other, others), (one, ones)),
-    ):
-        summed = set(names) - set(tokens)
-        if len(summed) != 1 or set(weight_names) != {group, rank, *summed}:
+    for x, weight in product.either_way:
+        summed = set(x.names) - set(tokens)
+        if len(summed) != 1 or set(weight.names) != {group, rank, *summed}:
             continue
         (k,) = summed
-        dims: dict[str, Dim] = dict(zip(names, x.effect.dims, strict=True))
+        dims = x.dims
         merged = effects.coalesce(atom for name in tokens for atom in dims[name])
-        flattened = View(x.value, Effect((merged, dims[k]), x.effect.start))
-        return flattened, _ordered((weight, weight_names), (group, rank, k))
+        flattened = x.view.with_dims(merged, dims[k])
+        return flattened, weight.ordered((group, rank, k))
     return None
-
-
-def _ordered(named: Named, names: tuple[str, str, str]) -> View:
-    """A stack with its dimensions in another order."""
-    view, own = named
-    dims: dict[str, Dim] = dict(zip(own, view.effect.dims, strict=True))
-    return View(view.value, Effect(tuple(dims[name] for name in names), view.effect.start))

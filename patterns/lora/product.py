@@ -1,4 +1,4 @@
-"""The products of an adapter: by one matrix, by each row's of a stack, or by that of sorted groups.
+"""An adapter's GEMMs: one matrix for all rows, one per row taken from a stack, or a grouped GEMM.
 
 A matrix may be a part of a wider one whose result is cut apart (A of q, k and v in one).
 
@@ -14,8 +14,9 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Dim, Effect
 from tilewright.patterns.lora.factors import is_index
-from tilewright.patterns.recognise.gemm import is_weight, match_gemm, named_product
+from tilewright.patterns.recognise.gemm import Side, is_weight, named_product
 from tilewright.patterns.recognise.grouped_gemm import match_grouped
+from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 
 #: Products of which one operand may be a stack of matrices.
@@ -47,30 +48,22 @@ def match_product(view: View) -> Product | None:
 
 
 def _of_one(view: View) -> Product | None:
-    gemm = match_gemm(view.value)
-    if gemm is None or gemm.bias is not None or gemm.x_scale is not None:
+    columns = match_columns(view)
+    if columns is None or columns.rank != len(view.shape) - 1 or not columns.all_tokens:
         return None
-    if not _is_matrix(gemm.weight) or gemm.layout != effects.identity(gemm.shape):
+    linear, gemm = columns.linear, columns.linear.gemm
+    if linear.value is not gemm.value or gemm.bias is not None or gemm.x_scale is not None:
         return None
-    columns = _columns(view, range(len(gemm.shape) - 1), (len(gemm.shape) - 1,))
-    if columns is None:
+    if not _is_matrix(gemm.weight):
         return None
-    part = gemm.weight.through(_rows_cut(columns, gemm.weight))
-    weight = View(part.value, effects.unsqueeze(part.effect, 0))
-    return Product(gemm.flat_x, weight, None, gemm.value)
+    weight = columns.weight
+    stack = weight.unsqueeze(0)
+    return Product(gemm.flat_x, stack, None, gemm.value)
 
 
 def _is_matrix(weight: View) -> bool:
     """A parameter, or a tensor that the graph is given."""
     return is_weight(weight) or weight.value.op == "input"
-
-
-def _rows_cut(columns: Effect, weight: View) -> Effect:
-    """Columns of a result [..., N] as rows of its weight [N, K]."""
-    (dim,) = columns.dims
-    rows = tuple(Atom(0, atom.step, atom.length) for atom in dim)
-    inner = effects.identity(weight.shape).dims[1]
-    return Effect((rows, inner), (columns.start[-1], 0))
 
 
 def _of_groups(view: View) -> Product | None:
@@ -81,7 +74,7 @@ def _of_groups(view: View) -> Product | None:
     if columns is None:
         return None
     start, length, step = columns
-    weight = View(gemm.weight.value, effects.narrow(gemm.weight.effect, 1, start, length, step))
+    weight = gemm.weight.narrow(1, start, length, step)
     return Product(gemm.x, weight, None, gemm.end, ends=gemm.ends)
 
 
@@ -90,26 +83,23 @@ def _by_index(view: View) -> Product | None:
     product = named_product(value) if value.op in BATCHED else None
     if product is None:
         return None
-    (one, other), (ones, others), result = product
-    for x, weight in (((other, others), (one, ones)), ((one, ones), (other, others))):
-        found = _gathered_product(view, x, weight, result)
+    for weight, x in product.either_way:
+        found = _gathered_product(view, x, weight, product.result)
         if found is not None:
             return found
     return None
 
 
-def _gathered_product(
-    view: View, x: tuple[View, str], weight: tuple[View, str], result: str
-) -> Product | None:
+def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:
     """x times weight[index], where the dimensions of both and of the result have names."""
-    matrices = weight[0]
+    matrices = weight.view
     taken = gathered(matrices.value.whole)
     if taken is None or not is_index(taken[1]):
         return None
     stored, index = taken
     lead = len(index.shape)
-    xs, ws = (dict(zip(o[1], o[0].effect.dims, strict=False)) for o in (x, weight))
-    if len(xs) != len(x[0].shape) or len(ws) != len(matrices.shape) or len(stored.shape) < 2:
+    xs, ws = x.dims, weight.dims
+    if len(xs) != len(x.names) or len(ws) != len(weight.names) or len(stored.shape) < 2:
         return None
     _part_repeated(xs, ws)
     rows = [n for n in result if n in xs and n in ws]
@@ -132,7 +122,7 @@ def _gathered_product(
         return None
     merged = effects.coalesce(a for n in (*rows, *tokens) for a in xs[n])
     return Product(
-        View(x[0].value, Effect((merged, xs[k]), x[0].effect.start)),
+        x.view.with_dims(merged, xs[k]),
         View(stored.value, effects.compose(_cut(whole, features, result, columns), whole.effect)),
         flat(strip_integer_casts(index)),
         view.value,

@@ -4,7 +4,7 @@
     o_latent = attention([q_latent, q_pe], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T          [T, H, V]
 
-It is recognised so that it is named: for one or few queries it is the better algorithm already.
+It is reported and never fused: for one or few queries it is the better algorithm already.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Size
 from tilewright.patterns.language import register_code
 from tilewright.patterns.recognise.attention_varlen import name_of_op
@@ -24,7 +24,7 @@ register_code(
 )
 
 _ATTENDS = ("aten.softmax", "aten.scaled_dot_product_attention")
-_REACH = 24
+_REACH = 48
 
 
 @dataclass(frozen=True)
@@ -53,37 +53,28 @@ def _per_head(value: Value) -> _PerHead | None:
     found = named_product(value)
     if found is None:
         return None
-    operands, names, result = found
-    sides = list(zip(operands, names, strict=True))
-    sides.sort(key=lambda side: is_weight(side[0]) and not side[0].value.projected)
-    (x, x_names), (weight, weight_names) = sides
+    x, stack = sorted(found.sides, key=lambda s: is_weight(s.view) and not s.view.value.projected)
+    weight, result = stack.view, found.result
     if not is_weight(weight) or weight.value.projected or len(weight.shape) != 3:
         return None
-    sizes = dict(zip(weight_names, weight.shape, strict=True))
-    heads = [n for n in sizes if n in x_names and n in result]
-    hidden = [n for n in sizes if n in x_names and n not in result]
-    features = [n for n in sizes if n not in x_names and n in result]
+    sizes = dict(zip(stack.names, weight.shape, strict=True))
+    heads = [n for n in sizes if n in x.names and n in result]
+    hidden = [n for n in sizes if n in x.names and n not in result]
+    features = [n for n in sizes if n not in x.names and n in result]
     if not len(heads) == len(hidden) == len(features) == 1:
         return None
-    return _PerHead(value, x, sizes[heads[0]], sizes[hidden[0]], sizes[features[0]])
+    return _PerHead(value, x.view, sizes[heads[0]], sizes[hidden[0]], sizes[features[0]])
 
 
 def _attends(x: View, product: Value) -> bool:
     """Whether x is the result of an attention that the product goes into."""
     for value in _above(x.value):
         if value.op in _ATTENDS or name_of_op(value):
-            return any(v is product for v in _above(value))
+            return product in _above(value)
     return False
 
 
-def _above(value: Value) -> Iterator[Value]:
-    """What a value is made of, nearest first, so far as it lies near."""
-    seen: dict[Value, None] = {value: None}
-    front = [value]
-    while front and len(seen) < _REACH:
-        item = front.pop(0)
-        yield item
-        for operand in item.operands:
-            if operand.value not in seen and operand.value.projected:
-                seen[operand.value] = None
-                front.append(operand.value)
+def _above(value: Value) -> list[Value]:
+    """What a value is made of by products, nearest first, as far as it lies near."""
+    near = upstream(value, _REACH, lambda v: v.projected)
+    return [v for v in near if v is value or v.projected]

@@ -4,7 +4,7 @@
     k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
     v  = kv[..., N:]
 
-K is put together by `cat`, by slices of fresh memory, or by adding padded halves.
+K is assembled by `cat`, by writes into slices of fresh memory, or by adding padded halves.
 Dimension letters: B sequences, K keys of each, H heads, N width of the projected part of a key, R
 of its rope part, V of the values, L latent rank.
 """
@@ -26,7 +26,8 @@ from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import DequantizedWeight
 from tilewright.patterns.recognise.attention import Attention, unpadded
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
+from tilewright.patterns.recognise.gemm import Gemm, piece_of
+from tilewright.patterns.recognise.linear import match_columns
 
 register_code(
     "LATENT_KEYS",
@@ -90,7 +91,7 @@ def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
 
 
 def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
-    """What K and V of an attention are projected from; raises Reject."""
+    """The latents and weight that K and V of an attention are projected from; raises Reject."""
     found = assembled(attention.keys, flow)
     widths = " + ".join(str(piece.view.shape[-1]) for piece in found.pieces)
     if len(found.pieces) != 2:
@@ -136,7 +137,7 @@ def _joins(value: Value, gemm: Gemm) -> tuple[Value, ...]:
 
 def _one_head(view: View) -> View:
     batch, keys, _, width = view.effect.dims
-    return View(view.value, Effect((batch, keys, width), view.effect.start))
+    return view.with_dims(batch, keys, width)
 
 
 def _refuse(why: str, culprit: View) -> NoReturn:
@@ -154,21 +155,14 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 
 def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
     """(product, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of a product."""
-    gemm = match_gemm(view.value)
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
-    if gemm is None:
-        reject(code, stage, f"{who} is {view.value}, not a product with a weight", view)
-    layout = effects.compose(view.effect, gemm.layout)
-    feature = gemm.feature
-    rows = heads_of(layout, feature, None)
-    heads = None if rows is None else rows.dims(feature)
-    mixed = any(a.axis == feature for dim in layout.dims[:2] for a in dim)
-    if rows is None or heads != layout.dims[2:] or mixed:
-        reject(code, stage, f"{who} is not the product's features head by head", view)
-    hidden = effects.identity(gemm.x.shape).dims[-1]
-    start = (*layout.start[:feature], 0)
-    latents = gemm.x.through(Effect((*layout.dims[:2], hidden), start))
-    return gemm, rows, latents
+    columns = match_columns(view)
+    if columns is not None and columns.linear.value is columns.linear.gemm.value:
+        gemm, layout = columns.linear.gemm, columns.layout
+        rows = heads_of(layout, gemm.feature, None)
+        if columns.rank == 2 and rows and rows.dims(gemm.feature) == layout.dims[2:]:
+            return gemm, rows, columns.x
+    reject(code, stage, f"{who} is not, head by head, a linear's result: {view.value}", view)
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
@@ -225,10 +219,10 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
 
 
 def _finer(scale: View, repeats: int) -> View:
-    """Each number of the last dimension `repeats` times."""
+    """The last dimension with each number repeated."""
     *lead, last = scale.effect.dims
     dim = effects.coalesce((*last, Atom(None, 0, repeats)))
-    return View(scale.value, Effect((*lead, dim), scale.effect.start))
+    return scale.with_dims(*lead, dim)
 
 
 # --- the columns of K -----------------------------------------------------------------------------
@@ -265,7 +259,7 @@ def _assembled(k: View, flow: Dataflow) -> Assembled:
 
 
 def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
-    """The pieces of a concatenation that K's columns walk as a whole."""
+    """The pieces of a concatenation, where K's columns are all of it."""
     parts, axis = k.value.args
     last = k.effect.dims[-1]
     whole = effects.identity(k.value.shape).dims[axis]
@@ -302,7 +296,7 @@ def _padded_pieces(k: View) -> tuple[Piece, ...] | None:
         return None
     found = []
     for operand in value.operands:
-        wide = View(operand.value, effects.expand(operand.effect, value.shape))
+        wide = operand.expand(*value.shape)
         seen = wide.through(k.effect)
         columns = unpadded(seen)
         if columns is None:

@@ -20,9 +20,13 @@ from tilewright.patterns.cache.latent_writes import latent_writes
 from tilewright.patterns.cache.writes import CacheWrite, WritePair
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
-from tilewright.patterns.projection.finish import HeadNorm
+from tilewright.patterns.projection.epilogue import HeadNorm
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table
-from tilewright.patterns.projection.written import SUPPORTED_DTYPES, check_tokens
+from tilewright.patterns.projection.written import check_tokens
+from tilewright.patterns.recognise.dtypes import check_dtypes
+from tilewright.patterns.recognise.linear import Path
+
+_PATH = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,6 @@ class MlaLatentStore:
                 **_norm(latent.norm),
                 **_rope(rope_key.heads),
             },
-            results=(),
             absorbed=tuple(dict.fromkeys((*latent.absorbed, *rope_key.absorbed))),
             stores=anchor.stores,
             facts={
@@ -81,7 +84,7 @@ _ADDRESS = ("slot_mapping", "slots", "indexing", "lookup_table", "sequence_ids",
 
 @dataclass(frozen=True)
 class Part:
-    """What one of the two writes stores.
+    """One of the two writes.
 
     heads: the projection it comes from; None where nothing between it and the cache is absorbed.
     rows: [T, L] or [T, R], before norm and rotation.
@@ -99,8 +102,7 @@ class Part:
 
     @property
     def is_rope_key(self) -> tuple[bool, Any]:
-        """Orders a latent before a rope key: the rotated one, else the one without a norm, else the
-        narrower one."""
+        """A sort key, larger for the rope key: rotated, else without a norm, else narrower."""
         rotated = self.heads is not None and self.heads.rope is not None
         return rotated, (self.norm is None, -int(self.place.window[3]))
 
@@ -115,9 +117,9 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
     heads = _absorbable(place, flow, anchor)
     if heads is None:
         width = place.window[3]
-        rows = View(place.source.value, effects.reshape(place.source.effect, (place.tokens, width)))
+        rows = place.source.reshape(place.tokens, width)
         return Part(write, place, None, rows, place.absorbed)
-    below = {*heads.trunk.absorbed}
+    below = {*heads.linear.absorbed}
     between = tuple(v for v in heads.absorbed if v not in below)
     return Part(write, place, heads, _rows(heads), (*place.absorbed, *between))
 
@@ -125,16 +127,16 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
 def _absorbable(place: Addressing, flow: Dataflow, anchor: WritePair) -> Heads | None:
     """The projection below norm and rotation, where nothing else needs what they make."""
     try:
-        heads = match_heads(place.source, Stage.K_PATH)
+        heads = match_heads(place.source, _PATH)
         if check_tokens(heads, place, "latent", Stage.K_PATH) != 1:
             return None
     except Reject as rejection:
-        if rejection.miss.code in ("K_PATH", "CAST"):
-            return None  # finished in a way of its own: stored as it comes
+        if rejection.miss.code in (_PATH.code, "CAST"):
+            return None  # made by operations that the op does not have: stored as it is
         raise
-    whole = heads.trunk.layout == effects.identity(heads.trunk.value.shape)
+    whole = heads.linear.layout == effects.identity(heads.linear.value.shape)
     inside = {*heads.absorbed, *place.absorbed, *anchor.stores}
-    for value in set(heads.absorbed) - set(heads.trunk.absorbed):
+    for value in set(heads.absorbed) - set(heads.linear.absorbed):
         whole &= value not in flow.output_values
         whole &= inside.issuperset(flow.users.get(value, ()))
     return heads if whole else None
@@ -142,7 +144,7 @@ def _absorbable(place: Addressing, flow: Dataflow, anchor: WritePair) -> Heads |
 
 def _rows(heads: Heads) -> View:
     """The projection's output for these features, [T, D]."""
-    value = heads.trunk.value
+    value = heads.linear.value
     feature = len(value.shape) - 1
     effect = effects.identity(value.shape)
     tokens = effects.product(value.shape[:-1])
@@ -161,9 +163,7 @@ def _guard(latent: Part, rope_key: Part, flow: Dataflow) -> None:
     dtypes = {part.place.dtype for part in (latent, rope_key)}
     dtypes |= {part.rows.value.dtype for part in (latent, rope_key)}
     dtypes |= {part.place.source.value.dtype for part in (latent, rope_key)}
-    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        reject("DTYPE", Stage.GUARDS, f"latents and cache have {names}, not one dtype", culprit)
+    check_dtypes(dtypes, "latents and cache", culprit)
 
 
 def _norm(norm: HeadNorm | None) -> dict[str, Any]:

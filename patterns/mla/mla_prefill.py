@@ -17,10 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from tilewright.codegen.targets import detect_target
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Stage, register, reject
 from tilewright.patterns.mla.absorbed import absorbed_products
@@ -33,10 +29,9 @@ from tilewright.patterns.recognise.attention import (
     refuse,
     without_padding,
 )
+from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.masks import Causal, causal_of
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,6 @@ class MlaPrefill:
             arguments=_arguments(attention, keys, query),
             results=(attention.result(),),
             absorbed=tuple(dict.fromkeys(absorbed)),
-            stores=(),
             facts=_facts(attention, keys, query),
             scope=common_scope(keys.weight.value.scope or anchor.scope, anchor.scope),
             scratch=keys.scratch,
@@ -82,7 +76,7 @@ class MlaPrefill:
 
 
 def _is_latent(value: Value, flow: Dataflow) -> bool:
-    """Whether K has a part that all heads share: worth a word where it is not fused."""
+    """Whether K has a part that all heads share: reported as a miss where it is not fused."""
     return any(has_shared_part(keys, flow) for keys in keys_of(value))
 
 
@@ -90,27 +84,15 @@ def _guard(attention: Attention, keys: LatentKeys) -> None:
     queries = (q for q, _ in attention.terms)
     codes = () if keys.scales else (keys.latents, keys.weight)
     dtypes = {keys.dtype, *(view.value.dtype for view in (*queries, keys.rope_keys, *codes))}
-    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names, known = (
-            ", ".join(sorted(str(d).removeprefix("torch.") for d in some))
-            for some in (dtypes, SUPPORTED_DTYPES)
-        )
-        reject(
-            "DTYPE",
-            Stage.GUARDS,
-            f"query, latents, rope keys and weight have {names}; expected one of {known} for all",
-            attention.end,
-        )
-    device = attention.end.device
-    if device.type == "cuda" and detect_target(device.index) is None:
-        reject("UNSUPPORTED", Stage.GUARDS, f"{device} has no kernels", attention.end)
+    check_dtypes(dtypes, "query, latents, rope keys and weight", attention.end)
+    check_device(attention.v)
 
 
 def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
     arguments = {
         **query.arguments,
-        "latent": _rows(keys.latents),
-        "k_rope": _rows(keys.rope_keys),
+        "latent": keys.latents.matrix,
+        "k_rope": keys.rope_keys.matrix,
         "kv_b_weight": keys.weight,
         "v_dim": keys.v_dim,
         "scale": attention.scale,
@@ -123,23 +105,13 @@ def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str
     return arguments | offsets
 
 
-def _merged(view: View, *shape: Any) -> View:
-    return View(view.value, effects.reshape(view.effect, shape))
-
-
-def _rows(view: View) -> View:
-    """[B, K, n] as [B * K, n]."""
-    batch, keys, width = view.shape
-    return _merged(view, effects.product((batch, keys)), width)
-
-
 def _flat(item: Any) -> Any:
     """Scales [B, K, n] as [B * K, n]; others as they are."""
-    return _rows(item) if isinstance(item, View) and len(item.shape) == 3 else item
+    return item.matrix if isinstance(item, View) and len(item.shape) == 3 else item
 
 
 def _mask(attention: Attention) -> dict[str, Any]:
-    """The mask, as little of it as has to be read."""
+    """The mask's arguments: causal or by position where that is proven, else the tensor."""
     numbers = {} if attention.added is None else {"attn_mask": attention.added}
     if attention.row_offsets is not None:
         return _ragged_mask(attention)
@@ -174,9 +146,7 @@ def _ragged_mask(attention: Attention) -> dict[str, Any]:
 def _lengths(offsets: View) -> Computed:
     """[B] of offsets [B + 1]."""
     count = offsets.shape[0] - 1
-    ends, starts = (
-        View(offsets.value, effects.narrow(offsets.effect, 0, first, count)) for first in (1, 0)
-    )
+    ends, starts = (offsets.narrow(0, first, count) for first in (1, 0))
     return Computed("add", (ends, Computed("neg", (starts,))))
 
 
@@ -193,7 +163,7 @@ def _facts(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, An
         "batch": "ragged" if ragged else "equal",
         "q rope": query.style,
         "latents": "fp8" if keys.scales else "dense",
-        "q": str(attention.v.value.dtype).removeprefix("torch."),
+        "q": dtype_name(attention.v.value.dtype),
     }
 
 

@@ -1,4 +1,4 @@
-"""The query of latent attention: rotated in the op, which reads it where its projection left it.
+"""The query of latent attention, rotated by the op where its projection is found.
 
     q = linear(x, q_b)                                    [T, H, N + R]
     q = cat(q[..., :N], rope(q[..., N:]))         ⇒       q, cos and sin
@@ -14,12 +14,15 @@ from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.mla.keys import assembled
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table
 from tilewright.patterns.projection.rows import Rows
 from tilewright.patterns.recognise.attention import Attention
+from tilewright.patterns.recognise.linear import Path, holds_all_tokens
+
+_PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def _by_token(q: View) -> View:
     """[B, S, H, D] as [T, H, D]."""
     batch, queries, heads, width = q.shape
     tokens = effects.product((batch, queries))
-    return View(q.value, effects.reshape(q.effect, (tokens, heads, width)))
+    return q.reshape(tokens, heads, width)
 
 
 def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None:
@@ -61,22 +64,22 @@ def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None
     made = assembled([q for q, _ in attention.terms], flow)
     if len(made.pieces) != 2 or made.scratch:
         return None
-    nope, rope = (match_heads(piece.view, Stage.Q_PATH) for piece in made.pieces)
+    nope, rope = (match_heads(piece.view, _PATH) for piece in made.pieces)
     heads = rope.num_heads
     both = nope.head_dim + rope.head_dim
     step = ((heads, both),) if heads > 1 else ()
-    value = rope.trunk.value
+    value = rope.linear.value
     plain = nope.rope is None and nope.norm is None and rope.norm is None
-    plain = plain and nope.trunk.value is value and nope.head_dim == width
+    plain = plain and nope.linear.value is value and nope.head_dim == width
     plain = plain and nope.rows == Rows(0, step, width)
     plain = plain and rope.rows == Rows(width, step, rope.head_dim)
     plain = plain and value.shape[-1] == heads * both
-    plain = plain and rope.trunk.layout == effects.identity(value.shape)
+    plain = plain and rope.linear.layout == effects.identity(value.shape)
     if not plain or rope.rope is None or rope.rope.rotary_dim != rope.head_dim:
         return None
     if not all(_in_order(part) for part in (nope, rope)):
         return None
-    kept = {*rope.trunk.absorbed}
+    kept = {*rope.linear.absorbed}
     between = [v for part in (nope, rope) for v in part.absorbed if v not in kept]
     absorbed = tuple(dict.fromkeys((*made.absorbed, *between)))
     inside = {*absorbed, *attention.absorbed}
@@ -98,11 +101,5 @@ def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None
 
 def _in_order(part: Heads) -> bool:
     """Whether [B, S, H, D] holds every token of the projection once, in its order, head by head."""
-    layout = part.layout
-    if part.rows.dims(part.feature) != layout.dims[2:] or any(layout.start[: part.feature]):
-        return False
-    lead = Effect(layout.dims[:2], layout.start)
-    flat = effects.reshape(lead, (effects.product(lead.shape),))
-    identity = effects.identity((*part.tokens, 1))
-    whole = Effect(identity.dims[:-1], (0,) * len(identity.start))
-    return flat.dims == effects.reshape(whole, (effects.product(part.tokens),)).dims
+    by_head = part.rows.dims(part.feature) == part.layout.dims[2:]
+    return by_head and holds_all_tokens(part.layout, 2, part.tokens)

@@ -1,5 +1,5 @@
-"""The way from the rows of the experts' last GEMM back to tokens: weighting, un-permutation and
-sum, in whichever order and spelling."""
+"""From the rows of the experts' last GEMM back to tokens: weighting, un-permutation and sum over
+slots, in any order and spelling."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Effect
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.moe.layer import cast_back, refuse_combine
 from tilewright.patterns.moe.sentinels import is_row_mask
 from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
@@ -24,17 +24,16 @@ from tilewright.patterns.recognise.routing import (
     match_rows,
     per_row,
 )
+from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
 
-# They take a tensor for its shape alone.
+# They read a tensor's shape, not its elements.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
 _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
-
-register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
 
 
 @dataclass(frozen=True)
 class Combine:
-    """The way from the down GEMM's rows to tokens. weights: expert weights [T, S]; None: not here.
+    """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S].
 
     end: the result [T, H].
     """
@@ -46,7 +45,7 @@ class Combine:
 
 
 def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
-    """Weighting, un-permutation and sum, in whichever order and spelling."""
+    """Follows the down GEMM's result through weighting, un-permutation and sum; raises Reject."""
     value, weights, absorbed = down.end, None, []
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
@@ -84,16 +83,11 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
             return _finish(flow, user, weights, num_slots, absorbed, dtype)
         else:
             break
-    reject(
-        "EXPERT_COMBINE",
-        Stage.GUARDS,
-        f"after the down projection came {absorbed[-1] if absorbed else 'no single reader'}",
-        absorbed[-1] if absorbed else down.end,
-    )
+    refuse_combine(absorbed[-1] if absorbed else None, down.end)
 
 
 def _keeps_rows(user: Value, value: Value, matrix: tuple[Any, Any]) -> bool:
-    """Whether an element-wise operation reads all of value, its rows in their order."""
+    """Whether an element-wise operation reads the whole value, rows in order."""
     own = [v for v in user.operands if v.value is value]
     return len(own) == 1 and user.shape == own[0].shape and _is_matrix(own[0], matrix)
 
@@ -112,22 +106,19 @@ def _contracted(
 ) -> View | None:
     """Expert weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product."""
     found = named_product(product)
-    if found is None:
+    if found is None or not found.names_differ:
         return None
-    (one, other), (ones, others), result = found
-    for y, ys, by, bs in ((one, ones, other, others), (other, others, one, ones)):
-        if y.value is not value or len(ys) != 3 or len(set(ys)) != 3 or len(set(bs)) != len(bs):
+    for y, by in found.either_way:
+        if y.view.value is not value or len(y.names) != 3:
             continue
-        dims = dict(zip(bs, by.effect.dims, strict=True))
-        single = [name for name, dim in dims.items() if name not in ys and not dim]
-        t, s, h = ys[0], ys[1], ys[2]
-        if y.shape[1:] != (num_slots, matrix[1]) or not _is_matrix(y, matrix):
+        single = [name for name, dim in by.dims.items() if name not in y.names and not dim]
+        t, s, h = list(y.names)
+        if y.view.shape[1:] != (num_slots, matrix[1]) or not _is_matrix(y.view, matrix):
             continue
-        if {n for n in bs if n not in single} != {t, s} or s in result:
+        if {n for n in by.names if n not in single} != {t, s} or s in found.result:
             continue
-        if [n for n in result if n not in single] == [t, h]:
-            weights, _ = strip_casts(View(by.value, Effect((dims[t], dims[s]), by.effect.start)))
-            return weights
+        if [n for n in found.result if n not in single] == [t, h]:
+            return strip_casts(by.ordered((t, s)))[0]
     return None
 
 
@@ -147,19 +138,7 @@ def _finish(
             "the experts' results are summed without weights",
             end,
         )
-    user = _only_user(flow, end)
-    back = user is not None and is_float_cast(user) and user.dtype == dtype
-    if user is not None and back and end.dtype != dtype and end not in flow.output_values:
-        absorbed.append(user)
-        end = user
-    if end.dtype != dtype:
-        reject(
-            "EXPERT_COMBINE",
-            Stage.GUARDS,
-            f"the sum stays {end.dtype}, the tokens are {dtype}",
-            end,
-            hint="cast the sum back to the dtype of the tokens, and use that alone",
-        )
+    *_, end = ends = cast_back(flow, end, dtype)
     if end.store is not None:
         reject(
             "EXPERT_COMBINE",
@@ -168,12 +147,12 @@ def _finish(
             end,
             hint="use index_add instead of index_add_",
         )
-    return Combine(weights, num_slots, end, tuple(absorbed))
+    return Combine(weights, num_slots, end, (*absorbed, *ends))
 
 
 def _only_user(flow: Dataflow, value: Value) -> Value | None:
     users = [u for u in dict.fromkeys(flow.users.get(value, ())) if u.op not in SHAPED_LIKE]
-    # An in-place spelling is a computation and a store of it into the same memory.
+    # An in-place op is two values: the computation, and the store of its result.
     users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
                                       and not u.store.index)]  # fmt: skip
     return users[0] if len(users) == 1 else None
@@ -210,7 +189,7 @@ def _by_token(view: View | None, num_slots: Any) -> View | None:
     tokens = effects.divides(num_slots, total)
     if tokens is None:
         return None
-    return View(view.value, effects.reshape(view.effect, (tokens, num_slots)))
+    return view.reshape(tokens, num_slots)
 
 
 def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
@@ -231,43 +210,36 @@ def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
     if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
         return False
     view = user.operands[0]
-    dims = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
-    if len(view.shape) != 3 or view.shape[1] != num_slots or [d % 3 for d in dims] != [1]:
+    if len(view.shape) != 3 or view.shape[1] != num_slots or reduced_dims(user) != (1,):
         return False
     routes = effects.reshape(view.effect, (effects.product(view.shape[:2]), view.shape[2]))
     flat_value = effects.product(value.shape[:-1])
     expected = effects.reshape(effects.identity(value.shape), (flat_value, value.shape[-1]))
-    return routes == expected and not user.kwargs.get("keepdim")
+    return routes == expected and not keeps_dim(user)
 
 
 def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
     """Whether `user` adds each row of value to its token, from zero."""
     store = user.store
     if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
-        return False  # more rows than tokens
+        return False  # the sum has more rows than there are tokens
     if user.op in ("aten.index_add", "aten.scatter_add"):
         base, dim, index, source = user.args[:4]
         if user.args[4:] or user.kwargs.get("alpha", 1) != 1:
             return False
         rows = match_rows(_first_column(index), order) if dim == 0 else None
-        return rows == num_slots and source == value.whole and _is_zero(base)
+        return rows == num_slots and source == value.whole and is_filled(base, 0)
     if store is None or not store.accumulate or store.memory.is_input:
         return False
     items = list(store.index.items())
     if len(items) != 1 or items[0][0] != 0 or store.source != value.whole:
         return False
     before = user.args[0]
-    return match_rows(items[0][1], order) == num_slots and _is_zero(before)
+    return match_rows(items[0][1], order) == num_slots and is_filled(before, 0)
 
 
 def _first_column(view: View) -> View:
     """An index that repeats along the columns, as the rows it names."""
     if len(view.effect.dims) == 2 and all(a.axis is None for a in view.effect.dims[1]):
-        return View(view.value, effects.Effect(view.effect.dims[:1], view.effect.start))
+        return view.with_dims(*view.effect.dims[:1])
     return view
-
-
-def _is_zero(view: Any) -> bool:
-    names = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-    return isinstance(view, View) and view.value.op in names

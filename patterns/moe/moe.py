@@ -12,37 +12,33 @@ outside. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
-from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.moe.combine import SHAPED_LIKE, Combine, match_combine
-from tilewright.patterns.moe.kernels import ExpertKernels, find_expert_kernels
-from tilewright.patterns.moe.loop import ExpertLoop, find_expert_loop
+from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
 from tilewright.patterns.moe.order import check_groups, rows_in_order
+from tilewright.patterns.moe.refused import Refused, refused_experts
 from tilewright.patterns.moe.sentinels import (
     clamps,
     foreign_experts,
     unmasked,
     without_foreign,
 )
-from tilewright.patterns.moe.unrolled import UnrolledExperts, find_unrolled_experts
-from tilewright.patterns.moe.weights import check_dtypes, layer_arguments
 from tilewright.patterns.quantised.activations import (
-    as_numbers,
+    before_quantisation,
     check_formats,
     holds_codes,
     match_quantised_rows,
     refuse_format,
 )
-from tilewright.patterns.recognise.activation import Activation, match_activation
+from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.grouped_gemm import (
-    Columns,
     ExpertGemm,
-    check_device,
     is_expert_gemm,
     match_expert_gemm,
     routes_of,
@@ -51,15 +47,10 @@ from tilewright.patterns.recognise.grouped_gemm import (
 from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.routing import Order, in_order
 
-register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
-
-
-# How many values back from the rows of a GEMM the one before it may lie.
+# How many values the search goes back from a GEMM's rows to the GEMM before it.
 _REACH = 48
-# And from the routes of a GEMM, through the router and the norm before it.
+# And from a GEMM's routes, through the router and the norm before it.
 _ROUTING_REACH = 192
-# Mixtures that are told, not fused.
-Refused = ExpertLoop | ExpertKernels | UnrolledExperts
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,8 @@ class Moe:
     takes_leftovers: bool = True
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Refused]:
-        """A GEMM with expert weights that another one of its kind feeds, not as it is: two in a
-        row are an adapter."""
+        """A GEMM with expert weights whose rows come from another one, through an activation: two
+        in direct succession are a LoRA adapter."""
         for value in flow.values:
             rows = rows_of(value)
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
@@ -81,14 +72,11 @@ class Moe:
             feeds = {v for v in before if is_expert_gemm(v)}
             if feeds and not _is_of_a_later_layer(value, feeds):
                 yield value
-        for refused in (find_expert_loop(flow), find_expert_kernels(flow)):
-            if refused is not None:
-                yield refused
-        yield from find_unrolled_experts(flow)
+        yield from refused_experts(flow)
 
     def match(self, anchor: Value | Refused, flow: Dataflow) -> Match:
         if isinstance(anchor, Refused):
-            raise anchor.refuse(self.name)
+            raise anchor.reject()
         down = match_expert_gemm(anchor, flow)
         if down is None:
             reject(
@@ -97,47 +85,42 @@ class Moe:
                 f"the weight of {anchor} is computed in the graph",
                 anchor,
             )
-        down, coded = as_numbers(down)
+        down, coded = before_quantisation(down)
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))
         activation = match_activation(_whole_again(activated))
         if activation is None and holds_codes(down.x):
-            refuse_format(down.x, "are rounded to eight bits in another way than the op's")
+            refuse_format(down.x, "are quantised to eight bits in another way than the op does")
         if activation is None:
-            reject(
-                "EXPERT_ACTIVATION",
-                Stage.ACTIVATION,
-                f"found {down.x.value} between the two grouped GEMMs",
-                down.x,
-            )
-        gate, gate_coded = as_numbers(_first_gemm(activation.gate, "gate", flow))
+            refuse_activation(down.x)
+        gate, gate_coded = before_quantisation(_first_gemm(activation.gate, "gate", flow))
         up, up_coded = None, gate_coded
         if activation.up is not None:
-            up, up_coded = as_numbers(_first_gemm(activation.up, "up", flow))
-        firsts = [gemm for gemm in (gate, up) if gemm is not None]
+            up, up_coded = before_quantisation(_first_gemm(activation.up, "up", flow))
+        layer = Layer(gate, up, down, activation)
         if holds_codes(gate.x):
-            refuse_format(gate.x, "are rounded to eight bits in another way than the op's")
+            refuse_format(gate.x, "are quantised to eight bits in another way than the op does")
         order, num_slots, x = rows_in_order(gate)
-        if any(gemm.x != gate.x for gemm in firsts) or up_coded != gate_coded:
-            reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", down.x)
+        layer.check_rows()
+        if up_coded != gate_coded:
+            refuse_rows(down.x)
         tokens = match_quantised_rows(x) if coded and not gate_coded else None
         if tokens is not None:
-            # Before the gather, and perhaps for others too: what is left unused goes by itself.
+            # Quantised before the gather, maybe for other readers too: if not, it is dead code.
             x, gate_coded = tokens.source, True
-        check_groups((*firsts, down), order)
+        check_groups(layer.gemms, order)
         combine = match_combine(flow, down, order, num_slots)
-        layer = layer_arguments({"gate": gate, "up": up, "down": down}, activation)
+        arguments = layer.arguments()
         if coded or gate_coded:
-            check_formats(coded, gate_coded, x, activated, layer)
-            layer["activation_format"] = "fp8"
-        check_dtypes(x, [gemm.weight for gemm in (*firsts, down)], anchor)
-        check_device(x)
-        return _match(self, flow, anchor, x, order, activation, gate, up, down, combine, layer)
+            check_formats(coded, gate_coded, x, activated, arguments)
+            arguments["activation_format"] = "fp8"
+        layer.check_kernels(x, anchor)
+        return _match(self, flow, anchor, x, order, layer, combine, arguments)
 
 
 def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
-    """Whether a GEMM's routes are chosen from what `feeds` made: they end a layer before it. In one
-    layer the routes are known before its first GEMM."""
+    """Whether a GEMM's routes are computed from the results of `feeds`: those end an earlier layer,
+    since a layer's routes are known before its first GEMM."""
     routes = routes_of(value)
     if routes is None:
         return False
@@ -146,7 +129,7 @@ def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
 
 
 def _whole_again(rows: View) -> View:
-    """Rows [M, K] that are a whole value with its leading dimensions in one, as that value."""
+    """The whole value, where rows [M, K] are that value with its leading dimensions merged."""
     try:
         matrix = effects.reshape(effects.identity(rows.value.shape), rows.shape)
     except effects.InexpressibleError:
@@ -155,30 +138,15 @@ def _whole_again(rows: View) -> View:
 
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
-    """The GEMM of which `part` is the gate or up half; its weight and bias are that half's."""
+    """The GEMM of which `part`, behind a mask of rows or not, is the gate or up half."""
     part, masked = unmasked(part)
-    for candidate in (part.value, *(v.value for v in part.value.operands)):
-        gemm = match_expert_gemm(candidate, flow)
-        columns = None if gemm is None or gemm.end is not part.value else gemm.columns_of(part)
-        if gemm is not None and columns is not None:
-            weight, bias = _part(gemm.weight, columns), _part(gemm.bias, columns)
-            assert weight is not None
-            absorbed = (*gemm.absorbed, *masked)
-            return replace(gemm, weight=weight, bias=bias, absorbed=absorbed)
-    reject(
-        "EXPERT_ACTIVATION",
-        Stage.ACTIVATION,
-        f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights",
-        part,
-    )
 
+    def gemms_of(value: Value) -> list[ExpertGemm]:
+        gemm = match_expert_gemm(value, flow)
+        return [] if gemm is None else [gemm]
 
-def _part(view: View | None, columns: Columns) -> View | None:
-    """The rows (dimension 1) of a weight or bias [E, N, ...] that make some columns of [M, N]."""
-    if view is None:
-        return None
-    start, length, step = columns
-    return View(view.value, effects.narrow(view.effect, 1, start, length, step))
+    found = first_gemm(part, name, gemms_of)
+    return replace(found, absorbed=(*found.absorbed, *masked))
 
 
 # --- the match ------------------------------------------------------------------------------------
@@ -190,57 +158,58 @@ def _match(
     anchor: Value,
     x: View,
     order: Order,
-    activation: Activation,
-    gate: ExpertGemm,
-    up: ExpertGemm | None,
-    down: ExpertGemm,
+    layer: Layer[ExpertGemm],
     combine: Combine,
-    layer: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Match:
     num_slots = combine.num_slots
     tokens = effects.divides(num_slots, effects.product(order.ids.shape))
-    ids = View(order.ids.value, effects.reshape(order.ids.effect, (tokens, num_slots)))
-    firsts = (gate,) if up is None else (gate, up)
-    rows, masked = unmasked(gate.x)
-    gather = () if order.permutation is None else (rows.value, *masked)
-    absorbed = tuple(value for gemm in firsts for value in gemm.absorbed)
-    absorbed += (*gather, *activation.absorbed, *down.absorbed, *combine.absorbed)
-    absorbed += tuple(clamps(flow, order, down.weight.shape[0]))
-    arguments: dict[str, Any] = {
-        "x": x,
-        "expert_ids": _held(ids, order, absorbed, (*firsts, down)),
-        "expert_weights": combine.weights,
-        **layer,
-    }
-    absorbed += tuple(
+    ids = order.ids.reshape(tokens, num_slots)
+    rows, masked = unmasked(layer.gate.x)
+    absorbed = {value for gemm in layer.gemms for value in gemm.absorbed}
+    absorbed |= {*layer.activation.absorbed, *combine.absorbed}
+    absorbed |= {rows.value, *masked} if order.permutation is not None else set()
+    absorbed.update(clamps(flow, order, layer.down.weight.shape[0]))
+    expert_ids = _expert_ids(ids, order, absorbed, layer.gemms)
+    absorbed |= {
         user
         for value in absorbed
         for user in flow.users.get(value, ())
         if user.op in SHAPED_LIKE and user.operands[0].value is value
-    )
+    }
     nodes = {value.node for value in absorbed}
-    # Where the largest are: they come with the largest.
-    absorbed += tuple(v for v in flow.values if v.op == "aten.max" and v.node in nodes)
+    # `max` over a dimension gives values and indices: both outputs go.
+    absorbed |= {v for v in flow.values if v.op == "aten.max" and v.node in nodes}
     scratch = tuple(store for store in flow.stores if store.node in nodes)
+    weights = arguments.get("weight_format", "dense")
+    biased = any(gemm.bias is not None for gemm in (layer.gate, layer.down))
+    own = {"gate": _gate_layout(layer), "bias": "yes" if biased else "no"}
+    facts = layer.facts(x, num_slots, weights, **own)
+    if "activation_format" in arguments:
+        facts["activations"] = "fp8"
     return Match(
         pattern=pattern.name,
         op=pattern.op,
         anchor=anchor,
-        arguments=arguments,
+        arguments={
+            "x": x,
+            "expert_ids": expert_ids,
+            "expert_weights": combine.weights,
+            **arguments,
+        },
         results=(Result(combine.end, _in_shape_of(combine.end, tokens, x)),),
-        absorbed=tuple(v for v in dict.fromkeys(absorbed) if v not in scratch),
-        stores=(),
+        absorbed=tuple(sorted(absorbed.difference(scratch), key=lambda value: value.position)),
         scratch=scratch,
-        facts=_facts(x, activation, gate, up, down, num_slots)
-        | {"weights": layer.get("weight_format", "dense")}
-        | ({"activations": "fp8"} if "activation_format" in layer else {}),
-        scope=common_scope(gate.end.scope, anchor.scope),
+        facts=facts,
+        scope=common_scope(layer.gate.end.scope, anchor.scope),
     )
 
 
-def _held(ids: View, order: Order, absorbed: tuple[Value, ...], gemms: Sequence[ExpertGemm]) -> Any:
-    """The experts as an argument, those elsewhere left out where the graph masks their rows, or
-    clamps them for the biases alone: then their rows, behind the last end, hold anything."""
+def _expert_ids(
+    ids: View, order: Order, absorbed: Iterable[Value], gemms: Sequence[ExpertGemm]
+) -> Any:
+    """The expert_ids argument. Experts on other devices become -1 where the graph masks their rows,
+    or clamps their ids for the biases: then their rows, behind the last end, are undefined."""
     num_experts = gemms[-1].weight.shape[0]
     clamped = order.permutation is not None and any(
         gemm.bias_index is not None and not in_order(gemm.bias_index, order) for gemm in gemms
@@ -264,33 +233,12 @@ def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:
     return effects.reshape(effects.identity((tokens, x.shape[1])), end.shape)
 
 
-def _facts(
-    x: View,
-    activation: Activation,
-    gate: ExpertGemm,
-    up: ExpertGemm | None,
-    down: ExpertGemm,
-    num_slots: Any,
-) -> dict[str, Any]:
-    experts, hidden, inner = down.weight.shape
-    tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
-    return {
-        "experts": experts,
-        "slots": num_slots,
-        "inner": inner,
-        "activation": activation.name,
-        "gate": _gate_layout(activation, gate, up),
-        "bias": "no" if gate.bias is None and down.bias is None else "yes",
-        "x": f"{str(x.value.dtype).removeprefix('torch.')}[{tokens},{hidden}]",
-    }
-
-
-def _gate_layout(activation: Activation, gate: ExpertGemm, up: ExpertGemm | None) -> str:
-    if up is None:
+def _gate_layout(layer: Layer[ExpertGemm]) -> str:
+    if layer.up is None:
         return "none"
-    if up.end is not gate.end:
+    if layer.up.end is not layer.gate.end:
         return "separate"
-    columns = gate.columns_of(activation.gate)
+    columns = layer.gate.columns_of(layer.activation.gate)
     return "interleaved" if columns is not None and columns[2] == 2 else "halves"
 
 

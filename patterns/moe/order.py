@@ -1,4 +1,4 @@
-"""Whether the rows, weights and biases of a mixture's GEMMs follow one order of the routes.
+"""Checks that rows, weights and biases of a mixture's GEMMs follow one order of the routes.
 
 Dimension letters: T tokens, S slots, E experts, H hidden.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View, upstream
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.sentinels import unclamped, unmasked
@@ -23,7 +22,7 @@ from tilewright.patterns.recognise.routing import (
 )
 
 _SORTS = ("aten.sort", "aten.argsort")
-# How many values back from the row numbers their sort may lie.
+# How many values the search goes back from the row numbers to their sort.
 _REACH = 24
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
@@ -65,13 +64,12 @@ def _rows_by_route(gemm: ExpertGemm) -> tuple[Order, Any, View]:
     rows, hidden = gemm.x.effect.dims
     repeats = rows[-1].axis is None if rows else False
     num_slots = rows[-1].length if repeats else 1
-    tokens = View(gemm.x.value, effects.Effect((rows[:-1] if repeats else rows, hidden),
-                                               gemm.x.effect.start))  # fmt: skip
+    tokens = gemm.x.with_dims(rows[:-1] if repeats else rows, hidden)  # fmt: skip
     return Order(None, gemm.experts), num_slots, tokens
 
 
 def _permutations(rows: View) -> Iterator[View]:
-    """Candidates for the order's permutation among what the row numbers are made of."""
+    """Sorts that the row numbers are computed from."""
     if rows.value.op in _SORTS:
         yield rows
     for value in upstream(rows.value, _REACH, lambda v: v.op not in _SORTS):

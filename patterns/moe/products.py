@@ -1,4 +1,4 @@
-"""Products of every token with the weights of every expert: bmm, einsum, matmul in one normal form.
+"""GEMMs of every token with every expert's weight: bmm, einsum and matmul in one normal form.
 
     y[e, t, n] = sum_k x[t, k] * weight[e, n, k]        the first: x the same for all experts,
     y[e, t, n] = sum_k x[e, t, k] * weight[e, n, k]     or scaled by expert; the second
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Dim, Effect
-from tilewright.patterns.quantised.words import pushed
-from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.effects import Dim
+from tilewright.patterns.recognise.gemm import Side, named_product
+from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
 
 
@@ -41,50 +40,36 @@ class DenseGemm:
         """Whether all experts see the same x."""
         return all(a.axis is None for a in self.x.effect.dims[0])
 
-    def columns_of(self, part: View) -> tuple[Any, Any, int] | None:
+    def columns_of(self, part: View) -> Columns | None:
         """The outputs (first, number, step) that a view of the result takes of every row, its
         dimensions in the result's order; None for another view."""
-        if part.value is not self.end or len(part.effect.dims) != 3:
+        axis = self.roles.index("n")
+        sizes, whole = list(part.shape), list(self.end.shape)
+        if part.value is not self.end or len(sizes) != 3:
             return None
-        whole = effects.identity(self.end.shape)
-        found = None
-        for axis, (dim, role) in enumerate(zip(part.effect.dims, self.roles, strict=True)):
-            if role != "n":
-                if dim != whole.dims[axis] or part.effect.start[axis] != 0:
-                    return None
-            elif len(dim) == 1 and dim[0].axis == axis:
-                found = part.effect.start[axis], dim[0].length, dim[0].step
-        return found
+        sizes[axis] = whole[axis]
+        in_place = sizes == whole and any(a.axis == axis for a in part.effect.dims[axis])
+        return columns_along(part, axis) if in_place else None
 
 
 def dense_gemms(value: Value, flow: Dataflow) -> Iterator[DenseGemm]:
-    """What a value may be as such a product, its operands either way round."""
-    found = named_product(value)
-    if found is None:
+    """The GEMMs with all experts that a value can be read as: either operand may be the weight."""
+    product = named_product(value)
+    if product is None or len(product.result) != 3 or not product.names_differ:
         return
-    (one, other), (ones, others), result = found
-    for x, xs, weight, ws in ((one, ones, other, others), (other, others, one, ones)):
-        gemm = _as_gemm(value, (x, xs), (weight, ws), result)
+    for x, weight in product.either_way:
+        gemm = _as_gemm(value, x, weight, product.result)
         if gemm is not None:
             yield _with_bias(gemm, flow)
 
 
-def _as_gemm(
-    value: Value, x: tuple[View, str], weight: tuple[View, str], result: str
-) -> DenseGemm | None:
-    if len(result) != 3 or len(weight[1]) != 3 or len(set(result)) != 3:
+def _as_gemm(value: Value, x: Side, weight: Side, result: str) -> DenseGemm | None:
+    if len(weight.names) != 3 or weight.view.value.projected:
         return None
-    if len(x[1]) != len(x[0].effect.dims) or len(weight[0].effect.dims) != 3:
-        return None
-    if any(len(set(names)) != len(names) for names in (x[1], weight[1])):
-        return None
-    xs = dict(zip(x[1], x[0].effect.dims, strict=True))
-    ws = dict(zip(weight[1], weight[0].effect.dims, strict=True))
-    if weight[0].value.projected:
-        return None
+    xs, ws = x.dims, weight.dims
     summed = [n for n in ws if n in xs and n not in result]
     tokens = [n for n in xs if n in result and (n not in ws)]
-    e = weight[1][0] if _is_first_axis(ws[weight[1][0]]) else _expert_name(ws)
+    e = next((name for name, dim in ws.items() if _is_first_axis(dim)), None)
     outputs = [n for n in ws if n in result and n != e]
     if e is None or e not in result or len(summed) != 1 or len(tokens) != 1 or len(outputs) != 1:
         return None
@@ -93,8 +78,8 @@ def _as_gemm(
         return None
     experts = effects.product(a.length for a in ws[e])
     over = xs.get(e, (effects.Atom(None, 0, experts),))
-    x_view = View(x[0].value, Effect((over, xs[t], xs[k]), x[0].effect.start))
-    weight_view = View(weight[0].value, Effect((ws[e], ws[n], ws[k]), weight[0].effect.start))
+    x_view = x.view.with_dims(over, xs[t], xs[k])
+    weight_view = weight.ordered((e, n, k))
     roles = "".join({e: "e", t: "t", n: "n"}[name] for name in result)
     return DenseGemm(x_view, weight_view, None, value, roles, (value,))
 
@@ -103,28 +88,23 @@ def _is_first_axis(dim: Dim) -> bool:
     return len(dim) == 1 and dim[0].axis == 0 and dim[0].step == 1
 
 
-def _expert_name(ws: dict[str, Dim]) -> str | None:
-    return next((name for name, dim in ws.items() if _is_first_axis(dim)), None)
-
-
 def _with_bias(gemm: DenseGemm, flow: Dataflow) -> DenseGemm:
     """With a bias [E, N] that is added to every token, where the only reader adds one."""
-    users = list(dict.fromkeys(flow.users.get(gemm.end, ())))
-    if len(users) != 1 or users[0].op != "aten.add" or gemm.end in flow.output_values:
+    add = flow.only_user(gemm.end)
+    if add is None or add.op != "aten.add":
         return gemm
-    (add,) = users
     if add.kwargs.get("alpha", 1) != 1 or len(add.operands) != 2:
         return gemm
     own = [v for v in add.operands if v.value is gemm.end]
     others = [v for v in add.operands if v.value is not gemm.end]
     if len(own) != 1 or not own[0].is_whole or add.shape != gemm.end.shape:
         return gemm
-    bias = pushed(add.whole, strip_casts(others[0])[0])
+    bias = add.whole.of_operand(strip_casts(others[0])[0])
     dims = dict(zip(gemm.roles, bias.effect.dims, strict=True))
     repeats = {role: all(a.axis is None for a in dim) for role, dim in dims.items()}
     if not repeats["t"] or bias.value.projected:
         return gemm
-    by_expert = View(bias.value, Effect((dims["e"], dims["n"]), bias.effect.start))
+    by_expert = bias.with_dims(dims["e"], dims["n"])
     return DenseGemm(gemm.x, gemm.weight, by_expert, add, gemm.roles, (*gemm.absorbed, add))
 
 

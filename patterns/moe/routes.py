@@ -1,4 +1,4 @@
-"""Weights [T, E] of every expert for every token, known to be zero but for a router's choice.
+"""Scores [T, E] that are zero for all but the experts that a router chose.
 
     scores = zeros(T, E).scatter(1, ids, weights)        0 wherever ids do not point
     scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
@@ -15,12 +15,11 @@ from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.routing import strip_integer_casts
+from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _INFINITY = float("inf")
-_ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
-# f(-inf) is 0, and of a softmax's other elements they change nothing.
+# f(-inf) is 0; in a softmax such elements do not change the others.
 _FROM_MINUS_INFINITY = {"aten.sigmoid", "aten.softmax", "aten.exp", "aten.relu"}
 
 
@@ -38,8 +37,7 @@ def _are_distinct(ids: View) -> bool:
     value = ids.value
     if value.op != "aten.topk" or value.kwargs.get("output") != 1 or not ids.is_whole:
         return False
-    dim = value.args[2] if len(value.args) > 2 else value.kwargs.get("dim", -1)
-    return dim in (-1, len(value.shape) - 1)
+    return value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
 
 
 def _outside(view: View, number: float) -> View | None:
@@ -67,14 +65,11 @@ def _outside(view: View, number: float) -> View | None:
 
 
 def _over_experts(value: Value) -> bool:
-    if value.op != "aten.softmax":
-        return True
-    dim = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
-    return dim in (-1, 1)
+    return value.op != "aten.softmax" or reduced_dims(value) == (1,)
 
 
 def _product(value: Value) -> View | None:
-    """A factor that is zero makes the product so; nothing else may change it."""
+    """A product is zero where a factor is; a quotient where its numerator is."""
     first = value.args[0] if value.args else None
     if value.op == "aten.mul":
         wide = (v for v in value.operands if v.shape == value.shape)
@@ -109,14 +104,14 @@ def _masked(value: Value, number: float) -> View | None:
     """masked_fill(x, ~chosen, number), where(chosen, x, number)."""
     if value.op == "aten.where":
         chosen, _, other = value.args
-        return _chosen(chosen) if _is_number(other, number) else None
+        return _chosen(chosen) if is_filled(other, number) else None
     _, mask, other = value.args
-    if not _is_number(other, number) or not isinstance(mask, View) or not mask.is_whole:
+    if not is_filled(other, number) or not isinstance(mask, View) or not mask.is_whole:
         return None
     inverse = mask.value
     if inverse.op in ("aten.bitwise_not", "aten.logical_not"):
         return _chosen(inverse.args[0])
-    zero = inverse.op == "aten.eq" and _is_number(inverse.args[1], 0.0)
+    zero = inverse.op == "aten.eq" and is_filled(inverse.args[1], 0.0)
     return _chosen(inverse.args[0]) if zero else None
 
 
@@ -125,17 +120,15 @@ def _chosen(mask: Any) -> View | None:
     if not isinstance(mask, View) or not mask.is_whole:
         return None
     value = mask.value
-    if value.op in ("aten.gt", "aten.ne") and _is_number(value.args[1], 0.0):
+    if value.op in ("aten.gt", "aten.ne") and is_filled(value.args[1], 0.0):
         return _chosen(value.args[0])
     return _outside(mask, 0.0)
 
 
 def _summed_hits(value: Value) -> View | None:
     """one_hot(ids [T, S]), weighted or not, summed over the slots."""
-    dims = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
     hits = value.args[0]
-    if len(dims) != 1 or dims[0] % 3 != 1 or len(hits.shape) != 3 or not hits.is_whole:
+    if reduced_dims(value) != (1,) or len(hits.shape) != 3 or not hits.is_whole:
         return None
     return _hits(hits)
 
@@ -154,28 +147,3 @@ def _hits(view: View) -> View | None:
         wide = (v for v in value.operands if v.shape == value.shape)
         return next((hit for v in wide if (hit := _hits(v)) is not None), None)
     return None
-
-
-def is_filled(view: View, number: float) -> bool:
-    """Whether a view holds one number everywhere, as it was made."""
-    value = view.value
-    while value.op == "cast":
-        (operand,) = value.operands
-        value = operand.value
-    if value.op in _ZEROS:
-        return number == 0.0
-    if value.op not in ("aten.full", "aten.full_like", "aten.new_full"):
-        return False
-    fill = value.kwargs.get("fill_value", value.args[-1] if value.args else None)
-    return _is_number(fill, number)
-
-
-def _is_number(item: Any, number: float) -> bool:
-    if isinstance(item, View):
-        return is_filled(item, number) or (
-            item.value.op in ("aten.tensor", "aten.scalar_tensor")
-            and item.value.args[:1] == (number,)
-        )
-    if item is None or isinstance(item, (tuple, list, str)):
-        return False
-    return number_of(item) == number

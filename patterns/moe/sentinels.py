@@ -1,5 +1,5 @@
-"""Routes to experts that are elsewhere (expert parallelism): numbered E and up, behind the rows of
-all others once sorted, their rows filled with zeros.
+"""Routes to experts on other devices (expert parallelism): their ids are E and up, so that they
+sort behind all others, and their rows are filled with zeros.
 
     foreign = (sorted_ids >= E)[:, None]
     rows    = rows.masked_fill(foreign, 0)
@@ -17,10 +17,11 @@ from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.routing import Order, experts_of, per_row, strip_integer_casts
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 
 def is_row_mask(value: Value) -> bool:
-    """Whether a value is another's rows, zero where the row's expert is elsewhere."""
+    """Whether a value fills the rows of experts on other devices with zeros."""
     return foreign_experts(value) is not None
 
 
@@ -48,17 +49,12 @@ def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
 
 
 def unclamped(ids: View, num_experts: Size) -> View:
-    """Experts by row before a clamp that changes those of other experts alone."""
+    """Expert ids before a clamp that changes only ids of experts on other devices."""
     ids = strip_integer_casts(ids)
-    value = ids.value
-    names = {"aten.clamp": ("min", "max"), "aten.clamp_max": ("max",)}.get(value.op)
-    if names is None:
+    low, high = clamp_bounds(ids.value) or (None, None)
+    if low not in (None, 0) or high != num_experts - 1:
         return ids
-    given = {"min": None, "max": None, **value.kwargs}
-    given |= dict(zip(names, value.args[1:], strict=False))
-    if given["min"] not in (None, 0) or given["max"] != num_experts - 1:
-        return ids
-    return value.args[0].through(ids.effect)
+    return ids.value.args[0].through(ids.effect)
 
 
 def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:

@@ -12,35 +12,35 @@ from functools import cached_property
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
-from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.lora.arguments import merged_rows
-from tilewright.patterns.lora.delta import LoraDelta
-from tilewright.patterns.projection.finish import HeadNorm, head_norm, match_finish
+from tilewright.patterns.language import reject
+from tilewright.patterns.lora.delta import LoraDelta, match_delta
+from tilewright.patterns.projection.epilogue import HeadNorm, head_norm, match_epilogue
 from tilewright.patterns.projection.rows import Rows, heads_of
-from tilewright.patterns.projection.trunk import Trunk, match_trunk
 from tilewright.patterns.quantised.weights import (
     DequantizedWeight,
-    flat_rows,
     match_weight,
     refuse,
     repeated,
 )
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import piece_of
+from tilewright.patterns.recognise.linear import Linear, Path, match_linear
 from tilewright.patterns.recognise.rope import Rope, Table, table_argument
 
 
 @dataclass(frozen=True)
 class Heads:
-    """One of Q, K, V as found: `rope(norm(trunk))` or `norm(rope(trunk))`, all but the product
+    """One of Q, K, V as found: `rope(norm(linear))` or `norm(rope(linear))`, all but the product
     optional.
 
-    trunk: product, bias, clamp. rows: which of the product's features are these heads.
+    path: what misses call the way to it. linear: product, bias, clamp.
+    rows: which of the product's features are these heads.
     layout: the heads' dimensions on the product's axes [tokens..., N].
     end: the last absorbed value, whose elements are the heads.
     """
 
-    trunk: Trunk
+    path: Path
+    linear: Linear
     rows: Rows
     layout: Effect
     norm: HeadNorm | None
@@ -50,19 +50,19 @@ class Heads:
     absorbed: tuple[Value, ...]
 
     @property
-    def linear(self) -> Value:
+    def product(self) -> Value:
         """The product's value."""
-        return self.trunk.gemm.value
+        return self.linear.gemm.value
 
     @property
     def feature(self) -> int:
         """The axis of the product's features in `layout`."""
-        return self.trunk.gemm.feature
+        return self.linear.gemm.feature
 
     @property
     def tokens(self) -> tuple[Size, ...]:
         """The sizes of the product's token axes."""
-        return self.trunk.gemm.shape[:-1]
+        return self.linear.gemm.shape[:-1]
 
     @property
     def num_heads(self) -> int:
@@ -75,16 +75,16 @@ class Heads:
     @property
     def x(self) -> View:
         """The activation, flattened to [T, K]."""
-        return self.trunk.gemm.flat_x
+        return self.linear.gemm.flat_x
 
     @property
     def x_scale(self) -> View | None:
         """The scale of an activation of codes, [T or 1, K / block or 1]."""
-        return self.trunk.gemm.x_scale
+        return self.linear.gemm.x_scale
 
     @property
-    def numbers(self) -> tuple[Value, ...]:
-        """Of activation and weight those that are no codes."""
+    def float_operands(self) -> tuple[Value, ...]:
+        """Activation and weight, those that are floats and not codes."""
         coded = self.quantized is not None
         kept = () if coded else (self.weight.value,)
         return kept if self.x_scale is not None else (self.x.value, *kept)
@@ -96,7 +96,7 @@ class Heads:
     @property
     def weight(self) -> View:
         """This projection's rows of the weight, [H, D, K], or [groups, G, D, K]."""
-        return piece_of(self.rows.of(self.trunk.gemm.weight))
+        return piece_of(self.rows.of(self.linear.gemm.weight))
 
     @cached_property
     def quantized(self) -> DequantizedWeight | None:
@@ -104,16 +104,16 @@ class Heads:
 
         Raises Reject (WEIGHT_FORMAT).
         """
-        gemm, trunk = self.trunk.gemm, self.trunk
+        gemm, linear = self.linear.gemm, self.linear
         found = match_weight(self.weight)
         if found is None:
             return None
         scales = [found.scale]
-        if trunk.scale is not None:
-            rows = self.rows.of(trunk.scale, trunk.scale_first)
+        if linear.scale is not None:
+            rows = self.rows.of(linear.scale, linear.scale_first)
             scales.append(repeated(rows, self.weight.shape[-1]))
         if gemm.weight_scale is not None:
-            scales.append(flat_rows(self.rows.of(gemm.weight_scale)))
+            scales.append(self.rows.of(gemm.weight_scale).matrix)
         given = [scale for scale in scales if scale is not None]
         if len(given) > 1:
             refuse(self.weight, "they are scaled twice")
@@ -126,10 +126,10 @@ class Heads:
         """
         run = self._run_of_rows()
         if run is not None:
-            return View(delta.expand.value, effects.narrow(delta.expand.effect, 1, *run))
+            return delta.expand.narrow(1, *run)
         if delta.expand.shape[0] != 1:
             raise effects.InexpressibleError("adapters of a packed projection")
-        return merged_rows(self.rows.of(delta.expand.through(_first(delta.expand))))
+        return self.rows.of(delta.expand.select(0, 0)).matrix.unsqueeze(0)
 
     def delta_columns(self, delta: LoraDelta) -> View:
         """This projection's columns of what an adapter adds, [T, W].
@@ -139,9 +139,7 @@ class Heads:
         run = self._run_of_rows()
         if run is None:
             raise effects.InexpressibleError("the delta of a packed projection")
-        *lead, width = delta.view.shape
-        flat = effects.reshape(delta.view.effect, (effects.product(lead), width))
-        return View(delta.view.value, effects.narrow(flat, 1, *run))
+        return delta.view.matrix.narrow(1, *run)
 
     def _run_of_rows(self) -> tuple[int, int] | None:
         """(first, how many) of this projection's output features, where they are in a row."""
@@ -153,33 +151,28 @@ class Heads:
     @property
     def bias_rows(self) -> View | Computed | None:
         """This projection's part of the bias, shaped as the weight without K."""
-        bias = self.trunk.bias
+        bias = self.linear.bias
         if bias is None:
             return None
-        rows = piece_of(self.rows.of(bias, self.trunk.bias_first))
+        rows = piece_of(self.rows.of(bias, self.linear.bias_first))
         dense = rows.effect.dims[-1] == (Atom(len(rows.value.shape) - 1, 1, self.head_dim),)
         return rows if dense else Computed("contiguous", (rows,))
 
 
-def _first(stack: View) -> Effect:
-    """The only matrix of a stack [1, W, R], on the stack's axes."""
-    return effects.select(effects.identity(stack.shape), 0, 0)
-
-
-def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:
+def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
     """The projection whose heads `view` [..., H, ..., D] holds.
 
     head_dim: D, where the view does not separate heads (its feature dimension is split by it).
-    Raises Reject at `stage`.
+    Raises Reject with the codes of `path`.
     """
-    finish = match_finish(view, stage)
-    head, absorbed = finish.head, finish.absorbed
-    if finish.rope is not None:
-        head_dim = finish.rope.x.shape[-1]
-    trunk = match_trunk(head.value, stage)
-    absorbed += trunk.absorbed
-    layout = effects.compose(head.effect, trunk.layout)
-    rows = heads_of(layout, trunk.gemm.feature, head_dim)
+    stage, epilogue = path.stage, match_epilogue(view, path.stage)
+    head, absorbed = epilogue.head, epilogue.absorbed
+    if epilogue.rope is not None:
+        head_dim = epilogue.rope.x.shape[-1]
+    linear = match_linear(head.value, path, match_delta)
+    absorbed += linear.absorbed
+    layout = effects.compose(head.effect, linear.layout)
+    rows = heads_of(layout, linear.gemm.feature, head_dim)
     if rows is None:
         reject(
             "LAYOUT",
@@ -188,28 +181,31 @@ def match_heads(view: View, stage: Stage, head_dim: int | None = None) -> Heads:
             head,
         )
     norm = rope_layout = None
-    if finish.norm is not None:
-        norm = head_norm(finish, _layout_of(finish.norm.x, stage), trunk.gemm.feature, rows, stage)
-    if finish.rope is not None:
-        rope_layout = _layout_of(finish.rope.x, stage)
-        if rope_layout.dims[-1] != (Atom(trunk.gemm.feature, 1, rows.head_dim),):
-            reject("LAYOUT", stage, "a rotation runs over another axis than head_dim", trunk.value)
+    if epilogue.norm is not None:
+        norm = head_norm(
+            epilogue, _layout_of(epilogue.norm.x, path), linear.gemm.feature, rows, stage
+        )
+    if epilogue.rope is not None:
+        rope_layout = _layout_of(epilogue.rope.x, path)
+        if rope_layout.dims[-1] != (Atom(linear.gemm.feature, 1, rows.head_dim),):
+            reject("LAYOUT", stage, "a rotation runs over another axis than head_dim", linear.value)
     return Heads(
-        trunk=trunk,
+        path=path,
+        linear=linear,
         rows=rows,
         layout=layout,
         norm=norm,
-        rope=finish.rope,
+        rope=epilogue.rope,
         rope_layout=rope_layout,
         end=view.value,
         absorbed=tuple(dict.fromkeys(absorbed)),
     )
 
 
-def _layout_of(view: View, stage: Stage) -> Effect:
-    """A view of something between the product and the cache, put on the product's axes."""
-    head = match_finish(view, stage).head
-    return effects.compose(head.effect, match_trunk(head.value, stage).layout)
+def _layout_of(view: View, path: Path) -> Effect:
+    """A view between the product and its reader, as an effect on the product's axes."""
+    head = match_epilogue(view, path.stage).head
+    return effects.compose(head.effect, match_linear(head.value, path, match_delta).layout)
 
 
 def same_activation(one: Heads, other: Heads) -> bool:
@@ -234,4 +230,4 @@ def rope_table(heads: Heads, table: Table) -> View | Computed:
     Raises Reject (ROPE_TABLE) where it varies from head to head.
     """
     assert heads.rope_layout is not None
-    return table_argument(table, heads.rope_layout, heads.feature, heads.tokens)
+    return table_argument(table, heads.rope_layout, heads.feature, heads.tokens, heads.path.stage)

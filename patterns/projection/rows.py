@@ -13,6 +13,7 @@ import numpy as np
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
 from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
+from tilewright.patterns.recognise.linear import rows_of
 
 
 @dataclass(frozen=True)
@@ -51,113 +52,53 @@ class Rows:
 
     def of(self, view: View, base: int = 0) -> View:
         """These rows of `view` [N - base, ...], whose first row is row `base`: [H, D, ...]."""
-        if len(view.effect.dims[0]) > 1:
-            return self._of_merged(view, base)
-        rank = len(view.shape)
         dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
         dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
-        rest = effects.identity(view.shape).dims[1:]
-        start = (self.first - base, *(0,) * (rank - 1))
-        return view.through(Effect((*dims, *rest), start))
-
-    def _of_merged(self, view: View, base: int) -> View:
-        """The same where the rows are two dimensions of the weight: [K, heads, D] of an einsum."""
-        effect = view.effect
-        first, size = self.first - base, view.shape[0]
-        for dim, (count, step) in enumerate((*self.heads, (self.head_dim, 1))):
-            skip = first % step
-            effect = effects.narrow(effect, dim, first - skip, count * step)
-            if first - skip + count * step > size:
-                raise InexpressibleError("the heads' rows are not whole blocks of the weight")
-            if step == 1:
-                break
-            shape = (*effect.shape[:dim], count, step, *effect.shape[dim + 1 :])
-            effect = effects.reshape(effect, shape)
-            first, size = skip, step
-        if not self.heads:
-            effect = effects.unsqueeze(effect, 0)
-        return View(view.value, effect)
+        return rows_of(view, dims, self.first - base)
 
     def restate(self, effect: Effect, tokens: Sequence[Size]) -> Effect:
         """An effect on [tokens..., N] as one on the op's output [T, H, D].
 
         Raises InexpressibleError where it takes rows that are none of these.
         """
-        feature = len(tokens)
-        radices = self._radices()
-        start = _places(effect.start[feature] - self.first, radices)
+        feature, digits = len(tokens), self._digits()
+        first_row = effect.start[feature] - self.first
+        if not isinstance(first_row, int) or first_row < 0:
+            raise InexpressibleError("features of another projection")
+        start = effects.split_index(first_row, digits)
         reach = list(start)
         dims = []
         for dim in effect.dims:
             atoms: list[Atom] = []
             for atom in dim:
                 if atom.axis == feature:
-                    atoms += _digits(atom, radices, reach)
+                    pieces = effects.split_atom(atom, digits, reach)
+                    if pieces is None:
+                        raise InexpressibleError("the heads' features are regrouped")
+                    atoms += pieces
                 elif atom.axis is None:
                     atoms.append(atom)
                 else:
                     inner = effects.product(tokens[atom.axis + 1 :])
                     atoms.append(Atom(0, atom.step * inner, atom.length))
             dims.append(effects.coalesce(atoms))
-        if any(last >= radix.size for last, radix in zip(reach, radices, strict=True)):
+        if any(last >= piece.length for last, (piece, _) in zip(reach, digits, strict=True)):
             raise InexpressibleError("features of another projection")
         first: list[Size] = [0, 0, 0]
         for axis, at in enumerate(effect.start[:feature]):
             first[0] = first[0] + at * effects.product(tokens[axis + 1 :])
-        for at, radix in zip(start, radices, strict=True):
-            first[radix.axis] = first[radix.axis] + at * radix.out
+        for at, (piece, _) in zip(start, digits, strict=True):
+            assert piece.axis is not None
+            first[piece.axis] = first[piece.axis] + at * piece.step
         return Effect(tuple(dims), tuple(first))
 
-    def _radices(self) -> list[_Radix]:
-        """D, then the heads, innermost first."""
-        found, out = [_Radix(self.head_dim, 1, 2, 1)], 1
+    def _digits(self) -> list[effects.Digit]:
+        """The heads, outermost first, and head_dim: a row's place on [T, H, D] by its number."""
+        found, out = [(Atom(2, 1, self.head_dim), 1)], 1
         for count, step in reversed(self.heads):
-            found.append(_Radix(count, step, 1, out))
+            found.append((Atom(1, out, count), step))
             out *= count
-        return found
-
-
-@dataclass(frozen=True)
-class _Radix:
-    """`size` indices, `step` rows apart, that are `out` apart along the output's `axis`."""
-
-    size: int
-    step: int
-    axis: int
-    out: int
-
-
-def _places(row: Size, radices: Sequence[_Radix]) -> list[int]:
-    """A row counted from the first, as one index per radix."""
-    if not isinstance(row, int) or row < 0:
-        raise InexpressibleError("features of another projection")
-    found = []
-    for radix in reversed(radices):
-        at, row = divmod(row, radix.step)
-        found.append(at)
-    return found[::-1]
-
-
-def _digits(atom: Atom, radices: Sequence[_Radix], reach: list[int]) -> list[Atom]:
-    """One atom along the features as atoms along heads and head_dim, outermost first."""
-    step, left = atom.step, int(atom.length)
-    found: list[Atom] = []
-    for at, radix in enumerate(radices):
-        if left == 1 or step >= radix.step * radix.size:
-            continue
-        stride, odd = divmod(step, radix.step)
-        if odd:
-            break
-        taken = left if stride * left <= radix.size else radix.size // stride
-        follows = at + 1 < len(radices) and radix.step * radix.size == radices[at + 1].step
-        if taken != left and (radix.size % stride or left % taken or not follows):
-            break
-        found.append(Atom(radix.axis, stride * radix.out, taken))
-        reach[at] += stride * (taken - 1)
-        step, left = step * taken, left // taken
-    if left != 1:
-        raise InexpressibleError("the heads' features are regrouped")
-    return found[::-1]
+        return found[::-1]
 
 
 def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
@@ -202,7 +143,7 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
-    """The heads that are left of `size` rows, or None where they are none, or not in order."""
+    """The heads in the remaining rows of `size`; None where none remain, or not in order."""
     left = np.setdiff1d(np.arange(size), np.fromiter(taken, dtype=np.int64))
     if not len(left):
         return None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from tilewright.patterns import effects
 from tilewright.patterns.cache.address import Addressing
-from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.projection.heads import Heads
-
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from tilewright.patterns.recognise.linear import holds_all_tokens
 
 
 def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
@@ -20,21 +16,12 @@ def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int
     Reject where they are not.
     """
     source = heads.layout
-    lead = effects.reshape(
-        Effect(source.dims[: place.token_rank], source.start),
-        (effects.product(source.shape[: place.token_rank]),),
-    )
-    product = (*heads.tokens, 1)
-    whole = effects.reshape(
-        Effect(effects.identity(product).dims[:-1], (0,) * len(product)),
-        (effects.product(heads.tokens),),
-    )
-    if lead.dims != whole.dims or any(s != 0 for s in source.start[:-1]):
+    if not holds_all_tokens(source, place.token_rank, heads.tokens):
         reject(
             "SLOT_INDEX",
             stage,
             f"the {who} write does not store every token once and in order",
-            heads.linear,
+            heads.product,
         )
     written = place.window[2:4]
     repeat = effects.divides(heads.num_heads, written[0])
@@ -44,14 +31,13 @@ def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int
             stage,
             f"the cache holds {written[0]} heads of {written[1]}, the {who} projection makes "
             f"{heads.num_heads} of {heads.head_dim}",
-            heads.linear,
+            heads.product,
         )
-    inner = (*source.dims[place.token_rank :],)
-    if inner != heads.rows.dims(heads.feature, repeat):
+    if source.dims[place.token_rank :] != heads.rows.dims(heads.feature, repeat):
         reject(
             "LAYOUT",
             stage,
             f"{who} is not written head by head, each {repeat} times, with its features in order",
-            heads.linear,
+            heads.product,
         )
     return repeat

@@ -1,11 +1,11 @@
-"""Caches that no kernel can write into: those that grow by `cat`, or are updated out of place.
+"""Caches that cannot be written in place: those that grow by `cat`, or are updated out of place.
 
 Never a match: these anchors exist so that the user is told what to change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -41,41 +41,18 @@ class CacheAbsent:
     op: str = "fused_qkv_paged"
 
     def anchors(self, flow: Dataflow) -> Iterator[AbsentCache]:
-        grown = tuple(v for v in flow.values if _grows(v, flow))
-        if grown:
-            yield AbsentCache("GROWING_CACHE", grown)
-        updated = tuple(v for v in flow.values if _updates(v, flow))
-        if updated:
-            yield AbsentCache("FUNCTIONAL_WRITE", updated)
-        fresh = tuple(v for v in flow.stores if _fresh(v, flow))
-        if fresh:
-            yield AbsentCache("FRESH_CACHE", fresh)
+        for code, (is_one, _, _) in _KINDS.items():
+            values = tuple(value for value in flow.values if is_one(value, flow))
+            if values:
+                yield AbsentCache(code, values)
 
     def match(self, anchor: AbsentCache, flow: Dataflow) -> Match:
-        message, hint = _WHY[anchor.code]
+        _, message, hint = _KINDS[anchor.code]
         count = len(anchor.values)
         nodes = tuple(v.node for v in anchor.values)
         raise Reject(
             Miss(self.name, anchor.code, Stage.ANCHORED, f"{count} {message}", nodes, hint, count)
         )
-
-
-_WHY = {
-    "GROWING_CACHE": (
-        "caches grow by torch.cat: every step copies them whole, and there is no memory for a "
-        "fused op to write into",
-        "use a static cache (transformers: StaticCache, or cache_implementation='static')",
-    ),
-    "FRESH_CACHE": (
-        "cache writes go into memory that the graph itself allocates, so it is no cache yet",
-        "make the cache before the compiled call (StaticCache.early_initialization, or run the "
-        "prompt uncompiled)",
-    ),
-    "FUNCTIONAL_WRITE": (
-        "cache updates return a new tensor instead of writing in place",
-        "use the in-place form: index_put_, index_copy_ or cache[slots] = k",
-    ),
-}
 
 
 def _grows(value: Value, flow: Dataflow) -> bool:
@@ -84,9 +61,7 @@ def _grows(value: Value, flow: Dataflow) -> bool:
         return False
     past, *new = value.args[0]
     if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
-        return (
-            False  # rows of features; of a cache [tokens, width] the graph reads what it has made
-        )
+        return False  # joined features: a grown cache [tokens, width] is read again by the graph
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 
@@ -109,5 +84,26 @@ def _updates(value: Value, flow: Dataflow) -> bool:
     target, *others = value.operands
     return target.value.op == "input" and any(v.value.projected for v in others)
 
+
+#: Code -> what such a value is, the message, the hint.
+_KINDS: dict[str, tuple[Callable[[Value, Dataflow], bool], str, str]] = {
+    "GROWING_CACHE": (
+        _grows,
+        "caches grow by torch.cat: every step copies them whole, and there is no memory for a "
+        "fused op to write into",
+        "use a static cache (transformers: StaticCache, or cache_implementation='static')",
+    ),
+    "FUNCTIONAL_WRITE": (
+        _updates,
+        "cache updates return a new tensor instead of writing in place",
+        "use the in-place form: index_put_, index_copy_ or cache[slots] = k",
+    ),
+    "FRESH_CACHE": (
+        _fresh,
+        "cache writes go into memory that the graph itself allocates, so it is no cache yet",
+        "make the cache before the compiled call (StaticCache.early_initialization, or run the "
+        "prompt uncompiled)",
+    ),
+}
 
 register(CacheAbsent())

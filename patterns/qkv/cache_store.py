@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.patterns import effects
 from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
 from tilewright.patterns.cache.writes import CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
-from tilewright.patterns.projection.written import SUPPORTED_DTYPES
+from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class CacheStore:
         except Reject as rejection:
             if anchor.first.is_projected:
                 raise
-            # Of what the graph is given nothing shows that it is keys and values.
+            # Nothing in the graph shows that these inputs are keys and values.
             raise Reject(replace(rejection.miss, weight="advice")) from None
 
     def _match(self, anchor: WritePair, flow: Dataflow) -> Match:
@@ -68,8 +67,6 @@ class CacheStore:
             op=self.op,
             anchor=k_write.store,
             arguments=arguments,
-            results=(),
-            absorbed=(),
             stores=anchor.stores,
             facts=facts,
             scope=k_write.store.scope,
@@ -79,12 +76,13 @@ class CacheStore:
 def _check_dtypes(write: CacheWrite, place: Addressing) -> None:
     dtype = place.source.value.dtype
     rounds = place.dtype in FP8_DTYPES
-    if dtype not in SUPPORTED_DTYPES or (dtype != place.dtype and not rounds):
+    names = [dtype_name(d) for d in (dtype, place.dtype)]
+    if dtype not in FLOATS or (dtype != place.dtype and not rounds):
         reject(
             "DTYPE",
             Stage.GUARDS,
-            f"{dtype} is written into a cache of {place.dtype}; expected one of "
-            f"{', '.join(map(str, SUPPORTED_DTYPES))} for both, or 8-bit floats for the cache",
+            f"{names[0]} is written into a cache of {names[1]}; expected one of "
+            f"{dtype_names(FLOATS)} for both, or 8-bit floats for the cache",
             write.store,
         )
 
@@ -92,7 +90,7 @@ def _check_dtypes(write: CacheWrite, place: Addressing) -> None:
 def _heads(place: Addressing) -> View:
     """The written heads as [T, H, D]."""
     source, (heads, dim) = place.source, place.window[2:4]
-    return View(source.value, effects.reshape(source.effect, (place.tokens, heads, dim)))
+    return source.reshape(place.tokens, heads, dim)
 
 
 register(CacheStore())

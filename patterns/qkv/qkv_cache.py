@@ -24,12 +24,17 @@ from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
 from tilewright.patterns.lora.arguments import fact as lora_fact
 from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_deltas
-from tilewright.patterns.projection.finish import norm_arguments, norm_fact
+from tilewright.patterns.projection.epilogue import norm_arguments, norm_fact
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table, same_activation
-from tilewright.patterns.projection.written import SUPPORTED_DTYPES, check_tokens
+from tilewright.patterns.projection.written import check_tokens
 from tilewright.patterns.qkv.query import find_query
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import refuse
+from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
+from tilewright.patterns.recognise.linear import Path
+
+_KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
+_VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE")
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ class QkvCache:
                 "ACTIVATION",
                 Stage.ACTIVATION,
                 f"K projects {k.x.value}, V projects {v.x.value}",
-                k.linear,
-                v.linear,
+                k.product,
+                v.product,
             )
         repeats = []
         for heads, place, who, stage in (
@@ -86,14 +91,14 @@ class QkvCache:
                 "UNSUPPORTED",
                 Stage.GUARDS,
                 f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times",
-                k.linear,
+                k.product,
             )
-        if k.trunk.clip != v.trunk.clip:
+        if k.linear.clip != v.linear.clip:
             reject(
                 "UNSUPPORTED",
                 Stage.GUARDS,
-                f"K is clamped to {k.trunk.clip or 'nothing'}, V to {v.trunk.clip or 'nothing'}",
-                k.linear,
+                f"K is clamped to {k.linear.clip or 'nothing'}, V to {v.linear.clip or 'nothing'}",
+                k.product,
                 hint="clamp q, k and v alike, or none of them",
             )
         q = find_query(flow, k, v, k_write.store, inside)
@@ -106,7 +111,7 @@ class QkvCache:
         three = (q.heads, k, v)
         kept = set()
         if _own_deltas(three):
-            kept = {value for h in three for d in h.trunk.deltas for value in d.absorbed}
+            kept = {value for h in three for d in h.linear.deltas for value in d.absorbed}
         absorbed = dict.fromkeys((*q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
         record = anchor.first.store.store
         assert record is not None
@@ -119,7 +124,7 @@ class QkvCache:
             absorbed=tuple(value for value in absorbed if value not in kept),
             stores=anchor.stores,
             facts=_facts(q.heads, k, v, k_place, record.kind),
-            scope=common_scope(k.linear.scope, anchor.first.store.scope),
+            scope=common_scope(k.product.scope, anchor.first.store.scope),
         )
 
 
@@ -127,9 +132,9 @@ def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tu
     """Which of two writes is K: the one that is rotated or normalised, else the first."""
     first, second = places
     try:
-        k = match_heads(first.source, Stage.K_PATH)
+        k = match_heads(first.source, _KEYS)
     except Reject as rejection:
-        # The other order has its own say only where the second write is plainly not V.
+        # Try the other order only where the second write is rotated or normalised, as no V is.
         swapped = _rotated(second)
         if swapped is None:
             raise rejection from None
@@ -137,7 +142,7 @@ def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tu
     else:
         if k.rope is None and k.norm is None and (swapped := _rotated(second)) is not None:
             k, places, writes = swapped, places[::-1], writes[::-1]
-    v = match_heads(places[1].source, Stage.V_PATH)
+    v = match_heads(places[1].source, _VALUES)
     if v.rope is not None or v.norm is not None:
         reject("V_PATH", Stage.V_PATH, "both writes are rotated or normalised", v.end)
     return k, v, places, writes
@@ -145,7 +150,7 @@ def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tu
 
 def _rotated(place: Addressing) -> Heads | None:
     try:
-        heads = match_heads(place.source, Stage.K_PATH)
+        heads = match_heads(place.source, _KEYS)
     except Reject:
         return None
     return heads if heads.rope is not None or heads.norm is not None else None
@@ -153,19 +158,16 @@ def _rotated(place: Addressing) -> Heads | None:
 
 def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
     """The op rounds once, to the activation's dtype: another dtype in the cache is another op."""
-    written, projected = place.source.value.dtype, heads.linear.dtype
+    written, projected = place.source.value.dtype, heads.product.dtype
+    names = [dtype_name(d) for d in (projected, written)]
     if written != projected and place.dtype not in FP8_DTYPES:
         reject(
             "CAST",
             stage,
-            f"{who} is cast from {_short(projected)} to {_short(written)} before the cache write",
+            f"{who} is cast from {names[0]} to {names[1]} before the cache write",
             place.source,
             hint="keep the cache in the activation's dtype",
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _guard(
@@ -177,21 +179,13 @@ def _guard(
     v_place: Addressing,
     cache: torch.dtype,
 ) -> None:
-    dtypes = {t.dtype for p in (q, k, v) for t in p.numbers}
+    dtypes = {t.dtype for p in (q, k, v) for t in p.float_operands}
     dtypes |= {cache} - set(FP8_DTYPES)
-    dtypes |= {p.linear.dtype for p in (q, k, v)} | {q.end.dtype}
-    if len(dtypes) != 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        names = ", ".join(sorted(_short(d) for d in dtypes))
-        known = ", ".join(_short(d) for d in SUPPORTED_DTYPES)
-        reject(
-            "DTYPE",
-            Stage.GUARDS,
-            f"activation, weights and cache have {names}; expected one of {known} for all",
-            k.linear,
-        )
+    dtypes |= {p.product.dtype for p in (q, k, v)} | {q.end.dtype}
+    check_dtypes(dtypes, "activation, weights and cache", k.product)
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads or k.head_dim != v.head_dim:
-        reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.linear)
-    check_pair(k_place, v_place, flow, k.linear)
+        reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.product)
+    check_pair(k_place, v_place, flow, k.product)
 
 
 def _arguments(
@@ -207,13 +201,13 @@ def _arguments(
         "q_bias": q.bias_rows,
         "k_bias": k.bias_rows,
         "v_bias": v.bias_rows,
-        **norm_arguments(q.norm, k.norm, q.linear),
+        **norm_arguments(q.norm, k.norm, q.product),
         "cos": None if rope is None else rope_table(k, rope.cos),
         "sin": None if rope is None else rope_table(k, rope.sin),
         "rotary_dim": 0 if rope is None else rope.rotary_dim,
         "rope_style": "none" if rope is None else rope.style,
         "static_tokens": isinstance(q.num_tokens, int),
-        "clip": k.trunk.clip,
+        "clip": k.linear.clip,
         "delta": _delta((q, k, v)),
         **_codes(q, k, v),
     }
@@ -221,17 +215,17 @@ def _arguments(
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
     """What the adapters of the projections add, columns of q, k and v one beside the other."""
-    if not any(h.trunk.deltas for h in heads):
+    if not any(h.linear.deltas for h in heads):
         return None
     widths = [h.num_heads * h.head_dim for h in heads]
     if _own_deltas(heads):
-        return own_deltas([[h.delta_columns(d) for d in h.trunk.deltas] for h in heads], widths)
-    return packed_deltas([[(d, h.expand_rows(d)) for d in h.trunk.deltas] for h in heads], widths)
+        return own_deltas([[h.delta_columns(d) for d in h.linear.deltas] for h in heads], widths)
+    return packed_deltas([[(d, h.expand_rows(d)) for d in h.linear.deltas] for h in heads], widths)
 
 
 def _own_deltas(heads: tuple[Heads, Heads, Heads]) -> bool:
-    """Whether the graph goes on computing what its adapters add: there are no kernels for them."""
-    return not all(has_kernels(d) for h in heads for d in h.trunk.deltas)
+    """Whether the graph computes the deltas itself: the LoRA ops have no kernels for them."""
+    return not all(has_kernels(d) for h in heads for d in h.linear.deltas)
 
 
 def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
@@ -244,7 +238,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
         refuse(weights[0].codes, "not those of all three projections")
     arguments = weight_arguments(weights)
     if k.x_scale is not None:
-        arguments |= {"x_scale": k.x_scale, "out_dtype": k.linear.dtype}
+        arguments |= {"x_scale": k.x_scale, "out_dtype": k.product.dtype}
     return arguments
 
 
@@ -259,25 +253,25 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[s
         "gqa": q.num_heads // k.num_heads,
         "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
         "rope": style,
-        "bias": "yes" if any(p.trunk.bias is not None for p in (q, k, v)) else "no",
+        "bias": "yes" if any(p.linear.bias is not None for p in (q, k, v)) else "no",
         "norm": norm_fact(k.norm),
         "write": kind,
         "slots": place.form,
         "cache": "x".join(str(n) for n in place.window[:4]),
-        "x": f"{_short(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
+        "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
-    if k.trunk.clip:
-        facts["clip"] = k.trunk.clip
-    facts |= lora_fact([p.trunk.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))
+    if k.linear.clip:
+        facts["clip"] = k.linear.clip
+    facts |= lora_fact([p.linear.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))
     if (weight := k.quantized) is not None:
         facts["weight"] = weight.format + (" with zeros" if weight.zero is not None else "")
     return facts
 
 
 def _projection(q: Heads, k: Heads, v: Heads) -> str:
-    if q.linear is k.linear is v.linear:
+    if q.product is k.product is v.product:
         return "packed"
-    return "q + packed kv" if k.linear is v.linear else "separate"
+    return "q + packed kv" if k.product is v.product else "separate"
 
 
 register(QkvCache())

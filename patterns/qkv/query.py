@@ -1,14 +1,15 @@
-"""The query projection that belongs to a K and a V projection.
+"""Finds the query projection that belongs to a K and a V projection.
 
-Where K is rotated, Q is what is rotated with the same cos and sin. Else Q is what is left of the
+Where K is rotated, Q is rotated with the same cos and sin. Else Q is the remainder of the
 product that K or V is a part of, or another product of the same activation: the one that meets the
 written cache in attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value
@@ -16,12 +17,13 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
 from tilewright.patterns.projection.rows import rest_of
-from tilewright.patterns.projection.trunk import Trunk
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
+from tilewright.patterns.recognise.linear import Linear, Path
 from tilewright.patterns.recognise.rope import same_table
 
-# What lies between a projection and its consumer; a walk from the projection stays inside these.
+# Operations between a projection and attention: bias, norm, RoPE, casts. The walk from the
+# projection goes through these only.
 _INSIDE = {
     "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "aten.pow", "aten.square",
     "aten.mean", "aten.rsqrt", "aten.rms_norm", "aten.clamp", "aten.hardtanh", "cast", "aten.var",
@@ -29,8 +31,9 @@ _INSIDE = {
     "aten.view_as_complex", "aten.view_as_real", "aten.conj", "aten._conj",
 }  # fmt: skip
 _REACH = 64
+_PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
-# Where a query joins the output of attention without being a part of it: residuals, gates.
+# A query may meet the output of attention in these without being attended with: residuals, gates.
 _JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.where", "cast"}
 
 
@@ -51,7 +54,7 @@ def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozens
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
     found = {p: q for p in _products_of(flow, k) if (q := _query_at(flow, p, k, v, inside))}
     if k.rope is None:
-        found |= {q.heads.linear: q for q in _rests(k, v) if q.heads.linear not in found}
+        found |= {q.heads.product: q for q in _rests(k, v) if q.heads.product not in found}
         found = _attending(flow, found, (k, v), store)
     if len(found) == 1:
         return next(iter(found.values()))
@@ -61,7 +64,7 @@ def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozens
         "Q_PATH",
         Stage.Q_PATH,
         f"{what} query projection of {k.x.value} {were} found beside K and V",
-        k.linear,
+        k.product,
         hint="the query must project the same activation and be rotated with the same cos and sin",
     )
 
@@ -71,7 +74,7 @@ def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
     if k.x_scale is None:
         users = flow.users.get(k.x.value, ())
     else:
-        users = [v for v in flow.values if v.op == k.linear.op]
+        users = [v for v in flow.values if v.op == k.product.op]
     found = []
     for user in dict.fromkeys(users):
         gemm = match_gemm(user)
@@ -89,14 +92,14 @@ def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
 def _query_at(
     flow: Dataflow, product: Value, k: Heads, v: Heads, inside: frozenset[Value]
 ) -> Query | None:
-    """Q on this product: the furthest value downstream that is made as K is."""
-    taken = [h.rows.indices() for h in (k, v) if h.linear is product]
+    """Q computed from this product: the furthest value downstream with K's rotation and clamp."""
+    taken = [h.rows.indices() for h in (k, v) if h.product is product]
     first: Query | None = None
     for end in _ends(flow, product):
         try:
-            heads = match_heads(end.whole, Stage.Q_PATH, head_dim=k.head_dim)
+            heads = match_heads(end.whole, _PATH, head_dim=k.head_dim)
             query = Query(heads, Result(end, on_heads(heads, heads.layout)))
-            fits = heads.linear is product and _mirrors(heads, k)
+            fits = heads.product is product and _mirrors(heads, k)
         except (Reject, effects.InexpressibleError):
             continue
         if not fits or any(heads.rows.indices() & rows for rows in taken):
@@ -119,20 +122,14 @@ def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
 
 def _ends(flow: Dataflow, product: Value) -> list[Value]:
     """Values downstream of a product, furthest first."""
-    seen: dict[Value, None] = {product: None}
-    front = [product]
-    while front and len(seen) < _REACH:
-        for user in flow.users.get(front.pop(0), ()):
-            if user.op in _INSIDE and user not in seen:
-                seen[user] = None
-                front.append(user)
-    return sorted(seen, key=lambda value: -value.position)
+    found = flow.downstream(product, _REACH, lambda value: value.op in _INSIDE)
+    return sorted(found, key=lambda value: -value.position)
 
 
 def _mirrors(q: Heads, k: Heads) -> bool:
-    """Whether one call can make both: the same rotation, clamp and width of head."""
-    same_dtype = q.end.dtype == q.linear.dtype
-    same_head = q.head_dim == k.head_dim and q.trunk.clip == k.trunk.clip
+    """Whether one op can compute both: the same rotation, clamp and head_dim."""
+    same_dtype = q.end.dtype == q.product.dtype
+    same_head = q.head_dim == k.head_dim and q.linear.clip == k.linear.clip
     return same_dtype and same_head and _same_rotation(q, k)
 
 
@@ -152,33 +149,33 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
 
 def _rests(k: Heads, v: Heads) -> Iterator[Query]:
     """For each product that K or V is a part of, the rest of it."""
-    shared = k.linear is v.linear
+    shared = k.product is v.product
     for heads in (k,) if shared else (k, v):
         taken = heads.rows.indices() | (v.rows.indices() if shared else frozenset())
-        alone = not shared or k.trunk.value is v.trunk.value
-        trunk = heads.trunk if alone and _covers(heads.trunk) else heads.trunk.bare
-        rows = rest_of(trunk.gemm.shape[-1], taken, k.head_dim)
-        if rows is None or trunk.clip != k.trunk.clip:
+        alone = not shared or k.linear.value is v.linear.value
+        linear = heads.linear if alone and _covers(heads.linear) else heads.linear.product
+        rows = rest_of(linear.gemm.shape[-1], taken, k.head_dim)
+        if rows is None or linear.clip != k.linear.clip:
             continue
         q = replace(
             heads,
-            trunk=trunk,
+            linear=linear,
             rows=rows,
-            layout=trunk.layout,
+            layout=linear.layout,
             norm=None,
-            end=trunk.value,
-            absorbed=trunk.absorbed,
+            end=linear.value,
+            absorbed=linear.absorbed,
         )
-        yield Query(q, Parts(trunk.value, _restated(q)))
+        yield Query(q, Parts(linear.value, partial(_restated, q)))
 
 
-def _covers(trunk: Trunk) -> bool:
+def _covers(linear: Linear) -> bool:
     """Whether bias and clamp were applied to all features, not to a part of them."""
-    return effects.product(trunk.layout.shape) == effects.product(trunk.gemm.shape)
+    return effects.product(linear.layout.shape) == effects.product(linear.gemm.shape)
 
 
-def _restated(q: Heads) -> Callable[[Effect], Effect]:
-    return lambda effect: on_heads(q, effects.compose(effect, q.layout))
+def _restated(q: Heads, effect: Effect) -> Effect:
+    return on_heads(q, effects.compose(effect, q.layout))
 
 
 # --- which of several -----------------------------------------------------------------------------
@@ -187,28 +184,22 @@ def _restated(q: Heads) -> Callable[[Effect], Effect]:
 def _attending(
     flow: Dataflow, found: dict[Value, Query], kv: tuple[Heads, Heads], store: Value
 ) -> dict[Value, Query]:
-    """Those candidates that meet the written cache in attention, as far as the graph shows it."""
+    """The candidates that reach attention over the written cache, where the graph shows that."""
     if not found:
         return found
     meetings = _Meetings(flow, store)
     if meetings.any():
         return {p: q for p, q in found.items() if meetings.of(q.result.replaced, kv)}
-    packed = {p: q for p, q in found.items() if any(p is h.linear for h in kv)}
+    packed = {p: q for p, q in found.items() if any(p is h.product for h in kv)}
     return packed or found
 
 
 class _Meetings:
-    """Where what is read from the cache after a write meets other projected data in a product."""
+    """Where data read from the written cache meets other projected data: attention."""
 
     def __init__(self, flow: Dataflow, store: Value) -> None:
         self.flow = flow
-        self.reading: set[Value] = {store}
-        front = [store]
-        while front:
-            for user in flow.users.get(front.pop(), ()):
-                if user not in self.reading:
-                    self.reading.add(user)
-                    front.append(user)
+        self.reading = set(flow.downstream(store))
 
     def any(self) -> bool:
         return any(self._meets(u) for v in self.reading for u in self.flow.users.get(v, ()))
@@ -216,22 +207,17 @@ class _Meetings:
     def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
         """Whether what is made of a value, other than K and V, reaches such a place."""
         own = {value for heads in kv for value in heads.absorbed if value is not query}
-        seen: set[Value] = {query}
-        front = [query]
-        while front:
-            for user in self.flow.users.get(front.pop(), ()):
-                if user in self.reading:
-                    if self._meets(user):
-                        return True
-                elif user not in seen and user not in own and self._passes(user):
-                    seen.add(user)
-                    front.append(user)
-        return False
+        made = self.flow.downstream(query, None, lambda v: v not in own and self._carries(v))
+        return any(
+            user in self.reading and self._meets(user)
+            for value in made
+            for user in self.flow.users.get(value, ())
+        )
 
-    @staticmethod
-    def _passes(value: Value) -> bool:
-        """Whether a value carries a query on: a choice of experts does not."""
-        return value.op != "store" and value.dtype.is_floating_point
+    def _carries(self, value: Value) -> bool:
+        """Whether a value carries a query on: a choice of experts, or the cache, does not."""
+        plain = value.op != "store" and value.dtype.is_floating_point
+        return plain and value not in self.reading
 
     def _meets(self, value: Value) -> bool:
         if value.op in _JOINS or value.op == "store":

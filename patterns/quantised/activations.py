@@ -1,4 +1,4 @@
-"""Activations that the graph quantises to e4m3 in front of a GEMM with expert weights.
+"""Activations that the graph quantises to e4m3 before a GEMM with expert weights.
 
     blocks = x.float().view(M, K / 128, 128)
     scale  = blocks.abs().amax(-1, keepdim=True) / 448           or clamped from below
@@ -23,22 +23,22 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.quantised.words import pushed
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.steps import clamp_bounds, reduced_dims
 
 register_code(
     "ACTIVATION_FORMAT",
     "activations are rounded to eight bits between the GEMMs in a way that the op does not do",
 )
 
-# A lower bound of a scale that keeps zero blocks from a division by zero, and no more.
+# The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2
-# A number's rounding to fp32 or fp64 in 1 / 448 or 448.
+# Relative difference allowed to 448 or 1 / 448 as rounded to fp32.
 CLOSE = 1e-6
 _DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
 _CODES = (torch.float8_e4m3fn, torch.int8)
-# How many values back from the rows their codes may lie.
+# How many values the search goes back from rows to their codes.
 _REACH = 24
 _LARGEST = {("aten.amax", 0), ("aten.max", 0)}
 
@@ -67,8 +67,8 @@ def holds_codes(rows: View) -> bool:
     )
 
 
-def as_numbers(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
-    """The GEMM with its rows as they were before the graph quantised them, and whether it did."""
+def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
+    """The GEMM with its rows before the graph quantised them, and whether it did."""
     found = match_quantised_rows(gemm.x)
     if found is None:
         return gemm, False
@@ -114,7 +114,7 @@ class _Walk:
     def before(self, view: View) -> View:
         """The same elements of an element-wise value's first operand."""
         self.passed.append(view.value)
-        return pushed(view, view.value.args[0])
+        return view.of_operand(view.value.args[0])
 
 
 def _match(rows: View) -> QuantisedRows | None:
@@ -135,7 +135,7 @@ def _both_ways(product: View) -> Iterator[tuple[View, View]]:
     """Its operands, each way round, as views of the product's shape."""
     one, other = product.value.args[:2]
     if isinstance(one, View) and isinstance(other, View):
-        one, other = pushed(product, one), pushed(product, other)
+        one, other = product.of_operand(one), product.of_operand(other)
         yield one, other
         yield other, one
 
@@ -150,7 +150,7 @@ def _quantised(walk: _Walk, codes: View, scale: View) -> View | None:
         return None
     divided = walk.before(rounded)
     if divided.value.op == "aten.clamp":
-        if not _saturates(divided.value):
+        if clamp_bounds(divided.value) != (-E4M3_MAX, E4M3_MAX):
             return None
         divided = walk.before(divided)
     for numbers in _numerators(walk, divided, scale):
@@ -160,11 +160,6 @@ def _quantised(walk: _Walk, codes: View, scale: View) -> View | None:
         if _is_block_scale(walk, scale, source):
             return source
     return None
-
-
-def _saturates(value: Value) -> bool:
-    bounds = (*value.args[1:], *(value.kwargs.get(n) for n in ("min", "max") if n in value.kwargs))
-    return tuple(bounds) == (-E4M3_MAX, E4M3_MAX)
 
 
 def _widens(value: Value) -> bool:
@@ -179,14 +174,14 @@ def _numerators(walk: _Walk, quotient: View, scale: View) -> Iterator[View]:
         return
     if value.op == "aten.div":
         x, by = value.args
-        if isinstance(by, View) and isinstance(x, View) and pushed(quotient, by) == scale:
+        if isinstance(by, View) and isinstance(x, View) and quotient.of_operand(by) == scale:
             walk.passed.append(value)
-            yield pushed(quotient, x)
+            yield quotient.of_operand(x)
     elif value.op == "aten.mul":
         for x, by in _both_ways(quotient):
             inverse = by.value
             of = _reciprocal_of(inverse)
-            if of is not None and pushed(by, of) == scale:
+            if of is not None and by.of_operand(of) == scale:
                 walk.passed += [value, inverse]
                 yield x
 
@@ -216,14 +211,11 @@ def _is_block_scale(walk: _Walk, scale: View, source: View) -> bool:
 
 def _unbounded(walk: _Walk, view: View) -> View:
     """A scale before a small lower bound."""
-    value = view.value
-    while value.op in ("aten.clamp", "aten.clamp_min"):
-        given = value.kwargs.get("min", value.args[1] if len(value.args) > 1 else None)
-        above = value.kwargs.get("max", value.args[2] if len(value.args) > 2 else None)
-        if above is not None or not isinstance(given, (int, float)) or given > LARGEST_BOUND:
+    while (bounds := clamp_bounds(view.value)) is not None:
+        low, high = bounds
+        if high is not None or not isinstance(low, (int, float)) or low > LARGEST_BOUND:
             break
         view = walk.before(view)
-        value = view.value
     return view
 
 
@@ -238,10 +230,8 @@ def _divides_by_448(value: Value) -> bool:
 
 
 def _over_last(amax: Value) -> bool:
-    dims = amax.args[1] if len(amax.args) > 1 else amax.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
-    rank = len(amax.args[0].shape)
-    return len(dims) == 1 and dims[0] % rank == rank - 1 and amax.args[0].shape[-1] == BLOCK
+    shape = amax.args[0].shape
+    return reduced_dims(amax) == (len(shape) - 1,) and shape[-1] == BLOCK
 
 
 def _sees_its_block(largest: View) -> bool:

@@ -1,4 +1,4 @@
-"""What an element that is computed from one stored byte becomes, found by trying all 256 bytes.
+"""Decoders of 8-bit codes, recognised by running them on all 256 bytes.
 
 Unpacking, look-up tables, sign and exponent arithmetic, reinterpreting casts: however a format is
 decoded, it is a function of one byte, and two decoders are the same exactly when they agree on all
@@ -15,7 +15,7 @@ import torch
 
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.quantised.words import follow, pushed
+from tilewright.patterns.quantised.words import follow
 from tilewright.patterns.recognise.constants import constant_of
 
 _BYTES = (
@@ -55,7 +55,7 @@ def byte_function(view: View, size: int = 256) -> ByteFunction | None:
     try:
         found = _Trial(size).run(view)
     except (InexpressibleError, RuntimeError, IndexError, TypeError):
-        return None  # an operation that does not take such numbers
+        return None  # an operation that torch does not have for this dtype
     if found is None or len(found.leaves) != 1:
         return None
     (leaf,) = found.leaves
@@ -117,7 +117,7 @@ class _Trial:
         args = []
         for item in value.args:
             if isinstance(item, View):
-                part = self.run(pushed(view, item))
+                part = self.run(view.of_operand(item))
                 if part is None:
                     return None
                 leaves |= part.leaves
@@ -129,13 +129,13 @@ class _Trial:
         return _Numbers(numbers.to(value.dtype), leaves)
 
     def cast(self, view: View) -> _Numbers | None:
-        part = self.run(pushed(view, view.value.operands[0]))
+        part = self.run(view.of_operand(view.value.operands[0]))
         return part and _Numbers(part.numbers.to(view.value.dtype), part.leaves)
 
     def bitcast(self, view: View) -> _Numbers | None:
         (operand,) = view.value.operands
         same = operand.value.dtype.itemsize == view.value.dtype.itemsize
-        part = self.run(pushed(view, operand)) if same else None
+        part = self.run(view.of_operand(operand)) if same else None
         return part and _Numbers(part.numbers.contiguous().view(view.value.dtype), part.leaves)
 
     def look_up(self, view: View) -> _Numbers | None:
@@ -146,7 +146,7 @@ class _Trial:
         numbers = constant_of(table)
         if numbers is None or index is None or index.value.dtype == torch.bool:
             return None
-        part = self.run(pushed(view, index))
+        part = self.run(view.of_operand(index))
         if part is None or part.numbers.dtype.is_floating_point:
             return None
         entries = torch.from_numpy(numbers).expand(table.shape).to(view.value.dtype)
@@ -163,7 +163,7 @@ _RULES: dict[str, Callable[[_Trial, View], _Numbers | None]] = {
 
 
 def _table_and_index(value: Value) -> tuple[View | None, View | None]:
-    """What is looked up in what, by an operation whose result has the index's shape."""
+    """(table, index) of an operation table[index] whose result has the index's shape."""
     table, *rest = value.args
     if value.op == "aten.index":
         (items,) = rest
@@ -176,7 +176,7 @@ def _table_and_index(value: Value) -> tuple[View | None, View | None]:
 
 
 def looked_up_inputs(view: View, reach: int = 64) -> Value | None:
-    """A table of numbers that only the model's memory holds, among what a view is computed from."""
+    """A look-up table that a view is computed from and that is an input, so not constant."""
     for value in upstream(view.value, reach, lambda v: not v.projected):
         if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
             table, index = _table_and_index(value)
@@ -198,6 +198,6 @@ def _constant(view: View) -> torch.Tensor | None:
     numbers = constant_of(view)
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
         return None
-    # A tensor without dimensions takes no part in type promotion, nor must it here.
+    # A 0-d tensor does not promote others' dtypes: it stays 0-d here.
     shape = (1,) if view.value.shape else ()
     return torch.tensor(numbers.flat[0].item()).to(view.value.dtype).expand(shape)

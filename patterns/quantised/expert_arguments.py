@@ -1,4 +1,4 @@
-"""Quantised expert weights as the ops take them: codes, one scale per block, factors by expert.
+"""Quantised expert weights as op arguments: codes, one scale per block, factors per expert.
 
 Dimension letters: E experts, N rows, K columns, M rows of activations.
 """
@@ -12,13 +12,10 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.expert_weight import FORMATS
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, View
-from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.quantised.scales import unrepeated
-
-Block = tuple[int | None, int | None]
+from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class DequantizedExperts:
         return device
 
     def expert_scale(self) -> Computed | None:
-        """All factors by expert (or row) in one: fp32, contiguous; None for none."""
+        """The product of all factors per expert (or row): fp32, contiguous; None for none."""
         lead = self.shape[0]
         items = [_fp32(v) for v in self.factors]
         items += [Computed("reciprocal", (_fp32(v),)) for v in self.divisors]
@@ -74,8 +71,7 @@ def blocks_of(weight: DequantizedExperts) -> Block:
     """(rows, columns) that share a scale; None: all of them. Raises InexpressibleError."""
     if weight.scale is None:
         return None, None
-    _, rows, columns = weight.scale.effect.dims
-    own = unrepeated(rows)[1], unrepeated(columns)[1]
+    own = block_of(weight.scale.effect.dims[1:])
     fixed = FORMATS[weight.format].block
     if fixed is None and own == (1, 1):
         raise InexpressibleError("every element has a scale of its own")
@@ -128,13 +124,9 @@ def expert_arguments(
 
 def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:
     """The largest block of which all weights' blocks are made; one without its own has any."""
-    found = []
-    for axis in range(2):
-        known = sorted({b for w in weights if (b := blocks_of(w)[axis]) is not None})
-        if any(size % known[0] for size in known):
-            raise InexpressibleError(f"scales of blocks of {known} do not go together")
-        found.append(known[0] if known else max(w.shape[axis + 1] for w in weights))
-    return found[0], found[1]
+    rows, columns = common_block([blocks_of(w) for w in weights])
+    widest = [max(w.shape[axis] for w in weights) for axis in (1, 2)]
+    return rows or widest[0], columns or widest[1]
 
 
 def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
@@ -144,13 +136,8 @@ def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
         options = (("dtype", torch.float32), ("device", weight.device))
         return Computed("full", ([weight.shape[0], *counts], 1.0), options)
     lead, *inner = weight.scale.effect.dims
-    dims = [lead]
-    for dim, wanted, size in zip(inner, block, weight.shape[1:], strict=True):
-        kept, own = unrepeated(dim)
-        own = size if own is None else own
-        again = -(-own // wanted)
-        dims.append(effects.coalesce((*kept, Atom(None, 0, again))))
-    item: Any = View(weight.scale.value, Effect(tuple(dims), weight.scale.effect.start))
+    dims = (lead, *cut_to_blocks(inner, weight.shape[1:], block))
+    item: Any = weight.scale.with_dims(*dims)
     for function, dtype in weight.steps:
         item = Computed(function, (item, dtype))
     return item

@@ -1,4 +1,4 @@
-"""What multiplies the codes of stacked expert weights, taken apart into block scales and factors.
+"""The factors of dequantised expert weights: one scale per block, and factors per expert.
 
 A factor that is the same for all of an expert stays as the graph computes it. Of those that vary
 within an expert there may be one: stored e4m3 or e8m0, recognised by what they make of all bytes,
@@ -15,10 +15,10 @@ import torch
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.quantised.byte_functions import byte_function
-from tilewright.patterns.quantised.words import follow, pushed
+from tilewright.patterns.quantised.words import follow
 from tilewright.patterns.recognise.norm import is_float_cast
 
-# What becomes of a view before the op gets it: ("to", dtype) or ("bitcast", dtype).
+# Casts that the rewriter applies to a view: ("to", dtype) or ("bitcast", dtype).
 Steps = tuple[tuple[str, torch.dtype], ...]
 
 E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
@@ -104,7 +104,7 @@ def _with_constant(found: Factors, view: View, factor: Factor) -> Factors | None
         return None
     if factor.casts:
         return None
-    lead = View(view.value, Effect(view.effect.dims[:1], view.effect.start))
+    lead = view.with_dims(*view.effect.dims[:1])
     if factor.kind == "over":
         return replace(found, divisors=(*found.divisors, lead))
     return replace(found, factors=(*found.factors, lead))
@@ -122,7 +122,7 @@ def _before_cast(view: View, factor: Factor) -> Factor:
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to
     steps: Steps = (("to", to),) if rounds else ()
-    return replace(factor, view=pushed(view, operand), casts=(*steps, *factor.casts))
+    return replace(factor, view=view.of_operand(operand), casts=(*steps, *factor.casts))
 
 
 def _with_product(found: Factors, view: View) -> Factors | None:
@@ -134,7 +134,7 @@ def _with_product(found: Factors, view: View) -> Factors | None:
         if more is None or not is_factor(item):
             return None
         if isinstance(item, View):
-            more = with_factor(more, Factor(pushed(view, item), kind))
+            more = with_factor(more, Factor(view.of_operand(item), kind))
         else:
             more = replace(
                 more, number=more.number * item if kind == "times" else more.number / item
@@ -150,7 +150,7 @@ def _stored_scale(view: View, kind: str) -> tuple[BlockScale, float] | None:
     exponent = kind == "exponent" and torch.equal(found.table, _BYTES - 127)
     if exponent or (kind == "times" and torch.equal(found.table[1:255], _E8M0[1:255])):
         return BlockScale(found.leaf, "e8m0", _stored_as(found.leaf, torch.uint8)), 1.0
-    # The op takes no notice of a scale's sign.
+    # The op ignores a scale's sign.
     for numbers in (E4M3, E4M3.abs()) if kind == "times" else ():
         unit = multiple(found.table, numbers)
         if unit is not None:

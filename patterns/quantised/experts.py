@@ -1,4 +1,4 @@
-"""Recognises stacked expert weights that the graph dequantises in front of a product.
+"""Recognises stacked expert weights that the graph dequantises before a GEMM.
 
     w[e, n, k] = decode(byte of (e, n, k)) * block scale * factors of an expert
 
@@ -21,8 +21,7 @@ import torch
 
 from tilewright.ops.formats.expert_weight import INT4_ZERO
 from tilewright.ops.formats.fp4 import MAGNITUDES
-from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.byte_functions import byte_function, looked_up_inputs
@@ -36,7 +35,7 @@ from tilewright.patterns.quantised.expert_factors import (
     with_factor,
 )
 from tilewright.patterns.quantised.weights import every, joined, repeats
-from tilewright.patterns.quantised.words import follow, is_code, pushed
+from tilewright.patterns.quantised.words import follow, is_code
 from tilewright.patterns.recognise.norm import is_float_cast
 
 _E2M1 = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)
@@ -98,7 +97,7 @@ def _one_by_one(weight: View) -> DequantizedExperts | None:
         return None
     parts = []
     for expert in range(weight.shape[0]):
-        found = _match(View(weight.value, effects.narrow(weight.effect, 0, expert, 1)))
+        found = _match(weight.narrow(0, expert, 1))
         if found is None or not isinstance(found.data, View):
             return None
         parts.append(found)
@@ -194,13 +193,13 @@ def _coded(view: View, size: int = 256) -> _Coded | None:
     if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
         return None
     if is_float_cast(value):
-        return _coded(pushed(view, value.operands[0]), size)
+        return _coded(view.of_operand(value.operands[0]), size)
     for kind, coded, factor in _products(value):
-        inner = _coded(pushed(view, coded), size)
+        inner = _coded(view.of_operand(coded), size)
         if inner is None:
             continue
         if isinstance(factor, View):
-            part = Factor(pushed(view, factor), kind)
+            part = Factor(view.of_operand(factor), kind)
             return replace(inner, factors=(*inner.factors, part))
         return replace(inner, number=inner.number * (factor if kind == "times" else 1 / factor))
     return None
@@ -247,26 +246,19 @@ def _scaled(
         found.number,
     )
     if len(weight.shape) == 3 and block is not None:
-        blocks_of(result)  # raises where the scales go by no blocks
+        blocks_of(result)  # raises where scales do not repeat over blocks
     return result
 
 
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def _holds_codes(value: Value, reach: int = 200) -> bool:
+def _holds_codes(value: Value) -> bool:
     """Whether a value is computed from numbers of eight bits, or from packed words."""
-    seen: set[Value] = set()
-    front = [value]
-    while front and len(seen) < reach:
-        item = front.pop()
-        if item in seen or item.projected:
-            continue
-        seen.add(item)
-        if is_code(item.dtype) and item.op in ("input", "constant", "store"):
-            return True
-        front += [v.value for v in item.operands]
-    return False
+    return any(
+        is_code(item.dtype) and item.op in ("input", "constant", "store") and not item.projected
+        for item in upstream(value, 200, lambda v: not v.projected)
+    )
 
 
 def _refuse(weight: View, stage: Stage) -> NoReturn:
@@ -283,7 +275,7 @@ def _refuse(weight: View, stage: Stage) -> NoReturn:
     reject(
         "WEIGHT_FORMAT",
         stage,
-        f"{weight.value} is computed from codes in another way than the op's formats",
+        f"{weight.value} is dequantised from codes in none of the op's formats",
         weight,
         hint="known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
         "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks",

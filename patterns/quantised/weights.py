@@ -1,4 +1,4 @@
-"""Recognises quantised weights between their codes and the product, by what they compute.
+"""Recognises the dequantisation of a linear's weight, from stored codes to the GEMM, by its result.
 
     w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
 
@@ -21,7 +21,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code, pushed
+from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
 from tilewright.patterns.recognise.norm import is_float_cast
 
 
@@ -51,28 +51,20 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     """
     if not holds_codes(weight.value, {}):
         return None
-    *lead, hidden = weight.shape
-    rows = View(weight.value, effects.reshape(weight.effect, (effects.product(lead), hidden)))
+    rows = weight.matrix
     try:
         found = _whole_codes(rows) or _nibbles(rows)
     except InexpressibleError:
         found = None
     if found is None:
-        refuse(weight, "its codes are not what the op knows")
-    shape = list(lead)
+        refuse(weight, "in no format that the op knows")
+    shape = list(weight.shape[:-1])
     if found.format == "int4_n":
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
             refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
         shape[-1] //= per
-    codes = effects.reshape(found.codes.effect, (*shape, found.codes.shape[1]))
-    return replace(found, codes=View(found.codes.value, codes))
-
-
-def flat_rows(view: View) -> View:
-    """[H, D, K] as [N, K]."""
-    *lead, last = view.shape
-    return View(view.value, effects.reshape(view.effect, (effects.product(lead), last)))
+    return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
 
 
 def repeated(rows: View, hidden: int) -> View:
@@ -151,7 +143,7 @@ def packed(
 
 
 def every(rows: View, axis: int, per: int, position: int) -> View:
-    """Of every `per` neighbours along `axis` the one at `position`."""
+    """Every `per`-th element along `axis`, from `position` on."""
     shape = list(rows.shape)
     shape[axis : axis + 1] = [shape[axis] // per, per]
     apart = effects.reshape(rows.effect, shape)
@@ -198,11 +190,11 @@ class Element:
 
 
 def _element(view: View) -> Element | None:
-    """What every element of a view is; None where it is nothing of the kind."""
+    """The dequantisation formula of every element of a view; None for another formula."""
     view = follow(view)
     value = view.value
     if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
-        return _element(pushed(view, value.operands[0]))
+        return _element(view.of_operand(value.operands[0]))
     if value.op == "aten.mul":
         return _scaled(view)
     if value.op in ("aten.sub", "aten.add"):
@@ -236,7 +228,7 @@ def _scaled(view: View) -> Element | None:
 def _code_first(view: View) -> tuple[View | None, View | None]:
     """The operands of a product, that with the codes first: the one that repeats nowhere."""
     known: dict[Value, bool] = {}
-    parts = [pushed(view, v) for v in view.value.operands]
+    parts = [view.of_operand(v) for v in view.value.operands]
     coded = [p for p in parts if holds_codes(p.value, known)]
     if len(coded) == 2:
         coded = [p for p in parts if not repeats(p.effect)]
@@ -254,7 +246,7 @@ def _offset(view: View) -> Element | None:
     value = view.value
     if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
         return None
-    inner = _element(pushed(view, value.args[0]))
+    inner = _element(view.of_operand(value.args[0]))
     if inner is None or inner.scale is not None:
         return None
     other = value.args[1]
@@ -265,31 +257,31 @@ def _offset(view: View) -> Element | None:
         return replace(inner, zero_point=inner.zero_point + sign * int(other))
     if not isinstance(other, View) or value.op == "aten.add" or inner.zero is not None:
         return None
-    return replace(inner, zero=_bare(pushed(view, other)))
+    return replace(inner, zero=_bare(view.of_operand(other)))
 
 
 def _has_room(view: View, code: Element, other: Any) -> bool:
-    """Whether a difference is what it is on paper: integers of eight bits wrap around."""
+    """Whether a difference cannot wrap around in its integer dtype."""
     dtype = view.value.dtype
     if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
         return True
     if isinstance(other, View):
-        zero = _element(pushed(view, other))
+        zero = _element(view.of_operand(other))
         return dtype.is_signed and _is_small(code) and zero is not None and _is_small(zero)
     small = isinstance(other, (int, float)) and abs(other) <= 64
     return dtype.is_signed and _is_small(code) and small
 
 
 def _is_small(element: Element) -> bool:
-    """Whether an element is a nibble, but for a small number."""
+    """Whether an element is a nibble, shifted by a small number at most."""
     nibble = isinstance(element.code, Bits) and element.code.width <= 4
     plain = element.scale is None and element.zero is None
     return nibble and plain and abs(element.zero_point) <= 32
 
 
 def _bare(view: View) -> View:
-    """A scale or zero before look-ups, and casts that fp32 arithmetic need not make."""
+    """A scale or zero point before gathers, and casts that fp32 arithmetic may leave out."""
     view = follow(view)
     while is_float_cast(view.value):
-        view = follow(pushed(view, view.value.operands[0]))
+        view = follow(view.of_operand(view.value.operands[0]))
     return view

@@ -1,4 +1,4 @@
-"""What an element of an unpacked integer weight is: some bits of one word.
+"""Unpacked integer weights: which bits of which stored word every element is.
 
 Unpacking is masks, shifts and layout in any order; a view that takes one element of every word is
 followed down to those words, and what is left to say is from which bit on, and how many.
@@ -31,14 +31,8 @@ class Bits:
     signed: bool
 
 
-def pushed(view: View, operand: View) -> View:
-    """What an element-wise value's operand contributes to a view of that value."""
-    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
-    return wide if view.is_whole else wide.through(view.effect)
-
-
 def follow(view: View) -> View:
-    """The same elements before joins and constant gathers, as far as they are of one piece."""
+    """The same elements before concatenations and constant gathers, where one tensor has them."""
     while True:
         if view.value.op == "aten.cat":
             piece = piece_of(view)
@@ -109,13 +103,13 @@ def _cast(view: View) -> Bits | None:
     target = view.value.dtype
     if target not in _WORDS:
         return None
-    inner = bits_of(pushed(view, view.value.operands[0]))
+    inner = bits_of(view.of_operand(view.value.operands[0]))
     room = target.itemsize * 8
     if inner is None:
         return None
     if inner.width >= room:
         return replace(inner, width=room, signed=target.is_signed)
-    # A negative number has no place among unsigned ones.
+    # A negative number is not kept by a wider unsigned type.
     return inner if target.is_signed or not inner.signed else None
 
 
@@ -139,7 +133,7 @@ def _with_number(view: View, either: bool = False) -> tuple[Bits | None, int | N
     for word, other in ((first, second), (second, first)):
         number = _number(view, other) if isinstance(word, View) else None
         if number is not None:
-            return bits_of(pushed(view, word)), number
+            return bits_of(view.of_operand(word)), number
         if not either:
             break
     return None, None
@@ -150,7 +144,7 @@ def _number(view: View, item: Any) -> int | None:
         return item
     if not isinstance(item, View):
         return None
-    numbers = constant_of(pushed(view, item))
+    numbers = constant_of(view.of_operand(item))
     if numbers is None or not np.issubdtype(numbers.dtype, np.integer):
         return None
     return int(numbers.flat[0]) if np.all(numbers == numbers.flat[0]) else None
@@ -160,7 +154,7 @@ def _number(view: View, item: Any) -> int | None:
 
 
 def _before_store(view: View) -> View | None:
-    """A view of memory after one write, as one of what was written, or of what was there before.
+    """A view of memory after one write, as a view of the written data, or of the memory before.
 
     None where it takes of both. The write is a plain one into memory of the graph's own.
     """
@@ -242,7 +236,7 @@ def _before_gather(view: View) -> View | None:
 
 
 def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
-    """An effect on x[rows] as one on x: what it takes of the rows must be runs again."""
+    """An effect on x[rows] as one on x; the rows that it takes must form runs with one stride."""
     first = rows[int(effect.start[dim])]
     dims = []
     reach = np.array([int(effect.start[dim])])
@@ -259,7 +253,7 @@ def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
             reach = (reach[:, None] + (at - effect.start[dim])).reshape(-1)
             total = (total[:, None] + rows[at] - first).reshape(-1)
         dims.append(effects.coalesce(atoms))
-    # Several runs of one dimension have to be independent of each other.
+    # Strides of one dimension's runs must add up: each row number is the sum of its runs' offsets.
     if not np.array_equal(rows[reach], total):
         raise InexpressibleError("rows that are not taken in runs")
     start = tuple(int(first) if a == dim else s for a, s in enumerate(effect.start))

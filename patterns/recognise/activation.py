@@ -1,8 +1,9 @@
-"""Gated activations between the two GEMMs of an MLP, by what they compute."""
+"""Activations between the two GEMMs of an MLP, gated or not, recognised by their formula."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -10,6 +11,7 @@ from torch import fx
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.norm import strip_casts
+from tilewright.patterns.recognise.steps import clamp_bounds
 
 _NAMES = {"aten.silu": "silu", "aten.relu": "relu"}
 _DEFAULT_ALPHA = 1.702
@@ -38,14 +40,7 @@ def match_activation(view: View) -> Activation | None:
     for rule in (_clamped_swiglu, _gated, _plain):
         found = rule(bare.value)
         if found is not None:
-            return Activation(
-                found.name,
-                found.gate,
-                found.up,
-                (*casts, *found.absorbed),
-                found.alpha,
-                found.limit,
-            )
+            return replace(found, absorbed=(*casts, *found.absorbed))
     return None
 
 
@@ -146,37 +141,23 @@ def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
     """(x, limit, values) of a clamp to at most limit (and at least -limit); limit 0: none."""
     bare, casts = strip_casts(view)
     value = bare.value
-    if value.op not in ("aten.clamp", "aten.clamp_max") or not bare.is_whole:
-        return bare, 0.0, casts
-    low, high = _bounds(value)
-    wanted = -high if both and high is not None else None
-    if high is None or high <= 0 or low != wanted:
+    bounds = clamp_bounds(value)
+    if bounds is None or not bare.is_whole or any(isinstance(b, View) for b in bounds):
+        return bare, 0.0, casts  # views differ from element to element
+    low, high = (_number(bound) for bound in bounds)
+    if high is None or high <= 0 or low != (-high if both else None):
         return bare, 0.0, casts
     inner, more = strip_casts(value.args[0])
     return inner, float(high), (*casts, value, *more)
-
-
-def _bounds(value: Value) -> tuple[float | None, float | None]:
-    if value.op == "aten.clamp_max":
-        return None, _number(value.args[1] if len(value.args) > 1 else value.kwargs.get("max"))
-    given = [*value.args[1:], *(None,) * (3 - len(value.args))]
-    low = given[0] if given[0] is not None else value.kwargs.get("min")
-    high = given[1] if given[1] is not None else value.kwargs.get("max")
-    if isinstance(low, View) or isinstance(high, View):
-        return None, None  # by element
-    return _number(low), _number(high)
 
 
 def _number(item: Any) -> float | None:
     return number_of(item) if isinstance(item, (int, float, fx.Node)) else None
 
 
-def _factors(value: Value) -> list[tuple[View, View]]:
-    """The two factors of a product, both ways round."""
-    if value.op != "aten.mul" or len(value.operands) != 2:
-        return []
-    left, right = value.operands
-    return [(left, right), (right, left)]
+def _factors(value: Value) -> Sequence[tuple[View, View]]:
+    """The two factors of a product, in both orders."""
+    return value.either_way if value.op == "aten.mul" else ()
 
 
 def _numbers(value: Value) -> list[float]:

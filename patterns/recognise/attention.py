@@ -63,7 +63,7 @@ class Attention:
 
     def result(self) -> Result | Parts:
         """`end` as what it is of an output [T, H, V]."""
-        # Of an operator with several outputs the value has no node of its own.
+        # One output of several has no node of its own.
         if self.width == self.v.shape[-1] and "output" not in self.end.kwargs:
             return Result(self.end, self._on_output(effects.identity(self.end.shape)))
         return Parts(self.end, self._on_output)
@@ -94,8 +94,8 @@ def match_attention(value: Value, flow: Dataflow) -> Attention:
 
 
 def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
-    """The keys [B, K, H, d], in parts, of what may be an attention; more than one guess where it is
-    an operator that nobody knows, none where it is no attention."""
+    """The keys [B, K, H, d], in parts, of what may be an attention: one guess per operand of an
+    unknown operator, none for a value that is no attention."""
     if value.op in ("aten.softmax", "aten.logsumexp"):
         logits = logits_of(value)
         if logits is not None:
@@ -109,7 +109,7 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
         guesses = (arguments_of(value).get(FORMS[name].key),) if name in FORMS else value.operands
         for k in guesses:
             if isinstance(k, View) and len(k.shape) == 3:
-                yield (_one_sequence(k),)
+                yield (k.unsqueeze(0),)
 
 
 _SDPA = "aten.scaled_dot_product_attention"
@@ -118,11 +118,6 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 
 def _named(value: Value) -> dict[str, Any]:
     return dict(zip(_NAMES, value.args, strict=False)) | dict(value.kwargs)
-
-
-def _one_sequence(view: View) -> View:
-    """[K, H, D] as [1, K, H, D]."""
-    return View(view.value, effects.unsqueeze(view.effect, 0))
 
 
 def _scaled_dot_product(value: Value) -> Attention:
@@ -205,7 +200,7 @@ def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
     if logits is None or above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
-    # A part that all heads share comes last.
+    # The part that all heads share (RoPE) comes last.
     parts = sorted(logits.terms, key=lambda term: term[1].effect.dims[2] == ())
     terms = tuple(
         (_expanded(q, (batch, queries, heads)), _expanded(k, (batch, k.shape[1], heads)))
@@ -234,11 +229,11 @@ def _broadcast(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _expanded(view: View, lead: tuple[Size, ...]) -> View:
-    return View(view.value, effects.expand(view.effect, (*lead, view.shape[-1])))
+    return view.expand(*lead, view.shape[-1])
 
 
 def _ragged(value: Value, flow: Dataflow) -> Attention:
-    """An operator of a library, known by its name."""
+    """A varlen operator of a library, known by its name."""
     form = FORMS.get(name_of_op(value))
     if form is None:
         refuse(
@@ -260,7 +255,7 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
     others = [u for u in flow.values if u.node is value.node and u is not value]
     if any(flow.users.get(u) or u in flow.output_values for u in others):
         _refuse_chunk(value)
-    q, k, v = (_one_sequence(view) for view in (q, k, v))
+    q, k, v = (view.unsqueeze(0) for view in (q, k, v))
     if len({view.shape[2] for view in (q, k, v)}) != 1:
         refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
     scale = given.get(form.scale)

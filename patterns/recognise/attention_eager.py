@@ -1,4 +1,4 @@
-"""Attention spelled out: products with a softmax in between, by the names of their dimensions.
+"""Attention spelled out as matmul, softmax, matmul; roles of dimensions follow from einsum names.
 
     weights = softmax(scale * (q @ k^T), masked)
     out = weights @ v
@@ -17,8 +17,9 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Dim, Effect
 from tilewright.patterns.recognise.constants import number_of
-from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.gemm import NamedProduct, named_product
 from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.steps import reduced_dims
 
 
 @dataclass
@@ -51,14 +52,12 @@ class Weighted:
 
 
 def logits_of(softmax: Value) -> Logits | None:
-    """What is below a softmax (or log-sum-exp) over the last dimension; None where that is no
-    attention."""
+    """The logits of a softmax (or log-sum-exp) over the last dimension; None where they are no
+    attention's."""
     if not isinstance(softmax.args[0], View):
         return None
-    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
-    dim = dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim
     rank = len(softmax.args[0].shape)
-    if dim not in (-1, rank - 1) or rank not in (3, 4):
+    if reduced_dims(softmax) != (rank - 1,) or rank not in (3, 4):
         return None
     found = Logits(absorbed=[softmax])
     try:
@@ -72,10 +71,9 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
     """The product that reads a softmax's result, through casts alone."""
     value, absorbed = softmax, []
     while True:
-        users = list(dict.fromkeys(flow.users.get(value, ())))
-        if len(users) != 1 or value in flow.output_values:
+        user = flow.only_user(value)
+        if user is None:
             return None
-        (user,) = users
         absorbed.append(user)
         found = named_product(user)
         if found is not None:
@@ -89,7 +87,7 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
 
 
 def _peel(found: Logits, view: View) -> bool:
-    """Takes one operation after the other off the logits; False where one is not understood."""
+    """Walks back from the logits, operation by operation; False where one is unknown."""
     for _ in range(12):
         value = view.value
         if named_product(value) is not None:
@@ -109,29 +107,23 @@ def _peel(found: Logits, view: View) -> bool:
         if inner is None:
             return False
         found.absorbed.append(value)
-        view = _pushed(view, inner)
+        view = view.of_operand(inner)
     return False
 
 
 def _sum(found: Logits, view: View) -> bool:
-    """A sum of products: one that heads share says which dimension they are, so it comes first."""
+    """A sum of products: the one with keys per head names the dimensions, so it comes first."""
     found.absorbed.append(view.value)
-    left = [_pushed(view, v) for v in view.value.operands]
+    left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)
     for _ in range(2):
         left = [part for part in left if not _peel(found, part)]
-    # What scales or masks one product does nothing to the other.
+    # A scale or mask on one product alone would not apply to the other.
     return not left and _around(found) == around
 
 
 def _around(found: Logits) -> tuple[Any, ...]:
     return found.scale, found.seen, found.hidden, found.added, found.finite
-
-
-def _pushed(view: View, operand: View) -> View:
-    """What an element-wise value's operand contributes to a view of that value."""
-    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
-    return wide if view.is_whole else wide.through(view.effect)
 
 
 def _scaled(found: Logits, value: Value) -> View | None:
@@ -156,9 +148,9 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
     if not isinstance(fill, (int, float)):
         return None
     found.finite = fill != float("-inf")
-    where = _pushed(view, mask)
+    where = view.of_operand(mask)
     if fills and where.value.op in ("aten.bitwise_not", "aten.logical_not"):
-        found.seen = _pushed(where, where.value.operands[0])
+        found.seen = where.of_operand(where.value.operands[0])
     elif fills:
         found.hidden = where
     else:
@@ -174,7 +166,7 @@ def _added(found: Logits, value: Value, view: View) -> View | None:
     if found.scale != 1.0 or found.terms:
         return None
     (other,) = [v for v in value.operands if v is not projected[0]]
-    found.added = _pushed(view, other)
+    found.added = view.of_operand(other)
     return projected[0]
 
 
@@ -182,15 +174,15 @@ def _term(found: Logits, view: View) -> bool:
     """One product q @ k^T."""
     product = named_product(view.value)
     assert product is not None
-    operands, names, result = product
-    if any(len(set(n)) != len(n) for n in (*names, result)):
+    if not product.names_differ:
         return False
+    result = product.result
     dims = _names_of(view, result)
     if dims is None or dims[-1] is None:
         return False
     keys = dims[-1]
-    sides = sorted(zip(operands, names, strict=True), key=lambda side: keys in side[1])
-    (q, q_names), (k, k_names) = sides
+    q, k = sorted(product.sides, key=lambda side: keys in side.names)
+    q_names, k_names = q.names, k.names
     if keys in q_names or keys not in k_names:
         return False
     order = found.roles or _roles_in(dims, q_names, k_names)
@@ -207,8 +199,8 @@ def _term(found: Logits, view: View) -> bool:
     found.absorbed.append(view.value)
     found.terms.append(
         (
-            _by_names(q, q_names, (batch, queries, heads, summed[0])),
-            _by_names(k, k_names, (batch, keys, heads, summed[0])),
+            q.ordered((batch, queries, heads, summed[0])),
+            k.ordered((batch, keys, heads, summed[0])),
         )
     )
     return True
@@ -245,12 +237,6 @@ def _names_of(view: View, names: str) -> list[str | None] | None:
     return [known[dim] if dim else (left.pop(0) if left else None) for dim in view.effect.dims]
 
 
-def _by_names(view: View, names: str, wanted: Sequence[str | None]) -> View:
-    """A view's dimensions in another order; those that it does not have are one."""
-    dims = [() if n is None or n not in names else view.effect.dims[names.index(n)] for n in wanted]
-    return View(view.value, Effect(tuple(dims), view.effect.start))
-
-
 def by_roles(view: View, logits: Logits) -> View:
     """A view over the logits' dimensions as [B or 1, H or 1, S or 1, K]."""
     dims: list[Dim] = []
@@ -258,27 +244,23 @@ def by_roles(view: View, logits: Logits) -> View:
         dim = () if role < 0 else view.effect.dims[role]
         repeats = place < 3 and all(atom.axis is None for atom in dim)
         dims.append(() if repeats else dim)
-    return View(view.value, Effect(tuple(dims), view.effect.start))
+    return view.with_dims(*dims)
 
 
 # --- above ----------------------------------------------------------------------------------------
 
 
 def _weighted(
-    end: Value, weights: Value, product: Any, logits: Logits, absorbed: tuple[Value, ...]
+    end: Value, weights: Value, product: NamedProduct, logits: Logits, absorbed: tuple[Value, ...]
 ) -> Weighted | None:
-    operands, names, result = product
-    if any(len(set(n)) != len(n) for n in (*names, result)):
+    p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
+    result, p_names, v_names = product.result, p.names, v.names
+    if not product.names_differ or v.view.value is weights:
         return None
-    sides = [(v, n) for v, n in zip(operands, names, strict=True) if v.value is weights]
-    others = [(v, n) for v, n in zip(operands, names, strict=True) if v.value is not weights]
-    if len(sides) != 1:
-        return None
-    ((p, p_names), (v, v_names)) = sides[0], others[0]
-    # The names of the softmax's own dimensions, by its letters.
+    # Letters for the softmax's own dimensions.
     rank = len(weights.shape)
     letters = "".join(chr(ord("a") + i) for i in range(rank))
-    at = _names_of(p, letters)
+    at = _names_of(p.view, letters)
     if at is None or None in at:
         return None
     named = dict(zip(at, p_names, strict=True))
@@ -286,7 +268,9 @@ def _weighted(
     batch, heads, queries, keys = role
     width = [n for n in v_names if n not in p_names]
     extra = set(p_names) - {n for n in role if n is not None}
-    if None in (heads, queries, keys) or len(width) != 1 or extra or keys in result:
+    if heads is None or queries is None or keys is None:
+        return None
+    if len(width) != 1 or extra or keys in result:
         return None
     if queries in v_names or heads not in v_names or keys not in v_names:
         return None
@@ -298,5 +282,5 @@ def _weighted(
         () if size == 1 else (Atom(axis[name], 1, size),)
         for name, size in zip(result, end.shape, strict=True)
     )
-    values = _by_names(v, v_names, (batch, keys, heads, width[0]))
+    values = v.ordered((batch, keys, heads, width[0]))
     return Weighted(values, end, Effect(dims, (0, 0, 0, 0)), absorbed)

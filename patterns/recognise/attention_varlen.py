@@ -1,4 +1,4 @@
-"""Attention of ragged batches by operators of libraries, `varlen` ones: which argument is which.
+"""Varlen attention by operators of libraries: which argument is which.
 
 Such an operator is opaque to the graph, so what it computes is known by its name alone: those of
 `FORMS`, and what an engine adds by :func:`register_varlen`.
@@ -64,7 +64,7 @@ def register_varlen(op: str, form: VarlenForm) -> None:
 
 
 def name_of_op(value: Value) -> str:
-    """`namespace::name` of an operator of a library; empty for anything else."""
+    """`namespace::name` of a library's operator; empty for anything else."""
     name = value.op.removeprefix("opaque:")
     return name if "::" in name and not name.startswith("python::") else ""
 
@@ -86,13 +86,13 @@ def arguments_of(value: Value) -> dict[str, Any]:
 
 
 def obstacle(form: VarlenForm, given: Mapping[str, Any]) -> str:
-    """Which argument asks for more than attention; empty where none does."""
+    """Which argument asks for something that the op does not do; empty where none does."""
     causal = bool(given[form.causal]) if form.causal else True
     for name, values in form.allowed.items():
         actual = given.get(name, values[0])
         actual = tuple(actual) if isinstance(actual, (list, tuple)) else actual
         if isinstance(actual, View) or actual not in values:
-            # A window of all earlier keys is what causal means.
+            # A window of all earlier keys is the causal mask.
             if name == "window_size" and actual == (-1, 0) and causal:
                 continue
             return f"{name} is {actual}"

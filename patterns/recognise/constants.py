@@ -1,4 +1,4 @@
-"""Values of a graph that depend on no input: shift tables, orders of columns, group numbers."""
+"""Constants that the graph computes from no input: shift tables, column orders, group numbers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _operand(view: View) -> torch.Tensor | None:
 def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
     """What a view takes of its value's numbers."""
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
-        tensor = tensor.float()  # numpy has not all of them
+        tensor = tensor.float()  # numpy lacks bfloat16 and 8-bit floats
     strides = tensor.contiguous().stride()
     at = np.array(sum(int(s) * n for s, n in zip(view.effect.start, strides, strict=True)))
     for dim in view.effect.dims:

@@ -1,4 +1,4 @@
-"""When two values of a graph are the same numbers, though computed twice."""
+"""Equality of values that the graph computes twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tilewright.patterns.dataflow import View
 
-# Memory: two of these hold the same numbers only where they are one value.
+# Two of these are equal only where they are one value: their contents are not computed.
 _NEVER_EQUAL = {
     "input", "constant", "store", "aten.empty", "aten.empty_like", "aten.new_empty"
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Products with a weight, however they were spelled, in one normal form: x @ weight^T + bias.
+"""GEMMs with a weight, in any spelling, in one normal form: x @ weight^T + bias.
 
 `F.linear`, `addmm`, `x @ W`, `bmm` with a batch of one, a batched `matmul` and `einsum` differ only
 in how dimensions are named: a dimension that x alone has is a token dimension, one that the weight
@@ -46,13 +46,11 @@ class Gemm:
     @property
     def flat_x(self) -> View:
         """The activation as [T, K]."""
-        *tokens, hidden = self.x.shape
-        flat = effects.reshape(self.x.effect, (effects.product(tokens), hidden))
-        return View(self.x.value, flat)
+        return self.x.matrix
 
 
 def match_gemm(value: Value) -> Gemm | None:
-    """The product that a value is, or None where it is none, or none with a weight."""
+    """The GEMM with a weight that a value is; None for another value."""
     rule = _RULES.get(value.op)
     try:
         return None if rule is None else rule(value)
@@ -91,7 +89,7 @@ def _scaled_mm(value: Value) -> Gemm | None:
     if weight_scale is None or x_scale is None:
         return None
     transposed = effects.permute(weight.effect, (1, 0))
-    scale = View(weight_scale.value, effects.permute(weight_scale.effect, (1, 0)))
+    scale = weight_scale.permute(1, 0)
     identity = effects.identity(value.shape)
     weight = View(weight.value, transposed)
     return Gemm(value, value.shape, identity, x, weight, given.get("bias"), x_scale, scale)
@@ -103,7 +101,7 @@ def _two_dims(scale: View) -> View | None:
         return scale
     if effects.product(scale.shape) != 1:
         return None
-    return View(scale.value, effects.reshape(scale.effect, (1, 1)))
+    return scale.reshape(1, 1)
 
 
 def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
@@ -117,83 +115,98 @@ def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
         if repeats is None:
             return None
         dims.append(effects.coalesce((*dim, Atom(None, 0, repeats))))
-    return View(flat.value, Effect(tuple(dims), flat.effect.start))
+    return flat.with_dims(*dims)
 
 
-def _contracted(value: Value) -> Gemm | None:
-    found = named_product(value)
-    return None if found is None else _either(value, *found)
+@dataclass(frozen=True)
+class Side:
+    """One operand of a product. names: of its dimensions, a letter each."""
+
+    view: View
+    names: str
+
+    @property
+    def dims(self) -> dict[str, Dim]:
+        """By name; a name that comes twice has one entry."""
+        return dict(zip(self.names, self.view.effect.dims, strict=True))
+
+    def ordered(self, names: Sequence[str | None]) -> View:
+        """The dimensions in another order; those that it does not have are of length one."""
+        dims = self.dims
+        effect = Effect(tuple(dims.get(n, ()) for n in names), self.view.effect.start)  # type: ignore[arg-type]
+        return View(self.view.value, effect)
 
 
-def named_product(value: Value) -> tuple[tuple[View, ...], tuple[str, ...], str] | None:
-    """(operands, their dimensions' names, the result's) of a product of two tensors, whichever they
-    are; None for anything else."""
+@dataclass(frozen=True)
+class NamedProduct:
+    """A product of two tensors. result: the names of its dimensions; others are summed over."""
+
+    sides: tuple[Side, Side]
+    result: str
+
+    @property
+    def either_way(self) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
+        """The sides in both orders."""
+        return self.sides, self.sides[::-1]
+
+    @property
+    def names_differ(self) -> bool:
+        """Whether no tensor has a name twice, as a diagonal would."""
+        named = (*(side.names for side in self.sides), self.result)
+        return all(len(set(names)) == len(names) for names in named)
+
+
+def named_product(value: Value) -> NamedProduct | None:
+    """The product of two tensors that a value is, dimensions by name; None for another value."""
     if value.op == "aten.einsum":
-        equation, operands = _equation(value)
-        if equation is None or len(operands) != 2:
-            return None
-        return operands, *equation
+        return _einsum(value)
     if value.op not in ("aten.matmul", "aten.mm", "aten.bmm"):
         return None
     # [..., M, K] @ [..., K, N]: leading dimensions broadcast.
     if len(value.operands) != 2 or any(len(v.shape) < 2 for v in value.operands):
         return None
     batch = string.ascii_lowercase[: max(len(v.shape) for v in value.operands) - 2]
-    named = tuple(
-        batch[len(batch) - len(v.shape) + 2 :] + two
+    one, other = (
+        Side(v, batch[len(batch) - len(v.shape) + 2 :] + two)
         for v, two in zip(value.operands, ("MK", "KN"), strict=True)
     )
-    return value.operands, named, batch + "MN"
-
-
-_RULES = {
-    "aten.linear": _linear,
-    "aten._scaled_mm": _scaled_mm,
-    "aten.einsum": _contracted,
-    "aten.matmul": _contracted,
-    "aten.mm": _contracted,
-    "aten.bmm": _contracted,
-}
+    return NamedProduct((one, other), batch + "MN")
 
 
 # --- names of dimensions --------------------------------------------------------------------------
 
 
-def _equation(value: Value) -> tuple[tuple[tuple[str, ...], str] | None, tuple[View, ...]]:
-    """(the operands' dimension names and the result's, the operands)."""
-    operands = value.operands
-    text = value.args[0]
-    if not isinstance(text, str):
-        return None, operands
-    text = text.replace(" ", "")
-    left, arrow, right = text.partition("->")
+def _einsum(value: Value) -> NamedProduct | None:
+    operands, text = value.operands, value.args[0]
+    if not isinstance(text, str) or len(operands) != 2:
+        return None
+    left, arrow, right = text.replace(" ", "").partition("->")
     named = left.split(",")
     if len(named) != len(operands):
-        return None, operands
+        return None
     missing = [
         len(v.shape) - len(n.replace("...", "")) for v, n in zip(operands, named, strict=True)
     ]
-    # What `...` stands for is aligned at its end.
+    # The dimensions of `...` are aligned at the right.
     extra = string.digits[: max(missing)]
-    filled = [
-        n.replace("...", extra[len(extra) - m :]) for n, m in zip(named, missing, strict=True)
-    ]
+    one, other = (
+        Side(v, n.replace("...", extra[len(extra) - m :]))
+        for v, n, m in zip(operands, named, missing, strict=True)
+    )
     if not arrow:
         once = sorted({n for n in "".join(named) if n.isalpha() and left.count(n) == 1})
         right = ("..." if "..." in left else "") + "".join(once)
-    return (tuple(filled), right.replace("...", extra)), operands
+    return NamedProduct((one, other), right.replace("...", extra))
 
 
-def _either(
-    value: Value, operands: Sequence[View], named: Sequence[str], result: str
-) -> Gemm | None:
+def _contracted(value: Value) -> Gemm | None:
     """The product with whichever operand is the weight: the one that is a parameter."""
-    (one, other), (ones, others) = operands, named
-    pairs = [(one, ones, other, others), (other, others, one, ones)]
-    pairs.sort(key=lambda pair: not is_weight(pair[2]))
-    for x, x_names, weight, weight_names in pairs:
-        if not weight.value.projected:
-            found = contraction(value, (x, x_names), (weight, weight_names), result)
+    product = named_product(value)
+    if product is None or not product.names_differ:
+        return None
+    for x, weight in sorted(product.either_way, key=lambda pair: not is_weight(pair[1].view)):
+        if not weight.view.value.projected:
+            found = _contraction(value, x, weight, product.result)
             if found is not None:
                 return found
     return None
@@ -206,19 +219,14 @@ def is_weight(view: View) -> bool:
     return view.value.op == "constant"
 
 
-def contraction(
-    value: Value, x: tuple[View, str], weight: tuple[View, str], result: str
-) -> Gemm | None:
-    """The product of two operands with named dimensions, or None where it is no plain one."""
-    named = [_named(*x), _named(*weight)]
-    if None in named:
-        return None
-    xs, ws = (dict(n) for n in named if n is not None)
+def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | None:
+    """The GEMM of x and a weight; None for diagonals, batched weights and the like."""
+    xs, ws = x.dims, weight.dims
     for name in xs.keys() & ws.keys():
         if name not in result:
             if bool(xs[name]) != bool(ws[name]):
                 return None
-        # A dimension that only repeats in one operand belongs to the other alone.
+        # A dimension that is broadcast in one operand belongs to the other alone.
         elif _repeats(ws[name]):
             del ws[name]
         elif _repeats(xs[name]):
@@ -240,23 +248,17 @@ def contraction(
     hidden = effects.coalesce(a for n in summed for a in xs[n])
     rows = effects.coalesce(a for n in features for a in ws[n])
     columns = effects.coalesce(a for n in summed for a in ws[n])
-    x_effect = Effect((*(xs[n] for n in tokens), hidden), x[0].effect.start)
-    weight_effect = Effect((rows, columns), weight[0].effect.start)
+    x_effect = Effect((*(xs[n] for n in tokens), hidden), x.view.effect.start)
+    weight_effect = Effect((rows, columns), weight.view.effect.start)
     shape = (*x_effect.shape[:-1], effects.product(sizes))
     return Gemm(
         value,
         shape,
         _layout(result, tokens, features, sizes, shape),
-        View(x[0].value, x_effect),
-        View(weight[0].value, weight_effect),
+        View(x.view.value, x_effect),
+        View(weight.view.value, weight_effect),
         None,
     )
-
-
-def _named(view: View, names: str) -> list[tuple[str, Dim]] | None:
-    if len(set(names)) != len(names) or len(names) != len(view.effect.dims):
-        return None
-    return list(zip(names, view.effect.dims, strict=True))
 
 
 def _repeats(dim: Dim) -> bool:
@@ -283,6 +285,12 @@ def _layout(
         dims.append(effects.coalesce([atom]))
     return Effect(tuple(dims), (0,) * len(shape))
 
+
+_RULES = {
+    "aten.linear": _linear,
+    "aten._scaled_mm": _scaled_mm,
+    **dict.fromkeys(("aten.einsum", "aten.matmul", "aten.mm", "aten.bmm"), _contracted),
+}
 
 # --- bias and pieces ------------------------------------------------------------------------------
 
@@ -319,7 +327,7 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
 
 
 def piece_of(view: View) -> View:
-    """The same elements of the one piece that holds them, where a view is of joined tensors."""
+    """The same elements as a view of one concatenated tensor, where one holds them all."""
     value = view.value
     if value.op != "aten.cat":
         return view

@@ -1,4 +1,4 @@
-"""A GEMM that takes each row's weight from its expert: grouped by sorted rows, or one by one.
+"""GEMMs with one weight per expert: grouped over rows sorted by expert, or batched over routes.
 
 grouped_mm(x [M, K], weight [E, K, N], ends [E])
 bmm(weight[experts] [M, N, K], x [M, K, 1])                   or the other way round, or as
@@ -8,19 +8,13 @@ einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S rou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from tilewright.codegen.targets import detect_target
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.recognise.gemm import named_product
+from tilewright.patterns.recognise.gemm import Side, named_product
+from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
-
-# First column, their number, and the distance from one to the next.
-Columns = tuple[Any, Any, int]
 
 _GROUPED = "aten._grouped_mm"
 _BATCHED = ("aten.bmm", "aten.einsum", "aten.matmul")
@@ -49,29 +43,14 @@ class ExpertGemm:
     def columns_of(self, part: View) -> Columns | None:
         """The columns that a view [M, n] (or [T, S, n]) of the result takes of every row; None for
         another."""
-        if part.value is not self.end or len(part.effect.dims) < 2:
+        last = part.effect.dims[-1] if len(part.effect.dims) > 1 else ()
+        if part.value is not self.end or not any(a.axis == self.column_axis for a in last):
             return None
-        *lead, width = part.shape
-        try:
-            flat_part = effects.reshape(part.effect, (effects.product(lead), width))
-        except InexpressibleError:
-            return None
-        rows, columns = flat_part.dims
-        whole = effects.reshape(
-            effects.identity(self.end.shape),
-            (effects.product(lead), self.end.shape[self.column_axis]),
-        )
-        starts = [s for a, s in enumerate(part.effect.start) if a != self.column_axis]
-        if rows != whole.dims[0] or any(s != 0 for s in starts) or len(columns) != 1:
-            return None
-        (atom,) = columns
-        if atom.axis != self.column_axis:
-            return None
-        return part.effect.start[self.column_axis], atom.length, atom.step
+        return columns_along(part, self.column_axis)
 
 
 def is_expert_gemm(value: Value) -> bool:
-    """Whether a value looks like one: cheap, for anchors."""
+    """Whether a value is such a GEMM."""
     return rows_of(value) is not None
 
 
@@ -85,7 +64,7 @@ def rows_of(value: Value) -> View | None:
 
 
 def routes_of(value: Value) -> View | None:
-    """What tells each row's expert: where each one's rows end, or the experts themselves."""
+    """What determines each row's expert: the ends of the experts' rows, or the expert ids."""
     found = match_grouped(value) or match_batched(value)
     return None if found is None else found.ends or found.experts
 
@@ -111,7 +90,7 @@ def match_grouped(value: Value) -> ExpertGemm | None:
     ends = value.args[2] if ends is None and len(value.args) > 2 else ends
     if len(weight.shape) != 3 or not isinstance(ends, View):
         return None
-    by_row = View(weight.value, effects.permute(weight.effect, (0, 2, 1)))
+    by_row = weight.permute(0, 2, 1)
     return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,))
 
 
@@ -120,52 +99,49 @@ def match_batched(value: Value) -> ExpertGemm | None:
     product = named_product(value) if value.op in _BATCHED else None
     if product is None:
         return None
-    (one, other), (ones, others), result = product
-    for x, xs, weight, ws in ((other, others, one, ones), (one, ones, other, others)):
+    for weight, x in product.either_way:
         try:
-            found = _by_route(value, (x, xs), (weight, ws), result)
-        except effects.InexpressibleError:  # of no routes at all, for one
+            found = _by_route(value, x, weight, product.result)
+        except effects.InexpressibleError:  # e.g. of zero routes
             continue
         if found is not None:
             return found
     return None
 
 
-def _by_route(
-    value: Value, x: tuple[View, str], weight: tuple[View, str], result: str
-) -> ExpertGemm | None:
+def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | None:
     """A product of which one operand is weight[experts], a weight for every row of the other."""
-    taken = gathered(weight[0].value.whole)
-    axes = _axes(weight[0])
-    if taken is None or axes is None or len(taken[0].shape) != 3 or len(axes) != len(weight[1]):
+    taken = gathered(weight.view.value.whole)
+    axes = _axes(weight.view)
+    if taken is None or axes is None or len(taken[0].shape) != 3:
         return None
     stored, experts = taken
     lead = len(experts.shape)
-    name_of = dict(zip(axes, weight[1], strict=True))
+    name_of = dict(zip(axes, weight.names, strict=True))
     routes = [name_of[axis] for axis in range(lead)]
-    xs = dict(zip(x[1], x[0].effect.dims, strict=True))
+    xs = x.dims
     k = [a for a in axes if a >= lead and name_of[a] in xs and name_of[a] not in result]
     n = [a for a in axes if a >= lead and name_of[a] in result and name_of[a] not in xs]
-    if len(k) != 1 or len(n) != 1 or len(xs) != len(x[1]) or weight[0].value is x[0].value:
+    if len(k) != 1 or len(n) != 1 or len(xs) != len(x.names) or weight.view.value is x.view.value:
         return None
-    # A row by itself: bmm has a dimension of one for it.
+    # bmm has a dimension of one for the row.
     single = [a for a in xs if a not in routes and a != name_of[k[0]]]
     if any(xs[a] for a in single) or [a for a in result if a not in single] != [
         *routes, name_of[n[0]],
     ]:  # fmt: skip
         return None
-    sizes = [weight[0].value.shape[axis] for axis in range(lead)]
+    sizes = [weight.view.value.shape[axis] for axis in range(lead)]
     rows = [
         xs[name] if xs.get(name) else (effects.Atom(None, 0, size),)
         for name, size in zip(routes, sizes, strict=True)
     ]
     merged = effects.coalesce(atom for dim in rows for atom in dim)
-    rows_view = View(x[0].value, Effect((merged, xs[name_of[k[0]]]), x[0].effect.start))
+    rows_view = x.view.with_dims(merged, xs[name_of[k[0]]])
     order = [0, n[0] - lead + 1, k[0] - lead + 1]
-    by_row = View(stored.value, effects.permute(stored.effect, order))
+    by_row = stored.permute(*order)
     column_axis = result.index(name_of[n[0]])
     ids = flat(strip_integer_casts(experts))
-    absorbed = (value, weight[0].value)
+    absorbed = (value, weight.view.value)
     return ExpertGemm(rows_view, by_row, None, None, None, ids, value, column_axis, absorbed)
 
 
@@ -188,13 +164,6 @@ def _axes(view: View) -> list[int] | None:
             return None
         axes.append(axis)
     return axes if sorted(axes) == list(range(len(view.value.shape))) else None
-
-
-def check_device(x: View) -> None:
-    """Without kernels for the GPU at hand an op would run its reference: slower than the graph."""
-    device = x.value.device
-    if device.type == "cuda" and detect_target(device.index) is None:
-        reject("UNSUPPORTED", Stage.CAPABILITY, "there are no kernels for this GPU's generation", x)
 
 
 def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:

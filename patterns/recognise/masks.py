@@ -49,7 +49,7 @@ class _Compared:
     slack: int
 
 
-# True or False everywhere, one comparison, or None: something else.
+# True or False for all elements, one comparison, or None: unknown.
 _Truth = bool | _Compared | None
 
 
@@ -103,10 +103,10 @@ def _truth(view: View) -> _Truth:
     """What a boolean tensor says, broadcast dimensions kept."""
     value = view.value
     if value.op in _JOINED and len(value.operands) == 2:
-        one, other = (_truth(_pushed(view, v)) for v in value.operands)
+        one, other = (_truth(view.of_operand(v)) for v in value.operands)
         return _JOINED[value.op](one, other)
     if value.op in ("aten.bitwise_not", "aten.logical_not") and len(value.operands) == 1:
-        return _negated(_truth(_pushed(view, value.operands[0])))
+        return _negated(_truth(view.of_operand(value.operands[0])))
     if value.op in _ORDERS and len(value.args) == 2 and not value.kwargs:
         return _compared(view)
     line = _line(view)
@@ -158,7 +158,7 @@ def _compared(view: View) -> _Truth:
         return (-apart if swapped else apart) <= slack
     if not all(isinstance(a, View) and a.value.dtype in _INTEGERS for a in value.args):
         return None
-    low, high = (_pushed(view, a) for a in value.args)
+    low, high = (view.of_operand(a) for a in value.args)
     return _Compared(high, low, slack) if swapped else _Compared(low, high, slack)
 
 
@@ -210,15 +210,9 @@ def _seen_through(line: _Line, effect: Effect) -> _Line | None:
 def _operand(view: View, item: Any) -> _Line | None:
     """One operand of an element-wise value, as a view of that value sees it."""
     if isinstance(item, View):
-        return _line(_pushed(view, item))
+        return _line(view.of_operand(item))
     whole = isinstance(item, int) and not isinstance(item, bool)
     return _Line(item, (0,) * len(view.shape)) if whole else None
-
-
-def _pushed(view: View, operand: View) -> View:
-    """What an element-wise value's operand contributes to a view of that value."""
-    wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
-    return wide if view.is_whole else wide.through(view.effect)
 
 
 def _sum(one: _Line, other: _Line, sign: int) -> _Line:
@@ -278,7 +272,7 @@ def _running_sum(value: Value) -> _Line | None:
     """The running sum of one number."""
     if len(value.args) + len(value.kwargs) != 2:
         return None
-    dim = (value.args[1] if len(value.args) > 1 else value.kwargs.get("dim", -1)) % len(value.shape)
+    dim = value.argument(1, "dim", -1) % len(value.shape)
     source = value.args[0]
     known = _constant(source)
     if not isinstance(known, int):

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.steps import reduced_dims
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,7 @@ def _fused(value: Value, stage: Stage) -> Norm | None:
 
 def _adds_bias(value: Value) -> bool:
     """Whether a vector is added to a norm's result."""
-    if len(value.operands) != 2:
-        return False
-    left, right = value.operands
-    for bias, other in ((left, right), (right, left)):
+    for bias, other in value.either_way:
         inner, _ = strip_casts(other)
         scaled = inner.value.op in ("aten.mul", "aten.div", *_FUSED)
         if scaled and _may_be_weight(bias) and match_norm(inner) is not None:
@@ -132,10 +129,9 @@ def _refuse_bias(value: Value, stage: Stage) -> None:
 
 def _weighted(value: Value, stage: Stage) -> Norm | None:
     """The norm with a weight whose last step is the product `value`."""
-    if value.op != "aten.mul" or len(value.operands) != 2:
+    if value.op != "aten.mul":
         return None
-    left, right = value.operands
-    for factor, normalised in ((left, right), (right, left)):
+    for factor, normalised in value.either_way:
         weight, offset, total = _plus_number(factor)
         if not _may_be_weight(weight):
             continue
@@ -170,7 +166,7 @@ def _plus_number(view: View) -> tuple[View, float, View]:
 def _aligned(weight: View, rank: int) -> View:
     """A weight with leading dimensions of one, up to `rank`."""
     missing = rank - len(weight.effect.dims)
-    return View(weight.value, Effect(((),) * missing + weight.effect.dims, weight.effect.start))
+    return weight.with_dims(*((),) * missing + weight.effect.dims)
 
 
 # --- spelled out ----------------------------------------------------------------------------------
@@ -181,15 +177,13 @@ def _normalised(view: View) -> Norm | None:
     value = view.value
     if not view.is_whole or len(value.operands) != 2:
         return None
-    left, right = value.operands
+    pairs, root = value.either_way, _inverse_root
     if value.op == "aten.div":
-        pairs = [(left, _root(right))]
-    elif value.op == "aten.mul":
-        pairs = [(left, _inverse_root(right)), (right, _inverse_root(left))]
-    else:
+        pairs, root = pairs[:1], _root
+    elif value.op != "aten.mul":
         return None
-    for numerator, radicand in pairs:
-        if radicand is not None:
+    for numerator, denominator in pairs:
+        if (radicand := root(denominator)) is not None:
             found = _quotient(numerator, *radicand)
             if found is not None:
                 return replace(found, absorbed=(value, *found.absorbed))
@@ -234,31 +228,38 @@ def _quotient(numerator: View, under: View, values: tuple[Value, ...]) -> Norm |
     return Norm(kind, x, None, 0.0, None, eps, width, absorbed)
 
 
-def _inverse_root(view: View) -> tuple[View, tuple[Value, ...]] | None:
-    """(y, values) of 1 / sqrt(y): rsqrt, a power of -1/2, or a reciprocal of a root."""
-    view, casts = strip_casts(view)
-    value = view.value
-    if not view.is_whole or not value.operands:
+#: What a step of a norm reads, and the values that compute it.
+_Read = tuple[View, tuple[Value, ...]]
+
+
+def _step(view: View, *ops: str) -> tuple[Value, tuple[Value, ...]] | None:
+    """(value, it and the casts after it) where a view is the whole result of one of `ops`."""
+    bare, casts = strip_casts(view)
+    value = bare.value
+    known = bare.is_whole and value.op in ops and value.operands
+    return (value, (value, *casts)) if known else None
+
+
+def _inverse_root(view: View) -> _Read | None:
+    """y of 1 / sqrt(y): rsqrt, a power of -1/2, or a reciprocal of a root."""
+    step = _step(view, "aten.rsqrt", "aten.pow", "aten.reciprocal", "aten.div")
+    if step is None:
         return None
+    value, values = step
     inner = value.operands[0]
     if value.op == "aten.rsqrt" or (value.op == "aten.pow" and value.args[1:] == (-0.5,)):
-        return inner, (value, *casts)
+        return inner, values
     one = value.op == "aten.div" and len(value.operands) == 1 and value.args[0] == 1
-    if value.op == "aten.reciprocal" or one:
-        root = _root(inner)
-        return None if root is None else (root[0], (value, *casts, *root[1]))
-    return None
+    root = _root(inner) if one or value.op == "aten.reciprocal" else None
+    return None if root is None else (root[0], (*values, *root[1]))
 
 
-def _root(view: View) -> tuple[View, tuple[Value, ...]] | None:
-    """(y, values) of sqrt(y)."""
-    view, casts = strip_casts(view)
-    value = view.value
-    if not view.is_whole:
+def _root(view: View) -> _Read | None:
+    """y of sqrt(y)."""
+    step = _step(view, "aten.sqrt", "aten.pow")
+    if step is None or (step[0].op == "aten.pow" and step[0].args[1:] != (0.5,)):
         return None
-    if value.op == "aten.sqrt" or (value.op == "aten.pow" and value.args[1:] == (0.5,)):
-        return value.operands[0], (value, *casts)
-    return None
+    return step[0].operands[0], step[1]
 
 
 def _plus_epsilon(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
@@ -272,60 +273,53 @@ def _plus_epsilon(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
     return add.operands[0], number_of(eps), (add,)
 
 
-def _mean_square(view: View) -> tuple[View, tuple[Value, ...]] | None:
-    """(y, values) of the mean of y² over the last dimension, which stays."""
+def _mean_square(view: View) -> _Read | None:
+    """y of the mean of y² over the last dimension, which stays."""
     mean = _mean(view)
-    if mean is None:
+    step = None if mean is None else _step(mean[0], "aten.square", "aten.pow", "aten.mul")
+    if mean is None or step is None:
         return None
-    squares, values = mean
-    power, casts = strip_casts(squares)
-    value = power.value
-    if not power.is_whole or not value.operands:
-        return None
-    product = value.op == "aten.mul" and len(value.operands) == 2
-    if (
-        value.op == "aten.square"
-        or (value.op == "aten.pow" and value.args[1] == 2)
-        or (product and value.operands[0] == value.operands[1])
-    ):
-        return value.operands[0], (*values, *casts, value)
-    return None
-
-
-def _mean(view: View) -> tuple[View, tuple[Value, ...]] | None:
-    """(y, values) of the mean of y over the last dimension, which stays; or sum(y) / length."""
-    view, casts = strip_casts(view)
-    value = view.value
-    if not view.is_whole or not value.operands:
-        return None
+    value, values = step
     of = value.operands[0]
-    if value.op == "aten.mean" and _over_last(value):
-        return of, (value, *casts)
-    if value.op == "aten.div" and len(value.operands) == 1 and value.args[0] is of and of.is_whole:
-        total = of.value
-        if total.op == "aten.sum" and _over_last(total):
-            inner = total.operands[0]
-            by = value.args[1]
-            if isinstance(by, (int, float)) and by == inner.shape[-1]:
-                return inner, (value, total, *casts)
-    return None
-
-
-def _variance(view: View) -> tuple[View, tuple[Value, ...]] | None:
-    """(y, values) of the variance of y over the last dimension, not corrected."""
-    view, casts = strip_casts(view)
-    value = view.value
-    if value.op != "aten.var" or not view.is_whole or not _over_last(value):
+    if value.op == "aten.mul" and value.operands != (of, of):
         return None
-    positional = value.args[2] if len(value.args) > 2 else None
-    named = value.kwargs.get("unbiased", value.kwargs.get("correction"))
+    if value.op == "aten.pow" and value.args[1] != 2:
+        return None
+    return of, (*mean[1], *values)
+
+
+def _mean(view: View) -> _Read | None:
+    """y of the mean of y over the last dimension, which stays; or sum(y) / length."""
+    step = _step(view, "aten.mean", "aten.div")
+    if step is None:
+        return None
+    value, values = step
+    of = value.operands[0]
+    if value.op == "aten.mean":
+        return (of, values) if _over_last(value) else None
+    total = of.value
+    if len(value.operands) != 1 or value.args[0] is not of or not of.is_whole:
+        return None
+    if total.op != "aten.sum" or not _over_last(total):
+        return None
+    inner, by = total.operands[0], value.args[1]
+    length = isinstance(by, (int, float)) and by == inner.shape[-1]
+    return (inner, (*values, total)) if length else None
+
+
+def _variance(view: View) -> _Read | None:
+    """y of the variance of y over the last dimension, not corrected."""
+    step = _step(view, "aten.var")
+    if step is None or not _over_last(step[0]):
+        return None
+    positional = step[0].args[2] if len(step[0].args) > 2 else None
+    named = step[0].kwargs.get("unbiased", step[0].kwargs.get("correction"))
     corrected = positional if named is None else named
-    plain = corrected is not None and corrected == 0
-    return (value.operands[0], (value, *casts)) if plain else None
+    return (step[0].operands[0], step[1]) if corrected is not None and corrected == 0 else None
 
 
-def _centred(view: View) -> tuple[View, tuple[Value, ...]] | None:
-    """(y, values) of y - mean(y)."""
+def _centred(view: View) -> _Read | None:
+    """y of y - mean(y)."""
     value = view.value
     if value.op != "aten.sub" or len(value.operands) != 2 or not view.is_whole:
         return None
@@ -341,9 +335,5 @@ def _centred(view: View) -> tuple[View, tuple[Value, ...]] | None:
 
 def _over_last(value: Value) -> bool:
     """Whether a reduction is over the last dimension, and keeps it."""
-    dims = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
     shape = value.operands[0].shape
-    listed = dims if isinstance(dims, (tuple, list)) else (dims,)
-    if len(listed) != 1 or listed[0] not in (-1, len(shape) - 1):
-        return False
-    return value.shape == (*shape[:-1], 1)
+    return reduced_dims(value) == (len(shape) - 1,) and value.shape == (*shape[:-1], 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.rope_terms import (
+    IsAddend,
     Leaf,
     NotRotation,
     Term,
     head_terms,
     is_arithmetic,
+    never,
 )
 
 
@@ -59,6 +61,10 @@ class Rope:
     absorbed: tuple[Value, ...]
 
 
+class _Unknown(Exception):
+    """A rotation of a kind that the ops do not have; says why."""
+
+
 @dataclass(frozen=True)
 class _Pairs:
     """Of every rotated element: the index of itself and of its partner in x, and which member of
@@ -69,20 +75,30 @@ class _Pairs:
     second: np.ndarray
 
 
-def match_rope(head: View) -> Rope | None:
+def match_rope(head: View, stage: Stage = Stage.K_PATH, is_addend: IsAddend = never) -> Rope | None:
     """The rotation whose result is `head` [..., head_dim]; None where there is no rotation.
 
-    Raises Reject (ROPE_STYLE, ROPE_TABLE) for a rotation of a kind the ops do not have.
+    is_addend: whether a view is added to what is rotated, and no part of the rotation's own sums.
+    Raises Reject (ROPE_STYLE) at `stage` for a rotation of a kind the ops do not have.
     """
     if not is_arithmetic(head.value):
         return None
     try:
-        terms, absorbed = head_terms(head)
+        terms, absorbed = head_terms(head, is_addend)
     except NotRotation:
         return None
     if len(terms) == 1 or not any(len(t.leaves) == 2 for t in terms):
         return None
-    return _classify(head, terms, absorbed)
+    try:
+        return _classify(head, terms, absorbed)
+    except _Unknown as unknown:
+        reject(
+            "ROPE_STYLE",
+            stage,
+            f"a rotation of {head.value} was found, but {unknown}",
+            head,
+            hint="half-split and interleaved rotations of the leading dimensions are supported",
+        )
 
 
 # --- reading the table ----------------------------------------------------------------------------
@@ -91,23 +107,23 @@ def match_rope(head: View) -> Rope | None:
 def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) -> Rope:
     x_leaf = terms[0].leaves[0][0]
     if any(t.leaves[0][0] != x_leaf for t in terms):
-        _refuse(head, "its terms read different tensors")
+        raise _Unknown("its terms read different tensors")
     head_dim = len(terms[0].factor)
     first = min(int(t.leaves[0][1][t.present].min()) for t in terms if np.any(t.factor))
-    rotary_dim = _rotated(head, terms, first, head_dim)
+    rotary_dim = _rotated(terms, first, head_dim)
     for style, pairs in _styles(rotary_dim).items():
         own = _column(terms, pairs.own + first, rotary_dim)
         partner = _column(terms, pairs.partner + first, rotary_dim)
         if own is not None and partner is not None:
-            # A second member adds its partner, a first one subtracts it.
+            # The second element of a pair adds x_partner * sin, the first subtracts it.
             partner = _Column(partner.leaf, partner.index, partner.sign * (2 * pairs.second - 1))
-            cos, sin = (_table(head, c, pairs, style) for c in (own, partner))
+            cos, sin = (_table(c, pairs, style) for c in (own, partner))
             cos, sin = _same_width(cos, sin, rotary_dim, style)
             return Rope(style, rotary_dim, cos, sin, _x(head, x_leaf, first, head_dim), absorbed)
-    _refuse(head, "the pairs are neither (i, i + half) nor (2i, 2i + 1)")
+    raise _Unknown("the pairs are neither (i, i + half) nor (2i, 2i + 1)")
 
 
-def _rotated(head: View, terms: Sequence[Term], first: int, head_dim: int) -> int:
+def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
     """How many elements are rotated: the first ones, each a sum of two products."""
     products, passed = np.zeros(head_dim, dtype=int), np.zeros(head_dim, dtype=bool)
     for term in terms:
@@ -116,13 +132,13 @@ def _rotated(head: View, terms: Sequence[Term], first: int, head_dim: int) -> in
             continue
         at = np.flatnonzero(term.present)
         if np.any(term.factor[at] != 1) or np.any(term.leaves[0][1][at] - first != at):
-            _refuse(head, "unrotated elements change place or sign")
+            raise _Unknown("unrotated elements change place or sign")
         passed |= term.present
     if np.any(products[~passed] != 2) or np.any(products[passed]):
-        _refuse(head, "its elements are not sums of two products")
+        raise _Unknown("its elements are not sums of two products")
     rotary_dim = int(np.count_nonzero(~passed))
     if rotary_dim % 2 or not np.array_equal(np.flatnonzero(~passed), np.arange(rotary_dim)):
-        _refuse(head, "the rotated elements are not the first ones of the head")
+        raise _Unknown("the rotated elements are not the first ones of the head")
     return rotary_dim
 
 
@@ -168,14 +184,14 @@ def _column(terms: Sequence[Term], x: np.ndarray, rotary_dim: int) -> _Column | 
     return _Column(leaf, index, sign)
 
 
-def _table(head: View, column: _Column, pairs: _Pairs, style: str) -> Table:
+def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
     """A coefficient's view with its last dimension cut to the columns in use."""
     first, second = (column.sign[pairs.second == member] for member in (0, 1))
     if np.any(first != first[0]) or np.any(second != second[0]):
-        _refuse(head, "its signs alternate")
+        raise _Unknown("its signs alternate")
     signs = (int(first[0]), int(second[0]))
     if signs[0] != signs[1] and style == "interleaved":
-        _refuse(head, "the members of a pair take a coefficient with different signs")
+        raise _Unknown("the members of a pair take a coefficient with different signs")
     rotary_dim = len(column.index)
     each, half = np.arange(rotary_dim), rotary_dim // 2
     pair = each // 2 if style == "interleaved" else each % half
@@ -190,7 +206,7 @@ def _table(head: View, column: _Column, pairs: _Pairs, style: str) -> Table:
             last = effects.coalesce([Atom(leaf.axis, step, width)])
             view = View(leaf.value, Effect((*leaf.rest.dims, last), tuple(start)))
             return Table(view, leaf.part, signs)
-    _refuse(head, "cos and sin are not laid out like the pairs")
+    raise _Unknown("cos and sin are not laid out like the pairs")
 
 
 def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Table, Table]:
@@ -207,7 +223,7 @@ def _per_element(table: Table, style: str) -> Table:
     *lead, last = table.view.effect.dims
     twice = Atom(None, 0, 2)
     both = (*last, twice) if style == "interleaved" else (twice, *last)
-    view = View(table.view.value, Effect((*lead, both), table.view.effect.start))
+    view = table.view.with_dims(*lead, both)
     return Table(view, table.part, table.signs)
 
 
@@ -216,38 +232,26 @@ def _x(head: View, leaf: Leaf, first: int, head_dim: int) -> View:
     start[leaf.axis] = first
     effect = Effect((*leaf.rest.dims, (Atom(leaf.axis, 1, head_dim),)), tuple(start))
     if len(effect.dims) != len(head.effect.dims):
-        _refuse(head, "the rotation changes the number of dimensions")
+        raise _Unknown("the rotation changes the number of dimensions")
     return View(leaf.value, effect)
-
-
-def _refuse(head: View, why: str) -> NoReturn:
-    reject(
-        "ROPE_STYLE",
-        Stage.K_PATH,
-        f"a rotation of {head.value} was found, but {why}",
-        head,
-        hint="half-split and interleaved rotations of the leading dimensions are supported",
-    )
 
 
 # --- the op's arguments ---------------------------------------------------------------------------
 
 
 def table_argument(
-    table: Table, layout: Effect, feature: int, tokens: Sequence[Size]
+    table: Table, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage
 ) -> View | Computed:
     """cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading axes.
 
     layout: the rotated head's dimensions on the product's axes [tokens..., N]. feature: the axis of
-    N. Raises Reject (ROPE_TABLE) where the table varies from head to head.
+    N. Raises Reject (ROPE_TABLE) at `stage` where the table varies from head to head.
     """
-    rows = _rows(table.view, layout, feature, tokens)
+    rows = _rows(table.view, layout, feature, tokens, stage)
     first, second = table.signs
     if first != second:
         half = rows.shape[-1] // 2
-        pieces = (
-            View(rows.value, effects.narrow(rows.effect, 1, start, half)) for start in (0, half)
-        )
+        pieces = (rows.narrow(1, start, half) for start in (0, half))
         signed = zip(pieces, table.signs, strict=True)
         return Computed("cat", (tuple(_signed(p, table.part, s) for p, s in signed), -1))
     item = _signed(rows, table.part, first)
@@ -282,13 +286,13 @@ def _is_dense(rows: View, item: View | Computed) -> bool:
     return inner == 1 and last == (Atom(len(rows.value.shape) - 1, 1, last[0].length),)
 
 
-def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size]) -> View:
+def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage) -> View:
     """A table's token dimensions merged into one, as the op counts tokens."""
     by_axis: dict[int, tuple[Atom, ...]] = {}
     for place, dim in zip(layout.dims[:-1], table.effect.dims[:-1], strict=True):
         axes = [a.axis for a in place]
         if feature in axes and dim != ():
-            reject("ROPE_TABLE", Stage.K_PATH, "cos and sin vary from head to head", table)
+            reject("ROPE_TABLE", stage, "cos and sin vary from head to head", table)
         if feature in axes:
             continue
         if len(axes) > 1 and dim != ():
@@ -296,7 +300,7 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size]) -> 
         elif axes and axes[0] is not None:
             by_axis[axes[0]] = dim
         elif dim != ():
-            reject("ROPE_TABLE", Stage.K_PATH, "cos and sin vary along no token axis", table)
+            reject("ROPE_TABLE", stage, "cos and sin vary along no token axis", table)
     rows: list[Atom] = []
     for axis, size in enumerate(tokens):
         dim = by_axis.get(axis, ())
@@ -304,7 +308,7 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size]) -> 
             dim = (Atom(None, 0, size),)
         rows += dim
     width = table.effect.dims[-1]
-    return View(table.value, Effect((effects.coalesce(rows), width), table.effect.start))
+    return table.with_dims(effects.coalesce(rows), width)
 
 
 def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:

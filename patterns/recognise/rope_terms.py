@@ -1,4 +1,4 @@
-"""Writes a rotated head down: every element as a sum of products `sign * x[j] * coefficient[c]`.
+"""A rotated head, element by element, as a sum of products `sign * x[j] * coefficient[c]`.
 
 The head dimension is small and static, so each spelling (`rotate_half`, chunked halves, strided
 pairs with stack and flatten, complex numbers) comes out as the same table of numbers.
@@ -7,14 +7,13 @@ pairs with stack and flatten, complex numbers) comes out as the same table of nu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.recognise.norm import is_float_cast, match_norm
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
@@ -22,7 +21,7 @@ _MAX_TERMS = 8
 
 
 class NotRotation(Exception):
-    """The arithmetic is not a sum of products of a head with coefficients."""
+    """The value is not a sum of products of a head's elements with coefficients."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,35 @@ class Term:
         return self.factor != 0
 
 
+IsAddend = Callable[[View], bool]
 _Complex = tuple[list[Term], list[Term]]
 
 
-def head_terms(head: View) -> tuple[list[Term], tuple[Value, ...]]:
+def never(view: View) -> bool:
+    """No view is added to what is rotated."""
+    return False
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """is_addend: see :func:`head_terms`. absorbed: the arithmetic that was walked through."""
+
+    is_addend: IsAddend
+    absorbed: list[Value] = field(default_factory=list)
+
+
+def head_terms(head: View, is_addend: IsAddend) -> tuple[list[Term], tuple[Value, ...]]:
     """The terms of a view [..., head_dim], and the values that compute them.
 
+    is_addend: whether a view is added to what is rotated: the sum belongs to the head then.
     Raises NotRotation where they are no sums of products.
     """
-    absorbed: list[Value] = []
+    walk = _Walk(is_addend)
     try:
-        terms = _terms(head, absorbed)
+        terms = _terms(head, walk)
     except InexpressibleError as error:
         raise NotRotation from error
-    return terms, tuple(absorbed)
+    return terms, tuple(walk.absorbed)
 
 
 def is_arithmetic(value: Value) -> bool:
@@ -72,32 +86,32 @@ def is_arithmetic(value: Value) -> bool:
     return value.op in _RULES or value.op in _JOINS
 
 
-def _terms(view: View, absorbed: list[Value]) -> list[Term]:
+def _terms(view: View, walk: _Walk) -> list[Term]:
     """The sum of products that the last dimension of a view of projected data consists of."""
     value = view.value
-    if not is_arithmetic(value) or not value.projected or _is_boundary(value):
+    if not is_arithmetic(value) or not value.projected or _is_boundary(value, walk):
         leaf, index = _leaf(view)
         return [Term(np.ones(len(index)), ((leaf, index),))]
     if value.op in _JOINS:
-        parts = _JOINS[value.op](value, absorbed)
+        parts = _JOINS[value.op](value, walk)
         if not view.is_whole:
             index = _last_index(view)
             parts = [_take(term, index) for term in parts]
     else:
-        parts = _RULES[value.op](view, absorbed)
-    if value not in absorbed:
-        absorbed.append(value)
+        parts = _RULES[value.op](view, walk)
+    if value not in walk.absorbed:
+        walk.absorbed.append(value)
     if len(parts) > _MAX_TERMS:
         raise NotRotation
     return parts
 
 
-def _is_boundary(value: Value) -> bool:
+def _is_boundary(value: Value, walk: _Walk) -> bool:
     """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections."""
     if value.op in ("aten.add", "aten.sub"):
         if len(value.operands) < 2 or not all(v.value.projected for v in value.operands):
             return True
-        return any(match_delta(v) is not None for v in value.operands)
+        return any(walk.is_addend(v) for v in value.operands)
     if value.op == "aten.mul":
         projected = [v for v in value.operands if v.value.projected]
         if len(projected) != 1 or len(value.operands) != 2:
@@ -106,14 +120,6 @@ def _is_boundary(value: Value) -> bool:
     if value.op == "cast":
         return not is_float_cast(value) or not is_arithmetic(value.operands[0].value)
     return False
-
-
-def _pushed(view: View, operand: View) -> View:
-    """What an element-wise value's operand contributes to a view of that value."""
-    wide = operand
-    if operand.shape != view.value.shape:
-        wide = View(operand.value, effects.expand(operand.effect, view.value.shape))
-    return wide if view.is_whole else wide.through(view.effect)
 
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
@@ -135,7 +141,7 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
     if not isinstance(first, int):
         raise NotRotation
     start[axis] = 0
-    # What only repeats along a dimension does not vary along it.
+    # A dimension along which the elements repeat counts as one of length one.
     bare = tuple(() if all(a.axis is None for a in dim) else dim for dim in lead)
     return Leaf(view.value, Effect(bare, tuple(start)), axis), index + first
 
@@ -173,19 +179,19 @@ def _negated(terms: list[Term]) -> list[Term]:
 # --- element by element ---------------------------------------------------------------------------
 
 
-def _add(view: View, absorbed: list[Value]) -> list[Term]:
+def _add(view: View, walk: _Walk) -> list[Term]:
     value = view.value
     if value.kwargs.get("alpha", 1) != 1:
         raise NotRotation
-    left, right = (_terms(_pushed(view, v), absorbed) for v in value.args[:2])
+    left, right = (_terms(view.of_operand(v), walk) for v in value.args[:2])
     return [*left, *(_negated(right) if value.op == "aten.sub" else right)]
 
 
-def _mul(view: View, absorbed: list[Value]) -> list[Term]:
+def _mul(view: View, walk: _Walk) -> list[Term]:
     left, right = view.value.operands
     head, coefficient = (left, right) if left.value.projected else (right, left)
-    leaf = _leaf(_pushed(view, coefficient))
-    return [_times(term, leaf) for term in _terms(_pushed(view, head), absorbed)]
+    leaf = _leaf(view.of_operand(coefficient))
+    return [_times(term, leaf) for term in _terms(view.of_operand(head), walk)]
 
 
 def _times(term: Term, coefficient: tuple[Leaf, np.ndarray]) -> Term:
@@ -194,15 +200,15 @@ def _times(term: Term, coefficient: tuple[Leaf, np.ndarray]) -> Term:
     return Term(term.factor, (*term.leaves, coefficient))
 
 
-def _neg(view: View, absorbed: list[Value]) -> list[Term]:
-    return _negated(_terms(_pushed(view, view.value.args[0]), absorbed))
+def _neg(view: View, walk: _Walk) -> list[Term]:
+    return _negated(_terms(view.of_operand(view.value.args[0]), walk))
 
 
-def _cast(view: View, absorbed: list[Value]) -> list[Term]:
-    return _terms(_pushed(view, view.value.args[0]), absorbed)
+def _cast(view: View, walk: _Walk) -> list[Term]:
+    return _terms(view.of_operand(view.value.args[0]), walk)
 
 
-_RULES: dict[str, Callable[[View, list[Value]], list[Term]]] = {
+_RULES: dict[str, Callable[[View, _Walk], list[Term]]] = {
     "aten.add": _add,
     "aten.sub": _add,
     "aten.mul": _mul,
@@ -214,7 +220,7 @@ _RULES: dict[str, Callable[[View, list[Value]], list[Term]]] = {
 # --- pieces side by side --------------------------------------------------------------------------
 
 
-def _cat(value: Value, absorbed: list[Value]) -> list[Term]:
+def _cat(value: Value, walk: _Walk) -> list[Term]:
     """Concatenation along the last dimension; a stack has one more, of length one per piece."""
     pieces, dim = value.args
     if dim != len(value.shape) - 1:
@@ -222,9 +228,9 @@ def _cat(value: Value, absorbed: list[Value]) -> list[Term]:
     stacked = all(p.effect.dims[-1] == () for p in pieces)
     if stacked:
         pieces = [View(p.value, effects.squeeze(p.effect, [dim])) for p in pieces]
-        return _interleaved([_terms(p, absorbed) for p in pieces])
+        return _interleaved([_terms(p, walk) for p in pieces])
     pieces = [p for p in pieces if p.shape[-1] != 0]
-    parts = [_terms(p, absorbed) for p in pieces]
+    parts = [_terms(p, walk) for p in pieces]
     widths = [len(ts[0].factor) for ts in parts]
     out: list[Term] = []
     for k, terms in enumerate(parts):
@@ -278,54 +284,54 @@ def _merge(terms: list[Term]) -> list[Term]:
 # --- complex numbers ------------------------------------------------------------------------------
 
 
-def _as_real(value: Value, absorbed: list[Value]) -> list[Term]:
+def _as_real(value: Value, walk: _Walk) -> list[Term]:
     """`view_as_real`: real and imaginary parts alternate along two dimensions read as one."""
-    return _interleaved(list(_complex(value.operands[0], absorbed)))
+    return _interleaved(list(_complex(value.operands[0], walk)))
 
 
-_JOINS: dict[str, Callable[[Value, list[Value]], list[Term]]] = {
+_JOINS: dict[str, Callable[[Value, _Walk], list[Term]]] = {
     "aten.cat": _cat,
     "aten.view_as_real": _as_real,
 }
 
 
-def _complex(view: View, absorbed: list[Value]) -> _Complex:
+def _complex(view: View, walk: _Walk) -> _Complex:
     """Real and imaginary terms of a view of complex projected data."""
     value = view.value
     if not value.projected:
         raise NotRotation
-    absorbed.append(value)
+    walk.absorbed.append(value)
     if value.op == "aten.view_as_complex":
         pairs = value.operands[0]
         first, second = _parts(pairs, view)
-        return _terms(first, absorbed), _terms(second, absorbed)
+        return _terms(first, walk), _terms(second, walk)
     if value.op == "cast" and value.dtype.is_complex:
-        return _complex(_pushed(view, value.operands[0]), absorbed)
+        return _complex(view.of_operand(value.operands[0]), walk)
     if value.op in _CONJUGATES:
-        real, imag = _complex(_pushed(view, value.operands[0]), absorbed)
+        real, imag = _complex(view.of_operand(value.operands[0]), walk)
         return real, imag if value.op == "aten.resolve_conj" else _negated(imag)
     if value.op == "aten.mul" and len(value.operands) == 2:
-        return _complex_product(view, absorbed)
+        return _complex_product(view, walk)
     raise NotRotation
 
 
 def _parts(pairs: View, view: View) -> tuple[View, View]:
     """Real and imaginary part of a view of `view_as_complex(pairs)`."""
     last = len(pairs.shape) - 1
-    first, second = (View(pairs.value, effects.select(pairs.effect, last, k)) for k in (0, 1))
+    first, second = (pairs.select(last, k) for k in (0, 1))
     if view.is_whole:
         return first, second
     return first.through(view.effect), second.through(view.effect)
 
 
-def _complex_product(view: View, absorbed: list[Value]) -> _Complex:
+def _complex_product(view: View, walk: _Walk) -> _Complex:
     """(a + ib)(c + is) = (ac - bs) + i(as + bc)."""
     left, right = view.value.operands
     head, turn = (left, right) if left.value.projected else (right, left)
     if turn.value.projected or not turn.value.dtype.is_complex:
         raise NotRotation
-    a, b = _complex(_pushed(view, head), absorbed)
-    c, s, sign = _turn(_pushed(view, turn))
+    a, b = _complex(view.of_operand(head), walk)
+    c, s, sign = _turn(view.of_operand(turn))
     across = [_times(t, s) for t in b], [_times(t, s) for t in a]
     if sign < 0:
         across = _negated(across[0]), _negated(across[1])
@@ -338,7 +344,7 @@ def _turn(view: View) -> tuple[tuple[Leaf, np.ndarray], tuple[Leaf, np.ndarray],
     """(cos, sin, the sign of sin) of complex coefficients that no projection went into."""
     value = view.value
     if value.op in _CONJUGATES:
-        cos, sin, sign = _turn(_pushed(view, value.operands[0]))
+        cos, sin, sign = _turn(view.of_operand(value.operands[0]))
         return cos, sin, sign if value.op == "aten.resolve_conj" else -sign
     if value.op == "aten.view_as_complex":
         first, second = _parts(value.operands[0], view)

@@ -1,5 +1,5 @@
-"""What becomes of a router's choice in a grouped mixture of experts: the routes sorted by expert,
-the rows gathered in that order, the end of every expert's rows, and the way back to tokens.
+"""Routing of a mixture of experts: the routes sorted by expert, the rows gathered in that order,
+the end of each expert's rows, and the inverse order.
 
 Each is recognised by what it depends on, in whichever of its spellings, so that a match knows that
 all of them speak of one choice. T tokens, S slots (top-k) per token; a *route* is one slot of one
@@ -9,13 +9,13 @@ token, number t * S + s.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Size
+from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _ORDER_OUTPUTS = {"aten.sort": 1, "aten.argsort": None}
 _INTEGER_STEPS = {"aten.floor_divide", "aten.div"}
@@ -35,16 +35,15 @@ class Order:
 
 def flat(view: View) -> View:
     """The view with all its dimensions in one."""
-    return View(view.value, effects.reshape(view.effect, (effects.product(view.shape),)))
+    return view.reshape(effects.product(view.shape))
 
 
 def per_row(view: View) -> View | None:
-    """What is one number for each row, without its dimension of one (or of repeats); None for
-    another."""
+    """A number per row [M, 1], or broadcast to [M, N], as [M]; None where it varies by column."""
     *rows, last = view.effect.dims
     if any(a.axis is not None for a in last):
         return None
-    return View(view.value, effects.Effect(tuple(rows), view.effect.start))
+    return view.with_dims(*rows)
 
 
 def strip_integer_casts(view: View) -> View:
@@ -111,7 +110,7 @@ def gathered(view: View) -> tuple[View, View] | None:
         return None
     if value.op == "aten.index":
         items = value.args[1]
-        # A list of numbers in the code is no tensor.
+        # A Python list as the index is no tensor.
         if len(items) == 1 and items[0][0] == 0 and isinstance(items[0][1], View):
             return value.args[0], items[0][1]
     if value.op == "aten.index_select" and value.args[1] == 0:
@@ -228,22 +227,20 @@ def _histogram(value: Value) -> tuple[View, Size] | None:
     bins, low, high = ([*given, *named[len(given) :]])[:3]
     if low != 0 or not isinstance(bins, int) or high not in (bins - 1, bins):
         return None
-    # With max = bins each bin is one wide; with bins - 1 the last one holds E - 1 alone.
+    # Bins are one wide with max = bins; with bins - 1 the last, closed bin holds E - 1 alone.
     return experts_of(value.args[0]), bins
 
 
 def _summed(value: Value) -> tuple[View, Size] | None:
     """sum over routes of one_hot(experts), or of experts == arange(E)."""
-    dims = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
     inner = strip_integer_casts(value.args[0])
-    if len(inner.shape) != 2 or len(dims) != 1 or dims[0] not in (0, -2):
+    if len(inner.shape) != 2 or reduced_dims(value) != (0,):
         return None
     if inner.value.op == "aten.one_hot" and inner.is_whole:
         return experts_of(flat(inner.value.args[0])), inner.shape[1]
     if inner.value.op != "aten.eq" or not inner.is_whole:
         return None
-    for ids, experts in (inner.value.operands, inner.value.operands[::-1]):
+    for ids, experts in inner.value.either_way:
         by_route, by_expert = _along(ids, 0), _along(experts, 1)
         if by_route is not None and by_expert is not None and is_arange(by_expert):
             return experts_of(by_route), inner.shape[1]
@@ -254,7 +251,7 @@ def _along(view: View, dim: int) -> View | None:
     """The one dimension of a view [a, b] that walks its value, where the other only repeats."""
     if len(view.effect.dims) != 2 or any(a.axis is not None for a in view.effect.dims[1 - dim]):
         return None
-    return View(view.value, effects.Effect((view.effect.dims[dim],), view.effect.start))
+    return view.with_dims(view.effect.dims[dim])
 
 
 def _added(value: Value) -> tuple[View, Size] | None:
@@ -262,7 +259,7 @@ def _added(value: Value) -> tuple[View, Size] | None:
     base, dim, index, source = value.args[:4]
     if value.args[4:] or value.kwargs.get("alpha", 1) != 1:
         return None
-    if dim != 0 or not _is_filled(base, 0) or not _is_filled(source, 1):
+    if dim != 0 or not is_filled(base, 0) or not is_filled(source, 1):
         return None
     return experts_of(index), value.shape[0]
 
@@ -274,24 +271,11 @@ def _stored_ones(value: Value) -> tuple[View, Size] | None:
         return None
     items = list(store.index.items())
     before = value.args[0]
-    if len(items) != 1 or items[0][0] != 0 or not isinstance(before, View):
+    if len(items) != 1 or items[0][0] != 0:
         return None
-    if not _is_filled(before, 0) or not _is_filled(store.source, 1):
+    if not is_filled(before, 0) or not is_filled(store.source, 1):
         return None
     return experts_of(items[0][1]), value.shape[0]
-
-
-def _is_filled(view: Any, number: int) -> bool:
-    """Whether a view holds one number everywhere."""
-    if not isinstance(view, View):
-        return False
-    value = strip_integer_casts(view).value
-    names = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-    if number == 1:
-        names = ("aten.ones", "aten.ones_like", "aten.new_ones")
-    if value.op in names:
-        return True
-    return value.op in ("aten.full", "aten.full_like") and number in value.args[1:]
 
 
 _COUNTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.found import matches_of
 from tests.models import qkv_idioms
 from tilewright.compiler import reports
 
@@ -43,4 +44,4 @@ def assert_close(model, args, **options):
 
 
 def patterns_used():
-    return [site.pattern for report in reports() for site in report.matches]
+    return [site.pattern for report in reports() for site in matches_of(report, "qkv")]

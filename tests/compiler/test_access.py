@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.agreement import flat
 from tests.compiler.steps import Layer, cos_sin, make_args, rotate, store
+from tests.found import matches_of, misses_of
 from tilewright.compiler import _compat, reports
 from tilewright.compiler.dataflow import access
 
@@ -182,11 +183,11 @@ def step_that_reads(statement, operand, between):
 
 
 def codes():
-    return {miss.code for report in reports() for miss in report.misses}
+    return {miss.code for report in reports() for miss in misses_of(report, "qkv")}
 
 
 def fused():
-    return [site.pattern for report in reports() for site in report.matches]
+    return [site.pattern for report in reports() for site in matches_of(report, "qkv")]
 
 
 @pytest.mark.parametrize("operand", OPERANDS)

@@ -18,6 +18,7 @@ from tests.compiler.running import (
     run_both,
     same_bits,
 )
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tilewright.compiler import StrictError, backend, fuse, lower, reports
 from tilewright.compiler.options import Options
 from tilewright.ops import contract
@@ -42,7 +43,7 @@ class Plain(nn.Module):
 def test_a_model_without_a_match_is_the_inner_compilers(inner):
     model, x = Plain(), torch.randn(4, 8)
     ours = compiled(model, inner=inner)(x)
-    assert reports()[-1].matches == () == reports()[-1].misses
+    assert matches_of(reports()[-1], "qkv") == [] == misses_of(reports()[-1], "qkv")
     assert reports()[-1].nodes == reports()[-1].nodes_after > 0
     torch._dynamo.reset()
     assert torch.equal(ours, torch.compile(model, backend=inner)(x))
@@ -156,8 +157,8 @@ def test_an_op_that_refuses_its_arguments_is_a_miss_and_leaves_the_graph(monkeyp
     (expected, eager), (actual, ours) = run_both(model, args, patterns=["qkv_cache"])
     assert same_bits((actual, *ours), (expected, *eager))
     (report,) = reports()
-    assert [(m.pattern, m.code) for m in report.misses] == [("qkv_cache", "UNSUPPORTED")]
-    assert "x: expected something else, got this" in report.misses[0].message
+    assert [(m.pattern, m.code) for m in misses_of(report, "qkv")] == [("qkv_cache", "UNSUPPORTED")]
+    assert "x: expected something else, got this" in misses_of(report, "qkv")[0].message
     assert report.nodes == report.nodes_after
 
 
@@ -170,11 +171,13 @@ def test_a_site_that_an_op_refuses_goes_to_the_next_pattern(monkeypatch):
     monkeypatch.setattr("tilewright.compiler._compat.run_fake", refuse_op(refuse))
     assert_close(model, args)
     (report,) = reports()
-    assert [m.pattern for m in report.matches] == ["cache_store"] * 2
-    assert [(m.pattern, m.code) for m in report.misses] == [("qkv_cache", "UNSUPPORTED")] * 2
+    assert patterns_in(report, "qkv") == ["cache_store"] * 2
+    assert [(m.pattern, m.code) for m in misses_of(report, "qkv")] == [
+        ("qkv_cache", "UNSUPPORTED")
+    ] * 2
     torch._dynamo.reset()
     assert_close(model, args, fuel=1)
-    assert len(reports()[-1].matches) == 1
+    assert len(matches_of(reports()[-1], "qkv")) == 1
 
 
 def test_fused_ops_called_by_hand_are_left_alone():
@@ -187,7 +190,7 @@ def test_fused_ops_called_by_hand_are_left_alone():
 
     torch.compile(model, backend=keep)(*copies(args))
     again = fuse.fuse(graphs[0].after, Options())
-    assert again.matches == again.misses == ()
+    assert matches_of(again, "qkv") == misses_of(again, "qkv") == []
     assert str(again.after.graph) == str(graphs[0].after.graph)
 
 
@@ -262,12 +265,12 @@ def test_every_graph_of_a_broken_model_is_fused_and_reported():
 
     model, args = Broken().requires_grad_(False), build("page_offset")[1]
     assert_close(model, args)
-    assert [len(r.matches) for r in reports()] == [1, 1]
+    assert [len(matches_of(r, "qkv")) for r in reports()] == [1, 1]
     torch._dynamo.reset()
     lowered = lower(model, args)
     assert len(lowered.graphs) == 2
-    assert [m.pattern for m in lowered.matches] == ["qkv_cache"] * 2
-    assert "GRAPH_BREAK" in {m.code for m in lowered.misses}
+    assert patterns_in(lowered, "qkv") == ["qkv_cache"] * 2
+    assert "GRAPH_BREAK" in codes_of(lowered, "capture")
 
 
 # --- when and how often -------------------------------------------------------------------------
@@ -295,7 +298,7 @@ def test_lower_says_that_training_would_not_be_fused(takes_grad, mode):
     model.requires_grad_(takes_grad)
     with mode():
         lowered = lower(model, args)
-    assert [m.pattern for m in lowered.matches] == ["qkv_cache"]
+    assert patterns_in(lowered, "qkv") == ["qkv_cache"]
     said = takes_grad and mode is torch.enable_grad
     notes = ["9 parameters need grad, and with grad nothing is fused"] if said else []
     assert [note.partition(":")[0] for note in lowered.notes] == notes
@@ -331,7 +334,7 @@ def test_a_new_length_recompiles_once_and_stays_fused():
             for b in (copies(args), copies(args))
         )
         torch.testing.assert_close(run(*ours), model(*eager), rtol=1e-4, atol=1e-5)
-    assert [len(r.matches) for r in reports()] == [1, 1]
+    assert [len(matches_of(r, "qkv")) for r in reports()] == [1, 1]
 
 
 def test_dynamic_shapes_give_one_report_though_dynamo_may_call_twice():

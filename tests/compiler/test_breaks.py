@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.compiler.running import build
+from tests.found import misses_of
 from tilewright.compiler import StrictError, lower, reports
 from tilewright.patterns.language import CAPTURE
 
@@ -89,7 +90,7 @@ def breaks_in(misses):
 def test_lower_tells_every_break_once_with_its_place(name):
     model, where, text, phrase = BREAKS[name]
     lowered = lower(model, (torch.ones(3),))
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "capture")
     assert (miss.code, miss.pattern, miss.weight) == ("GRAPH_BREAK", CAPTURE, "lost")
     assert f"(test_breaks.py:{line_of(where, text)})" in miss.message
     assert phrase in miss.message
@@ -109,7 +110,7 @@ def test_torch_compile_reports_and_warns_once(name, caplog, tmp_path):
         expected = model(torch.ones(3))
         assert torch.equal(torch.compile(model, backend="tilewright", options=options)(
             torch.ones(3)), expected)  # fmt: skip
-    told = [m for report in reports()[before:] for m in breaks_in(report.misses)]
+    told = [m for report in reports()[before:] for m in breaks_in(misses_of(report, "capture"))]
     place = f"(test_breaks.py:{line_of(where, text)})"
     assert told
     assert all(place in miss.message for miss in told)
@@ -146,7 +147,7 @@ def test_breaks_are_told_after_a_reset_too():
     for _ in range(2):
         before = len(reports())
         torch.compile(loop, backend="tilewright")(torch.ones(3))
-        assert [m.code for m in reports()[before:][0].misses] == ["GRAPH_BREAK"]
+        assert [m.code for m in misses_of(reports()[before:][0], "capture")] == ["GRAPH_BREAK"]
         torch._dynamo.reset()
 
 
@@ -156,7 +157,7 @@ def produces(x):
 
 def test_a_model_of_which_there_is_no_graph_is_told():
     lowered = lower(produces, (torch.ones(3),))
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "capture")
     assert (miss.code, miss.weight, lowered.graphs) == ("NO_GRAPH", "lost", ())
     assert "torch.compiler.disable" in miss.hint
     assert "nothing to fuse" not in str(lowered)
@@ -199,7 +200,7 @@ def test_an_error_on_zeros_is_part_of_the_break():
 
     lowered = lower(model, (torch.ones(3, 4),))
     assert len(lowered.graphs) == 1
-    first, miss = lowered.misses
+    first, miss = misses_of(lowered, "capture")
     assert "torch.compiler.disable" in first.message
     assert miss.code == "GRAPH_BREAK"
     assert "after it, on results that were not computed, ZeroDivisionError" in miss.message
@@ -222,7 +223,7 @@ def test_what_our_pass_cannot_read_is_a_miss_of_lower(monkeypatch):
     monkeypatch.setattr(fuse, "build_view", broken)
     model, args = build("page_offset")
     lowered = lower(model, args)
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "capture")
     assert miss.code == "INTERNAL"
     assert "ArithmeticError: injected" in miss.message
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="injected"):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.compiler.running import assert_close, build, compiled, copies, same_bits
+from tests.found import matches_of, misses_of, patterns_in
 from tests.models import lora_idioms
 from tilewright.compiler import StrictError, fuse, lower, reports, rewrite
 from tilewright.ops import contract
@@ -102,8 +103,8 @@ def test_a_failure_costs_one_site_and_the_next_pattern_may_take_it(where, monkey
     with caplog.at_level(logging.ERROR, "tilewright"):
         assert_close(model, args)
     (report,) = reports()
-    assert sorted(m.pattern for m in report.matches) == ["cache_store", "qkv_cache"]
-    (miss,) = report.misses
+    assert sorted(patterns_in(report, "qkv")) == ["cache_store", "qkv_cache"]
+    (miss,) = misses_of(report, "qkv")
     assert (miss.pattern, miss.code, miss.weight) == ("qkv_cache", "INTERNAL", "lost")
     assert f"failed {doing}" in miss.message
     assert "Broken: injected" in miss.message
@@ -143,9 +144,9 @@ def test_where_every_site_fails_half_way_the_pattern_is_left_out(monkeypatch):
     real_copy = fuse._copy
     monkeypatch.setattr(fuse, "_copy", lambda gm: copied.append(1) or real_copy(gm))
     lowered = lower(model, args)
-    assert [m.pattern for m in lowered.matches] == ["cache_store"] * 8
-    assert [m.code for m in lowered.misses] == ["INTERNAL"] * 8
-    assert len({m.scope for m in lowered.misses}) == 8
+    assert patterns_in(lowered, "qkv") == ["cache_store"] * 8
+    assert [m.code for m in misses_of(lowered, "qkv")] == ["INTERNAL"] * 8
+    assert len({m.scope for m in misses_of(lowered, "qkv")}) == 8
     assert len(copied) <= 7
 
 
@@ -153,12 +154,12 @@ def test_what_a_pattern_owes_is_told_in_its_own_words(monkeypatch):
     monkeypatch.setattr(type(language.registered(["qkv_cache"])[0]), "match", lambda *a: None)
     model, args = build("page_offset")
     lowered = lower(model, args)
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "qkv")
     assert miss.code == "INTERNAL"
     assert miss.message == (
         "pattern 'qkv_cache': match returned None; return a Match or reject(...)"
     )
-    assert [m.pattern for m in lowered.matches] == ["cache_store"]
+    assert patterns_in(lowered, "qkv") == ["cache_store"]
 
 
 def test_an_op_whose_check_fails_is_a_miss(monkeypatch):
@@ -174,8 +175,8 @@ def test_an_op_whose_check_fails_is_a_miss(monkeypatch):
     monkeypatch.setitem(vars(op), "validate", failing)
     model, args = build("page_offset")
     lowered = lower(model, args)
-    assert [m.code for m in lowered.misses] == ["INTERNAL"]
-    assert [m.pattern for m in lowered.matches] == ["cache_store"]
+    assert [m.code for m in misses_of(lowered, "qkv")] == ["INTERNAL"]
+    assert patterns_in(lowered, "qkv") == ["cache_store"]
 
 
 # --- two that failed so ---------------------------------------------------------------------------
@@ -201,10 +202,10 @@ def test_an_einsum_of_another_activation_is_told_as_such():
     model = OtherActivation().requires_grad_(False)
     args = (torch.randn(4, 16), *(torch.zeros(9, 2, 8) for _ in range(2)), torch.arange(4))
     lowered = lower(model, args)
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "qkv")
     assert miss.code == "ACTIVATION"
     assert miss.message == "K projects input[4, 16], V projects aten.add[4, 16]"
-    assert [m.pattern for m in lowered.matches] == ["cache_store"]
+    assert patterns_in(lowered, "qkv") == ["cache_store"]
 
 
 @pytest.mark.parametrize("name", ["gather_einsum", "grouped", "one_hot", "none_where"])
@@ -212,9 +213,9 @@ def test_adapters_of_no_rows_are_fused_and_planned(name):
     model, args = lora_idioms.build(name)
     args = tuple(a[:0] if a.shape[:1] == (lora_idioms.T,) else a for a in args)
     lowered = lower(model, args)
-    assert lowered.misses == []
-    assert {m.lowering for m in lowered.matches} == {"nothing"}
-    assert all(m.kernels == () for m in lowered.matches)
+    assert misses_of(lowered, "lora") == []
+    assert {m.lowering for m in matches_of(lowered, "lora")} == {"nothing"}
+    assert all(m.kernels == () for m in matches_of(lowered, "lora"))
 
 
 # --- the file that shows it -----------------------------------------------------------------------
@@ -260,7 +261,7 @@ def run(path):
 def test_the_repro_file_shows_the_same_error(failing, tmp_path, monkeypatch, dynamic):
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path / "made"))
     lowered = lower(Summed(), summed_arguments(), dynamic=dynamic)
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "fails")
     (path,) = (tmp_path / "made").iterdir()
     assert str(path) in miss.hint
     done = run(path)
@@ -299,6 +300,6 @@ def test_a_repro_that_cannot_be_written_is_a_warning(failing, tmp_path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path / "file" / "below"))
     with caplog.at_level(logging.WARNING, "tilewright"):
-        (miss,) = lower(Summed(), summed_arguments()).misses
+        (miss,) = misses_of(lower(Summed(), summed_arguments()), "fails")
     assert miss.code == "INTERNAL"
     assert any("no repro could be written" in r.getMessage() for r in caplog.records)

@@ -41,6 +41,7 @@ from tests.compiler.steps import (
     rotated,
     store,
 )
+from tests.found import misses_of, patterns_in
 from tests.models import qkv_idioms
 from tilewright.compiler import lower, reports
 from tilewright.patterns import effects, language
@@ -282,12 +283,12 @@ def test_a_broken_edge_is_named_and_leaves_the_model_as_it_was(name):
     layer = Layer(hazard.broken, **hazard.layer).to(hazard.dtype)
     assert_as_eager(layer, hazard.broken_args, exactly=True)
     (report,) = reports()
-    miss = next(m for m in report.misses if m.code == hazard.code)
+    miss = next(m for m in misses_of(report, "qkv") if m.code == hazard.code)
     assert miss.stage == hazard.stage
     assert hazard.culprit in miss.message
     assert miss.nodes
     assert re.match(r"(broken_\w+|steps|test_hazards)\.py:\d+", miss.source)
-    used = {m.pattern for m in report.matches}
+    used = set(patterns_in(report, "qkv"))
     assert used == ({hazard.instead} if hazard.instead else set())
 
 
@@ -296,8 +297,8 @@ def test_the_mended_edge_matches(name):
     hazard = HAZARDS[name]
     assert_as_eager(Layer(hazard.mended), hazard.mended_args, exactly=False)
     (report,) = reports()
-    assert [m.pattern for m in report.matches] == ["qkv_cache"], [str(m) for m in report.misses]
-    assert report.misses == ()
+    assert patterns_in(report, "qkv") == ["qkv_cache"], [str(m) for m in misses_of(report, "qkv")]
+    assert misses_of(report, "qkv") == []
 
 
 # --- hazards that take more than a step -----------------------------------------------------------
@@ -325,12 +326,12 @@ def test_a_site_that_another_match_absorbs_is_claimed():
         lowered = lower(layer, args, patterns=["qkv_cache", "tests_projection"])
     finally:
         language.unregister("tests_projection")
-    assert [m.pattern for m in lowered.matches] == ["qkv_cache"]
-    (miss,) = lowered.misses
+    assert patterns_in(lowered, "qkv") == ["qkv_cache"]
+    (miss,) = misses_of(lowered, "qkv", "tests_projection")
     assert (miss.code, miss.stage, miss.pattern) == ("CLAIMED", Stage.HAZARDS, "tests_projection")
     assert "qkv_cache at the top level already absorbs" in miss.message
     torch._dynamo.reset()
-    assert lower(layer, args, patterns=["qkv_cache"]).misses == []
+    assert misses_of(lower(layer, args, patterns=["qkv_cache"]), "qkv") == []
 
 
 @pytest.fixture
@@ -356,13 +357,13 @@ def test_a_collective_inside_is_named(process_group):
 
     layer = Layer(reduced)
     lowered = lower(layer, make_args())
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "qkv")
     assert (miss.code, miss.stage) == ("COLLECTIVE", Stage.K_PATH)
     assert "_c10d_functional" in miss.message
-    assert [m.pattern for m in lowered.matches] == ["cache_store"]
+    assert patterns_in(lowered, "qkv") == ["cache_store"]
     assert_as_eager(layer, make_args, exactly=True)
     torch._dynamo.reset()
-    assert [m.pattern for m in lower(Layer(reduced_after), make_args()).matches] == ["qkv_cache"]
+    assert patterns_in(lower(Layer(reduced_after), make_args()), "qkv") == ["qkv_cache"]
 
 
 def test_a_projection_may_read_what_another_site_made():
@@ -376,7 +377,7 @@ def test_a_projection_may_read_what_another_site_made():
 
     layer = Layer(twice)
     assert_as_eager(layer, make_args, exactly=False)
-    assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"] * 2
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"] * 2
 
 
 def test_norms_of_one_plus_weight_match():
@@ -390,7 +391,7 @@ def test_norms_of_one_plus_weight_match():
 
     layer = Layer(gemma)
     assert_as_eager(layer, make_args, exactly=False)
-    assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"]
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]
 
 
 def test_every_code_has_a_test_that_reaches_it():
@@ -416,7 +417,7 @@ def test_idioms_reach_their_codes(code):
     captures = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=code == "MASKED_WRITE")
     with captures:
         lowered = lower(module, args)
-    miss = next(m for m in lowered.misses if m.code == code)
+    miss = next(m for m in misses_of(lowered, "qkv", "capture") if m.code == code)
     assert miss.stage in (Stage.ANCHORED, Stage.K_PATH)
     assert miss.message
 
@@ -430,7 +431,7 @@ def test_a_cache_that_grows_is_told_to_stop(caplog):
     layer = Layer(growing)
     with caplog.at_level(logging.WARNING, "tilewright"):
         assert_as_eager(layer, make_args, exactly=True)
-    (miss,) = reports()[-1].misses
+    (miss,) = misses_of(reports()[-1], "qkv")
     assert (miss.code, miss.count, miss.stage) == ("GROWING_CACHE", 2, Stage.ANCHORED)
     assert "static cache" in miss.hint
     assert "GROWING_CACHE x2" in caplog.text

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse, assert_untouched
+from tests.found import matches_of, misses_of, patterns_in
 from tilewright.compiler import lower, reports
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
@@ -111,11 +112,11 @@ def test_every_layer_is_fused_and_right(name, cache, phase, dynamic):
     )
     logits = compiled(*ours[1], **ours[2]).logits
     found = reports()[-1]
-    patterns = [m.pattern for m in found.matches]
+    patterns = patterns_in(found, "mla", "qkv")
     stores = ["mla_latent_store"] * LAYERS * (cache == "static")
-    assert patterns == stores + ["mla_prefill"] * LAYERS, found.misses
-    assert found.misses == ()
-    masks = {m.shapes["mask"] for m in found.matches if m.pattern == "mla_prefill"}
+    assert patterns == stores + ["mla_prefill"] * LAYERS, misses_of(found, "mla", "qkv")
+    assert misses_of(found, "mla", "qkv") == []
+    masks = {m.shapes["mask"] for m in matches_of(found, "mla_prefill")}
     assert masks == {"causal" if cache == "none" else "causal by position"}
     assert_no_worse(logits, expected, reference, f"{name} logits")
     for i, old in enumerate(before):
@@ -130,8 +131,8 @@ def test_a_growing_cache_is_attended_fused_and_named():
     logits = compiled(*ours[1], **ours[2]).logits
     expected = eager[0](*eager[1], **eager[2]).logits
     found = reports()[-1]
-    assert [m.pattern for m in found.matches] == ["mla_prefill"] * LAYERS
-    assert [m.code for m in found.misses] == ["GROWING_CACHE"]
+    assert patterns_in(found, "mla", "qkv") == ["mla_prefill"] * LAYERS
+    assert [m.code for m in misses_of(found, "mla", "qkv")] == ["GROWING_CACHE"]
     torch.testing.assert_close(logits, expected, rtol=0.1, atol=0.03)
 
 
@@ -144,7 +145,7 @@ def test_padding_is_a_mask_that_is_read():
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     logits = compiled(*args, **keywords).logits
     expected = model(*args, **keywords).logits
-    assert {m.shapes["mask"] for m in reports()[-1].matches} == {"tensor"}
+    assert {m.shapes["mask"] for m in matches_of(reports()[-1], "mla", "qkv")} == {"tensor"}
     seen = padding.bool()
     torch.testing.assert_close(logits[seen], expected[seen], rtol=0.1, atol=0.03)
 
@@ -159,7 +160,7 @@ def test_several_steps_on_one_cache():
         b = eager[0](token, **eager[2]).logits
         assert (a.float() - b.float()).abs().max() < 0.05
     (report,) = reports()
-    found = Counter(m.pattern for m in report.matches)
+    found = Counter(patterns_in(report, "mla", "qkv"))
     assert found == {"mla_latent_store": LAYERS, "mla_prefill": LAYERS}
 
 
@@ -169,7 +170,10 @@ def test_inductor_gives_the_same_as_eager():
     expected = eager[0](*eager[1], **eager[2]).logits
     reference, _ = in_float64(*exact[:3])
     logits = torch.compile(ours[0], backend="tilewright")(*ours[1], **ours[2]).logits
-    assert [m.pattern for m in reports()[-1].matches] == ["mla_latent_store", "mla_prefill"]
+    assert patterns_in(reports()[-1], "mla", "qkv") == [
+        "mla_latent_store",
+        "mla_prefill",
+    ]
     assert_no_worse(logits, expected, reference, "logits")
 
 
@@ -178,4 +182,4 @@ def test_attention_spelled_out_is_fused_too(attention):
     model, args, keywords, _ = built("v3", "static", "prefill")
     model.set_attn_implementation(attention)
     found = lower(model, args, keywords)
-    assert [m.pattern for m in found.matches].count("mla_prefill") == LAYERS, found.misses
+    assert patterns_in(found, "mla_prefill") == ["mla_prefill"] * LAYERS, misses_of(found, "mla")

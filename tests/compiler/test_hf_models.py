@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse, assert_untouched
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tilewright.compiler import lower, reports
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
@@ -51,8 +52,9 @@ def test_every_layer_is_fused_and_right(name, phase, dynamic):
     logits = compiled(*ours.args, **ours.kwargs).logits
     found = reports()[-1]
     fused = ["moe"] * layers * (name in SPARSE) + ["qkv_cache"] * layers
-    assert sorted(m.pattern for m in found.matches) == fused, found.misses
-    assert found.misses == ()
+    missed = misses_of(found, "moe", "qkv")
+    assert sorted(patterns_in(found, "moe", "qkv")) == fused, missed
+    assert missed == []
     assert_no_worse(logits, expected, reference, f"{name} logits")
     for layer in range(layers):
         for part in range(2):
@@ -80,8 +82,8 @@ def in_float64(case):
 def test_a_growing_cache_gets_one_miss_that_says_what_to_do(name, phase):
     case = build_hf(name, cache="dynamic", phase=phase)
     lowered = lower(case.model, case.args, case.kwargs)
-    assert lowered.matches == []
-    (miss,) = lowered.misses
+    assert matches_of(lowered, "qkv") == []
+    (miss,) = misses_of(lowered, "qkv")
     assert miss.code == "GROWING_CACHE"
     assert miss.count == 2 * LAYERS
     assert "static cache" in miss.hint
@@ -93,7 +95,7 @@ def test_inductor_gives_the_same_as_eager():
     reference = in_float64(exact)
     compiled = torch.compile(ours.model, backend="tilewright")
     logits = compiled(*ours.args, **ours.kwargs).logits
-    assert len(reports()[-1].matches) == LAYERS
+    assert len(matches_of(reports()[-1], "qkv")) == LAYERS
     assert_no_worse(logits, expected, reference, "logits")
     for layer in range(LAYERS):
         for a, b, c in zip(*(x.caches[layer] for x in (ours, eager, exact)), strict=True):
@@ -111,7 +113,7 @@ def test_several_steps_on_one_cache():
         b = eager.model(*args, **eager.kwargs).logits
         assert (a.float() - b.float()).abs().max() < 0.05
     (report,) = reports()
-    assert [m.pattern for m in report.matches] == ["qkv_cache"] * LAYERS
+    assert patterns_in(report, "qkv") == ["qkv_cache"] * LAYERS
 
 
 def test_a_cache_made_inside_the_call_is_missed_by_name():
@@ -120,7 +122,7 @@ def test_a_cache_made_inside_the_call_is_missed_by_name():
     case = build_hf("llama", cache="static", phase="prefill")
     fresh = StaticCache(config=case.model.config, max_cache_len=32)
     lowered = lower(case.model, case.args, case.kwargs | {"past_key_values": fresh})
-    (miss,) = lowered.misses
+    (miss,) = misses_of(lowered, "qkv")
     assert (miss.code, miss.count) == ("FRESH_CACHE", 2 * LAYERS)
     assert "early_initialization" in miss.hint
 
@@ -133,10 +135,10 @@ def test_a_window_that_is_full_moves_and_is_named(name):
     logits = compiled(*ours.args, **ours.kwargs).logits
     expected = eager.model(*eager.args, **eager.kwargs).logits
     found = reports()[-1]
-    attention = [m.scope for m in found.matches if m.pattern == "qkv_cache"]
+    attention = [m.scope for m in matches_of(found, "qkv_cache")]
     assert attention == ["model.layers.1.self_attn"]
-    assert {m.code for m in found.misses} == {"MOVED_CACHE"}
-    assert all(m.scope == "model.layers.0.self_attn" for m in found.misses)
+    assert codes_of(found, "qkv") == {"MOVED_CACHE"}
+    assert all(m.scope == "model.layers.0.self_attn" for m in misses_of(found, "qkv"))
     assert (logits.float() - expected.float()).abs().max() < 0.05
     for pair in zip(ours.caches[0], eager.caches[0], strict=True):
         assert torch.equal(*pair)

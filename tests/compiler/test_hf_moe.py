@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse
+from tests.found import matches_of, misses_of, patterns_in
 from tilewright.compiler import reports
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
@@ -89,9 +90,9 @@ def test_the_sparse_layer_is_fused_and_right(name, experts, dynamic):
     )
     results = zip(steps(model, compiled), *uncompiled(name, experts), strict=True)
     latest = reports()[-2:]
-    found = [[m.pattern for m in report.matches].count("moe") for report in latest]
-    assert found == [1, 1], [m for report in latest for m in report.misses]
-    tokens = latest[0].matches[-1].shapes["x"]
+    found = [patterns_in(report, "moe").count("moe") for report in latest]
+    assert found == [1, 1], [m for report in latest for m in misses_of(report, "moe")]
+    tokens = matches_of(latest[0], "moe")[-1].shapes["x"]
     assert tokens == f"bfloat16[{'T' if dynamic else BATCH * PROMPT},{BASE['hidden_size']}]"
     for what, (fused, eager, exact) in zip(("prompt", "decode"), results, strict=True):
         assert_no_worse(fused, eager, exact, f"{name} {what}")
@@ -108,4 +109,4 @@ def test_float16_with_transformers_own_grouped_product_is_fused_too():
                   strict=True)  # fmt: skip
     for fused, eager, reference in results:
         assert_no_worse(fused, eager, reference, "mixtral in float16")
-    assert [m.op for m in reports()[-1].matches].count("fused_moe") == 1
+    assert [m.op for m in matches_of(reports()[-1], "moe")].count("fused_moe") == 1

@@ -14,6 +14,7 @@ from tests.compiler.running import (
     patterns_used,
     same_bits,
 )
+from tests.found import matches_of, patterns_in
 from tilewright.compiler import lower
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -25,7 +26,7 @@ def test_lower_writes_nothing_and_changes_nothing(name):
     before = copies(args)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     lowered = lower(model, args)
-    assert [m.pattern for m in lowered.matches] == ["qkv_cache"]
+    assert patterns_in(lowered, "qkv") == ["qkv_cache"]
     assert same_bits(args, before)
     assert same_bits(model.state_dict().values(), state.values())
     assert not torch.is_grad_enabled()  # the fixture's, as it was
@@ -38,7 +39,10 @@ def test_lower_works_on_meta_tensors():
     model, args = build("page_offset", num_layers=2)
     model = model.to("meta")
     lowered = lower(model, [a.to("meta") for a in args])
-    assert [m.scope for m in lowered.matches] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert [m.scope for m in matches_of(lowered, "qkv")] == [
+        "layers.0.self_attn",
+        "layers.1.self_attn",
+    ]
 
 
 def test_lower_again_and_again_never_runs_the_model():
@@ -46,7 +50,7 @@ def test_lower_again_and_again_never_runs_the_model():
     before = copies(args)
     with torch._dynamo.config.patch(recompile_limit=2):
         for _ in range(4):
-            assert len(lower(model, args).matches) == 1
+            assert len(matches_of(lower(model, args), "qkv")) == 1
     assert same_bits(args, before)
 
 

@@ -11,6 +11,7 @@ from tests.compiler.running import (
     compiled,
     patterns_used,
 )
+from tests.found import matches_of
 from tilewright.compiler import backend, lower, reports
 from tilewright.compiler.options import Options
 
@@ -81,7 +82,7 @@ def test_lower_refuses_a_bad_pattern_or_target():
 def test_fuel_limits_the_rewrites_in_program_order(fuel):
     model, args = build("page_offset", num_layers=3)
     assert_close(model, args, fuel=fuel)
-    scopes = [site.scope for site in reports()[-1].matches]
+    scopes = [site.scope for site in matches_of(reports()[-1], "qkv")]
     everything = [f"layers.{i}.self_attn" for i in range(3)]
     assert scopes == everything[:fuel]
 
@@ -89,7 +90,10 @@ def test_fuel_limits_the_rewrites_in_program_order(fuel):
 def test_only_rewrites_the_sites_named():
     model, args = build("page_offset", num_layers=3)
     assert_close(model, args, only=["layers.[02].*"])
-    assert [s.scope for s in reports()[-1].matches] == ["layers.0.self_attn", "layers.2.self_attn"]
+    assert [s.scope for s in matches_of(reports()[-1], "qkv")] == [
+        "layers.0.self_attn",
+        "layers.2.self_attn",
+    ]
 
 
 def test_a_pattern_left_out_leaves_its_sites_to_the_next():
@@ -157,5 +161,5 @@ def test_tune_asks_the_op_and_says_what_there_is_to_measure_on(tune):
         assert "shipped table and the model" in note
     (graph,) = lowered.graphs
     asked = [n.kwargs.get("tune", False) for n in graph.after.graph.nodes if "tilewright" in n.meta]
-    assert asked == [tune] * len(lowered.matches)
+    assert asked == [tune] * len(matches_of(lowered, "qkv"))
     assert asked

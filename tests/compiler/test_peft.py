@@ -5,6 +5,7 @@ import torch
 
 from tests.agreement import assert_no_worse, assert_untouched
 from tests.compiler.test_hf_models import in_float64
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models.hf import build_hf
 from tilewright.compiler import reports
 from tilewright.patterns.qkv import qkv_cache
@@ -50,7 +51,7 @@ def assert_fused_and_no_worse(cases, patterns, **options):
     )
     logits = compiled(*ours.args, **ours.kwargs).logits
     found = reports()[-1]
-    assert [m.pattern for m in found.matches] == patterns, found.misses
+    assert patterns_in(found, "lora", "qkv") == patterns, misses_of(found, "lora", "qkv")
     if reference is None:
         exact_model = exact.model.to(torch.float64)
         reference = exact_model(*exact.args).logits
@@ -69,27 +70,28 @@ def assert_fused_and_no_worse(cases, patterns, **options):
 def test_projection_adapters_and_cache_write_are_one_op(phase, in_fp32):
     cases = [adapted(phase=phase, in_fp32=in_fp32) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
-    assert found.misses == ()
-    assert all(m.shapes["lora"] == "qkv rank=4" for m in found.matches)
+    assert misses_of(found, "lora", "qkv") == []
+    assert all(m.shapes["lora"] == "qkv rank=4" for m in matches_of(found, "lora", "qkv"))
 
 
 def test_in_fp32_too():
     found = assert_fused_and_no_worse(
         [adapted(dtype=torch.float32) for _ in range(3)], ["qkv_cache"] * LAYERS
     )
-    assert found.misses == ()
+    assert misses_of(found, "lora", "qkv") == []
 
 
 def test_sizes_as_symbols():
     cases = [adapted(phase="prefill", in_fp32=False) for _ in range(3)]
-    assert assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS, dynamic=True).misses == ()
+    found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS, dynamic=True)
+    assert misses_of(found, "lora", "qkv") == []
 
 
 @pytest.mark.parametrize(("targets", "letters"), [(("q_proj", "v_proj"), "qv"), (("k_proj",), "k")])
 def test_only_some_projections_have_adapters(targets, letters):
     cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
-    assert all(m.shapes["lora"] == f"{letters} rank=4" for m in found.matches)
+    assert all(m.shapes["lora"] == f"{letters} rank=4" for m in matches_of(found, "lora", "qkv"))
 
 
 def test_ranks_and_factors_may_differ():
@@ -97,7 +99,7 @@ def test_ranks_and_factors_may_differ():
     found = assert_fused_and_no_worse(
         [adapted(in_fp32=False, **ranks) for _ in range(3)], ["qkv_cache"] * LAYERS
     )
-    assert all(m.shapes["lora"] == "qkv rank=8/4/2" for m in found.matches)
+    assert all(m.shapes["lora"] == "qkv rank=8/4/2" for m in matches_of(found, "lora", "qkv"))
 
 
 def test_a_packed_projection_has_one_adapter_for_all():
@@ -115,8 +117,8 @@ def without_cache(**options):
 def test_without_a_cache_the_adapters_are_fused(dtype):
     cases = [without_cache(dtype=dtype, in_fp32=False) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["lora_qkv"] * LAYERS)
-    assert found.misses == ()
-    assert all(m.shapes["lora"] == "qkv rank=4" for m in found.matches)
+    assert misses_of(found, "lora", "qkv") == []
+    assert all(m.shapes["lora"] == "qkv rank=4" for m in matches_of(found, "lora", "qkv"))
 
 
 def test_a_growing_cache_leaves_the_adapters_to_be_fused():
@@ -125,8 +127,8 @@ def test_a_growing_cache_leaves_the_adapters_to_be_fused():
     logits = compiled(*ours.args, **ours.kwargs).logits
     expected = eager.model(*eager.args, **eager.kwargs).logits
     found = reports()[-1]
-    assert [m.pattern for m in found.matches] == ["lora_qkv"] * LAYERS
-    assert {m.code for m in found.misses} == {"GROWING_CACHE"}
+    assert patterns_in(found, "lora", "qkv") == ["lora_qkv"] * LAYERS
+    assert codes_of(found, "lora", "qkv") == {"GROWING_CACHE"}
     assert (logits.float() - expected.float()).abs().max() < 0.05
 
 
@@ -136,8 +138,8 @@ def test_every_linear_with_an_adapter_is_fused():
     targets = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
     cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS + ["lora_qkv"] * 4 * LAYERS)
-    assert found.misses == ()
-    widths = [m.shapes["columns"] for m in found.matches if m.pattern == "lora_qkv"]
+    assert misses_of(found, "lora", "qkv") == []
+    widths = [m.shapes["columns"] for m in matches_of(found, "lora_qkv")]
     assert widths == ["64", "128", "128", "64"] * LAYERS
 
 
@@ -145,7 +147,7 @@ def test_merged_adapters_leave_a_plain_model():
     cases = [adapted(in_fp32=False) for _ in range(3)]
     cases = [c._replace(model=c.model.merge_and_unload()) for c in cases]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
-    assert not any("lora" in m.shapes for m in found.matches)
+    assert not any("lora" in m.shapes for m in matches_of(found, "lora", "qkv"))
 
 
 def test_adapters_in_fp32_without_a_cache_are_missed_by_dtype():
@@ -153,9 +155,9 @@ def test_adapters_in_fp32_without_a_cache_are_missed_by_dtype():
     compiled = torch.compile(case.model, backend="tilewright", options={"inner": "eager"})
     compiled(*case.args, **case.kwargs)
     found = reports()[-1]
-    assert found.matches == ()
-    assert {m.code for m in found.misses} == {"DTYPE"}
-    assert "autocast_adapter_dtype" in found.misses[0].hint
+    assert matches_of(found, "lora", "qkv") == []
+    assert codes_of(found, "lora", "qkv") == {"DTYPE"}
+    assert "autocast_adapter_dtype" in misses_of(found, "lora", "qkv")[0].hint
 
 
 def several(active, in_fp32=False, **options):
@@ -182,14 +184,14 @@ def differences(a, b):
 def test_several_active_adapters_are_fused_with_the_cache_write():
     cases = [several(["default", "second"]) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
-    assert found.misses == ()
-    assert all(m.shapes["lora"] == "qkv rank=4/6" for m in found.matches)
+    assert misses_of(found, "lora", "qkv") == []
+    assert all(m.shapes["lora"] == "qkv rank=4/6" for m in matches_of(found, "lora", "qkv"))
 
 
 def test_several_active_adapters_of_some_projections_each():
     cases = [several(["default", "second"], targets=("q_proj", "v_proj")) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
-    assert found.misses == ()
+    assert misses_of(found, "lora", "qkv") == []
 
 
 @pytest.mark.parametrize("names", [["default"], ["default", "second"]])
@@ -198,13 +200,15 @@ def test_adapters_without_kernels_are_added_by_the_cache_write(names, monkeypatc
     monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
     cases = [several(names, in_fp32=True) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
-    assert all(m.shapes["lora"].endswith("added") for m in found.matches)
+    assert all(m.shapes["lora"].endswith("added") for m in matches_of(found, "lora", "qkv"))
 
 
 def test_one_active_adapter_of_two_is_fused_with_the_cache_write():
     report, off = differences(*(several(["second"]) for _ in range(2)))
     assert off < 0.05
-    assert [m.shapes.get("lora") for m in report.matches] == ["qkv rank=6"] * LAYERS
+    assert [m.shapes.get("lora") for m in matches_of(report, "lora", "qkv")] == [
+        "qkv rank=6"
+    ] * LAYERS
 
 
 def test_a_batch_of_several_adapters_is_missed_by_name():
@@ -214,5 +218,5 @@ def test_a_batch_of_several_adapters_is_missed_by_name():
         case.kwargs["adapter_names"] = ["default", "second"]
     report, off = differences(*cases)
     assert off < 0.05
-    assert {m.pattern for m in report.matches} == {"cache_store"}
-    assert {m.code for m in report.misses} == {"LORA_IN_PLACE", "K_PATH", "LONE_WRITE"}
+    assert set(patterns_in(report, "lora", "qkv")) == {"cache_store"}
+    assert codes_of(report, "lora", "qkv") == {"LORA_IN_PLACE", "K_PATH", "LONE_WRITE"}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.compiler.running import build, compiled, copies
+from tests.found import matches_of, misses_of, patterns_in
 from tilewright.compiler import StrictError, lower, reports
 from tilewright.compiler.options import Options
 from tilewright.patterns import language
@@ -78,10 +79,10 @@ def test_strict_and_warnings_go_by_weight(weight, doubts, caplog):
     with caplog.at_level(logging.WARNING, "tilewright"):
         compiled(model)(x)
     assert [r.getMessage()[:28] for r in caplog.records] == ["nothing was fused (HEADS x1)"] * lost
-    (miss,) = reports()[-1].misses
+    (miss,) = misses_of(reports()[-1], "tests_doubts")
     assert miss.weight == (weight or "lost")
     lowered = lower(model, (x,))
-    assert [m.weight for m in lowered.misses] == [miss.weight]
+    assert [m.weight for m in misses_of(lowered, "tests_doubts")] == [miss.weight]
     assert bool(lowered.lost) == lost
     data = json.loads(lowered.to_json())
     assert [m["weight"] for m in data["misses"]] == [miss.weight]
@@ -146,11 +147,11 @@ def test_the_way_from_one_mixture_to_the_next_is_no_mixture(top_k):
     model = nn.Sequential(*(Mixture(top_k) for _ in range(3))).bfloat16().requires_grad_(False)
     x = torch.randn(3, 16).bfloat16()
     lowered = lower(model, (x,), strict=True)
-    assert [m.pattern for m in lowered.matches] == ["moe"] * 3
-    assert lowered.misses == []
+    assert patterns_in(lowered, "moe") == ["moe"] * 3
+    assert misses_of(lowered, "moe") == []
     bent = nn.Sequential(Mixture(2), Bent(2)).bfloat16().requires_grad_(False)
     lowered = lower(bent, (x,))
-    missed = [m for m in lowered.misses if m.pattern == "moe"]
+    missed = misses_of(lowered, "moe")
     assert [m.code for m in missed] == ["EXPERT_ACTIVATION"]
     assert "aten.cumsum" in missed[0].message
 
@@ -189,19 +190,19 @@ def whole(q, k, v, k_cache, v_cache, slots):
 def test_a_write_behind_a_break_is_fused_and_told():
     model = Attention(broken).requires_grad_(False)
     lowered = lower(model, arguments())
-    assert [m.pattern for m in lowered.matches] == ["cache_store"]
-    assert [(m.code, m.weight) for m in lowered.misses] == [
+    assert patterns_in(lowered, "qkv") == ["cache_store"]
+    assert [(m.code, m.weight) for m in misses_of(lowered, "qkv", "capture")] == [
         ("EARLIER_GRAPH", "advice"),
         ("GRAPH_BREAK", "lost"),
     ]
-    assert "break" in lowered.misses[0].hint
+    assert "break" in misses_of(lowered, "qkv", "capture")[0].hint
     torch._dynamo.reset()
     eager, ours = copies(arguments()), copies(arguments())
     expected, actual = model(*eager), compiled(model)(*ours)
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         assert torch.equal(a, b)
     torch._dynamo.reset()
-    assert lower(Attention(whole).requires_grad_(False), arguments()).misses == []
+    assert misses_of(lower(Attention(whole).requires_grad_(False), arguments()), "qkv") == []
 
 
 def copy_pages(k_cache, v_cache, to, of):
@@ -218,7 +219,7 @@ def fill(k_cache, v_cache, to, of):
 def test_other_writes_into_buffers_are_not_spoken_of(buffers):
     caches = (torch.zeros(9, 4, 2, 8) for _ in range(2))
     lowered = lower(buffers, (*caches, torch.arange(2), torch.arange(2, 4)))
-    assert (lowered.matches, lowered.misses) == ([], [])
+    assert (matches_of(lowered, "qkv"), misses_of(lowered, "qkv")) == ([], [])
 
 
 def test_a_store_of_given_heads_passes_strict_as_ever():
@@ -229,7 +230,7 @@ def test_a_store_of_given_heads_passes_strict_as_ever():
     _, k_cache, v_cache, slots = arguments()
     heads = (torch.ones(4, 2, 8), torch.ones(4, 2, 8))
     lowered = lower(store, (*heads, k_cache, v_cache, slots), strict=True)
-    assert [m.pattern for m in lowered.matches] == ["cache_store"]
+    assert patterns_in(lowered, "qkv") == ["cache_store"]
 
 
 # --- subclasses, sizes from data, growing ---------------------------------------------------------
@@ -244,11 +245,11 @@ def test_a_tensor_subclass_is_told(wrapped):
         weight = model.k.weight
         model.k.weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()), False)
     lowered = lower(model, args)
-    assert not any(m.pattern == "qkv_cache" for m in lowered.matches)
-    miss = next(m for m in lowered.misses if m.code == "SUBCLASS")
+    assert not matches_of(lowered, "qkv_cache")
+    miss = next(m for m in misses_of(lowered, "qkv") if m.code == "SUBCLASS")
     assert "is a TwoTensor" in miss.message
     assert miss.hint
-    assert not any(m.code == "INTERNAL" for m in lowered.misses)
+    assert not any(m.code == "INTERNAL" for m in misses_of(lowered, "qkv"))
 
 
 def test_a_dtensor_cache_is_told(tmp_path):
@@ -274,9 +275,9 @@ def test_a_dtensor_cache_is_told(tmp_path):
         lowered = lower(model, (x, wrap(k_cache), wrap(v_cache), slots))
     finally:
         torch.distributed.destroy_process_group()
-    assert lowered.matches == []
-    assert "SUBCLASS" in [m.code for m in lowered.misses]
-    assert "INTERNAL" not in [m.code for m in lowered.misses]
+    assert matches_of(lowered, "qkv") == []
+    assert "SUBCLASS" in [m.code for m in misses_of(lowered, "qkv")]
+    assert "INTERNAL" not in [m.code for m in misses_of(lowered, "qkv")]
 
 
 def test_a_size_from_data_is_told_as_one():
@@ -292,7 +293,7 @@ def test_a_size_from_data_is_told_as_one():
     args = (x, k_cache.unsqueeze(0), v_cache.unsqueeze(0), slots)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         lowered = lower(Attention(step).requires_grad_(False), args)
-    messages = [m.message for m in lowered.misses if m.code == "UNSUPPORTED"]
+    messages = [m.message for m in misses_of(lowered, "qkv") if m.code == "UNSUPPORTED"]
     assert messages
     assert all("is computed from data (test_weights.py:" in message for message in messages)
 
@@ -308,13 +309,13 @@ def test_a_growing_cache_of_two_dimensions_is_told():
             return (x @ past.t()).softmax(-1), past
 
     model = Grows().requires_grad_(False)
-    (miss,) = lower(model, (torch.ones(1, 8), torch.ones(5, 8))).misses
+    (miss,) = misses_of(lower(model, (torch.ones(1, 8), torch.ones(5, 8))), "qkv")
     assert miss.code == "GROWING_CACHE"
 
     def features(x, y):
         return torch.cat([y, F.linear(x, model.k.weight)], -1)
 
-    assert lower(features, (torch.ones(5, 8), torch.ones(5, 8))).misses == []
+    assert misses_of(lower(features, (torch.ones(5, 8), torch.ones(5, 8))), "qkv") == []
 
 
 def test_the_schema_knows_the_weight():

@@ -94,8 +94,6 @@ MISPLACED = {
     "tilewright.ops.qkv.obstacles": {"ONE_ROUNDING", "TOLERANCES"},
     "tilewright.ops.qkv.operands": {"TRITON_TYPES", "address_tensors", "unaligned"},
     "tilewright.ops.qkv.samples": {"AttentionCase", "Sampler", "sample_table"},
-    "tilewright.patterns.lora.delta": {"match_delta"},
-    "tilewright.patterns.moe.weights": {"SUPPORTED_DTYPES"},
 }
 
 

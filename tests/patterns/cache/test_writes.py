@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.compiler.steps import HKV, D, Layer, T, make_args, plain, store
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models.fp8_writes import LARGEST
 from tests.models.qkv_idioms import build
 from tests.patterns.running import check_against_eager
@@ -24,11 +25,11 @@ def run(layer, *args, **options):
 
 
 def patterns():
-    return [m.pattern for m in reports()[-1].matches]
+    return patterns_in(reports()[-1], "qkv")
 
 
 def codes():
-    return {m.code for m in reports()[-1].misses}
+    return codes_of(reports()[-1], "qkv")
 
 
 # --- slots --------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ SLOTS = {
 
 @pytest.mark.parametrize("name", SLOTS)
 def test_slots_are_taken_for_what_they_are(name):
-    (site,) = lower(*build(name)).matches
+    (site,) = matches_of(lower(*build(name)), "qkv")
     assert (site.pattern, site.shapes["slots"]) == ("qkv_cache", SLOTS[name])
 
 
@@ -67,7 +68,7 @@ def test_slots_are_taken_for_what_they_are(name):
 def test_pages_of_every_size(name, page_size):
     module, args = build(name, page_size=page_size)
     check_against_eager(name, module, args, ["qkv_cache"])
-    assert reports()[-1].matches[0].shapes["slots"] == "block_table"
+    assert matches_of(reports()[-1], "qkv")[0].shapes["slots"] == "block_table"
 
 
 class ByTable(torch.nn.Module):
@@ -111,7 +112,7 @@ OTHER_TABLES = {
 def test_what_is_no_block_table_gets_slots_computed(name):
     args = table_args()
     check_against_eager(name, ByTable(OTHER_TABLES[name]), args, ["qkv_cache"])
-    assert reports()[-1].matches[0].shapes["slots"] == "page+offset"
+    assert matches_of(reports()[-1], "qkv")[0].shapes["slots"] == "page+offset"
 
 
 def test_pages_and_sequences_count_from_the_end_as_in_pytorch():
@@ -119,7 +120,7 @@ def test_pages_and_sequences_count_from_the_end_as_in_pytorch():
     args = (x, k_cache, v_cache, table - 6, seq - 3, positions)
     module = ByTable(lambda t, s, p: (t[s, p // 8], p % 8))
     check_against_eager("negative", module, args, ["qkv_cache"])
-    assert reports()[-1].matches[0].shapes["slots"] == "block_table"
+    assert matches_of(reports()[-1], "qkv")[0].shapes["slots"] == "block_table"
 
 
 def test_positions_count_from_the_end_as_in_pytorch():
@@ -171,7 +172,7 @@ def sliced_args(batch, length, start=3):
 def test_a_slice_is_a_run_of_slots(write, batch, length):
     args = sliced_args(batch, length)
     check_against_eager("slice", Sliced(write), args, ["qkv_cache"])
-    assert reports()[-1].matches[0].shapes["slots"] == "slice"
+    assert matches_of(reports()[-1], "qkv")[0].shapes["slots"] == "slice"
 
 
 def test_a_slice_of_one_sequence_is_a_run_of_slots():
@@ -340,7 +341,7 @@ def test_scales_and_clamps_are_the_op_s(name, scale):
     module = Eight(KNOWN[name])
     module(*eager)
     run(module, *ours)
-    assert patterns() == ["qkv_cache"], reports()[-1].misses
+    assert patterns() == ["qkv_cache"], misses_of(reports()[-1], "qkv")
     for a, b in zip(ours[1:3], eager[1:3], strict=True):
         near = (a.float() - b.float()).abs() <= b.float().abs() / 8
         assert near.all()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.agreement import assert_no_worse, relative_error
+from tests.found import matches_of, misses_of, patterns_in
 from tests.models import moe_dequant
 from tests.models.moe_idioms import build
 from tilewright.compiler import lower, reports
@@ -46,17 +47,18 @@ def matched(function, args, exact, **options):
     with torch.no_grad():
         eager = function(*args)
     assert_no_worse(compiled(function, args, **options), eager, exact, "result")
-    found = reports()[-1].matches
-    assert [site.pattern for site in found] == ["grouped_gemm"], reports()[-1].misses
-    return found[0].op, found[0].shapes
+    missed = misses_of(reports()[-1], "grouped", "moe")
+    assert patterns_in(reports()[-1], "grouped", "moe") == ["grouped_gemm"], missed
+    (site,) = matches_of(reports()[-1], "grouped", "moe")
+    return site.op, site.shapes
 
 
 def misses(function, args):
     torch._dynamo.reset()
     with torch.no_grad():
         lowered = lower(function, args)
-    assert not lowered.matches, str(lowered)
-    return [miss.code for miss in lowered.misses]
+    assert not matches_of(lowered, "grouped", "moe"), str(lowered)
+    return [miss.code for miss in misses_of(lowered, "grouped", "moe")]
 
 
 # --- dense ----------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def test_the_nvfp4_op_with_a_symbol_of_rows_that_go_over_blocks_and_past_the_gro
     ends = torch.tensor([129, 129, 200], dtype=torch.int32)
     torch._dynamo.mark_dynamic(x, 0)
     got = compiled(module, (x, ends))
-    assert [site.op for site in reports()[-1].matches] == [BOTH]
+    assert [site.op for site in matches_of(reports()[-1], "grouped", "moe")] == [BOTH]
     exact = product(library(x)[:200], module.weight(), ends)
     # The criterion of the peers' tests, for products of the exact operands.
     difference = (
@@ -289,7 +291,9 @@ def test_short_sums_over_many_rows_are_left_to_torch(count, dtype, taken):
     args = (rows(count=count, dtype=dtype), dense(dtype=dtype), ENDS)
     if taken:
         torch._dynamo.reset()
-        assert [site.op for site in lower(stored_by_rows, args).matches] == [WEIGHT_ONLY]
+        assert [site.op for site in matches_of(lower(stored_by_rows, args), "grouped", "moe")] == [
+            WEIGHT_ONLY
+        ]
     else:
         assert misses(stored_by_rows, args) == ["NO_GAIN"]
 
@@ -300,8 +304,8 @@ def test_a_mixture_keeps_its_products():
     module, args = build("plain")
     with torch.no_grad():
         lowered = lower(module, args)
-    assert [site.op for site in lowered.matches] == ["fused_moe"]
-    assert not lowered.misses
+    assert [site.op for site in matches_of(lowered, "grouped", "moe")] == ["fused_moe"]
+    assert not misses_of(lowered, "grouped", "moe")
 
 
 def test_a_mixture_that_is_none_leaves_both_of_its_products():
@@ -310,8 +314,8 @@ def test_a_mixture_that_is_none_leaves_both_of_its_products():
     module.activation = lambda gate, up: torch.sin(gate) * up
     with torch.no_grad():
         lowered = lower(module, args)
-    assert [site.op for site in lowered.matches] == [WEIGHT_ONLY] * 2
-    assert [miss.code for miss in lowered.misses] == ["EXPERT_ACTIVATION"]
+    assert [site.op for site in matches_of(lowered, "grouped", "moe")] == [WEIGHT_ONLY] * 2
+    assert [miss.code for miss in misses_of(lowered, "grouped", "moe")] == ["EXPERT_ACTIVATION"]
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
@@ -338,7 +342,7 @@ def test_inductor_compiles_what_stands_before_the_op(spelling, prepare, op):
         peers = [module(x, ends)[:200], torch.compile(module)(x, ends)[:200]]
         torch._dynamo.reset()
         got = torch.compile(module, backend="tilewright")(x, ends)
-    assert [site.op for site in reports()[-1].matches] == [op]
+    assert [site.op for site in matches_of(reports()[-1], "grouped", "moe")] == [op]
     worse = max(peers, key=lambda peer: relative_error(peer, exact))
     assert_no_worse(got[:200], worse, exact, spelling)
     assert not got[200:].any()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.agreement import assert_no_worse, upcast
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models.lora_bent import BENT, build_bent
 from tests.models.lora_idioms import IDIOMS, Layer, build
 from tilewright.compiler import lower, reports
@@ -59,12 +60,12 @@ def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
     for a, b, c in zip(ours, eager, exact, strict=True):
         assert_no_worse(a, b, c, name)
     if name in MISSED:
-        assert report.matches == ()
-        assert {miss.code for miss in report.misses} == {MISSED[name]}
+        assert matches_of(report, "lora", "qkv") == []
+        assert codes_of(report, "lora", "qkv") == {MISSED[name]}
     else:
         patterns = ["lora_qkv"] * SITES.get(name, 1)
-        assert [m.pattern for m in report.matches] == patterns, report.misses
-        assert report.misses == ()
+        assert patterns_in(report, "lora", "qkv") == patterns, misses_of(report, "lora", "qkv")
+        assert misses_of(report, "lora", "qkv") == []
 
 
 def test_the_adapters_are_read_where_they_are():
@@ -91,8 +92,11 @@ def test_a_bent_model_stays_right(name):
     eager, ours, report = run(module, args)
     for a, b in zip(ours, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert len(report.matches) == expected.sites, (report.matches, report.misses)
-    assert {miss.code for miss in report.misses} == set(expected.codes)
+    assert len(matches_of(report, "lora", "qkv")) == expected.sites, (
+        matches_of(report, "lora", "qkv"),
+        misses_of(report, "lora", "qkv"),
+    )
+    assert codes_of(report, "lora", "moe", "qkv") == set(expected.codes)
 
 
 def test_the_report_lists_the_kernels_of_both_ops():
@@ -143,7 +147,7 @@ def test_adapters_of_one_batch_go_into_the_cache_write(same):
     for mine, theirs in zip(caches[:2], caches[2:], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     report = reports()[-1]
-    (site,) = report.matches
+    (site,) = matches_of(report, "lora", "qkv")
     assert (site.pattern, site.shapes["lora"]) == ("qkv_cache", "qkv rank=8 of 3")
     calls = sum("shrink" in str(node.target) for node in lowered_nodes(module, args, caches, ids))
     assert calls == (1 if same else 2)
@@ -170,7 +174,7 @@ def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_w
     for results in zip((ours, *pairs[0]), (eager, *pairs[1]), (exact, *pairs[2]), strict=True):
         assert_no_worse(*results, "result")
     report = reports()[-1]
-    (site,) = report.matches
+    (site,) = matches_of(report, "lora", "qkv")
     assert site.shapes["lora"] == "qkv rank=8 of 3 added"
 
 
@@ -205,7 +209,7 @@ def test_a_scale_behind_codes_and_adapters_scales_both(in_place):
     compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
     ours, eager = compiled(*args, *caches[:2], ids), module(*args, *caches[2:], ids)
     torch.testing.assert_close([ours, *caches[:2]], [eager, *caches[2:]], rtol=1e-4, atol=1e-4)
-    assert "K_PATH" in {miss.code for miss in reports()[-1].misses}
+    assert "K_PATH" in codes_of(reports()[-1], "lora", "qkv")
 
 
 def define_operators():
@@ -256,8 +260,8 @@ def test_an_operator_that_hides_the_adapters_is_named(step, misses):
     args = torch.randn(6, 64), torch.tensor([2, 0, 3, 3, 1, 0])
     eager, ours, report = run(module, args)
     torch.testing.assert_close(ours, eager)
-    assert [miss.code for miss in report.misses] == ["LORA_OPERATOR"] * misses
-    assert all("lora_test::" in miss.message for miss in report.misses)
+    assert [miss.code for miss in misses_of(report, "lora", "qkv")] == ["LORA_OPERATOR"] * misses
+    assert all("lora_test::" in miss.message for miss in misses_of(report, "lora", "qkv"))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.agreement import cloned
+from tests.found import matches_of
 from tests.models import ropes
 from tests.models.mla_idioms import build
 from tilewright.compiler import reports
@@ -89,7 +90,7 @@ def attending(attend):
 
 
 def prefill(report):
-    return next((m for m in report.matches if m.pattern == "mla_prefill"), None)
+    return next(iter(matches_of(report, "mla_prefill")), None)
 
 
 @pytest.mark.parametrize("name", MASKS)

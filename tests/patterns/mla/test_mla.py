@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import mla_attention
 from tests.models.mla_idioms import IDIOMS, build
 from tests.scaled_products import ROW_SCALES
@@ -69,7 +70,7 @@ def check_fused(name, patterns, **changes):
     compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
     actual = compiled(*ours)
     found = reports()[-1]
-    assert [m.pattern for m in found.matches] == patterns, found.misses
+    assert patterns_in(found, "mla", "qkv") == patterns, misses_of(found, "mla", "qkv")
     assert_no_worse(actual, expected, reference, name)
     for i in range(5, len(args)):
         assert_no_worse(ours[i], eager[i], exact[i], f"{name} cache {i - 5}")
@@ -83,22 +84,22 @@ def check_fused(name, patterns, **changes):
 )
 def test_every_idiom_is_fused_and_no_worse_than_eager(name):
     found = check_fused(name, [STORE, PREFILL])
-    assert found.misses == ()
-    (site,) = (m for m in found.matches if m.pattern == PREFILL)
+    assert misses_of(found, "mla", "qkv") == []
+    (site,) = matches_of(found, PREFILL)
     assert site.shapes["mask"] == MASKS.get(name, "causal by position")
 
 
 @pytest.mark.parametrize("name", MISSED)
 def test_what_is_not_fused_is_named_and_its_write_still_is(name):
     found = check_fused(name, [STORE])
-    assert {miss.code for miss in found.misses} == {MISSED[name]}
-    assert all(miss.hint for miss in found.misses)
+    assert codes_of(found, "mla", "qkv") == {MISSED[name]}
+    assert all(miss.hint for miss in misses_of(found, "mla", "qkv"))
 
 
 @pytest.mark.parametrize("name", ["attention_own_varlen", "attention_own_varlen_padded"])
 def test_an_engines_own_operator_is_fused_once_it_is_known(name, known_varlen):
     found = check_fused(name, [STORE, PREFILL])
-    assert found.matches[1].shapes["batch"] == "ragged"
+    assert matches_of(found, "mla", "qkv")[1].shapes["batch"] == "ragged"
 
 
 def test_an_operator_is_known_as_one_thing(known_varlen):
@@ -122,7 +123,7 @@ def test_token_counts_may_be_symbols(length):
         expected, actual = module(*eager), compiled(*ours)
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.02)
         torch.testing.assert_close(ours[5], eager[5], rtol=0.02, atol=0.01)
-    assert [m.pattern for m in reports()[-1].matches] == [STORE, PREFILL]
+    assert patterns_in(reports()[-1], "mla", "qkv") == [STORE, PREFILL]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,8 @@ def test_a_gpu_without_a_kernel_for_it_keeps_its_graph(monkeypatch, dtype, patte
     monkeypatch.setattr(rewrite, "_device_type", lambda match: "cuda")
     module, args = build("plain", dtype=dtype)
     found = lower(module, args)
-    assert [m.pattern for m in found.matches] == patterns
-    refused = [m.message for m in found.misses if m.code == "UNSUPPORTED"]
+    assert patterns_in(found, "mla", "qkv") == patterns
+    refused = [m.message for m in misses_of(found, "mla", "qkv") if m.code == "UNSUPPORTED"]
     assert len(refused) == (PREFILL not in patterns)
     assert all("no kernel for torch.float32" in message for message in refused)
 
@@ -147,7 +148,7 @@ def missed(change, name="plain", **changes):
     module, args = build(name, **changes)
     change(module)
     found = lower(module, args)
-    return [m.pattern for m in found.matches], {m.code for m in found.misses}
+    return patterns_in(found, "mla", "qkv"), codes_of(found, "mla", "qkv")
 
 
 def rope_key_per_head(module):

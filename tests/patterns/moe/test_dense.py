@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse, upcast
+from tests.found import matches_of, misses_of, patterns_in
 from tests.models.moe_dense import NEAR_MISSES, SPELLINGS, build
 from tilewright.compiler import lower, reports
 
@@ -24,7 +25,7 @@ def test_every_spelling_is_fused_and_no_less_accurate(name, dynamic):
         fused, eager = compiled(*args), module(*args)
         exact = upcast(module)(*(upcast(a) for a in args))
     report = reports()[-1]
-    assert [site.pattern for site in report.matches] == ["moe_dense"], report.misses
+    assert patterns_in(report, "moe") == ["moe_dense"], misses_of(report, "moe")
     assert_no_worse(fused, eager, exact, name)
 
 
@@ -33,7 +34,5 @@ def test_near_misses_say_what_is_wrong(step):
     torch._dynamo.reset()
     code, slots = NEAR_MISSES[step]
     lowered = lower(*build(step, slots))
-    assert not lowered.matches, str(lowered)
-    assert {miss.code for miss in lowered.misses if miss.pattern == "moe_dense"} == (
-        {code} if code else set()
-    )
+    assert not matches_of(lowered, "moe"), str(lowered)
+    assert {miss.code for miss in misses_of(lowered, "moe_dense")} == ({code} if code else set())

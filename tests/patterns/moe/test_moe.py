@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse, relative_error
+from tests.found import codes_of, matches_of
 from tests.models.moe_idioms import IDIOMS, build, exact
 from tilewright.codegen import targets
 from tilewright.compiler import lower, reports
 from tilewright.patterns import language
-from tilewright.patterns.recognise import grouped_gemm as expert_gemm
+from tilewright.patterns.recognise import dtypes
 
 
 @pytest.mark.parametrize("name", IDIOMS)
@@ -22,7 +23,7 @@ def test_every_idiom_matches_and_is_no_less_accurate(name):
     module, args = build(name)
     with torch.no_grad():
         lowered = lower(module, args)
-        assert [site.op for site in lowered.matches] == ["fused_moe"], str(lowered)
+        assert [site.op for site in matches_of(lowered, "moe")] == ["fused_moe"], str(lowered)
         torch._dynamo.reset()
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         fused, eager = compiled(*args), module(*args)
@@ -36,7 +37,7 @@ def test_counts_whose_shape_is_data_match_where_they_are_captured(ends):
     with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         fused, eager = compiled(*args), module(*args)
-    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert [site.op for site in matches_of(reports()[-1], "moe")] == ["fused_moe"]
     assert_no_worse(fused, eager, exact(module, *args), ends)
 
 
@@ -48,8 +49,8 @@ def test_counts_whose_shape_is_data_end_the_graph():
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         assert torch.equal(compiled(*args), module(*args))
     found = reports()[-1]
-    assert "fused_moe" not in {site.op for site in found.matches}
-    assert "EXPERT_ORDER" in {miss.code for miss in found.misses}
+    assert "fused_moe" not in {site.op for site in matches_of(found, "moe")}
+    assert "EXPERT_ORDER" in codes_of(found, "moe")
 
 
 def test_the_public_grouped_mm_is_the_private_one():
@@ -61,7 +62,7 @@ def test_the_public_grouped_mm_is_the_private_one():
     with torch.no_grad():
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         fused, eager = compiled(*args), module(*args)
-    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert [site.op for site in matches_of(reports()[-1], "moe")] == ["fused_moe"]
     assert_no_worse(fused, eager, exact(module, *args), "grouped_mm")
 
 
@@ -82,7 +83,7 @@ def test_experts_elsewhere_are_left_out_however_they_are_clamped(clamp, masked):
     torch._dynamo.reset()
     with torch.no_grad():
         fused = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*args)
-    assert [site.op for site in reports()[-1].matches] == ["fused_moe"]
+    assert [site.op for site in matches_of(reports()[-1], "moe")] == ["fused_moe"]
     assert relative_error(fused, exact(module, *args)) < 2**-7
 
 
@@ -93,8 +94,8 @@ def misses(name, change, **axes):
     change(module)
     with torch.no_grad():
         lowered = lower(module, args)
-    assert "fused_moe" not in {site.op for site in lowered.matches}, str(lowered)
-    return {miss.code for miss in lowered.misses}
+    assert "fused_moe" not in {site.op for site in matches_of(lowered, "moe")}, str(lowered)
+    return codes_of(lowered, "moe")
 
 
 def other_experts(module):
@@ -262,7 +263,7 @@ def test_a_long_way_to_the_row_numbers_takes_no_long_time():
     shapes = ((16, 32), (32, 32), (32, 4), (4, 32, 32), (4, 16, 32))
     torch._dynamo.reset()
     found = lower(Deep(), tuple(torch.ones(shape, dtype=torch.bfloat16) for shape in shapes))
-    assert "EXPERT_ORDER" in {miss.code for miss in found.misses}
+    assert "EXPERT_ORDER" in codes_of(found, "moe")
 
 
 def test_dtypes_without_a_kernel_are_refused():
@@ -300,12 +301,12 @@ def test_rows_written_in_place_that_others_read_stay():
 ])  # fmt: skip
 def test_a_gpu_without_kernels_keeps_its_graph(monkeypatch, device, known, refused):
     target = targets.SM90 if known else None
-    monkeypatch.setattr(expert_gemm, "detect_target", lambda index: target)
+    monkeypatch.setattr(dtypes, "detect_target", lambda index: target)
     value = SimpleNamespace(device=torch.device(device))
     view = SimpleNamespace(value=value, meta={})
     if refused:
         with pytest.raises(language.Reject) as caught:
-            expert_gemm.check_device(view)
+            dtypes.check_device(view)
         assert caught.value.miss.code == "UNSUPPORTED"
     else:
-        expert_gemm.check_device(view)
+        dtypes.check_device(view)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.agreement import flat
+from tests.found import misses_of, patterns_in
 from tests.patterns.qkv.projecting import (
     BY_HEAD,
     HKV,
@@ -200,8 +201,8 @@ MATCHED = {
 def test_matched_and_right(name):
     step, shapes = MATCHED[name]
     report = compare(Layer(step, **shapes), make_args(), exactly=False)
-    assert [m.pattern for m in report.matches] == ["qkv_cache"], [str(m) for m in report.misses]
-    assert report.misses == ()
+    assert patterns_in(report, "qkv") == ["qkv_cache"], [str(m) for m in misses_of(report, "qkv")]
+    assert misses_of(report, "qkv") == []
 
 
 def test_a_weight_of_another_order_is_not_taken_for_the_usual_one():
@@ -209,13 +210,13 @@ def test_a_weight_of_another_order_is_not_taken_for_the_usual_one():
     shapes = dict.fromkeys("qkv", (D, D, K))
     args = make_args(heads=D, head_dim=D)
     report = compare(Layer(einsum_that_turns_the_weight, **shapes), args, exactly=False)
-    assert [m.pattern for m in report.matches] == ["qkv_cache"]
+    assert patterns_in(report, "qkv") == ["qkv_cache"]
 
 
 @pytest.mark.parametrize("step", [query_kept_for_the_next_layer, next_layer_reads_the_query_itself])
 def test_one_site_reads_what_another_left(step):
     report = compare(Layer(step, **PACKED), make_args(), exactly=False)
-    assert [m.pattern for m in report.matches] == ["qkv_cache"] * 2, report.misses
+    assert patterns_in(report, "qkv") == ["qkv_cache"] * 2, misses_of(report, "qkv")
 
 
 def test_a_packed_product_disappears():
@@ -234,7 +235,7 @@ def test_joined_weights_are_handed_over_apart():
 
     biases = {"qb": (HQ * D,), "kb": (HKV * D,), "vb": (HKV * D,)}
     layer = Layer(step, **ROWS, **biases)
-    assert [m.pattern for m in compare(layer, make_args(), False).matches] == ["qkv_cache"]
+    assert patterns_in(compare(layer, make_args(), False), "qkv") == ["qkv_cache"]
     torch._dynamo.reset()
     assert not [n for n in nodes_after(layer, make_args()) if "cat" in str(n.target)]
 
@@ -249,7 +250,7 @@ def test_grouped_heads_and_repeated_ones_are_said_to_the_op():
         return q * 2
 
     layer, args = Layer(step, w=(HKV * 4 * D, K)), make_args(heads=2 * HKV)
-    assert [m.pattern for m in compare(layer, args, False).matches] == ["qkv_cache"]
+    assert patterns_in(compare(layer, args, False), "qkv") == ["qkv_cache"]
     torch._dynamo.reset()
     given = site_arguments(layer, args)
     assert given["kv_repeat"] == 2
@@ -271,4 +272,4 @@ def test_a_token_count_that_changes():
         expected, actual = layer(*args), compiled(*ours)
         for a, b in zip(flat([actual, ours]), flat([expected, args]), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"]
+        assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.found import misses_of, patterns_in
 from tests.patterns.qkv.projecting import (
     HKV,
     HQ,
@@ -325,12 +326,12 @@ MISSED = {
 def test_near_miss_is_named_and_changes_nothing(name):
     near = MISSED[name]
     report = compare(Layer(near.step, **near.shapes), near.args(), exactly=True)
-    assert "qkv_cache" not in [m.pattern for m in report.matches]
-    found = [m for m in report.misses if m.code == near.code]
-    assert found, [str(m) for m in report.misses]
+    assert "qkv_cache" not in patterns_in(report, "qkv")
+    found = [m for m in misses_of(report, "qkv") if m.code == near.code]
+    assert found, [str(m) for m in misses_of(report, "qkv")]
     assert found[0].stage == near.stage
     assert near.culprit in str(found[0])
-    assert {m.pattern for m in report.matches} <= {"cache_store"}
+    assert set(patterns_in(report, "qkv")) <= {"cache_store"}
 
 
 def _normed(x, weight):
@@ -352,7 +353,7 @@ def test_a_norm_weight_goes_by_the_projection_s_heads(turned):
     shapes = {"q": (4 * D, K), "k": (4 * D, K), "v": (4 * D, K), "norm": (2, 2, D), "own": (D,)}
     report = compare(Layer(step, **shapes), make_args(heads=4), exactly=False)
     expected = "cache_store" if turned else "qkv_cache"
-    assert [match.pattern for match in report.matches] == [expected]
+    assert patterns_in(report, "qkv") == [expected]
 
 
 def test_a_cache_scale_of_zero_is_no_scale():

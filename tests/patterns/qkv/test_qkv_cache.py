@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.agreement import cloned
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models.qkv_idioms import IDIOMS, axes_of, build
 from tests.patterns.running import check_against_eager
 from tilewright.compiler import lower, reports
@@ -41,7 +42,7 @@ def test_fused_and_no_worse_than_eager(name):
 def test_the_write_alone_is_taken(name):
     module, args = build(name)
     check_against_eager(name, module, args, ["cache_store"])
-    assert STORED[name] in {m.code for m in reports()[-1].misses}
+    assert STORED[name] in codes_of(reports()[-1], "qkv")
 
 
 @pytest.mark.parametrize("name", MISSED)
@@ -49,9 +50,9 @@ def test_missed_with_a_reason_and_still_right(name):
     code, phrase = MISSED[name]
     module, args = build(name)
     lowered = lower(module, args)
-    assert lowered.matches == []
-    found = [m for m in lowered.misses if m.code == code]
-    assert found, [str(m) for m in lowered.misses]
+    assert matches_of(lowered, "qkv") == []
+    found = [m for m in misses_of(lowered, "qkv") if m.code == code]
+    assert found, [str(m) for m in misses_of(lowered, "qkv")]
     assert phrase in found[0].message
     if name == "masked":
         return  # CPU eager masks with nonzero in both: nothing of ours ran
@@ -68,7 +69,7 @@ def test_missed_with_a_reason_and_still_right(name):
 def test_a_mask_inside_the_graph_is_missed_by_name():
     module, args = build("masked")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        codes = {m.code for m in lower(module, args).misses}
+        codes = codes_of(lower(module, args), "qkv")
     assert "MASKED_WRITE" in codes
 
 
@@ -150,7 +151,7 @@ def test_heads_in_order_are_matched():
 def test_heads_in_another_order_are_left_alone(heads):
     module, args = ExplicitHeads(heads), explicit_heads_args()
     check_against_eager("heads", module, args, [])
-    assert {m.code for m in reports()[-1].misses} == {"SLOT_INDEX"}
+    assert codes_of(reports()[-1], "qkv") == {"SLOT_INDEX"}
 
 
 def test_writes_to_different_slots_are_taken_one_by_one():
@@ -166,7 +167,7 @@ def test_writes_to_different_slots_are_taken_one_by_one():
 
     args = explicit_heads_args()
     check_against_eager("apart", Apart(None), args, ["cache_store", "cache_store"])
-    assert {m.code for m in reports()[-1].misses} == {"LONE_WRITE"}
+    assert codes_of(reports()[-1], "qkv") == {"LONE_WRITE"}
 
 
 class PageAndOffset(torch.nn.Module):
@@ -203,5 +204,5 @@ def test_an_offset_outside_its_page_is_refused_and_nothing_is_written(offset):
     compiled = torch.compile(PageAndOffset(), backend="tilewright", options={"inner": "eager"})
     with pytest.raises(ValueError, match="slot_mapping"):
         compiled(*args)
-    assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"]
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]
     assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import quantized
 from tests.models.quantized import GROUP, STORED, WHOLE, QuantizedLinear
 from tests.scaled_products import ROW_SCALES
@@ -55,12 +56,12 @@ def check(module, args):
     expected, reference = module(*eager), upcast(module)(*exact)
     actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
     found = reports()[-1]
-    assert [m.pattern for m in found.matches] == ["qkv_cache"], [str(m) for m in found.misses]
+    assert patterns_in(found, "qkv") == ["qkv_cache"], [str(m) for m in misses_of(found, "qkv")]
     assert_no_worse(actual, expected, reference, "q")
     for i in (2, 3):
         assert_no_worse(ours[i], eager[i], exact[i], f"cache {i}")
         assert_untouched(args[i], ours[i], exact[i], f"cache {i}")
-    return found.matches[0].shapes
+    return matches_of(found, "qkv")[0].shapes
 
 
 MISSED = {quantized.gptq_act_order: "SCALE_BLOCK"}
@@ -257,10 +258,10 @@ def assert_missed(module, args, code):
     expected = module(*eager)
     actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
     found = reports()[-1]
-    assert "qkv_cache" not in {m.pattern for m in found.matches}
-    assert code in {m.code for m in found.misses}, [str(m) for m in found.misses]
+    assert "qkv_cache" not in set(patterns_in(found, "qkv"))
+    assert code in codes_of(found, "qkv"), [str(m) for m in misses_of(found, "qkv")]
     if code in ("WEIGHT_FORMAT", "SCALE_BLOCK"):  # of q's, k's or v's weight
-        assert {m.stage for m in found.misses if m.code == code} == {Stage.GUARDS}
+        assert {m.stage for m in misses_of(found, "qkv") if m.code == code} == {Stage.GUARDS}
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         assert torch.equal(a, b)
 

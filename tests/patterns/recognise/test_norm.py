@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import ropes
 from tilewright.compiler import lower, reports
 
@@ -60,8 +61,8 @@ def run(norm, dtype=torch.float32, tokens=T):
 def assert_matched(norm, fact, **how):
     actual, expected = run(norm, **how)
     found = reports()[-1]
-    assert [m.pattern for m in found.matches] == ["qkv_cache"], [str(m) for m in found.misses]
-    assert found.matches[0].shapes["norm"] == fact
+    assert patterns_in(found, "qkv") == ["qkv_cache"], [str(m) for m in misses_of(found, "qkv")]
+    assert matches_of(found, "qkv")[0].shapes["norm"] == fact
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -177,7 +178,7 @@ def test_the_default_epsilon_is_pytorch_s(dtype):
     eager, ours = arguments(dtype), arguments(dtype)
     expected = model(*eager)
     actual = torch.compile(model, backend="tilewright", options={"inner": "eager"})(*ours)
-    assert [m.pattern for m in reports()[-1].matches] == ["qkv_cache"]
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -233,8 +234,8 @@ def test_near_misses_are_missed_by_name_and_still_right(name):
     norm, code = NEAR_MISSES[name]
     actual, expected = run(norm)
     found = reports()[-1]
-    assert "qkv_cache" not in {m.pattern for m in found.matches}
-    assert code in {m.code for m in found.misses}, [str(m) for m in found.misses]
+    assert "qkv_cache" not in set(patterns_in(found, "qkv"))
+    assert code in codes_of(found, "qkv"), [str(m) for m in misses_of(found, "qkv")]
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import ropes
 from tilewright.compiler import lower, reports
 from tilewright.compiler.dataflow.build import build_view
-from tilewright.patterns.language import Reject
-from tilewright.patterns.projection.finish import one_head_axis
+from tilewright.patterns.language import Reject, Stage
+from tilewright.patterns.projection.epilogue import one_head_axis
 from tilewright.patterns.recognise.rope import match_rope
 
 T, K, H, D = 5, 16, 2, 8
@@ -61,8 +62,8 @@ def check(turn, args, heads_first=False, **facts):
     expected = model(*eager)
     actual = torch.compile(model, backend="tilewright", options={"inner": "eager"})(*ours)
     found = reports()[-1]
-    assert [m.pattern for m in found.matches] == ["qkv_cache"], [str(m) for m in found.misses]
-    assert {name: found.matches[0].shapes[name] for name in facts} == facts
+    assert patterns_in(found, "qkv") == ["qkv_cache"], [str(m) for m in misses_of(found, "qkv")]
+    assert {name: matches_of(found, "qkv")[0].shapes[name] for name in facts} == facts
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -187,19 +188,20 @@ def rotated(form):
 def test_near_misses_are_refused_by_name(form):
     whole, _ = one_head_axis(rotated(form))
     with pytest.raises(Reject) as rejected:
-        match_rope(whole)
+        match_rope(whole, Stage.K_PATH)
     assert rejected.value.miss.code == "ROPE_STYLE"
 
 
 def test_arithmetic_that_is_no_rotation_is_none():
-    assert match_rope(rotated(lambda x, cos, sin: x + x)) is None
-    assert match_rope(rotated(lambda x, cos, sin: torch.cat((x[..., 4:], x[..., :4]), -1))) is None
+    assert match_rope(rotated(lambda x, cos, sin: x + x), Stage.K_PATH) is None
+    swapped = rotated(lambda x, cos, sin: torch.cat((x[..., 4:], x[..., :4]), -1))
+    assert match_rope(swapped, Stage.K_PATH) is None
 
 
 def test_a_table_that_varies_by_head_is_refused():
     table = angles(T, H)
     lowered = lower(Attention(lambda x: ropes.half(x, table.cos(), table.sin())), arguments(T))
-    assert "ROPE_TABLE" in {m.code for m in lowered.misses}
+    assert "ROPE_TABLE" in codes_of(lowered, "qkv")
 
 
 def test_a_complex_table_that_varies_by_head_is_refused():
@@ -210,4 +212,4 @@ def test_a_complex_table_that_varies_by_head_is_refused():
         return torch.view_as_real(pairs * table).flatten(-2)
 
     lowered = lower(Attention(turn), arguments(T))
-    assert "ROPE_TABLE" in {m.code for m in lowered.misses}
+    assert "ROPE_TABLE" in codes_of(lowered, "qkv")

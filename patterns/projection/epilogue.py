@@ -1,4 +1,4 @@
-"""What lies between a projection and its consumer: norm and rotation of heads, in either order."""
+"""QK norm and RoPE between a projection and its reader, in either order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
 from tilewright.patterns.recognise.norm import Norm, match_norm, strip_casts
 from tilewright.patterns.recognise.rope import Rope, match_rope
 
 
 @dataclass(frozen=True)
-class Finish:
-    """head: what is left below norm and rotation, seen as the matched view's dimensions."""
+class HeadEpilogue:
+    """Norm and rotation of heads. head: their input, its dimensions as the matched view's."""
 
     head: View
     norm: Norm | None
@@ -46,8 +47,8 @@ class HeadNorm:
         return replace(self, weight=self.factor, offset=0.0)
 
 
-def match_finish(view: View, stage: Stage) -> Finish:
-    """The norm and rotation that `view` [..., H, ..., D] is the result of, as far as there are any.
+def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
+    """The norm and rotation, if any, whose result is `view` [..., H, ..., D].
 
     Raises Reject for those of a kind that the op does not have.
     """
@@ -57,7 +58,7 @@ def match_finish(view: View, stage: Stage) -> Finish:
     norm_after_rope = False
     while True:
         whole, effect = one_head_axis(head)
-        turned = match_rope(whole) if rope is None else None
+        turned = match_rope(whole, stage, _is_delta) if rope is None else None
         if turned is not None:
             rope, norm_after_rope = turned, norm is not None
             below, found = turned.x.through(effect), turned.absorbed
@@ -73,17 +74,24 @@ def match_finish(view: View, stage: Stage) -> Finish:
             norm = scaled
             below, found = scaled.x.through(head.effect), scaled.absorbed
         else:
-            return Finish(head, norm, rope, norm_after_rope, absorbed)
+            return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed)
         head, casts = strip_casts(below)
         absorbed = (*absorbed, *found, *casts)
 
 
-def head_norm(finish: Finish, layout: Effect, feature: int, rows: Rows, stage: Stage) -> HeadNorm:
-    """The norm of a finish, whose x lies on the product's axes as `layout` says.
+def _is_delta(view: View) -> bool:
+    """Whether a view is what an adapter adds: a part of the projection, not of its rotation."""
+    return match_delta(view) is not None
+
+
+def head_norm(
+    epilogue: HeadEpilogue, layout: Effect, feature: int, rows: Rows, stage: Stage
+) -> HeadNorm:
+    """The norm of an epilogue, whose x lies on the product's axes as `layout` says.
 
     feature: the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
     """
-    norm = finish.norm
+    norm = epilogue.norm
     assert norm is not None
     run = (Atom(feature, 1, norm.width),)
     one_run = all(step == rows.head_dim for _, step in rows.heads) and len(rows.heads) < 2
@@ -104,7 +112,9 @@ def head_norm(finish: Finish, layout: Effect, feature: int, rows: Rows, stage: S
         for view in (norm.weight, norm.factor)
     )
     width = "head" if by_head else "row"
-    return HeadNorm(norm.kind, width, finish.norm_after_rope, weight, norm.offset, factor, norm.eps)
+    return HeadNorm(
+        norm.kind, width, epilogue.norm_after_rope, weight, norm.offset, factor, norm.eps
+    )
 
 
 def _weight(
@@ -121,13 +131,13 @@ def _weight(
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
         reject("UNSUPPORTED", stage, "the norm's weight varies from token to token", view)
-    # The op goes by rows of the projection: heads in descending steps.
+    # The op numbers heads by their rows in the projection: the outer dimension steps furthest.
     split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
     steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
     if along and (along != split or steps != sorted(steps, reverse=True)):
         reject("UNSUPPORTED", stage, "the norm's weight has the heads in another order", view)
     if by_head and not along:
-        return View(view.value, Effect((last,), view.effect.start))
+        return view.with_dims(last)
     flat = (*(a for i in along for a in lead[i]), *last)
     return View(view.value, effects.reshape(Effect((flat,), view.effect.start), heads))
 

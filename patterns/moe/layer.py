@@ -1,0 +1,194 @@
+"""The MLP of a mixture's experts: its GEMMs and the activation between them, as `fused_moe` takes
+them, weights dense or of codes. Dimension letters: E experts, N outputs, K inputs, T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NoReturn, TypeVar
+
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.moe.products import DenseGemm
+from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
+from tilewright.patterns.quantised.experts import match_dequantized_experts
+from tilewright.patterns.recognise.activation import Activation
+from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
+from tilewright.patterns.recognise.linear import Columns
+from tilewright.patterns.recognise.norm import is_float_cast
+
+register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
+register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
+register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
+
+Gemm = TypeVar("Gemm", bound=ExpertGemm | DenseGemm)
+
+
+@dataclass(frozen=True)
+class Layer(Generic[Gemm]):
+    """down(activation(gate(x), up(x))). up None: not gated; gate and up may be one GEMM's parts."""
+
+    gate: Gemm
+    up: Gemm | None
+    down: Gemm
+    activation: Activation
+
+    @property
+    def firsts(self) -> tuple[Gemm, ...]:
+        return (self.gate,) if self.up is None else (self.gate, self.up)
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        return (*self.firsts, self.down)
+
+    def check_rows(self) -> None:
+        """Raises Reject (ACTIVATION) unless gate and up multiply the same rows."""
+        if any(gemm.x != self.gate.x for gemm in self.firsts):
+            refuse_rows(self.down.x)
+
+    def check_kernels(self, x: View, anchor: Value) -> None:
+        """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
+        dtypes = {tensor.value.dtype for tensor in (x, *(gemm.weight for gemm in self.gemms))}
+        check_dtypes(dtypes, "activation and expert weights", anchor, HALVES)
+        check_device(x)
+
+    def arguments(self) -> dict[str, Any]:
+        """The op's arguments beside x and the routes: weights, biases, activation.
+
+        Raises what _weight_arguments raises.
+        """
+        named = {"gate": self.gate, "up": self.up, "down": self.down}
+        views = {name: gemm.weight for name, gemm in named.items() if gemm is not None}
+        biases = {f"{name}_bias": gemm and gemm.bias for name, gemm in named.items()}
+        activation = self.activation
+        numbers = {"alpha": activation.alpha, "limit": activation.limit}
+        weights = {"up_weight": None, **_weight_arguments(views)}
+        return {**weights, **biases, "activation": activation.name, **numbers}
+
+    def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
+        """What reports say of the layer; own: of one pattern's alone."""
+        experts, hidden, inner = self.down.weight.shape
+        tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
+        return {
+            "experts": experts,
+            "slots": num_slots,
+            "inner": inner,
+            "activation": self.activation.name,
+            **own,
+            "x": f"{dtype_name(x.value.dtype)}[{tokens},{hidden}]",
+            "weights": weights,
+        }
+
+
+def refuse_rows(culprit: View) -> NoReturn:
+    """Ends the attempt: ACTIVATION."""
+    reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", culprit)
+
+
+def refuse_activation(found: View) -> NoReturn:
+    """Ends the attempt: EXPERT_ACTIVATION."""
+    message = f"found {found.value} between the experts' GEMMs"
+    reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, found)
+
+
+def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
+    """Ends the attempt: EXPERT_COMBINE, because of what reads the experts' results."""
+    reject(
+        "EXPERT_COMBINE",
+        Stage.GUARDS,
+        f"the experts' results are read by {reader or 'several operations'}; expected weights, the "
+        "inverse order and a sum over a token's experts",
+        reader or result,
+    )
+
+
+def first_gemm(part: View, name: str, gemms_of: Callable[[Value], Iterable[Gemm]]) -> Gemm:
+    """The GEMM of which `part` is the gate or up half; its weight and bias are that half's.
+
+    gemms_of: those that a value may be, with a bias that follows it.
+    """
+    for candidate in (part.value, *(v.value for v in part.value.operands)):
+        for gemm in gemms_of(candidate):
+            columns = gemm.columns_of(part) if gemm.end is part.value else None
+            if columns is None:
+                continue
+            weight, bias = _rows(gemm.weight, columns), gemm.bias and _rows(gemm.bias, columns)
+            return replace(gemm, weight=weight, bias=bias)
+    reject(
+        "EXPERT_ACTIVATION",
+        Stage.ACTIVATION,
+        f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights",
+        part,
+    )
+
+
+def _rows(view: View, columns: Columns) -> View:
+    """The rows (dimension 1) of a weight or bias [E, N, ...] that make some columns."""
+    return view.narrow(1, *columns)
+
+
+def cast_back(flow: Dataflow, end: Value, dtype: Any) -> tuple[Value, ...]:
+    """The experts' sum and, where one is its only reader, the cast to the tokens' dtype.
+
+    Raises Reject (EXPERT_COMBINE) where the sum stays of another.
+    """
+    if end.dtype == dtype:
+        return (end,)
+    user = flow.only_user(end)
+    if user is None or not is_float_cast(user) or user.dtype != dtype:
+        reject(
+            "EXPERT_COMBINE",
+            Stage.GUARDS,
+            f"the sum stays {end.dtype}, the tokens are {dtype}",
+            end,
+            hint="cast the sum back to the dtype of the tokens, and use that alone",
+        )
+    return end, user
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
+    """The op's arguments for weights by name (gate, up, down), views [E, N, K]: all dense as they
+    are stored, or all of one format.
+
+    Raises Reject. EXPERT_WEIGHT: computed of no codes. WEIGHT_FORMAT, SCALE_BLOCK: of codes that
+    the op does not take together.
+    """
+    found = {name: _codes_of(view) for name, view in views.items()}
+    quantised = {name: weight for name, weight in found.items() if weight is not None}
+    if not quantised:
+        return {f"{name}_weight": view for name, view in views.items()}
+    if len(quantised) != len(found):
+        dense = ", ".join(name for name in found if name not in quantised)
+        reject(
+            "WEIGHT_FORMAT",
+            Stage.GUARDS,
+            f"of the experts' weights {', '.join(quantised)} are quantised, {dense} are not",
+            *(views[name] for name in quantised),
+        )
+    given = expert_arguments(quantised)
+    arguments: dict[str, Any] = {"weight_format": given.format}
+    if given.block is not None:
+        arguments["scale_block"] = list(given.block)
+    for part, items in (("weight", given.data), ("scale", given.scale),
+                        ("expert_scale", given.expert_scale)):  # fmt: skip
+        arguments |= {f"{name}_{part}": item for name, item in items.items()}
+    return arguments
+
+
+def _codes_of(weight: View) -> DequantizedExperts | None:
+    """What a weight is dequantised from; None for one that is stored as it is."""
+    if weight.value.op in ("constant", "input"):
+        return None
+    found = match_dequantized_experts(weight)
+    if found is None:
+        reject(
+            "EXPERT_WEIGHT",
+            Stage.GUARDS,
+            f"the expert weight is {weight.value}, computed in the graph",
+            weight,
+        )
+    return found

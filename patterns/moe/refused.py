@@ -1,0 +1,202 @@
+"""Mixtures of experts that are never fused, only reported, with what to change.
+
+- EXPERT_LOOP: a Python loop over the experts. How many tokens one gets decides shapes there, so
+  Dynamo ends the graph before the loop; what is left is the routing, prepared and handed out.
+- EXPERT_KERNEL: a library's operator that takes stacked weights of codes. Hugging Face's
+  `FP8Experts` (`integrations/finegrained_fp8.py`) call the hub's `finegrained-fp8` or DeepGEMM:
+  matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). How such
+  a kernel quantises the rows is not in the graph.
+- EXPERT_UNROLLED: out = out + scores[:, e, None] * down_e(activation(gate_e(x), up_e(x))), written
+  out for every e. Such a graph grows with the number of experts, and computes all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
+from tilewright.patterns.language import Miss, Reject, Stage, register_code
+from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.linear import match_columns
+from tilewright.patterns.recognise.norm import strip_casts
+
+register_code("EXPERT_LOOP", "the experts run one by one in Python, where no pattern sees them")
+register_code("EXPERT_KERNEL", "the experts are computed by a library's kernel, a closed box")
+register_code("EXPERT_UNROLLED", "the experts are written out one by one, each over all tokens")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Values that show such a mixture: they share one cause, so they get one Miss."""
+
+    values: tuple[Value, ...]
+    code: str
+    message: str
+    hint: str
+
+    @property
+    def node(self) -> fx.Node:
+        return self.values[0].node
+
+    def reject(self) -> Reject:
+        nodes = tuple(v.node for v in self.values)
+        return Reject(Miss("", self.code, Stage.ANCHORED, self.message, nodes, self.hint))
+
+
+def refused_experts(flow: Dataflow) -> Iterator[Refused]:
+    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer."""
+    for found in (_loops(flow), _kernels(flow)):
+        if found:
+            yield found
+    yield from _unrolled(flow)
+
+
+# --- a loop in Python -----------------------------------------------------------------------------
+
+# Operations by which a loop finds each expert's tokens.
+_PREPARED = {
+    "aten.one_hot", "aten.eq", "aten.sort", "aten.argsort", "aten.histc", "aten.bincount",
+    "aten.nonzero", "aten.unique", "aten.where", "opaque:unique", "opaque:bincount",
+}  # fmt: skip
+# How many values the search goes back to a router's choice, or on to the graph's output.
+_NEAR = 12
+
+
+def _loops(flow: Dataflow) -> Refused | None:
+    """What shows that a graph was cut before a loop over experts, or holds one."""
+    prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
+    found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
+    alone = [v for v in flow.values if _is_lone_expert(v) and _of_experts(v)]
+    found += alone if len(alone) == 1 else []
+    if not found:
+        return None
+    text = "".join(v.node.meta.get("stack_trace") or "" for v in found)
+    return Refused(
+        tuple(found),
+        "EXPERT_LOOP",
+        "the experts run in a Python loop over the tokens that each of them gets: their products "
+        "are in no graph, or each in one of its own",
+        "experts_implementation='grouped_mm' (model.set_experts_implementation)"
+        if "/transformers/" in text.replace("\\", "/")
+        else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
+        "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
+        "makes one graph of a loop over all experts, which still is not fused",
+    )
+
+
+def _finds_tokens(value: Value) -> bool:
+    """Whether a value's size depends on data: the graph was captured, not cut, there."""
+    return value.op == "aten.nonzero" or (value.op == "aten.where" and len(value.args) == 1)
+
+
+def _is_lone_expert(value: Value) -> bool:
+    """Whether a value is an MLP whose weights are one of many in a tensor: a graph of its own."""
+    if value.op != "aten.linear" or not _is_one_of_many(value.args[1]):
+        return False
+    activation = match_activation(strip_casts(value.args[0])[0])
+    gate = None if activation is None else match_columns(activation.gate)
+    if gate is None or not _is_one_of_many(gate.linear.gemm.weight):
+        return False
+    return gate.linear.gemm.x.value.op == "input"
+
+
+def _is_one_of_many(weight: View) -> bool:
+    stacked = weight.value.op == "constant" and len(weight.value.shape) == 3
+    return stacked and len(weight.shape) == 2
+
+
+def _of_experts(value: Value) -> bool:
+    """Whether the user's code there has "expert" or "moe" in its names: enough for a message."""
+    words = (value.node.meta.get("stack_trace") or "").lower() + value.scope.lower()
+    return "expert" in words or "moe" in words
+
+
+def _by_ids(value: Value) -> bool:
+    """Whether a value comes from expert numbers: a router's choice, or integers from outside."""
+    return any(
+        item.op == "aten.topk" or (item.op == "input" and not item.dtype.is_floating_point)
+        for item in upstream(value, _NEAR)
+        if item is not value
+    )
+
+
+def _leaves(value: Value, flow: Dataflow) -> bool:
+    """Whether the graph returns a value, or masks and indices computed from it."""
+    made = flow.downstream(value, _NEAR, lambda v: not v.dtype.is_floating_point)
+    return not value.dtype.is_floating_point and any(v in flow.output_values for v in made)
+
+
+# --- a library's kernel ---------------------------------------------------------------------------
+
+_CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+
+
+def _kernels(flow: Dataflow) -> Refused | None:
+    """The unknown operators that take codes [E, N, K] and scales [E, ...] as they are stored."""
+    found = tuple(v for v in flow.values if _is_foreign(v.op) and _takes_experts(v))
+    if not found:
+        return None
+    names = ", ".join(dict.fromkeys(v.op.removeprefix("opaque:") for v in found))
+    return Refused(
+        found,
+        "EXPERT_KERNEL",
+        f"{names} multiplies with stacked weights of codes",
+        "in transformers load the model with FineGrainedFP8Config(dequantize=True), or write the "
+        "dequantisation in PyTorch in front of torch._grouped_mm: that is fused",
+    )
+
+
+def _is_foreign(op: str) -> bool:
+    return op.startswith("opaque:") or ("::" in op and not op.startswith("tilewright::"))
+
+
+def _takes_experts(value: Value) -> bool:
+    stored = [v for v in value.operands if v.value.op in ("input", "constant")]
+    codes = [v for v in stored if len(v.shape) == 3 and v.value.dtype in _CODES]
+    scales = [v for v in stored if v.value.dtype.is_floating_point and v not in codes]
+    return any(s.shape[:1] == c.shape[:1] and len(s.shape) == 3 for c in codes for s in scales)
+
+
+# --- written out ----------------------------------------------------------------------------------
+
+
+def _unrolled(flow: Dataflow) -> Iterator[Refused]:
+    """Two or more MLPs of one x, each weighed by a number per token."""
+    by_x: dict[View, list[Value]] = {}
+    for value in flow.values:
+        if value.op == "aten.linear" and _is_weighed(value, flow):
+            activation = match_activation(strip_casts(value.args[0])[0])
+            gate = None if activation is None else match_columns(activation.gate)
+            if gate is not None:
+                by_x.setdefault(gate.linear.gemm.x, []).append(value)
+    for values in by_x.values():
+        if len(values) > 1:
+            yield _written_out(values)
+
+
+def _written_out(values: Sequence[Value]) -> Refused:
+    return Refused(
+        tuple(values),
+        "EXPERT_UNROLLED",
+        f"{len(values)} experts are computed one by one, each for all tokens, and weighed",
+        "keep the experts' weights in one tensor [E, N, K] and use torch._grouped_mm with the "
+        "routes sorted by expert, or torch.bmm with all experts and scores scattered into zeros",
+    )
+
+
+def _is_weighed(value: Value, flow: Dataflow) -> bool:
+    """Whether a product's result is multiplied by a number per token that the graph computes."""
+    return any(
+        user.op == "aten.mul"
+        and any(v.value is not item and v.value.projected and _is_column(v) for v in user.operands)
+        for item in flow.downstream(value, 4, lambda v: v.op in ("cast", "aten.mul", "aten.add"))
+        for user in flow.users.get(item, ())
+    )
+
+
+def _is_column(view: View) -> bool:
+    return bool(view.effect.dims) and all(a.axis is None for a in view.effect.dims[-1])

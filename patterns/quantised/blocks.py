@@ -1,0 +1,55 @@
+"""Scales by block: a number per element whose neighbours repeat, cut to one number per block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilewright.patterns import effects
+from tilewright.patterns.effects import Atom, Dim, InexpressibleError, Size
+
+#: (rows, columns) that share a number; None: all of them.
+Block = tuple[int | None, int | None]
+
+
+def block_of(dims: Sequence[Dim]) -> Block:
+    """The block of rows and columns; raises InexpressibleError where numbers repeat otherwise."""
+    (_, rows), (_, columns) = (unrepeated(dim) for dim in dims)
+    return rows, columns
+
+
+def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
+    """A dimension without what repeats innermost, and how often that repeats; None: all of it.
+
+    Raises InexpressibleError where it repeats in another way.
+    """
+    if all(a.axis is None for a in dim):
+        return (), None
+    repeats = dim[-1].length if dim[-1].axis is None else 1
+    kept = dim[:-1] if dim[-1].axis is None else dim
+    if any(a.axis is None for a in kept):
+        raise InexpressibleError("its scales repeat other than over neighbours")
+    return kept, int(repeats)
+
+
+def common_block(blocks: Sequence[Block]) -> Block:
+    """The largest block that all of these are made of, per dimension."""
+    found: list[int | None] = []
+    for axis in (0, 1):
+        known = sorted({size for b in blocks if (size := b[axis]) is not None})
+        if any(size % known[0] for size in known):
+            raise InexpressibleError(f"scales of blocks of {known} do not go together")
+        found.append(known[0] if known else None)
+    return found[0], found[1]
+
+
+def cut_to_blocks(
+    dims: Sequence[Dim], sizes: Sequence[Size], block: Sequence[int | None]
+) -> list[Dim]:
+    """Dimensions with a number per element as ones with a number per block, repeated for the
+    smaller blocks that their own are made of."""
+    found = []
+    for dim, size, wanted in zip(dims, sizes, block, strict=True):
+        kept, own = unrepeated(dim)
+        again = 1 if wanted is None else -(-(size if own is None else own) // wanted)
+        found.append(effects.coalesce((*kept, Atom(None, 0, again))))
+    return found

@@ -1,0 +1,324 @@
+"""Linears with bias, clamp and adapters, and which of their columns a view takes.
+
+    y    = clamp(x @ weight^T * scale + bias + deltas)     x [tokens..., K], weight [N, K], bias [N]
+    view = some of y's columns, in dimensions of their own
+
+`match_linear` finds the first, :func:`match_columns` both: the weight's rows and the bias that make
+a view, and the activation they multiply. Dimension letters: N output features, K hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Dim, Effect, Size
+from tilewright.patterns.language import Reject, Stage, reject
+from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.recognise.dtypes import dtype_name
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.gemm import Gemm, bias_rows, match_gemm
+from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.steps import clamp_bounds
+
+
+@dataclass(frozen=True)
+class Path:
+    """How a pattern's misses name the path from a linear to what reads it.
+
+    code: no linear was found. masked: a boolean mask selects rows on the path; empty: `code`.
+    reader: what reads the result, in words.
+    """
+
+    code: str
+    stage: Stage
+    reader: str
+    masked: str = ""
+
+
+#: The first of some columns, their number, and the distance from one to the next.
+Columns = tuple[Size, Size, int]
+#: The delta of an adapter that a view is (a `LoraDelta` of `patterns/lora/delta.py`), or None:
+#: passed in by families whose op takes adapters.
+MatchDelta = Callable[[View], Any]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), all but the product optional.
+
+    value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N].
+    bias, scale: [n], of the columns from `bias_first` or `scale_first` on. clip: 0 for none.
+    """
+
+    gemm: Gemm
+    value: Value
+    layout: Effect
+    bias: View | None
+    bias_first: int
+    clip: float
+    absorbed: tuple[Value, ...]
+    scale: View | None = None
+    scale_first: int = 0
+    deltas: tuple[Any, ...] = ()
+
+    @property
+    def product(self) -> Linear:
+        """The product alone, with the bias of `F.linear`."""
+        return _of_gemm(self.gemm)
+
+
+def match_linear(value: Value, path: Path, match_delta: MatchDelta | None = None) -> Linear:
+    """The linear that ends at `value`; raises Reject, naming what stands in the way.
+
+    match_delta: recognises the adapters' deltas that may be added; None: none may.
+    """
+    return _Search(path, match_delta).run(value)
+
+
+# --- which columns --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearColumns:
+    """Some columns of a linear, as a view [tokens..., columns...] of its result has them.
+
+    layout: the view's dimensions on the gemm's axes [tokens..., N]. rank: how many of them are
+    tokens.
+    """
+
+    linear: Linear
+    layout: Effect
+    rank: int
+
+    @property
+    def x(self) -> View:
+        """The activation, its tokens as the view has them: [tokens..., K]."""
+        x = self.linear.gemm.x
+        hidden = effects.identity(x.shape).dims[-1]
+        start = (*self.layout.start[:-1], 0)
+        return x.through(Effect((*self.layout.dims[: self.rank], hidden), start))
+
+    @property
+    def weight(self) -> View:
+        """The rows of the weight that make these columns: [columns..., K]."""
+        return self._rows(self.linear.gemm.weight, 0)
+
+    @property
+    def bias(self) -> View | None:
+        """The bias of these columns, [columns...]."""
+        bias = self.linear.bias
+        return None if bias is None else self._rows(bias, self.linear.bias_first)
+
+    def _rows(self, tensor: View, first: int) -> View:
+        feature = self.linear.gemm.feature
+        dims = [
+            tuple(replace(a, axis=0 if a.axis == feature else a.axis) for a in dim)
+            for dim in self.layout.dims[self.rank :]
+        ]
+        return rows_of(tensor, dims, self.layout.start[feature] - first)
+
+    @property
+    def all_tokens(self) -> bool:
+        """Whether the view has every token once and in order."""
+        return holds_all_tokens(self.layout, self.rank, self.linear.gemm.shape[:-1])
+
+
+def match_columns(view: View) -> LinearColumns | None:
+    """The columns of one linear that `view` [tokens..., columns...] is; None for another view.
+
+    Raises InexpressibleError where the views between are.
+    """
+    try:
+        linear = match_linear(view.value, _UNNAMED)
+    except Reject:
+        return None
+    layout = effects.compose(view.effect, linear.layout)
+    axes = [{a.axis for a in dim} for dim in layout.dims]
+    feature = linear.gemm.feature
+    walks = [feature in some for some in axes]
+    rank = walks.index(True) if True in walks else len(walks)
+    if any(some not in ({feature}, set()) for some in axes[rank:]):
+        return None
+    return LinearColumns(linear, layout, rank)
+
+
+_UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
+
+
+def rows_of(tensor: View, dims: Sequence[Dim], first: int) -> View:
+    """Rows of a weight [N, ...] or bias [N], in dimensions that walk its axis 0 from `first` on."""
+    rest = effects.identity(tensor.shape).dims[1:]
+    return tensor.through(Effect((*dims, *rest), (first, *(0 for _ in tensor.shape[1:]))))
+
+
+def holds_all_tokens(layout: Effect, rank: int, tokens: Sequence[Size]) -> bool:
+    """Whether the first `rank` dimensions on the axes [tokens..., N] walk every token in order."""
+    walked = effects.coalesce(a for dim in layout.dims[:rank] for a in dim)
+    whole = effects.coalesce(a for dim in effects.identity(tokens).dims for a in dim)
+    return walked == whole and all(s == 0 for s in layout.start[: len(tokens)])
+
+
+def columns_along(part: View, axis: int) -> Columns | None:
+    """(first, how many, step) of the columns, along `axis` of a value, that a view of it takes of
+    every row, the rows in their order and the columns in a dimension; None for another view."""
+    place = [i for i, dim in enumerate(part.effect.dims) if any(a.axis == axis for a in dim)]
+    if len(place) != 1 or len(part.effect.dims[place[0]]) != 1:
+        return None
+    (atom,) = part.effect.dims[place[0]]
+    whole = effects.identity(part.value.shape).dims
+    taken, rows = (
+        effects.coalesce(a for i, dim in enumerate(dims) if i != at for a in dim)
+        for dims, at in ((part.effect.dims, place[0]), (whole, axis))
+    )
+    if taken != rows or any(s != 0 for a, s in enumerate(part.effect.start) if a != axis):
+        return None
+    return part.effect.start[axis], atom.length, atom.step
+
+
+# --- the linear -----------------------------------------------------------------------------------
+
+_CLAMPS = ("aten.clamp", "aten.hardtanh")
+_ONE_CLAMP = "clamp once, to -c .. c with one number c"
+_NORM_LAST = "bias and clamp are fused right after the projection, a norm after them"
+_HINTS = {
+    "aten.clamp_min": _ONE_CLAMP,
+    "aten.clamp_max": _ONE_CLAMP,
+    "aten.layer_norm": _NORM_LAST,
+    "aten.rms_norm": _NORM_LAST,
+}
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The arguments of :func:`match_linear`."""
+
+    path: Path
+    match_delta: MatchDelta | None
+
+    def run(self, value: Value) -> Linear:
+        gemm = match_gemm(value)
+        if gemm is not None:
+            return _of_gemm(gemm)
+        if is_float_cast(value):
+            return _through(self.run(value.args[0].value), value.args[0], value)
+        if value.op in _CLAMPS:
+            return self.clamped(value)
+        if value.op == "aten.add" and value.kwargs.get("alpha", 1) == 1:
+            rules = [self.biased, self.adapted]
+        else:
+            rules = [self.scaled] if value.op == "aten.mul" else []
+        for product, other in value.either_way:
+            for rule in rules:
+                found = rule(value, product, other)
+                if found is not None:
+                    return found
+        self.refuse(value)
+
+    def inner(self, value: Value, product: View) -> Linear | None:
+        """The linear of an operand that has the result's shape."""
+        if value.shape != product.shape:
+            return None
+        try:
+            return _through(self.run(product.value), product, value)
+        except (Reject, effects.InexpressibleError):
+            return None
+
+    def biased(self, value: Value, product: View, bias: View) -> Linear | None:
+        linear = self.inner(value, product)
+        if linear is None or linear.bias is not None or linear.clip:
+            return None
+        found = _by_column(bias, linear)
+        return found and replace(linear, bias=found[0], bias_first=found[1])
+
+    def scaled(self, value: Value, product: View, scale: View) -> Linear | None:
+        """Codes are multiplied as they are, and their sums scaled by output feature."""
+        linear = self.inner(value, product)
+        if linear is None or linear.scale is not None or linear.bias is not None:
+            return None
+        if linear.deltas or linear.clip or not holds_codes(linear.gemm.weight.value, {}):
+            return None
+        found = _by_column(scale, linear)
+        return found and replace(linear, scale=found[0], scale_first=found[1])
+
+    def adapted(self, value: Value, product: View, other: View) -> Linear | None:
+        """The delta of a low-rank adapter of the same activation is added, column by column."""
+        delta = None if self.match_delta is None else self.match_delta(other)
+        if delta is None or product.shape != other.shape:
+            return None
+        linear = self.inner(value, product)
+        if linear is None or linear.clip or linear.gemm.x_scale is not None:
+            return None
+        *lead, width = product.shape
+        if linear.layout != effects.identity(linear.gemm.shape) or width != delta.expand.shape[1]:
+            return None
+        if effects.product(lead) != delta.x.shape[0]:
+            return None
+        if not same_floats(linear.gemm.flat_x, delta.x):
+            return None
+        absorbed = (*linear.absorbed, *delta.absorbed)
+        return replace(linear, deltas=(*linear.deltas, delta), absorbed=absorbed)
+
+    def clamped(self, value: Value) -> Linear:
+        stage = self.path.stage
+        if str(value.node.target).endswith("_"):
+            reject(
+                "UNSUPPORTED",
+                stage,
+                "the projection is clamped in place",
+                value,
+                hint="use clamp instead of clamp_",
+            )
+        inner = _through(self.run(value.operands[0].value), value.operands[0], value)
+        low, high = clamp_bounds(value) or (None, None)
+        bounds = " .. ".join(str(b.value if isinstance(b, View) else b) for b in (low, high))
+        if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
+            low = high = 0  # no numbers
+        if low != -high or high <= 0 or inner.clip:
+            reject(
+                "UNSUPPORTED",
+                stage,
+                f"the projection is clamped to {bounds}; one clamp to -c .. c can be fused",
+                value,
+                hint=_ONE_CLAMP,
+            )
+        return replace(inner, clip=float(high))
+
+    def refuse(self, value: Value) -> NoReturn:
+        path, way = self.path, f"between the projection and {self.path.reader}"
+        code, what = path.code, f"expected a linear, a norm or a rotation, found {value}"
+        if "c10d" in value.op:
+            code, what = "COLLECTIVE", f"{value.op} lies {way}"
+        elif value.op == "cast":
+            steps = (value.operands[0].value.dtype, value.dtype)
+            code, what = "CAST", f"cast from {' to '.join(map(dtype_name, steps))} {way}"
+        elif value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
+            code, what = path.masked or code, "a boolean mask selects the tokens that are written"
+        reject(code, path.stage, what, value, hint=_HINTS.get(value.op, ""))
+
+
+def _of_gemm(gemm: Gemm) -> Linear:
+    return Linear(gemm, gemm.value, gemm.layout, gemm.bias, 0, 0.0, (gemm.value,))
+
+
+def _through(inner: Linear, operand: View, value: Value) -> Linear:
+    layout = effects.compose(operand.effect, inner.layout)
+    return replace(inner, value=value, layout=layout, absorbed=(value, *inner.absorbed))
+
+
+def _by_column(vector: View, linear: Linear) -> tuple[View, int] | None:
+    """A number per output feature [n], and the first feature that they belong to."""
+    try:
+        return bias_rows(vector, linear.layout, linear.gemm.feature)
+    except effects.InexpressibleError:
+        return None
+
+
+def same_floats(one: View, other: View) -> bool:
+    """Whether two tensors are the same but for casts between floating types."""
+    return equal_values(strip_casts(one)[0], strip_casts(other)[0])

@@ -1,0 +1,65 @@
+"""What one operation does, whichever way its arguments are given: reductions, clamps, fills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.recognise.constants import number_of
+
+# Where each bound stands, its name, and what it is where it is not given.
+_Bound = tuple[int, str, float | None]
+_MIN: _Bound = (1, "min", None)
+_MAX: _Bound = (2, "max", None)
+_BOUNDS: dict[str, tuple[_Bound | None, _Bound | None]] = {
+    "aten.clamp": (_MIN, _MAX),
+    "aten.clamp_": (_MIN, _MAX),
+    "aten.hardtanh": ((1, "min_val", -1.0), (2, "max_val", 1.0)),
+    "aten.clamp_min": (_MIN, None),
+    "aten.clamp_max": (None, (1, "max", None)),
+}
+
+
+def reduced_dims(value: Value) -> tuple[int, ...]:
+    """The dimensions, from 0 on, that a reduction or softmax goes over; () where none is named."""
+    dims = value.argument(1, "dim", ())
+    rank = len(value.operands[0].shape) if value.operands else 0
+    listed = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return tuple(d % rank for d in listed) if rank else ()
+
+
+def keeps_dim(value: Value) -> bool:
+    """Whether a reduction leaves a dimension of one."""
+    return bool(value.argument(2, "keepdim", False))
+
+
+def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
+    """(lowest, highest) of a clamp, numbers, views or None; None for another value."""
+    places = _BOUNDS.get(value.op)
+    if places is None:
+        return None
+    low, high = (None if place is None else value.argument(*place) for place in places)
+    return low, high
+
+
+def is_filled(item: Any, number: float) -> bool:
+    """Whether a number, or every element of a tensor as it was made, is `number`."""
+    if isinstance(item, fx.Node):  # a float that Dynamo traced; a size stays a symbol
+        held = item.meta.get("example_value")
+        return isinstance(held, (float, torch.SymFloat)) and number_of(item) == number
+    if not isinstance(item, View):
+        return isinstance(item, (int, float)) and item == number
+    value = item.value
+    while value.op == "cast":
+        value = value.operands[0].value
+    kind = value.op.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
+    if kind in ("zeros", "ones"):
+        return number == (kind == "ones")
+    fill = value.args[:1] if kind in ("tensor", "scalar_tensor") else ()
+    if kind == "full":
+        named = value.kwargs.get("fill_value")
+        fill = value.args[-1:] if named is None else (named,)
+    return any(is_filled(v, number) for v in fill)

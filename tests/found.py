@@ -1,0 +1,42 @@
+"""What a report says of the patterns that a test is about; of others it may say what it likes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.patterns import language
+
+
+def matches_of(report: Any, *names: str) -> list:
+    """The matches of a report (`reports()[-1]`, or what `lower` gives) by the patterns named.
+
+    names: patterns, or families, which are folders of `patterns/`: "qkv" for all patterns in it.
+    """
+    patterns = patterns_of(*names)
+    return [site for site in report.matches if site.pattern in patterns]
+
+
+def patterns_in(report: Any, *names: str) -> list[str]:
+    """The pattern of each of these matches."""
+    return [site.pattern for site in matches_of(report, *names)]
+
+
+def misses_of(report: Any, *names: str) -> list:
+    """The misses by the patterns named, or in families; "capture" for what Dynamo did not see."""
+    patterns = patterns_of(*names)
+    return [miss for miss in report.misses if miss.pattern in patterns]
+
+
+def codes_of(report: Any, *names: str) -> set[str]:
+    """The codes of these misses."""
+    return {miss.code for miss in misses_of(report, *names)}
+
+
+def patterns_of(*names: str) -> set[str]:
+    """The patterns of some families; what names no family is the name of a pattern."""
+    families: dict[str, set[str]] = {}
+    for pattern in language.registered():
+        _, floor, family, *_ = (*type(pattern).__module__.split("."), "", "")
+        if floor == "patterns":
+            families.setdefault(family, set()).add(pattern.name)
+    return set().union(*(families.get(name, {name}) for name in names))

@@ -1,0 +1,103 @@
+"""Reductions, clamps and fills are read as PyTorch reads their arguments, by position or name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.patterns.recognise.test_gemm import value
+from tilewright.patterns.recognise.steps import (
+    clamp_bounds,
+    is_filled,
+    keeps_dim,
+    reduced_dims,
+)
+
+X = torch.arange(24.0).view(2, 3, 4) - 11
+GIVEN = value("input", X)
+
+
+def made(op, *args, **kwargs):
+    """(the value of an operation, what PyTorch computes for it)."""
+    function = getattr(torch, op.removeprefix("new_"), None) or getattr(torch.nn.functional, op)
+    if op.startswith("new_"):
+        function = lambda x, *a, **k: getattr(x, op)(*a, **k)  # noqa: E731
+    given = [X if a is GIVEN else a for a in args]
+    result = function(*given, **kwargs)
+    views = tuple(a.whole if a is GIVEN else a for a in args)
+    return replace(value(f"aten.{op}", result, *views), kwargs=kwargs), result
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((1,), {}),
+        ((-1,), {}),
+        (((0, -1),), {}),
+        ((), {"dim": -2}),
+        (((1,), True), {}),
+        ((2,), {"keepdim": True}),
+    ],
+)
+def test_reductions(args, kwargs):
+    found, result = made("sum", GIVEN, *args, **kwargs)
+    dims, kept = reduced_dims(found), keeps_dim(found)
+    assert torch.equal(X.sum(dims, keepdim=kept), result)
+
+
+def test_a_reduction_without_dimensions_names_none():
+    assert reduced_dims(made("sum", GIVEN)[0]) == ()
+    scalar = value("aten.mean", X.sum(), value("input", X.sum()).whole, -1)
+    assert reduced_dims(scalar) == ()
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        ("clamp", (-3, 5), {}),
+        ("clamp", (), {"max": 2.0}),
+        ("clamp", (-1,), {"max": 4}),
+        ("clamp", (None, 4), {}),
+        ("clamp_min", (1,), {}),
+        ("clamp_max", (), {"max": 1}),
+        ("hardtanh", (-2.0,), {"max_val": 3.0}),
+        ("hardtanh", (), {"max_val": 3.0}),
+        ("hardtanh", (), {}),
+    ],
+)
+def test_clamps(op, args, kwargs):
+    found, result = made(op, GIVEN, *args, **kwargs)
+    low, high = clamp_bounds(found)
+    assert torch.equal(X.clamp(low, high), result)
+    assert clamp_bounds(GIVEN) is None
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        ("zeros", ((2, 2),), {}),
+        ("zeros_like", (GIVEN,), {}),
+        ("new_ones", (GIVEN, (3,)), {}),
+        ("full", ((2, 2), 3), {}),
+        ("full", (), {"size": (2, 2), "fill_value": 3}),
+        ("full_like", (GIVEN, 1), {}),
+        ("full_like", (GIVEN,), {"fill_value": 3}),
+        ("new_full", (GIVEN, (2,), 0), {}),
+        ("tensor", (1.0,), {}),
+    ],
+)
+def test_fills(op, args, kwargs, number):
+    found, result = made(op, *args, **kwargs)
+    assert is_filled(found.whole, number) == bool((result == number).all())
+
+
+def test_a_fill_is_not_that_of_the_tensor_it_is_shaped_like():
+    zeros = value("aten.zeros", torch.zeros(2), (2,))
+    threes = value("aten.full_like", torch.full((2,), 3.0), zeros.whole)
+    threes = replace(threes, kwargs={"fill_value": 3.0})
+    assert is_filled(threes.whole, 3)
+    assert not is_filled(threes.whole, 0)
+    assert not is_filled(value("input", torch.zeros(2)).whole, 0)
