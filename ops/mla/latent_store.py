@@ -29,6 +29,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.contract import FusedOp, Lowering, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import STORE_CASES, StoreCase
+from tilewright.ops.mla.checks import store_obstacle
 from tilewright.ops.mla.latents import (
     DTYPES,
     WritePlaces,
@@ -40,7 +41,6 @@ from tilewright.ops.mla.latents import (
     pool_windows,
     write_latents,
 )
-from tilewright.ops.mla.obstacles import store_obstacle
 from tilewright.ops.mla.positions import check_positions, token_positions
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES
@@ -179,17 +179,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.mla.lowering:launch_latent_store",
+                None,
                 frozenset({"cuda"}),
                 store_obstacle,
-                repeatable="tilewright.ops.mla.lowering:repeatable_latent_store",
+                build="tilewright.ops.mla.lowering:latent_store_steps",
             ),
         ),
         cases=STORE_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
-        plan="tilewright.ops.mla.lowering:plan_latent_store",
     )
 )
 

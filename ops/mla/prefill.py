@@ -20,9 +20,8 @@ import torch
 
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, get_op, register
 from tilewright.ops.mla.cases import PREFILL_CASES, PrefillCase
-from tilewright.ops.mla.checks import check_prefill, check_prefill_values
+from tilewright.ops.mla.checks import check_prefill, check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.latents import pool_windows
-from tilewright.ops.mla.obstacles import prefill_obstacle
 from tilewright.ops.mla.reference import prefill_reference
 from tilewright.ops.mla.samples import sample_prefill
 
@@ -189,17 +188,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.mla.lowering:launch_mla_prefill",
+                None,
                 frozenset({"cuda"}),
                 prefill_obstacle,
-                repeatable="tilewright.ops.mla.lowering:repeatable_mla_prefill",
+                build="tilewright.ops.mla.lowering:prefill_steps",
             ),
         ),
         cases=PREFILL_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.mla.lowering:plan_mla_prefill",
     )
 )
 

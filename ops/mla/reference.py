@@ -8,10 +8,9 @@ import torch
 
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
-from tilewright.ops.mla.checks import FP8, positions_of, widths
-from tilewright.ops.mla.keys import gathered_keys, key_places, sequences, visible
+from tilewright.ops.mla.keys import FP8, gathered_keys, key_places, sequences, visible, widths
 from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
-from tilewright.ops.mla.positions import token_sequences
+from tilewright.ops.mla.positions import positions_of, token_sequences
 
 # Logits made at once.
 LOGITS = 1 << 26

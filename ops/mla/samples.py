@@ -9,7 +9,7 @@ import torch
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import BranchCase, LatentCase, PrefillCase
-from tilewright.ops.mla.chunks import cut
+from tilewright.ops.mla.chunk_plan import cut
 from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_table
 
 
