@@ -227,6 +227,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=BRANCH_TOLERANCES,
         error_model=ERROR_MODEL,
+        plan="tilewright.ops.mla.lowering:plan_branch",
     )
 )
 

@@ -12,7 +12,8 @@ import torch
 from tilewright.codegen.mla.key_specs import up_obstacle
 from tilewright.codegen.mla.plan import uses_library
 from tilewright.codegen.mla.query_specs import TMA_BYTES
-from tilewright.codegen.targets import Target
+from tilewright.codegen.targets import Target, get_target
+from tilewright.ops.contract import LoweringReport
 from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps
 from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
 from tilewright.ops.mla.branch import MlaBranchArguments, as_mla_prefill
@@ -36,8 +37,10 @@ from tilewright.ops.runtime.program import (
     Library,
     NotRepeatable,
     Outcome,
+    Planner,
     Step,
     Steps,
+    drive,
 )
 
 NAME = "mla prefill"
@@ -64,6 +67,14 @@ def branch_steps(a: MlaBranchArguments, target: Target) -> Steps:
     if len(chunks) == 1:
         return (yield from _one_chunk(given, chunks[0], target))
     return (yield from _several_chunks(given, chunks, target))
+
+
+def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
+    """What a call will run on a target: each kernel once, however many chunks it runs on."""
+    planner = Planner(get_target(target))
+    program = drive(branch_steps(a, planner.target), planner, keep=True)
+    specs = tuple(dict.fromkeys(program.specs))
+    return LoweringReport(program.outcome.name, str(program.outcome.reason), specs)
 
 
 def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
