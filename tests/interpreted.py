@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -11,59 +12,62 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90, Target
 from tilewright.ops import contract
 from tilewright.ops.contract import FusedOp
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Program, SplitK, drive
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Program, SplitK, Steps, drive
 
 
 @dataclass
 class Interpreter:
     """Performs steps on the CPU; memory that nothing filled holds NaN, or the largest integer.
 
-    kernels: names of the launched kernels in order. known: memory by address, of which a repeated
-    launch is given addresses.
+    kernels: names of the launched kernels in order. runs: False: they are named, and not run.
     """
 
     target: Target = field(default_factory=lambda: replace(SM90, num_sms=3))
     kernels: list[str] = field(default_factory=list)
-    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    runs: bool = True
 
     def perform(self, step):
         match step:
             case Buffer(shape, dtype):
-                return self.own(filled(torch.empty(tuple(shape), dtype=dtype)))
+                return filled(torch.empty(tuple(shape), dtype=dtype))
             case SplitK(tiles, elements):
-                counters = torch.zeros(tiles, dtype=torch.int32)
-                return self.own(filled(torch.empty(tiles * elements))), self.own(counters)
+                return filled(torch.empty(tiles * elements)), torch.zeros(tiles, dtype=torch.int32)
             case Library(function, tensors):
                 return function(*tensors)
             case Launch(_, grid) if 0 not in grid:
                 self.launcher(step)(step.given)
         return None
 
-    def own(self, tensor):
-        self.known[tensor.data_ptr()] = tensor
-        return tensor
-
     def launcher(self, launch):
-        given = launch.given
+        spec, grid = launch.spec, (*launch.grid, *(1,) * (3 - len(launch.grid)))
+        views = [view_of(value) for value in launch.given]
 
         def run(values):
-            self.kernels.append(launch.spec.kernel)
-            arguments = [self.tensor(v, like) for v, like in zip(values, given, strict=True)]
-            grid = (*launch.grid, *(1,) * (3 - len(launch.grid)))
-            load_interpreted(launch.spec)[grid](*arguments)
+            self.kernels.append(spec.kernel)
+            if self.runs:
+                given = [argument(*pair) for pair in zip(values, views, strict=True)]
+                load_interpreted(spec)[grid](*given)
 
         return run
 
-    def tensor(self, value, like):
-        """An argument of a launch; by its address where a repeated launch has that alone."""
-        if isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor):
-            return value
-        for start, whole in self.known.items():
-            if start <= value < start + whole.nbytes:
-                part = whole.view(-1).view(torch.uint8)[value - start :][: like.nbytes]
-                return part.view(like.dtype).view(like.shape)
-        assert value == like.data_ptr()
-        return like
+
+def view_of(value):
+    """How a kernel sees a tensor: its dtype, shape and strides; None of a number."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride()
+    return None
+
+
+def argument(value, view):
+    """What the interpreter is given: a repeated launch has addresses in place of tensors."""
+    if view is None or isinstance(value, torch.Tensor):
+        return value
+    dtype, shape, strides = view
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(value)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
 
 
 def filled(tensor):
@@ -73,12 +77,17 @@ def filled(tensor):
     return tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def interpret(op: FusedOp, arguments, target: Target = SM90, num_sms: int = 3) -> Program:
-    """The program of a call, run by the lowering that a GPU would take."""
-    machine = Interpreter(replace(target, num_sms=num_sms))
+def steps_of(op: FusedOp, arguments, target: Target) -> Steps:
+    """Of the lowering that a GPU would take."""
     lowering = op.choose("cuda", arguments).lowering
     assert lowering.build is not None, f"{op.name} is computed by its reference"
-    return drive(contract._loaded(lowering.build)(arguments, machine.target), machine)
+    return contract._loaded(lowering.build)(arguments, target)
+
+
+def interpret(op: FusedOp, arguments, target: Target = SM90, num_sms: int = 3) -> Program:
+    """The program of a call, performed by the interpreter."""
+    machine = Interpreter(replace(target, num_sms=num_sms))
+    return drive(steps_of(op, arguments, machine.target), machine)
 
 
 @pytest.fixture
