@@ -46,36 +46,16 @@ TENSORS = {
     "v_scale_ptr": "v_scale",
 }
 COUNTS = (
-    "num_sequences",
-    "num_queries",
-    "num_keys",
-    "row_tiles",
-    "head_group",
-    "num_pages",
+    "num_sequences", "num_queries", "num_keys", "row_tiles", "head_group", "num_pages",
     "table_rows",
-)
+)  # fmt: skip
 STRIDES = (
-    "q_sequence_stride",
-    "q_head_stride",
-    "q_token_stride",
-    "q_rope_sequence_stride",
-    "q_rope_head_stride",
-    "q_rope_token_stride",
-    "k_sequence_stride",
-    "k_head_stride",
-    "v_sequence_stride",
-    "v_head_stride",
-    "v_stride",
-    "rope_sequence_stride",
-    "rope_head_stride",
-    "positions_sequence_stride",
-    "positions_stride",
-    "table_stride",
-    "mask_sequence_stride",
-    "mask_head_stride",
-    "mask_row_stride",
-    "mask_column_stride",
-)
+    "q_sequence_stride", "q_head_stride", "q_token_stride", "q_rope_sequence_stride",
+    "q_rope_head_stride", "q_rope_token_stride", "k_sequence_stride", "k_head_stride",
+    "v_sequence_stride", "v_head_stride", "v_stride", "rope_sequence_stride", "rope_head_stride",
+    "positions_sequence_stride", "positions_stride", "table_stride", "mask_sequence_stride",
+    "mask_head_stride", "mask_row_stride", "mask_column_stride",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,25 +18,11 @@ from tilewright.codegen.spec import KernelSpec
 # Tensors of `mla_latents` beside the tables of the rotation: field of LatentProblem -> dimensions
 # whose strides are constants of the kernel.
 LATENT_TENSORS: dict[str, tuple[int, ...]] = {
-    "latent": (0,),
-    "k_rope": (0,),
-    "norm": (),
-    "latent_cache": (0, 1, 2),
-    "rope_cache": (0, 1, 2),
-    "slots": (-1,),
-    "sequences": (0,),
-    "positions": (0,),
-    "row_offsets": (0,),
-    "lengths": (0,),
-    "token_positions": (0,),
-    "lookup": (1,),
-    "key_offsets": (0,),
-    "key_starts": (0,),
-    "key_slots": (0,),
-    "latent_out": (0,),
-    "rope_out": (),
-    "scale_out": (),
-}
+    "latent": (0,), "k_rope": (0,), "norm": (), "latent_cache": (0, 1, 2), "rope_cache": (0, 1, 2),
+    "slots": (-1,), "sequences": (0,), "positions": (0,), "row_offsets": (0,), "lengths": (0,),
+    "token_positions": (0,), "lookup": (1,), "key_offsets": (0,), "key_starts": (0,),
+    "key_slots": (0,), "latent_out": (0,), "rope_out": (), "scale_out": (),
+}  # fmt: skip
 LATENT_COUNTS = (
     "num_tokens", "num_rows", "row_programs", "rope_rows", "token_run", "key_run",
     "sequence_tokens", "num_pages", "num_sequences", "table_rows", "table_width", "table_stride",

@@ -83,11 +83,16 @@ def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, Att
         if a.tables is None:
             return parts
         whole = library_wanted(parts, target)
-        problem = attention_problem(parts)
-        if not whole and rotates_queries(problem, attention_config(problem, a.sizes, target)):
+        if not whole and _rotates_itself(parts, target):
             return parts
     ready = a.with_queries(*(yield from query_steps(a, target, whole=whole)))
     return replace(ready, tables=None)
+
+
+def _rotates_itself(a: AttentionCall, target: Target) -> bool:
+    """Whether our kernel rotates the queries of a call."""
+    problem = attention_problem(a)
+    return rotates_queries(problem, attention_config(problem, a.sizes, target))
 
 
 def query_steps(

@@ -67,12 +67,12 @@ class LatentStoreArguments:
     head and head_dim L and R.
 
     norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
-    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in `ops.rope`; or
-    rope_by_position: any strides, a token's row is its position.
+    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in
+    ops/reference/rope.py; or rope_by_position: any strides, a token's row is its position.
 
     slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
-    cache_lengths: as in `ops.addressing`. A token's position: `positions` [T] where given, else
-    cache_lengths[b] + i for the i-th token of sequence b.
+    cache_lengths: as in ops/cache/addressing.py. A token's position: `positions` [T] where given,
+    else cache_lengths[b] + i for the i-th token of sequence b.
 
     Bad values (slots, positions, pages; positions without a row of cos) raise ArgumentError before
     anything is written where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a

@@ -90,6 +90,7 @@ def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
 
 
 def _no_keys(a: Any) -> Steps:
+    """Attention to nothing."""
     out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v_dim), a.q.dtype)
     if out.numel():
         yield Library(torch.Tensor.zero_, (out,))
@@ -214,11 +215,12 @@ def _call(a: Any, chunk: Chunk, keys: Keys) -> AttentionCall:
     parts = (a.q, keys.k, keys.v, keys.k_rope)
     if batch is not None:
         parts = tuple(part.unflatten(0, (batch, -1)) for part in parts)
-    of_all = positions is not None and positions.shape[0] == a.q.shape[0]
-    if positions is not None and batch is None and not of_all:
-        positions = positions.repeat(sequences(a))
-    elif positions is not None and batch is not None and batch > 1 and of_all:
-        positions = positions.unflatten(0, (batch, -1))
+    if positions is not None:
+        of_all = positions.shape[0] == a.q.shape[0]  # else the same for every sequence
+        if batch is None and not of_all:
+            positions = positions.repeat(sequences(a))
+        elif batch is not None and batch > 1 and of_all:
+            positions = positions.unflatten(0, (batch, -1))
     q, k, v, k_rope = parts
     return AttentionCall(
         q,

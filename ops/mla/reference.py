@@ -60,8 +60,7 @@ def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def up_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
-    """kv_b_weight as numbers: codes times their scales, rounded to q's dtype where latents are not
-    quantised."""
+    """kv_b_weight, dequantised; rounded to q's dtype then, where latents are not quantised."""
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
     block = (a.scale_block[0], a.scale_block[1])
@@ -71,7 +70,7 @@ def up_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
 
 
 def _key_latents(a: Any, latent: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """The latents of all keys as numbers, [K, L]; quantised where they are to be."""
+    """The latents of all keys, [K, L]; quantised where they are to be, and dequantised."""
     if not a.quantize_latent and a.latent_scale is None:
         return latent.to(compute)
     codes, scales, block = latent, a.latent_scale, a.scale_block[1]

@@ -1,4 +1,4 @@
-"""Sample inputs of the MLA ops: small and random, for the settings of `mla_cases`."""
+"""Sample inputs of the MLA ops: small and random, for the settings of `cases.py`."""
 
 from __future__ import annotations
 
