@@ -39,9 +39,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla.attention_lowering import attend, attention_plan
+from tilewright.ops.mla.attention_lowering import attention_steps
+from tilewright.ops.mla.attention_operands import AttentionCall
 from tilewright.ops.mla.branch import OP as BRANCH
 from tilewright.ops.mla.prefill import OP as PREFILL
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Planner, drive
 
 FP8 = torch.float8_e4m3fn
 # Sequences of one batch; the last three as a server sees them.
@@ -74,8 +77,8 @@ def branch_calls(layer: Layer) -> Calls:
     return calls
 
 
-def core_operands(heads: int, length: int, device: str) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """By variant the positional and named arguments of `attend`."""
+def core_operands(heads: int, length: int, device: str) -> dict[str, AttentionCall]:
+    """The calls of attention by variant."""
     q = torch.randn(1, length, heads, NOPE + ROPE, device=device).bfloat16()
     kv = torch.randn(1, length, heads, NOPE + V_DIM, device=device).bfloat16()
     shared = torch.randn(1, length, ROPE, device=device).bfloat16()
@@ -83,18 +86,24 @@ def core_operands(heads: int, length: int, device: str) -> dict[str, tuple[Any, 
     offsets = torch.tensor((0, length), dtype=torch.int32).to(device)
     ragged = {"query_offsets": offsets, "key_offsets": offsets, "scale": SCALE}
     v8 = v[0].to(FP8).permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    narrow = (q[0].to(FP8), k[0].to(FP8).contiguous(), v8, shared[0].to(FP8))
+    narrow = (q[0].to(FP8), None, k[0].to(FP8).contiguous(), v8, shared[0].to(FP8))
     return {
-        "core_dense": ((q, k, v, shared), {"scale": SCALE}),
-        "core_ragged": ((q[0], k[0], v[0], shared[0]), ragged),
-        "core_fp8": (narrow, ragged | {"out_dtype": torch.bfloat16}),
+        "core_dense": AttentionCall(q, None, k, v, shared, scale=SCALE),
+        "core_ragged": AttentionCall(q[0], None, k[0], v[0], shared[0], **ragged),
+        "core_fp8": AttentionCall(*narrow, **ragged),
     }
+
+
+def attend(call: AttentionCall) -> Any:
+    machine = machine_of(call.q.device)
+    return drive(attention_steps(call, machine.target), machine).outcome.result
 
 
 def core_calls(heads: int, length: int) -> Calls:
     given = core_operands(heads, length, "cuda")
-    calls: Calls = {n: partial(attend, *args, **kwargs) for n, (args, kwargs) in given.items()}
-    q, k, v, shared = given["core_dense"][0]
+    calls: Calls = {name: partial(attend, call) for name, call in given.items()}
+    dense = given["core_dense"]
+    q, k, v, shared = dense.q, dense.k, dense.v, dense.k_rope
     joined = torch.cat((k, shared.unsqueeze(2).expand(-1, -1, heads, -1)), -1)
     parts = [t.transpose(1, 2) for t in (q, joined, v)]
     flex = torch.compile(flex_attention, dynamic=False)
@@ -120,8 +129,8 @@ def specs_of(heads: int, lengths: tuple[int, ...]) -> dict[Any, None]:
     reports += [BRANCH.plan_for(layer.fp8(core), "sm90") for core in (None, FP8)]
     specs = {spec: None for report in reports for spec in report.specs}
     if len(lengths) == 1:
-        for args, kwargs in core_operands(heads, lengths[0], "meta").values():
-            specs |= dict.fromkeys(attention_plan(*args, **kwargs, target=SM90)[0])
+        for call in core_operands(heads, lengths[0], "meta").values():
+            specs |= dict.fromkeys(drive(attention_steps(call, SM90), Planner(SM90)).specs)
     return specs
 
 

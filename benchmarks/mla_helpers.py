@@ -25,15 +25,16 @@ from timing import capture, interleaved_us, keep
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.mla import key_specs as kernels
-from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.mla.key_specs import LatentConfig, UpConfig, UpProblem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.key_lowering import LatentLaunch, latent_launch, latent_launches
-from tilewright.ops.mla.operands import Chunk, key_buffers, up_problem
+from tilewright.ops.mla.key_lowering import empty_keys, latent_calls, latent_launch
+from tilewright.ops.mla.operands import Chunk, LatentCall, key_buffers, latent_call, up_problem
 from tilewright.ops.mla.prefill import MlaPrefillArguments
-from tilewright.ops.runtime.launch import launch
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Launch, drive
 
 RANK, ROPE, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 128
 DEVICE = torch.device("cuda", 0)
@@ -99,14 +100,13 @@ def arguments(heads: int, rows: int, new: int, kind: str) -> MlaPrefillArguments
     )
 
 
-def latent_call(
-    problem: LatentProblem, values: dict[str, Any], config: LatentConfig
-) -> Callable[[], None]:
-    tokens, rows = values["num_tokens"], values["num_rows"]
-    spec = kernels.latent_spec(problem, config, "sm90")
-    grid = (kernels.latent_grid(problem, config, tokens, rows),)
-    values = values | {"row_programs": kernels.row_programs(problem, config, rows)}
-    return partial(launch, spec, grid, values, DEVICE)
+def performed(steps: Any) -> Any:
+    """What steps give on this GPU."""
+    return drive(steps, machine_of(DEVICE)).outcome
+
+
+def launched(launch: Launch) -> Callable[[], None]:
+    return partial(machine_of(DEVICE).perform, launch)
 
 
 def latent_bytes(form: str, rows: int, coded: bool) -> int:
@@ -118,11 +118,11 @@ def latent_bytes(form: str, rows: int, coded: bool) -> int:
     return rows * (row | {"stored": entry + rotation + entry})[form]
 
 
-def launch_of(form: str, a: MlaPrefillArguments, rows: int) -> LatentLaunch:
+def call_of(form: str, a: MlaPrefillArguments, rows: int) -> LatentCall:
     if form == "stored":
-        return latent_launch(a, None, None, store=True, gather=False, fused=False)
+        return latent_call(a, store=True)
     chunk = Chunk(rows, a.key_offsets)
-    (call,) = latent_launches(a, chunk, key_buffers(a, chunk))
+    (call,) = latent_calls(a, chunk, performed(key_buffers(a, chunk)))
     return call
 
 
@@ -134,11 +134,11 @@ def time_latents(form: str, rows: int, kind: str, bad: set[str]) -> None:
     size = latent_bytes(form, rows, kind.startswith("codes"))
     new = 1 if form == "cached" else rows
     sets = [arguments(1, rows, new, kind) for _ in range(copies(size))]
-    made = [launch_of(form, a, rows) for a in sets]
+    made = [call_of(form, a, rows) for a in sets]
     graphs = {}
     for config in LATENT_CONFIGS:
         if kernels.latent_spec(made[0].problem, config, "sm90").name not in bad:
-            calls = [latent_call(c.problem, c.values, config) for c in made]
+            calls = [launched(latent_launch(call, SM90, config)) for call in made]
             graphs[f"{config.block_t}w{config.num_warps}"] = capture(calls, warmup=1)
     half = size // 2
     sources = [torch.empty(half, dtype=torch.uint8, device=DEVICE) for _ in sets]
@@ -152,7 +152,7 @@ def time_latents(form: str, rows: int, kind: str, bad: set[str]) -> None:
 
 def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
     a = arguments(heads, rows, 16, kind)
-    buffers = key_buffers(a, Chunk(rows, a.key_offsets))
+    buffers = performed(key_buffers(a, Chunk(rows, a.key_offsets)))
     for tensor in (buffers.latent, buffers.scale):
         if tensor is not None:
             tensor.copy_(torch.rand(tensor.shape, device=DEVICE))
@@ -175,10 +175,8 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
 
 
 def up_call(a: Any, problem: UpProblem, buffers: Any, config: UpConfig) -> Callable[[], None]:
-    from tilewright.ops.mla.key_lowering import empty_keys
-
     rows = buffers.latent.shape[0]
-    k, v = empty_keys(a, rows)
+    k, v = performed(empty_keys(a, rows))
     values = {
         "latent_ptr": buffers.latent, "weight_ptr": a.kv_b_weight,
         "latent_scale_ptr": buffers.scale, "weight_scale_ptr": a.kv_b_scale,
@@ -187,9 +185,7 @@ def up_call(a: Any, problem: UpProblem, buffers: Any, config: UpConfig) -> Calla
         "v_column_stride": v.stride(2),
     }  # fmt: skip
     spec = kernels.up_spec(problem, config, "sm90")
-    return partial(
-        launch, spec, kernels.up_grid(problem, config, rows, SM90.num_sms), values, DEVICE
-    )
+    return launched(Launch(spec, kernels.up_grid(problem, config, rows, SM90.num_sms), values))
 
 
 def configs_of(problem: UpProblem) -> list[UpConfig]:
@@ -214,10 +210,10 @@ def specs_of(head_counts: list[int]) -> dict[KernelSpec, None]:
     for kind, heads in itertools.product(KINDS, head_counts):
         a = arguments(heads, 512, 16, kind)
         for form in forms_of(kind):
-            call = launch_of(form, a, 512)
+            call = call_of(form, a, 512)
             made = [kernels.latent_spec(call.problem, c, "sm90") for c in LATENT_CONFIGS]
             specs |= dict.fromkeys(made)
-        problem = up_problem(a, key_buffers(a, Chunk(512, a.key_offsets)))
+        problem = up_problem(a, performed(key_buffers(a, Chunk(512, a.key_offsets))))
         specs |= dict.fromkeys(kernels.up_spec(problem, c, "sm90") for c in configs_of(problem))
     return specs
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.mla.attention_lowering import attention_steps
 from tilewright.ops.mla.attention_operands import AttentionCall
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import drive
 
 FP8 = torch.float8_e4m3fn
 
@@ -65,6 +68,17 @@ def call_of(case: Case, seed: int = 0, device: str = "cpu") -> AttentionCall:
         given["key_offsets"] = offsets(case.keys).long()
     given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
     return AttentionCall(q[..., : case.nope], q_rope, k, v, k_rope, **given)
+
+
+def performed(steps, machine):
+    """What steps give on a machine."""
+    return drive(steps, machine).outcome
+
+
+def attend(a: AttentionCall, machine: Any = None) -> tuple[torch.Tensor, ...]:
+    """(out,) or (out, lse) of a call; on its GPU, or on the machine given."""
+    machine = machine or machine_of(a.q.device)
+    return performed(attention_steps(a, machine.target), machine).result
 
 
 def offsets(lengths: tuple[int, ...]) -> torch.Tensor:

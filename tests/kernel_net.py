@@ -30,8 +30,9 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.contract import FusedOp, all_ops, get_op
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
-from tilewright.ops.mla.attention_lowering import attention_plan
+from tilewright.ops.mla.attention_lowering import attention_steps
 from tilewright.ops.qkv.lowering import prepare
+from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.quantized import all_cases as audit_cases
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -371,6 +372,7 @@ def attention_cores(target: str) -> Iterator[tuple[str, Sequence[KernelSpec]]]:
             for name, lengths in mla.BATCHES.items():
                 if len(lengths) == 1:
                     operands = mla.core_operands(heads, lengths[0], "meta")
-                    for form, (args, kwargs) in operands.items():
-                        specs = attention_plan(*args, **kwargs, target=TARGETS[target])[0]
+                    for form, call in operands.items():
+                        steps = attention_steps(call, TARGETS[target])
+                        specs = drive(steps, Planner(TARGETS[target])).specs
                         yield f"benchmark, mla H={heads} {name}, {form}", specs

@@ -63,8 +63,7 @@ def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
     Triton 3.6 does not compile it with a reduction over rows or sequences before the loop: of
     positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor.
     """
-    indices = [name for name, _ in problem.indices]
-    if problem.is_fp8 or problem.mask_kind != "none" or "positions_ptr" in indices:
+    if problem.is_fp8 or problem.attn_mask is not None or problem.query_positions is not None:
         return False
     if not problem.ragged:
         return sizes.num_keys >= SPECIALISED_KEYS
@@ -91,9 +90,9 @@ def _short(
 def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) -> AttentionConfig:
     """Before Triton 3.9 two products may not go to one accumulator."""
     wide = max(problem.blocks) > 128
-    if reached and problem.mask_kind == "none" and not wide:
+    if reached and problem.attn_mask is None and not wide:
         return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=False)
-    if problem.mask_kind != "none":
+    if problem.attn_mask is not None:
         return AttentionConfig(64, 32, 8, 2, tma=reached, chained=False)
     if wide:
         return AttentionConfig(128, 32, 8, 2, tma=reached, chained=False)
@@ -133,10 +132,10 @@ def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target)
     return -(-pairs // -(-pairs // fitting))
 
 
-def library_gains(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
+def library_gains(num_heads: int, sizes: AttentionSizes) -> bool:
     """Whether a library's attention over joined keys takes less time than our kernel.
 
     Asked only where it computes the same: dense 16-bit operands, a mask of shapes alone.
     """
-    tiles = sizes.num_sequences * problem.num_heads * -(-sizes.num_queries // 128)
+    tiles = sizes.num_sequences * num_heads * cdiv(sizes.num_queries, 128)
     return tiles >= LIBRARY_TILES and sizes.num_keys >= LIBRARY_KEYS

@@ -1,4 +1,5 @@
-"""MLA attention problems as plain data, and the kernel specs of `mla_attention` and `mla_merge`.
+"""MLA attention as plain data: problems, configs and kernel specs of `mla_attention`, and of the
+kernels beside it: `mla_merge` and, before a library's attention, `mla_join`.
 
 Nothing here touches torch or a GPU: a problem is what is static about one call site, a config is a
 choice of tiles, and the two give a KernelSpec and a launch grid.
@@ -6,120 +7,131 @@ choice of tiles, and the two give a KernelSpec and a launch grid.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.mla.query_specs import NO_ROTATION, Rotation
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
 
-# TMA: addresses in whole 16 bytes.
-TMA_BYTES = 16
 MASKS = ("none", "causal", "sliding_window", "chunked")
 # Sequences whose order by length a program works out itself: it compares each with each.
 MAX_SORTED = 64
 # Weights of fp8 values are this many powers of two too large: the largest is 256, of at most 448,
 # and one part in 2 ** 17 is still a normal number.
 FP8_SHIFT = 8.0
-INDEX_NAMES = (
-    "query_offsets_ptr",
-    "key_offsets_ptr",
-    "query_starts_ptr",
-    "key_starts_ptr",
-    "key_lengths_ptr",
-    "positions_ptr",
-    "block_table_ptr",
-)
-# Rows of one program of `mla_merge`.
+# Rows of one program of `mla_merge`, and of `mla_join`.
 MERGE_ROWS = 16
-SCALE_NAMES = ("q_scale_ptr", "k_scale_ptr", "v_scale_ptr")
+JOIN_ROWS = 32
+# Tensors of `mla_attention` beside the tables of a rotation, in the kernel's order: parameter ->
+# field of AttentionProblem.
+TENSORS = {
+    "q_ptr": "q",
+    "q_rope_ptr": "q_rope",
+    "k_ptr": "k",
+    "v_ptr": "v",
+    "rope_ptr": "k_rope",
+    "out_ptr": "out",
+    "lse_ptr": "lse",
+    "query_offsets_ptr": "query_offsets",
+    "key_offsets_ptr": "key_offsets",
+    "query_starts_ptr": "query_starts",
+    "key_starts_ptr": "key_starts",
+    "key_lengths_ptr": "key_lengths",
+    "positions_ptr": "query_positions",
+    "block_table_ptr": "block_table",
+    "mask_ptr": "attn_mask",
+    "q_scale_ptr": "q_scale",
+    "k_scale_ptr": "k_scale",
+    "v_scale_ptr": "v_scale",
+}
 COUNTS = (
-    "num_sequences",
-    "num_queries",
-    "num_keys",
-    "row_tiles",
-    "head_group",
-    "num_pages",
+    "num_sequences", "num_queries", "num_keys", "row_tiles", "head_group", "num_pages",
     "table_rows",
-)
+)  # fmt: skip
 STRIDES = (
-    "q_sequence_stride",
-    "q_head_stride",
-    "q_token_stride",
-    "q_rope_sequence_stride",
-    "q_rope_head_stride",
-    "q_rope_token_stride",
-    "k_sequence_stride",
-    "k_head_stride",
-    "v_sequence_stride",
-    "v_head_stride",
-    "v_stride",
-    "rope_sequence_stride",
-    "rope_head_stride",
-    "positions_sequence_stride",
-    "positions_stride",
-    "table_stride",
-    "mask_sequence_stride",
-    "mask_head_stride",
-    "mask_row_stride",
-    "mask_column_stride",
-)
+    "q_sequence_stride", "q_head_stride", "q_token_stride", "q_rope_sequence_stride",
+    "q_rope_head_stride", "q_rope_token_stride", "k_sequence_stride", "k_head_stride",
+    "v_sequence_stride", "v_head_stride", "v_stride", "rope_sequence_stride", "rope_head_stride",
+    "positions_sequence_stride", "positions_stride", "table_stride", "mask_sequence_stride",
+    "mask_head_stride", "mask_row_stride", "mask_column_stride",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
     """The static part of an MLA attention call.
 
-    Strides count elements. rope: 0 where keys have one part only. v_by_key: a dim's keys are
-    contiguous, not a key's dims. page_size: 0 where rope keys are rows; then page_stride is not
-    read. sequences: a power of two not below their number, 1 where not ragged. mask_kind: "none",
-    "bool" or "additive". indices: (name, Triton type) of the index tensors there are. scales: names
-    of those there are. aligned: names of pointers on 16 bytes and of strides that are multiples of
-    16 elements. tma: descriptors can reach q, k and v; rope_tma: the rope keys too. joint: a key's
-    values follow it, and both fill their tiles. rotation: of q's rope part, if it is not done.
+    nope, v_dim: columns of a head's unrotated part and of its values. q, v, out: 16-bit or 8-bit
+    floats; k: strides (row,). q_rope, k_rope: the rotated part, None where keys have one part only;
+    k_rope: strides (row, page), of which the second counts where its rows are looked up in pages of
+    page_size (0: they are not). lse: the log-sum-exp, if it is asked for. v_by_key: a dim's keys
+    are contiguous, not a key's dims.
+    sequences: a power of two not below their number, 1 where not ragged. attn_mask: u8 of a mask of
+    booleans, else a float that is added. divisible: names of run-time strides that 16 divides.
+    tma: descriptors can reach q, k and v; rope_tma: the rope keys too. joint: a key's values follow
+    it, and both fill their tiles. rotation: of q's rope part, if it is not done.
     """
 
-    dtype: str
-    out_dtype: str
     num_heads: int
     nope: int
     rope: int
     v_dim: int
-    k_stride: int
-    rope_stride: int
-    rope_dtype: str
+    q: Operand
+    k: Operand
+    v: Operand
+    out: Operand
+    q_rope: Operand | None = None
+    k_rope: Operand | None = None
+    lse: Operand | None = None
+    query_offsets: Operand | None = None
+    key_offsets: Operand | None = None
+    query_starts: Operand | None = None
+    key_starts: Operand | None = None
+    key_lengths: Operand | None = None
+    query_positions: Operand | None = None
+    block_table: Operand | None = None
+    attn_mask: Operand | None = None
+    q_scale: Operand | None = None
+    k_scale: Operand | None = None
+    v_scale: Operand | None = None
     v_by_key: bool = False
     page_size: int = 0
-    page_stride: int = 0
-    ragged: bool = False
     sequences: int = 1
     mask: str = "causal"
     window: int = 0
-    mask_kind: str = "none"
-    mask_dtype: str = "u8"
-    lse: bool = False
-    indices: tuple[tuple[str, str], ...] = ()
-    scales: tuple[str, ...] = ()
-    aligned: tuple[str, ...] = ()
+    divisible: tuple[str, ...] = ()
     tma: bool = False
     rope_tma: bool = False
     joint: bool = False
     rotation: Rotation = NO_ROTATION
 
     @property
+    def dtype(self) -> str:
+        """Of keys, values and queries."""
+        return self.k.dtype
+
+    @property
     def is_fp8(self) -> bool:
         return self.dtype.startswith("fp8")
+
+    @property
+    def ragged(self) -> bool:
+        return self.query_offsets is not None
+
+    @property
+    def mask_kind(self) -> str:
+        if self.attn_mask is None:
+            return "none"
+        return "bool" if self.attn_mask.dtype == "u8" else "additive"
 
     @property
     def blocks(self) -> tuple[int, int, int]:
         """Tile widths of nope, rope and v: powers of two a tensor core takes."""
         least = 32 if self.is_fp8 else 16
-        nope, rope, v = (max(next_power_of_2(n), least) for n in self.dims)
+        dims = (self.nope, self.rope, self.v_dim)
+        nope, rope, v = (max(next_power_of_2(n), least) for n in dims)
         return nope, rope, v
-
-    @property
-    def dims(self) -> tuple[int, int, int]:
-        return self.nope, self.rope, self.v_dim
 
     @property
     def key_bytes(self) -> int:
@@ -158,114 +170,122 @@ class AttentionConfig:
 
 def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: str) -> KernelSpec:
     """The `mla_attention` kernel of a problem."""
-    nope_block, rope_block, v_block = problem.blocks
-    constants: dict[str, Constant] = {
-        "NUM_HEADS": problem.num_heads,
-        "SEQUENCES": problem.sequences,
-        "SORTED": problem.ragged and problem.sequences <= MAX_SORTED,
-        "RAGGED": problem.ragged,
-        "NOPE": problem.nope,
-        "ROPE": problem.rope,
-        "V_DIM": problem.v_dim,
-        "NOPE_BLOCK": nope_block,
-        "ROPE_BLOCK": rope_block,
-        "V_BLOCK": v_block,
-        "K_STRIDE": problem.k_stride,
-        "V_BY_KEY": problem.v_by_key,
-        "V_ALIGNMENT": TMA_BYTES // ELEMENT_BYTES[problem.dtype],
-        "ROPE_STRIDE": problem.rope_stride,
-        "PAGE_SIZE": max(problem.page_size, 1),
-        "PAGE_STRIDE": problem.page_stride,
-        "MASK": problem.mask,
-        "WINDOW": problem.window,
-        "MASK_KIND": problem.mask_kind,
-        **problem.rotation.constants,
-        "SHIFT": FP8_SHIFT if problem.is_fp8 else 0.0,
-        "PROMOTE": config.promote,
-        "CHAINED": config.chained,
-        "ONE_LOOP": config.one_loop,
-        "TMA": config.tma,
-        "ROPE_TMA": config.tma and problem.rope_tma,
-        "JOINT": config.tma and problem.joint,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "WARP_SPECIALIZE": config.warp_specialize,
-    }
-    arguments = _pointers(problem)
-    arguments |= dict.fromkeys(COUNTS, "i32") | {"factor": "fp32"} | dict.fromkeys(STRIDES, "i64")
-    ranges = dict.fromkeys(("row_tiles", "head_group", "table_rows"), (1, 2**31 - 1))
-    return _spec(
-        "mla_attention", constants, arguments, target, config.num_warps, config.num_stages,
-        problem.aligned, ranges, config.maxnreg,
-    )  # fmt: skip
-
-
-def _pointers(problem: AttentionProblem) -> dict[str, str | None]:
-    own = f"*{problem.dtype}"
-    indices = dict(problem.indices)
-    return {
-        "q_ptr": own,
-        "q_rope_ptr": own if problem.rope else None,
-        "k_ptr": own,
-        "v_ptr": own,
-        "rope_ptr": f"*{problem.rope_dtype}" if problem.rope else None,
-        "out_ptr": f"*{problem.out_dtype}",
-        "lse_ptr": "*fp32" if problem.lse else None,
-        **{name: f"*{indices[name]}" if name in indices else None for name in INDEX_NAMES},
-        "mask_ptr": None if problem.mask_kind == "none" else f"*{problem.mask_dtype}",
-        **{name: "*fp32" if name in problem.scales else None for name in SCALE_NAMES},
-        **problem.rotation.pointers,
-    }
+    p = problem
+    nope_block, rope_block, v_block = p.blocks
+    rope_row, page = p.k_rope.strides if p.k_rope else (0, 0)
+    return KernelSpec.of(
+        "mla.attention",
+        "mla_attention",
+        {
+            "NUM_HEADS": p.num_heads,
+            "SEQUENCES": p.sequences,
+            "SORTED": p.ragged and p.sequences <= MAX_SORTED,
+            "RAGGED": p.ragged,
+            "NOPE": p.nope,
+            "ROPE": p.rope,
+            "V_DIM": p.v_dim,
+            "NOPE_BLOCK": nope_block,
+            "ROPE_BLOCK": rope_block,
+            "V_BLOCK": v_block,
+            "K_STRIDE": p.k.strides[0],
+            "V_BY_KEY": p.v_by_key,
+            "V_ALIGNMENT": TMA_BYTES // ELEMENT_BYTES[p.dtype],
+            "ROPE_STRIDE": rope_row,
+            "PAGE_SIZE": max(p.page_size, 1),
+            "PAGE_STRIDE": page,
+            "MASK": p.mask,
+            "WINDOW": p.window,
+            "MASK_KIND": p.mask_kind,
+            **p.rotation.constants,
+            "SHIFT": FP8_SHIFT if p.is_fp8 else 0.0,
+            "PROMOTE": config.promote,
+            "CHAINED": config.chained,
+            "ONE_LOOP": config.one_loop,
+            "TMA": config.tma,
+            "ROPE_TMA": config.tma and p.rope_tma,
+            "JOINT": config.tma and p.joint,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "WARP_SPECIALIZE": config.warp_specialize,
+        },
+        {
+            **{name: getattr(p, field) for name, field in TENSORS.items()},
+            **p.rotation.tensors,
+            **dict.fromkeys(COUNTS, "i32"),
+            "factor": "fp32",
+            **dict.fromkeys(STRIDES, "i64"),
+        },
+        divisible=p.divisible,
+        ranges=("row_tiles", "head_group", "table_rows"),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+        target=target,
+    )
 
 
 def merge_spec(
     parts: int, v_dim: int, part_dtype: str, out_dtype: str, lse: bool, target: str
 ) -> KernelSpec:
-    """The `mla_merge` kernel for `parts` partial results."""
-    constants: dict[str, Constant] = {
-        "PARTS": parts,
-        "V_DIM": v_dim,
-        "V_BLOCK": next_power_of_2(v_dim),
-        "BLOCK_R": MERGE_ROWS,
-    }
-    arguments: dict[str, str | None] = {
-        "parts_ptr": f"*{part_dtype}",
-        "lses_ptr": "*fp32",
-        "out_ptr": f"*{out_dtype}",
-        "lse_ptr": "*fp32" if lse else None,
-        "num_rows": "i64",
-        "part_stride": "i64",
-        "lse_stride": "i64",
-    }
-    return _spec("mla_merge", constants, arguments, target, 4, 2, ("parts_ptr", "out_ptr"), {})
-
-
-def _spec(
-    kernel: str,
-    constants: Mapping[str, Constant],
-    arguments: Mapping[str, str | None],
-    target: str,
-    num_warps: int,
-    num_stages: int,
-    aligned: tuple[str, ...],
-    ranges: Mapping[str, tuple[int, int]],
-    maxnreg: int | None = None,
-) -> KernelSpec:
-    """Absent tensors become constants, the rest is the signature."""
-    absent = {name: None for name, type_name in arguments.items() if type_name is None}
-    signature = {name: type_name for name, type_name in arguments.items() if type_name is not None}
-    return KernelSpec.make(
-        f"mla.{kernel.removeprefix('mla_')}",
-        kernel,
-        {**constants, **absent},
-        signature,
-        divisible16=[name for name in aligned if name in signature],
-        ranges=ranges,
-        num_warps=num_warps,
-        num_stages=num_stages,
+    """The `mla_merge` kernel for `parts` partial results; lse: it gives their log-sum-exp too."""
+    numbers = Operand("fp32", aligned=False)
+    return KernelSpec.of(
+        "mla.merge",
+        "mla_merge",
+        {
+            "PARTS": parts,
+            "V_DIM": v_dim,
+            "V_BLOCK": next_power_of_2(v_dim),
+            "BLOCK_R": MERGE_ROWS,
+        },
+        {
+            "parts_ptr": Operand(part_dtype),
+            "lses_ptr": numbers,
+            "out_ptr": Operand(out_dtype),
+            "lse_ptr": numbers if lse else None,
+            "num_rows": "i64",
+            "part_stride": "i64",
+            "lse_stride": "i64",
+        },
         target=target,
-        maxnreg=maxnreg,
     )
+
+
+def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
+    """The `mla_join` kernel, which puts both parts of a problem's keys side by side."""
+    p = problem
+    nope_block, rope_block, _ = p.blocks
+    return KernelSpec.of(
+        "mla.join",
+        "mla_join",
+        {
+            "NUM_HEADS": p.num_heads,
+            "NOPE": p.nope,
+            "ROPE": p.rope,
+            "NOPE_BLOCK": nope_block,
+            "ROPE_BLOCK": rope_block,
+            "K_STRIDE": p.k.strides[0],
+            "ROPE_STRIDE": first_strides(p.k_rope)[0],
+            "BLOCK_R": JOIN_ROWS,
+        },
+        {
+            "k_ptr": p.k,
+            "rope_ptr": p.k_rope,
+            "out_ptr": Operand(p.dtype),
+            "num_rows": "i32",
+            "run": "i32",
+            "k_sequence_stride": "i64",
+            "k_head_stride": "i64",
+            "rope_sequence_stride": "i64",
+        },
+        divisible=p.divisible,
+        ranges=("run",),
+        target=target,
+    )
+
+
+def join_grid(num_rows: int) -> tuple[int]:
+    return (cdiv(num_rows, JOIN_ROWS),)
 
 
 def merge_grid(num_rows: int) -> tuple[int]:

@@ -1,5 +1,5 @@
-"""MLA problems as plain data, and the kernel specs of the `mla_latent` and `mla_up_projection`
-templates.
+"""MLA's keys as plain data: problems, configs and kernel specs of the `mla_latent` and
+`mla_up_projection` templates.
 
 Nothing here touches torch or a GPU: a problem is what is static about one call site, a config is a
 choice of tiles, and the two give a KernelSpec and a launch grid.
@@ -8,80 +8,100 @@ choice of tiles, and the two give a KernelSpec and a launch grid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
 
-# TMA: strides and base addresses in whole 16 bytes.
-TMA_BYTES = 16
-LATENT_POINTERS = (
-    "latent_ptr", "k_rope_ptr", "norm_ptr", "cos_ptr", "sin_ptr", "latent_cache_ptr",
-    "rope_cache_ptr", "slots_ptr", "sequences_ptr", "positions_ptr", "row_offsets_ptr",
-    "lengths_ptr", "token_positions_ptr", "lookup_ptr", "key_offsets_ptr", "key_starts_ptr",
-    "key_slots_ptr", "latent_out_ptr", "rope_out_ptr", "scale_out_ptr",
-)  # fmt: skip
+# Tensors of `mla_latents` beside the tables of the rotation: field of LatentProblem -> dimensions
+# whose strides are constants of the kernel.
+LATENT_TENSORS: dict[str, tuple[int, ...]] = {
+    "latent": (0,), "k_rope": (0,), "norm": (), "latent_cache": (0, 1, 2), "rope_cache": (0, 1, 2),
+    "slots": (-1,), "sequences": (0,), "positions": (0,), "row_offsets": (0,), "lengths": (0,),
+    "token_positions": (0,), "lookup": (1,), "key_offsets": (0,), "key_starts": (0,),
+    "key_slots": (0,), "latent_out": (0,), "rope_out": (), "scale_out": (),
+}  # fmt: skip
 LATENT_COUNTS = (
     "num_tokens", "num_rows", "row_programs", "rope_rows", "token_run", "key_run",
     "sequence_tokens", "num_pages", "num_sequences", "table_rows", "table_width", "table_stride",
     "lookup_columns", "lookup_stride", "scale_stride",
 )  # fmt: skip
 
-Types = tuple[tuple[str, str | None], ...]
-
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """The static part of one launch of `mla_latents`.
+    """The static part of one launch of `mla_latents`: it stores new tokens' latents to the cache,
+    gathers keys from there, or both in one launch; or it makes keys of the new tokens themselves.
 
-    types: Triton's element type of every tensor of LATENT_POINTERS, None for absent ones; absent is
-    sin_ptr too where each sine follows its cosine in one table.
-    rank, rope_dim: columns of a latent and of its rope part. latent_stride, rope_stride: from one
-    new token to the next. rope_style "none": no rotation. full_width: cos and sin have rope_dim
-    columns, else half; table strides (row, column). neighbours: how the members of a pair lie in
-    the cache and the buffers.
-    page_size, latent_strides, rope_strides: the cache's windows, strides (page, slot, column).
-    addressing, address_strides, search_steps, wrap_negative: as for `places.cache_places`.
-    batch_strides: of row_offsets, lengths and token_positions; key_strides: of key_offsets,
-    key_starts and key_slots. keys: as for `key_places`.
-    store, keep, gather, fused: what the kernel does. out_stride: columns of a row of the latents'
-    buffer. group: columns that share a scale of quantised latents, 0 for none; cap of their
-    largest number, 0 for none. rope_scale: divides the rope columns of the buffer.
+    rank, rope_dim: columns of a latent and of its rope part. norm_eps: of the RMS norm.
+    rotation: of the new tokens' rope part. neighbours: the members of a rotated pair lie side by
+    side in the cache and the buffers.
+    page_size: slots of a page. addressing: how new tokens find their slot, as
+    `places.cache_places` has it, "none" where none are stored; wrap_negative: negative slots count
+    from the end. search_steps: of a binary search for a token's sequence.
+    keys: where keys are gathered from, as `key_places` has it, "none" where they are not.
+    group: columns that share a scale of quantised latents, 0 for none; cap: of a group's largest
+    magnitude, 0 for none. rope_scale: divides the rope columns of the buffer.
+
+    latent, k_rope: the new tokens, strides (row,). norm: the norm's weight. latent_cache,
+    rope_cache: strides (page, slot, column). slots, sequences, positions: where new tokens go,
+    strides (element,). row_offsets, lengths, token_positions: the positions of new tokens. lookup:
+    the page table, strides (column,). key_offsets, key_starts, key_slots: where keys are.
+    latent_out [rows, >= rank] strides (row,), rope_out [rows, rope_dim], scale_out [groups, >=
+    rows]: the buffers that are filled.
     """
 
-    types: Types
     rank: int
     rope_dim: int
-    latent_stride: int = 0
-    rope_stride: int = 0
     norm_eps: float = 1e-6
-    rope_style: str = "none"
-    full_width: bool = False
-    cos_strides: tuple[int, int] = (0, 0)
-    sin_strides: tuple[int, int] = (0, 0)
-    by_position: bool = False
+    rotation: Rotation = NO_ROTATION
     neighbours: bool = False
     page_size: int = 1
-    latent_strides: tuple[int, int, int] = (0, 0, 0)
-    rope_strides: tuple[int, int, int] = (0, 0, 0)
     addressing: str = "none"
     wrap_negative: bool = False
-    address_strides: tuple[int, int, int] = (0, 0, 0)
     search_steps: int = 0
-    batch_strides: tuple[int, int, int] = (0, 0, 0)
     keys: str = "none"
-    lookup_stride: int = 0
-    key_strides: tuple[int, int, int] = (0, 0, 0)
-    store: bool = False
-    keep: bool = False
-    gather: bool = False
-    fused: bool = False
-    out_stride: int = 0
     group: int = 0
     cap: float = 0.0
     rope_scale: float = 1.0
-    unaligned: tuple[str, ...] = ()
+    latent: Operand | None = None
+    k_rope: Operand | None = None
+    norm: Operand | None = None
+    latent_cache: Operand | None = None
+    rope_cache: Operand | None = None
+    slots: Operand | None = None
+    sequences: Operand | None = None
+    positions: Operand | None = None
+    row_offsets: Operand | None = None
+    lengths: Operand | None = None
+    token_positions: Operand | None = None
+    lookup: Operand | None = None
+    key_offsets: Operand | None = None
+    key_starts: Operand | None = None
+    key_slots: Operand | None = None
+    latent_out: Operand | None = None
+    rope_out: Operand | None = None
+    scale_out: Operand | None = None
+
+    @property
+    def store(self) -> bool:
+        return self.addressing != "none"
+
+    @property
+    def gather(self) -> bool:
+        return self.keys != "none"
+
+    @property
+    def keep(self) -> bool:
+        """Whether the new tokens themselves are the keys."""
+        return not self.gather and (self.latent_out is not None or self.rope_out is not None)
+
+    @property
+    def fused(self) -> bool:
+        """Whether new tokens are stored and become keys in one program."""
+        return self.store and self.gather
 
 
 @dataclass(frozen=True)
@@ -100,61 +120,66 @@ class LatentConfig:
 def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> KernelSpec:
     """The kernel of a problem."""
     p = problem
-    constants: dict[str, Constant] = {
-        "RANK": p.rank,
-        "BLOCK_L": next_power_of_2(max(p.rank, p.out_stride)),
-        "ROPE_DIM": p.rope_dim,
-        "PAIRS": next_power_of_2(p.rope_dim // 2),
-        "LATENT_STRIDE": p.latent_stride,
-        "ROPE_STRIDE": p.rope_stride,
-        "NORM_EPS": p.norm_eps,
-        "ROPE_STYLE": p.rope_style,
-        "FULL_WIDTH": p.full_width,
-        "COS_STRIDES": p.cos_strides,
-        "SIN_STRIDES": p.sin_strides,
-        "BY_POSITION": p.by_position,
-        "NEIGHBOURS": p.neighbours,
-        "PAGE_SIZE": p.page_size,
-        "LATENT_STRIDES": p.latent_strides,
-        "ROPE_STRIDES": p.rope_strides,
-        "ADDRESSING": p.addressing,
-        "WRAP_NEGATIVE": p.wrap_negative,
-        "ADDRESS_STRIDES": p.address_strides,
-        "SEARCH_STEPS": p.search_steps,
-        "BATCH_STRIDES": p.batch_strides,
-        "KEYS": p.keys,
-        "LOOKUP_STRIDE": p.lookup_stride,
-        "KEY_STRIDES": p.key_strides,
-        "STORE": p.store,
-        "KEEP": p.keep,
-        "GATHER": p.gather,
-        "FUSED": p.fused,
-        "OUT_STRIDE": p.out_stride,
-        "CAP": p.cap,
-        "GROUP": p.group or 1,
-        "ROPE_SCALE": p.rope_scale,
-        "UNITS": (math.gcd(16, *p.latent_strides[:2]), math.gcd(16, *p.rope_strides[:2])),
-        "ONE_SOURCE": _one_source(p),
-        "BLOCK_T": config.block_t,
-        "CHECKED": max(config.checked, config.block_t),
-    }
-    counts = dict.fromkeys(LATENT_COUNTS, "i32") | {"scale_stride": "i64"}
-    types = {name: type_name and f"*{type_name}" for name, type_name in p.types}
-    pointers = {name: types[name] for name in LATENT_POINTERS}
-    return make_spec(
-        "mla.latent", "mla_latents", constants, pointers | counts, p.unaligned, target,
-        num_warps=config.num_warps, divisible=("scale_stride",),
-    )  # fmt: skip
+    (row,) = first_strides(p.latent_out)
+    latent_strides = p.latent_cache.strides if p.latent_cache else (0, 0, 0)
+    rope_strides = p.rope_cache.strides if p.rope_cache else (0, 0, 0)
+    # The tables lie behind the norm's weight in the kernel's signature.
+    tensors = {f"{name}_ptr": getattr(p, name) for name in LATENT_TENSORS}
+    before = ("latent_ptr", "k_rope_ptr", "norm_ptr")
+    tensors = {name: tensors[name] for name in before} | p.rotation.tensors | tensors
+    return KernelSpec.of(
+        "mla.latent",
+        "mla_latents",
+        {
+            "RANK": p.rank,
+            "BLOCK_L": next_power_of_2(max(p.rank, row)),
+            "ROPE_DIM": p.rope_dim,
+            "PAIRS": next_power_of_2(p.rope_dim // 2),
+            "LATENT_STRIDE": first_strides(p.latent)[0],
+            "ROPE_STRIDE": first_strides(p.k_rope)[0],
+            "NORM_EPS": p.norm_eps,
+            **p.rotation.constants,
+            "NEIGHBOURS": p.neighbours,
+            "PAGE_SIZE": p.page_size,
+            "LATENT_STRIDES": latent_strides,
+            "ROPE_STRIDES": rope_strides,
+            "ADDRESSING": p.addressing,
+            "WRAP_NEGATIVE": p.wrap_negative,
+            "ADDRESS_STRIDES": first_strides(p.slots, p.sequences, p.positions),
+            "SEARCH_STEPS": p.search_steps,
+            "BATCH_STRIDES": first_strides(p.row_offsets, p.lengths, p.token_positions),
+            "KEYS": p.keys,
+            "LOOKUP_STRIDE": first_strides(p.lookup)[0],
+            "KEY_STRIDES": first_strides(p.key_offsets, p.key_starts, p.key_slots),
+            "STORE": p.store,
+            "KEEP": p.keep,
+            "GATHER": p.gather,
+            "FUSED": p.fused,
+            "OUT_STRIDE": row,
+            "CAP": p.cap,
+            "GROUP": p.group or 1,
+            "ROPE_SCALE": p.rope_scale,
+            "UNITS": (math.gcd(16, *latent_strides[:2]), math.gcd(16, *rope_strides[:2])),
+            "ONE_SOURCE": _one_source(p),
+            "BLOCK_T": config.block_t,
+            "CHECKED": max(config.checked, config.block_t),
+        },
+        tensors | dict.fromkeys(LATENT_COUNTS, "i32") | {"scale_stride": "i64"},
+        divisible=("scale_stride",),
+        num_warps=config.num_warps,
+        target=target,
+    )
 
 
-def _one_source(problem: LatentProblem) -> bool:
+def _one_source(p: LatentProblem) -> bool:
     """Whether a row is loaded in one way, be it of a token or of the cache."""
-    p, types = problem, dict(problem.types)
+    if p.latent is None or p.k_rope is None or p.latent_cache is None or p.rope_cache is None:
+        return False
     return (
-        types["latent_ptr"] == types["latent_cache_ptr"]
-        and types["k_rope_ptr"] == types["rope_cache_ptr"]
-        and p.latent_strides[2] == p.rope_strides[2] == 1
-        and p.neighbours == (p.rope_style in ("interleaved", "interleaved_to_half"))
+        p.latent.dtype == p.latent_cache.dtype
+        and p.k_rope.dtype == p.rope_cache.dtype
+        and p.latent_cache.strides[2] == p.rope_cache.strides[2] == 1
+        and p.neighbours == (p.rotation.style in ("interleaved", "interleaved_to_half"))
     )
 
 
@@ -173,33 +198,28 @@ def row_programs(problem: LatentProblem, config: LatentConfig, rows: int) -> int
 class UpProblem:
     """The static part of an up-projection: kv [K, H, N + V] = latents [K, L] @ weight^T.
 
-    latent_type, weight_type: of the operands, values or codes. scale_block: (rows, columns) of the
-    weight that share a scale, None for values; latents share scales by as many columns.
-    scale_types: of the latents' and the weight's scales.
-    joint: a head's values follow its keys. k_strides: (row, head); values that are apart have rows
-    apart by v_row_stride (1: transposed, [H, V, K]). limited: rows past a limit are left out.
+    latent, weight: values or codes, strides (row,). scale_block: (rows, columns) of the weight that
+    share a scale, None for values; latents share scales by as many columns. latent_scale: strides
+    (row,); weight_scale: strides (row, column).
+    k: strides (row, head). v: None where a head's values follow its keys; else apart, strides
+    (row,): 1 where transposed, [H, V, K]. k_scale, v_scale: divide what is written.
+    limited: rows past a limit are left out.
     """
 
-    latent_type: str
-    weight_type: str
-    out_type: str
-    rank: int
-    latent_stride: int
-    weight_stride: int
     num_heads: int
     nope: int
     v_dim: int
+    rank: int
+    latent: Operand
+    weight: Operand
+    k: Operand
+    v: Operand | None = None
     scale_block: tuple[int, int] | None = None
-    scale_types: tuple[str, str] = ("fp32", "fp32")
-    latent_scale_stride: int = 1
-    weight_scale_strides: tuple[int, int] = (0, 0)
-    joint: bool = True
-    k_strides: tuple[int, int] = (0, 0)
-    v_row_stride: int = 0
+    latent_scale: Operand | None = None
+    weight_scale: Operand | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
     limited: bool = False
-    unaligned: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -207,13 +227,14 @@ class UpProblem:
         return self.num_heads * (self.nope + self.v_dim)
 
     @property
-    def by_head(self) -> bool:
-        """Whether heads' keys and values do not follow each other, so that a tile is of one."""
-        return not self.joint or self.k_strides[1] != self.nope + self.v_dim
+    def joint(self) -> bool:
+        """Whether a head's values follow its keys."""
+        return self.v is None
 
     @property
-    def transposed(self) -> bool:
-        return not self.joint and self.v_row_stride == 1
+    def by_head(self) -> bool:
+        """Whether heads' keys and values do not follow each other, so that a tile is of one."""
+        return not self.joint or self.k.strides[1] != self.nope + self.v_dim
 
 
 @dataclass(frozen=True)
@@ -241,137 +262,114 @@ class UpConfig:
 def up_spec(problem: UpProblem, config: UpConfig, target: str) -> KernelSpec:
     """The GEMM of a problem. A limited one is launched with one program for each tile."""
     p = problem
-    scaled = p.scale_block is not None
-    arguments: dict[str, str | None] = {
-        "latent_ptr": f"*{p.latent_type}",
-        "weight_ptr": f"*{p.weight_type}",
-        "latent_scale_ptr": f"*{p.scale_types[0]}" if scaled else None,
-        "weight_scale_ptr": f"*{p.scale_types[1]}" if scaled else None,
-        "k_ptr": f"*{p.out_type}",
-        "v_ptr": None if p.joint else f"*{p.out_type}",
-        "limit_ptr": "*i64" if p.limited else None,
-        "num_rows": "i32",
-        "run": "i32",
-        "scale_stride": "i64",
-        "v_head_stride": "i64",
-        "v_column_stride": "i64",
-    }
-    constants: dict[str, Constant] = {
-        "RANK": p.rank,
-        "LATENT_STRIDE": p.latent_stride,
-        "WEIGHT_STRIDE": p.weight_stride,
-        "NUM_HEADS": p.num_heads,
-        "NOPE": p.nope,
-        "V_DIM": p.v_dim,
-        "SCALE_BLOCK": p.scale_block or (1, 1),
-        "LATENT_SCALE_STRIDE": p.latent_scale_stride,
-        "WEIGHT_SCALE_STRIDES": p.weight_scale_strides,
-        "K_STRIDES": p.k_strides,
-        "V_ROW_STRIDE": p.v_row_stride,
-        "JOINT": p.joint,
-        "K_SCALE": p.k_scale,
-        "V_SCALE": p.v_scale,
-        "V_TRANSPOSED": p.transposed,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "FLATTEN": config.flatten and not p.limited,
-        "WARP_SPECIALIZE": config.warp_specialize and not p.limited,
-    }
-    return make_spec(
-        "mla.up_projection", "mla_up_projection", constants, arguments, p.unaligned, target,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    (v_row,) = first_strides(p.v)
+    return KernelSpec.of(
+        "mla.up_projection",
+        "mla_up_projection",
+        {
+            "RANK": p.rank,
+            "LATENT_STRIDE": p.latent.strides[0],
+            "WEIGHT_STRIDE": p.weight.strides[0],
+            "NUM_HEADS": p.num_heads,
+            "NOPE": p.nope,
+            "V_DIM": p.v_dim,
+            "SCALE_BLOCK": p.scale_block or (1, 1),
+            "LATENT_SCALE_STRIDE": p.latent_scale.strides[0] if p.latent_scale else 1,
+            "WEIGHT_SCALE_STRIDES": p.weight_scale.strides if p.weight_scale else (0, 0),
+            "K_STRIDES": p.k.strides,
+            "V_ROW_STRIDE": v_row,
+            "JOINT": p.joint,
+            "K_SCALE": p.k_scale,
+            "V_SCALE": p.v_scale,
+            "V_TRANSPOSED": v_row == 1,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "FLATTEN": config.flatten and not p.limited,
+            "WARP_SPECIALIZE": config.warp_specialize and not p.limited,
+        },
+        {
+            "latent_ptr": p.latent,
+            "weight_ptr": p.weight,
+            "latent_scale_ptr": p.latent_scale,
+            "weight_scale_ptr": p.weight_scale,
+            "k_ptr": p.k,
+            "v_ptr": p.v,
+            "limit_ptr": Operand("i64") if p.limited else None,  # a scalar: it lies anywhere
+            "num_rows": "i32",
+            "run": "i32",
+            "scale_stride": "i64",
+            "v_head_stride": "i64",
+            "v_column_stride": "i64",
+        },
         divisible=("v_head_stride", "v_column_stride"),
-    )  # fmt: skip
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+    )
 
 
-def up_tiles(problem: UpProblem, config: UpConfig, rows: int) -> int:
+def up_grid(problem: UpProblem, config: UpConfig, rows: int, num_sms: int) -> tuple[int]:
     if problem.joint:
         columns = cdiv(problem.rows, config.block_n)
     else:
         parts = cdiv(problem.nope, config.block_n) + cdiv(problem.v_dim, config.block_n)
         columns = problem.num_heads * parts
-    return cdiv(rows, config.block_m) * columns
-
-
-def up_grid(problem: UpProblem, config: UpConfig, rows: int, num_sms: int) -> tuple[int]:
-    tiles = up_tiles(problem, config, rows)
+    tiles = cdiv(rows, config.block_m) * columns
     return (tiles if problem.limited else min(tiles, num_sms * config.programs_per_sm),)
 
 
 def up_obstacle(problem: UpProblem) -> str | None:
     """Why TMA cannot reach the operands, or no tile fits; None where it is neither."""
-    sizes = {
-        "latent": problem.latent_stride * ELEMENT_BYTES[problem.latent_type],
-        "kv_b_weight": problem.weight_stride * ELEMENT_BYTES[problem.weight_type],
-    }
+    operands = {"latent": problem.latent, "kv_b_weight": problem.weight}
     if problem.joint:
-        sizes["the result"] = problem.k_strides[0] * ELEMENT_BYTES[problem.out_type]
-    for name, size in sizes.items():
+        operands["the result"] = problem.k
+    for name, operand in operands.items():
+        size = operand.strides[0] * ELEMENT_BYTES[operand.dtype]
         if size % TMA_BYTES:
             return f"{name}: rows of {size} bytes are not whole {TMA_BYTES} bytes"
+        if not operand.aligned:
+            return f"{name} does not start at a multiple of {TMA_BYTES} bytes"
     if problem.joint and problem.by_head and (problem.nope + problem.v_dim) % 16:
         return f"{problem.nope + problem.v_dim} rows of a head are not whole tiles of 16"
-    unaligned = {"latent_ptr": "latent", "weight_ptr": "kv_b_weight"}
-    for name, argument in unaligned.items():
-        if name in problem.unaligned:
-            return f"{argument} does not start at a multiple of {TMA_BYTES} bytes"
     return None
 
 
-def weight_numbers_spec(problem: UpProblem, out_type: str, target: str) -> KernelSpec:
-    """The kernel that makes numbers of a weight's codes; `problem` has their scale_block."""
-    constants: dict[str, Constant] = {
-        "ROWS": problem.rows,
-        "RANK": problem.rank,
-        "WEIGHT_STRIDE": problem.weight_stride,
-        "SCALE_BLOCK": problem.scale_block or (1, 1),
-        "WEIGHT_SCALE_STRIDES": problem.weight_scale_strides,
-        "BLOCK_N": NUMBERS_TILE[0],
-        "BLOCK_K": NUMBERS_TILE[1],
-    }
-    arguments: dict[str, str | None] = {
-        "weight_ptr": f"*{problem.weight_type}",
-        "weight_scale_ptr": f"*{problem.scale_types[1]}",
-        "out_ptr": f"*{out_type}",
-    }
-    template = ("mla.up_projection", "mla_weight_numbers")
-    return make_spec(*template, constants, arguments, problem.unaligned, target, num_warps=4)
+@dataclass(frozen=True)
+class WeightProblem:
+    """Dequantising the weight [rows, rank], which has codes with a scale for each scale_block.
+    weight: strides (row,). scale: strides (row, column). out: contiguous."""
+
+    rows: int
+    rank: int
+    scale_block: tuple[int, int]
+    weight: Operand
+    scale: Operand
+    out: Operand
 
 
-NUMBERS_TILE = (32, 128)
+DEQUANTIZE_TILE = (32, 128)
 
 
-def weight_numbers_grid(problem: UpProblem) -> tuple[int, int]:
-    return cdiv(problem.rows, NUMBERS_TILE[0]), cdiv(problem.rank, NUMBERS_TILE[1])
-
-
-def make_spec(
-    template: str,
-    kernel: str,
-    constants: Mapping[str, Constant],
-    arguments: Mapping[str, str | None],
-    unaligned: Iterable[str],
-    target: str,
-    *,
-    num_warps: int,
-    num_stages: int = 2,
-    divisible: Iterable[str] = (),
-) -> KernelSpec:
-    """Absent tensors become constants, the rest is the signature; pointers are 16-byte aligned but
-    for `unaligned`, and the integers `divisible` are multiples of 16."""
-    signature = {name: t for name, t in arguments.items() if t is not None}
-    absent = dict.fromkeys(name for name, t in arguments.items() if t is None)
-    away = set(unaligned)
-    known = {n for n, t in signature.items() if t.startswith("*")} | set(divisible)
-    return KernelSpec.make(
-        template,
-        kernel,
-        {**constants, **absent},
-        signature,
-        divisible16=sorted(known - away),
-        num_warps=num_warps,
-        num_stages=num_stages,
+def dequantize_spec(problem: WeightProblem, target: str) -> KernelSpec:
+    """The kernel that dequantises a weight."""
+    return KernelSpec.of(
+        "mla.up_projection",
+        "mla_weight_numbers",
+        {
+            "ROWS": problem.rows,
+            "RANK": problem.rank,
+            "WEIGHT_STRIDE": problem.weight.strides[0],
+            "SCALE_BLOCK": problem.scale_block,
+            "WEIGHT_SCALE_STRIDES": problem.scale.strides,
+            "BLOCK_N": DEQUANTIZE_TILE[0],
+            "BLOCK_K": DEQUANTIZE_TILE[1],
+        },
+        {"weight_ptr": problem.weight, "weight_scale_ptr": problem.scale, "out_ptr": problem.out},
         target=target,
     )
+
+
+def dequantize_grid(problem: WeightProblem) -> tuple[int, int]:
+    return cdiv(problem.rows, DEQUANTIZE_TILE[0]), cdiv(problem.rank, DEQUANTIZE_TILE[1])

@@ -5,57 +5,51 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec
 
-POINTERS = (
-    "q_ptr",
-    "cos_ptr",
-    "sin_ptr",
-    "row_offsets_ptr",
-    "starts_ptr",
-    "positions_ptr",
-    "scale_ptr",
-    "k_rope_ptr",
-    "joined_ptr",
-    "out_ptr",
-)
+# TMA: strides and base addresses in whole 16 bytes.
+TMA_BYTES = 16
 COUNTS = ("num_rows", "token_run", "rope_rows", "num_sequences")
 Q_STRIDES = ("q_sequence_stride", "q_token_stride", "q_head_stride")
 
 
+def first_strides(*operands: Operand | None) -> tuple[int, ...]:
+    """Of each the first stride that a problem builds on, 0 for an absent one."""
+    return tuple(0 if operand is None else operand.strides[0] for operand in operands)
+
+
 @dataclass(frozen=True)
 class Rotation:
-    """What is static about a rotation of queries.
+    """What is static about a rotation (RoPE) of queries or of keys.
 
-    style: of ops/reference/rope.py, "none" for no rotation. cos_type, sin_type: Triton's element
-    types; no sin_type: a pair's sine follows its cosine in one table. full_width: cos and sin
-    have a column for each of q's rope columns, else for each pair; table strides (row, column).
-    by_position: a row of them is a token's position, else its number.
+    style: of ops/reference/rope.py, "none" for no rotation. cos, sin: tables, strides (row,
+    column); no sin: a pair's sine follows its cosine in one table. full_width: they have a column
+    for each rotated column, else for each pair. by_position: a row of them is a token's position,
+    else its number.
     """
 
     style: str = "none"
-    cos_type: str | None = None
-    sin_type: str | None = None
+    cos: Operand | None = None
+    sin: Operand | None = None
     full_width: bool = False
-    cos_strides: tuple[int, int] = (0, 0)
-    sin_strides: tuple[int, int] = (0, 0)
     by_position: bool = False
 
     @property
     def constants(self) -> dict[str, Constant]:
+        cos = self.cos.strides if self.cos else (0, 0)
         return {
             "ROPE_STYLE": self.style,
             "FULL_WIDTH": self.full_width,
-            "COS_STRIDES": self.cos_strides,
-            "SIN_STRIDES": self.sin_strides,
+            "COS_STRIDES": cos,
+            "SIN_STRIDES": self.sin.strides if self.sin else cos,
             "BY_POSITION": self.by_position,
         }
 
     @property
-    def pointers(self) -> dict[str, str | None]:
-        """Types of the tables by parameter names, None for absent ones."""
-        types = {"cos_ptr": self.cos_type, "sin_ptr": self.sin_type}
-        return {name: found and f"*{found}" for name, found in types.items()}
+    def tensors(self) -> dict[str, Operand | None]:
+        """The tables by parameter names."""
+        return {"cos_ptr": self.cos, "sin_ptr": self.sin}
 
 
 NO_ROTATION = Rotation()
@@ -65,23 +59,29 @@ NO_ROTATION = Rotation()
 class QueryProblem:
     """The static part of a launch.
 
-    types: Triton's element type of every other tensor of POINTERS, None for absent ones.
-    batch_strides: of row_offsets, starts and positions; search_steps: of a binary search for a
-    row's sequence. whole: the other columns too, as where all are cast. key_strides: of rows
-    of rope keys and of joined keys, where those are written too. aligned: names of pointers on 16
-    bytes and of strides of whole 16 elements.
+    q: all columns of the queries; divisible: names of its run-time strides that 16 divides. out:
+    the rotated columns, or, whole, all of them, as where all are cast. scale: of a cast.
+    row_offsets, starts, positions: where queries stand, strides (element,); search_steps: of a
+    binary search for a row's sequence.
+    k_rope, joined: rope keys and the keys that they are written to for all heads, strides (row,);
+    None where they are not.
     """
 
-    types: tuple[tuple[str, str | None], ...]
     num_heads: int
     nope: int
     rope_dim: int
+    q: Operand
+    out: Operand
     rotation: Rotation = NO_ROTATION
-    batch_strides: tuple[int, int, int] = (0, 0, 0)
+    row_offsets: Operand | None = None
+    starts: Operand | None = None
+    positions: Operand | None = None
+    scale: Operand | None = None
+    k_rope: Operand | None = None
+    joined: Operand | None = None
     search_steps: int = 0
     whole: bool = False
-    key_strides: tuple[int, int] = (0, 0)
-    aligned: tuple[str, ...] = ()
+    divisible: tuple[str, ...] = ()
 
     @property
     def out_width(self) -> int:
@@ -91,37 +91,42 @@ class QueryProblem:
 def block_rows(problem: QueryProblem) -> int:
     """Rows of one program: 8 KiB and more of loads, with few enough registers for eight programs on
     a multiprocessor. Of whole queries, not cast, 16 take 2 to 5 % less time than 64 on an H200."""
-    types = dict(problem.types)
-    return 16 if problem.whole and types["q_ptr"] == types["out_ptr"] else 64
+    return 16 if problem.whole and problem.q.dtype == problem.out.dtype else 64
 
 
 def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
-    constants: dict[str, Constant] = {
-        "NUM_HEADS": problem.num_heads,
-        "NOPE": problem.nope,
-        "NOPE_BLOCK": next_power_of_2(max(problem.nope, 1)),
-        "ROPE_DIM": problem.rope_dim,
-        "PAIRS": next_power_of_2(max(problem.rope_dim // 2, 1)),
-        **problem.rotation.constants,
-        "BATCH_STRIDES": problem.batch_strides,
-        "SEARCH_STEPS": problem.search_steps,
-        "WHOLE": problem.whole,
-        "KEY_STRIDES": problem.key_strides,
-        "BLOCK_R": block_rows(problem),
-    }
-    types = {name: found and f"*{found}" for name, found in problem.types}
-    types |= problem.rotation.pointers
-    absent = {name: None for name in POINTERS if types[name] is None}
-    signature = {name: found for name in POINTERS if (found := types[name]) is not None}
-    signature |= dict.fromkeys(COUNTS, "i32") | dict.fromkeys(Q_STRIDES, "i64")
-    return KernelSpec.make(
+    p = problem
+    return KernelSpec.of(
         "mla.query",
         "mla_query",
-        {**constants, **absent},
-        signature,
-        divisible16=[name for name in problem.aligned if name in signature],
-        ranges={"token_run": (1, 2**31 - 1), "rope_rows": (1, 2**31 - 1)},
-        num_warps=4,
+        {
+            "NUM_HEADS": p.num_heads,
+            "NOPE": p.nope,
+            "NOPE_BLOCK": next_power_of_2(max(p.nope, 1)),
+            "ROPE_DIM": p.rope_dim,
+            "PAIRS": next_power_of_2(max(p.rope_dim // 2, 1)),
+            **p.rotation.constants,
+            "BATCH_STRIDES": first_strides(p.row_offsets, p.starts, p.positions),
+            "SEARCH_STEPS": p.search_steps,
+            "WHOLE": p.whole,
+            "KEY_STRIDES": first_strides(p.k_rope, p.joined),
+            "BLOCK_R": block_rows(p),
+        },
+        {
+            "q_ptr": p.q,
+            **p.rotation.tensors,
+            "row_offsets_ptr": p.row_offsets,
+            "starts_ptr": p.starts,
+            "positions_ptr": p.positions,
+            "scale_ptr": p.scale,
+            "k_rope_ptr": p.k_rope,
+            "joined_ptr": p.joined,
+            "out_ptr": p.out,
+            **dict.fromkeys(COUNTS, "i32"),
+            **dict.fromkeys(Q_STRIDES, "i64"),
+        },
+        divisible=p.divisible,
+        ranges=("token_run", "rope_rows"),
         target=target,
     )
 

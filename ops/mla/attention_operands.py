@@ -12,42 +12,63 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.attention_specs import (
     MASKS,
     STRIDES,
+    TENSORS,
     AttentionProblem,
     AttentionSizes,
 )
-from tilewright.codegen.mla.query_specs import NO_ROTATION, Rotation
+from tilewright.codegen.mla.query_specs import (
+    NO_ROTATION,
+    Q_STRIDES,
+    TMA_BYTES,
+    QueryProblem,
+    Rotation,
+)
+from tilewright.codegen.operand import Operand
 from tilewright.ops.checks import ArgumentError, check_choice
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.operands import operand
 
 OP = "mla attention"
+# Softmax in powers of two.
+LOG2E = math.log2(math.e)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.bfloat16, torch.float16, *FP8)
-# TMA: strides and base addresses in whole 16 bytes.
-TMA_BYTES = 16
+# Tensors of a launch that a call has: parameter -> field of AttentionCall and AttentionProblem.
+GIVEN = {name: field for name, field in TENSORS.items() if field not in ("out", "lse")}
+
+
+def operand_of(tensor: torch.Tensor | None, *dims: int) -> Operand | None:
+    """The tensor as an operand of a kernel that builds on the strides of these dimensions."""
+    return None if tensor is None else operand(tensor, *(tensor.stride(dim) for dim in dims))
 
 
 @dataclass(frozen=True)
-class QueryRope:
-    """A rotation of q's last columns. style, cos and sin as in ops/reference/rope.py; cos and sin
-    may have any strides. by_position: a token's row of the tables is its position, not its
-    number."""
+class RopeTables:
+    """A rotation of the last columns of queries or keys. style, cos and sin as in
+    ops/reference/rope.py; cos and sin may have any strides. by_position: a token's row of the
+    tables is its position, not its number."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     style: str
     by_position: bool = False
 
-    def of(self, columns: int) -> Rotation:
-        """What is static about it, for so many columns of q."""
+    def rotation(self, columns: int) -> Rotation:
+        """What is static about it, for so many columns."""
         return Rotation(
             style=self.style,
-            cos_type=TRITON_TYPES[self.cos.dtype],
-            sin_type=None if paired(self.cos, self.sin, columns) else TRITON_TYPES[self.sin.dtype],
+            cos=operand(self.cos, *self.cos.stride()),
+            sin=None if self._paired(columns) else operand(self.sin, *self.sin.stride()),
             full_width=self.cos.shape[-1] == columns,
-            cos_strides=_row_and_column(self.cos),
-            sin_strides=_row_and_column(self.sin),
             by_position=self.by_position,
         )
+
+    def _paired(self, columns: int) -> bool:
+        """Whether each sine follows its cosine, as imaginary parts follow real ones."""
+        cos, sin = self.cos, self.sin
+        alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
+        after = sin.data_ptr() - cos.data_ptr() == cos.element_size()
+        return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
 
     @property
     def rows(self) -> int:
@@ -55,22 +76,32 @@ class QueryRope:
         return max(self.cos.shape[0], 1)
 
 
-def paired(cos: torch.Tensor, sin: torch.Tensor, columns: int) -> bool:
-    """Whether each sine of rotated `columns` follows its cosine, as real and imaginary parts do."""
-    alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
-    after = address(sin) - address(cos) == cos.element_size()
-    return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
-
-
-def _row_and_column(table: torch.Tensor) -> tuple[int, int]:
-    row, column = table.stride()
-    return row, column
-
-
 @dataclass(frozen=True)
 class AttentionCall:
-    """Arguments of `attend`, with q's rope part apart and of k's dtype. turn: how q_rope is to be
-    rotated first, if it is not done."""
+    """softmax(scale * [q . k + q_rope . k_rope], masked) @ v, and its log-sum-exp.
+
+    q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] or [K, H, R] for ragged
+    sequences; with a batch dim in front for dense ones. q_rope None: they are q's last R columns.
+    bf16, fp16 or e4m3; q may be wider than 8-bit k: it is cast then, saturating, over q_scale. Any
+    strides; the last dims are contiguous, of v its keys may be (fastest for 8 bits).
+
+    scale: positive. tables: rotate q's last columns first.
+    query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense ones.
+    query_starts: int [B], the position of a sequence's first query; None: 0.
+    query_positions: int [T], [S] or [B, S], in place of query_starts.
+    key_starts: int [B], the position of a sequence's first key; None: 0.
+    key_lengths: int [B]: keys at positions from there on are not seen.
+    block_table: int [B, pages]: k_rope is [pages, page_size, R], a key's row at its position.
+    mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
+        "chunked" (causal, within chunks of `window`).
+    attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K]; dense only.
+    q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.
+    return_lse: fp32 [T, H], natural logarithm, of scaled logits.
+    max_query_tokens: a bound on the queries of one ragged sequence.
+
+    A query that sees no key gives zeros, and a log-sum-exp of -inf; tokens outside the offsets are
+    not written. Nothing is read back from the device.
+    """
 
     q: torch.Tensor
     q_rope: torch.Tensor | None
@@ -94,7 +125,7 @@ class AttentionCall:
     out_dtype: torch.dtype = torch.bfloat16
     return_lse: bool = False
     max_query_tokens: int | None = None
-    turn: QueryRope | None = None
+    tables: RopeTables | None = None
 
     @property
     def ragged(self) -> bool:
@@ -129,18 +160,22 @@ class AttentionCall:
         longest = queries if self.max_query_tokens is None else self.max_query_tokens
         return AttentionSizes(self.num_sequences, queries, keys, min(longest, queries))
 
+    @property
+    def rotation(self) -> Rotation:
+        return NO_ROTATION if self.tables is None else self.tables.rotation(self.rope)
 
-def with_query_parts(
-    plain: AttentionCall, own: torch.Tensor, turned: torch.Tensor
-) -> AttentionCall:
-    """The call whose q is `own`, with `turned` beside it where keys have two parts."""
-    return replace(plain, q=own, q_rope=None if plain.k_rope is None else turned)
+    @property
+    def table_rows(self) -> int:
+        return 1 if self.tables is None else self.tables.rows
 
+    def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
+        """The same with the rotated columns of the queries beside their own, if keys have them."""
+        return replace(self, q=own, q_rope=None if self.k_rope is None else turned)
 
-def query_views(plain: AttentionCall, rope: QueryRope | torch.Tensor | None) -> AttentionCall:
-    """The call, whose q has all columns, with both parts of its queries as they are given."""
-    turned = rope if isinstance(rope, torch.Tensor) else plain.q[..., plain.nope :]
-    return with_query_parts(plain, plain.q[..., : plain.nope], turned)
+    def in_parts(self) -> AttentionCall:
+        """The same with q's columns as views of its two parts."""
+        turned = self.q[..., self.nope :] if self.q_rope is None else self.q_rope
+        return self.with_queries(self.q[..., : self.nope], turned)
 
 
 def check_call(a: AttentionCall) -> None:
@@ -173,7 +208,7 @@ def _triple(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     if tensor is None:
         return 0, 0, 0
     strides = tensor.stride()
-    return (0, strides[0], strides[1]) if len(strides) == 3 else tuple(strides[:3])  # type: ignore[return-value]
+    return (0, *strides[:2]) if len(strides) == 3 else strides[:3]  # type: ignore[return-value]
 
 
 def _rope_strides(a: AttentionCall) -> tuple[int, int, int]:
@@ -224,27 +259,23 @@ def strides_of(a: AttentionCall) -> dict[str, int]:
     return found | {"K_STRIDE": k[1], "ROPE_STRIDE": rope[1]}
 
 
-def tensors_of(a: AttentionCall) -> dict[str, torch.Tensor | None]:
-    """The tensors of a launch by the kernel's parameter names; out and lse are not among them."""
+def launch_values(a: AttentionCall) -> dict[str, Any]:
+    """What a launch knows of a call by the kernel's parameter names, but for its results and how
+    it is cut into tiles."""
+    sizes, tables = a.sizes, a.tables
+    tensors = {name: getattr(a, field) for name, field in GIVEN.items()}
     return {
-        "q_ptr": a.q,
-        "q_rope_ptr": a.q_rope,
-        "k_ptr": a.k,
-        "v_ptr": a.v,
-        "rope_ptr": a.k_rope,
-        "query_offsets_ptr": a.query_offsets,
-        "key_offsets_ptr": a.key_offsets,
-        "query_starts_ptr": a.query_starts,
-        "key_starts_ptr": a.key_starts,
-        "key_lengths_ptr": a.key_lengths,
-        "positions_ptr": a.query_positions,
-        "block_table_ptr": a.block_table,
+        **tensors,
+        **strides_of(a),
         "mask_ptr": _mask_bytes(a.attn_mask),
-        "q_scale_ptr": a.q_scale,
-        "k_scale_ptr": a.k_scale,
-        "v_scale_ptr": a.v_scale,
-        "cos_ptr": None if a.turn is None else a.turn.cos,
-        "sin_ptr": None if a.turn is None else a.turn.sin,
+        "cos_ptr": None if tables is None else tables.cos,
+        "sin_ptr": None if tables is None else tables.sin,
+        "num_sequences": sizes.num_sequences,
+        "num_queries": sizes.num_queries,
+        "num_keys": sizes.num_keys,
+        "num_pages": 0 if a.block_table is None or a.k_rope is None else a.k_rope.shape[0],
+        "table_rows": a.table_rows,
+        "factor": a.scale * LOG2E,
     }
 
 
@@ -254,67 +285,50 @@ def _mask_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def attention_problem(a: AttentionCall) -> AttentionProblem:
     """What is static about a call."""
-    strides, tensors = strides_of(a), tensors_of(a)
-    aligned = [name for name in STRIDES if strides[name] % 16 == 0]
-    aligned += [n for n, t in tensors.items() if t is not None and address(t) % TMA_BYTES == 0]
-    indices = ("offsets", "starts", "lengths", "positions", "table")
-    rope_dtype = a.k.dtype if a.k_rope is None else a.k_rope.dtype
-    mask_kind, mask_dtype = "none", "u8"
-    if a.attn_mask is not None:
-        mask_kind = "bool" if a.attn_mask.dtype == torch.bool else "additive"
-        if mask_kind == "additive":
-            mask_dtype = TRITON_TYPES[a.attn_mask.dtype]
+    strides = strides_of(a)
+    pages = a.k_rope if a.block_table is not None else None
+    steps = {
+        "k": (strides["K_STRIDE"],),
+        "k_rope": (strides["ROPE_STRIDE"], 0 if pages is None else pages.stride(0)),
+    }
+    tensors = {field: getattr(a, field) for field in GIVEN.values()}
+    tensors["attn_mask"] = _mask_bytes(a.attn_mask)
+    given: Any = {field: operand(t, *steps.get(field, ())) for field, t in tensors.items()}
     return AttentionProblem(
-        dtype=TRITON_TYPES[a.k.dtype],
-        out_dtype=TRITON_TYPES[a.out_dtype],
+        **given,
+        out=Operand(TRITON_TYPES[a.out_dtype]),
+        lse=Operand("fp32", aligned=False) if a.return_lse else None,
         num_heads=a.num_heads,
         nope=a.nope,
         rope=a.rope,
         v_dim=a.v.shape[-1],
-        k_stride=strides["K_STRIDE"],
-        rope_stride=strides["ROPE_STRIDE"],
-        rope_dtype=TRITON_TYPES[rope_dtype],
         v_by_key=a.v_by_key,
-        page_size=0 if a.block_table is None else a.k_rope.shape[1],  # type: ignore[union-attr]
-        page_stride=0 if a.block_table is None else a.k_rope.stride(0),  # type: ignore[union-attr]
-        ragged=a.ragged,
+        page_size=0 if pages is None else pages.shape[1],
         sequences=next_power_of_2(max(a.num_sequences, 1)) if a.ragged else 1,
         mask=a.mask,
         window=a.window if a.mask in ("sliding_window", "chunked") else 0,
-        mask_kind=mask_kind,
-        mask_dtype=mask_dtype,
-        lse=a.return_lse,
-        indices=tuple(
-            (name, TRITON_TYPES[tensor.dtype])
-            for name, tensor in tensors.items()
-            if tensor is not None and any(word in name for word in indices)
-        ),
-        scales=tuple(n for n, t in tensors.items() if n.endswith("scale_ptr") and t is not None),
-        aligned=(*aligned, "out_ptr"),
+        divisible=_divisible(strides, STRIDES),
         tma=_descriptors_reach(a, strides),
         rope_tma=_rope_descriptor_reaches(a, strides),
-        joint=_joint(a, strides),
-        rotation=NO_ROTATION if a.turn is None else a.turn.of(a.rope),
+        joint=_joint(a),
+        rotation=a.rotation,
     )
 
 
-def _joint(a: AttentionCall, strides: dict[str, int]) -> bool:
+def _divisible(strides: dict[str, int], names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if strides[name] % 16 == 0)
+
+
+def _joint(a: AttentionCall) -> bool:
     """Whether a key's values follow it, so that one descriptor reads both."""
     dims = (a.nope, a.v.shape[-1])
     whole = all(next_power_of_2(dim) == dim for dim in dims) and dims[0] == dims[1]
     alike = (a.k.stride() == a.v.stride()) and not a.v_by_key
-    after = address(a.v) - address(a.k) == a.nope * a.k.element_size()
+    after = a.v.data_ptr() - a.k.data_ptr() == a.nope * a.k.element_size()
     same = a.k.device.type == "meta" or (
         a.k.untyped_storage().data_ptr() == a.v.untyped_storage().data_ptr()
     )
     return whole and alike and after and same
-
-
-def address(tensor: torch.Tensor) -> int:
-    """A tensor's address modulo what allocations keep; by its offset where it has no memory."""
-    if tensor.device.type == "meta":
-        return int(tensor.storage_offset()) * tensor.element_size()
-    return tensor.data_ptr()
 
 
 def _descriptors_reach(a: AttentionCall, strides: dict[str, int]) -> bool:
@@ -338,5 +352,63 @@ def _rope_descriptor_reaches(a: AttentionCall, strides: dict[str, int]) -> bool:
 
 def _reachable(tensor: torch.Tensor, steps: list[int]) -> bool:
     size = tensor.element_size()
-    bytes_of = (address(tensor), *(step * size for step in steps))
+    bytes_of = (tensor.data_ptr(), *(step * size for step in steps))
     return all(count % TMA_BYTES == 0 for count in bytes_of)
+
+
+def query_call(
+    a: AttentionCall, whole: bool, joined: torch.Tensor | None
+) -> tuple[QueryProblem, dict[str, Any]]:
+    """The problem and the values, all but the output's, of a launch of `mla_query`.
+
+    whole: all columns are written. joined: keys with room for the rope columns, which are written.
+    """
+    q, tables = a.q, a.tables
+    if a.q_rope is not None:
+        q = torch.cat((q[..., : a.nope], a.q_rope), dim=-1)
+    tokens = q.shape[:-2].numel()
+    run = tokens if a.ragged else q.shape[-3]
+    if a.query_positions is not None and a.query_positions.dim() == 2:
+        # A position for each token: they are counted in one run.
+        q, run = q.reshape(1, tokens, *q.shape[-2:]), tokens
+    offsets = starts = positions = None
+    if tables is not None and tables.by_position:
+        offsets, starts, positions = a.query_offsets, a.query_starts, a.query_positions
+        positions = None if positions is None else positions.reshape(-1)
+    casts = q.dtype != a.k.dtype
+    values: dict[str, Any] = {
+        "q_ptr": q,
+        "cos_ptr": None if tables is None else tables.cos,
+        "sin_ptr": None if tables is None else tables.sin,
+        "row_offsets_ptr": offsets,
+        "starts_ptr": starts,
+        "positions_ptr": positions,
+        "scale_ptr": a.q_scale if casts else None,
+        "k_rope_ptr": None if joined is None else a.k_rope,
+        "joined_ptr": joined,
+        "num_rows": tokens * q.shape[-2],
+        "token_run": max(run, 1),
+        "rope_rows": a.table_rows,
+        "num_sequences": a.num_sequences,
+        "q_sequence_stride": 0 if a.ragged else q.stride(0),
+        "q_token_stride": q.stride(-3),
+        "q_head_stride": q.stride(-2),
+    }
+    problem = QueryProblem(
+        num_heads=a.num_heads,
+        nope=a.nope,
+        rope_dim=a.rope,
+        q=operand(q),
+        out=Operand(TRITON_TYPES[a.k.dtype]),
+        rotation=a.rotation,
+        row_offsets=operand_of(offsets, 0),
+        starts=operand_of(starts, 0),
+        positions=operand_of(positions, 0),
+        scale=operand_of(values["scale_ptr"]),
+        k_rope=operand_of(values["k_rope_ptr"], -2),
+        joined=operand_of(joined, -2),
+        search_steps=max(a.num_sequences, 1).bit_length(),
+        whole=whole or casts,
+        divisible=_divisible(values, Q_STRIDES),
+    )
+    return problem, values

@@ -30,8 +30,7 @@ from tilewright.ops.mla.branch_checks import (
     check_branch_values,
 )
 from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
-from tilewright.ops.mla.checks import check_prefill_values
-from tilewright.ops.mla.obstacles import branch_obstacle
+from tilewright.ops.mla.checks import branch_obstacle, check_prefill_values
 from tilewright.ops.mla.prefill import TOLERANCES, MlaPrefillArguments
 from tilewright.ops.mla.reference import prefill_reference
 from tilewright.ops.mla.samples import sample_branch
@@ -218,17 +217,17 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.mla.lowering:launch_mla_branch",
+                None,
                 frozenset({"cuda"}),
                 branch_obstacle,
-                repeatable="tilewright.ops.mla.lowering:repeatable_mla_branch",
+                build="tilewright.ops.mla.lowering:branch_steps",
             ),
         ),
         cases=BRANCH_CASES,
         sample_inputs=sample_inputs,
         tolerances=BRANCH_TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.mla.lowering:plan_mla_branch",
+        plan="tilewright.ops.mla.lowering:plan_branch",
     )
 )
 

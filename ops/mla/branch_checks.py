@@ -20,7 +20,8 @@ from tilewright.ops.checks import (
     in_words_of,
     shape_text,
 )
-from tilewright.ops.mla.checks import FP8, check_prefill
+from tilewright.ops.mla.checks import check_prefill
+from tilewright.ops.mla.keys import FP8
 from tilewright.ops.mla.latents import DTYPES
 from tilewright.ops.mla.positions import check_positions, token_positions
 from tilewright.ops.reference.rope import ROPE_STYLES

@@ -13,7 +13,7 @@ class LatentCase:
 
     new_tokens, cached_tokens: per sequence. pool: "joint" ([P, S, L + R]), "layers" (one layer of
     [P, 1, 3, S, 1, L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S, .],
-    a page per sequence; equal new_tokens and cached_tokens). slots: as in `ops.addressing`.
+    a page per sequence; equal new_tokens and cached_tokens). slots: as in ops/cache/addressing.py.
     rope_style "none": no rope.
     """
 
@@ -49,9 +49,10 @@ class StoreCase(LatentCase):
 class PrefillCase(LatentCase):
     """One setting of `mla_prefill`.
 
-    keys: as in `ops.mla_keys`; with "given" no cache. runs: equal runs instead of row_offsets.
+    keys: as in ops/mla/keys.py; with "given" no cache. runs: equal runs instead of row_offsets.
     ragged_keys: key_offsets instead of all slots of all columns. attn_mask: "none", "bool" or
-    "float". weight: "dense", "fp8", "quantized" (latents too) or "codes" (latents given as codes).
+    "float". weight: "dense", "fp8" (dequantised), "quantized" (latents too) or "codes" (latents
+    given as codes).
     """
 
     num_heads: int = 3

@@ -1,4 +1,5 @@
-"""Checks of the arguments of `mla_prefill`; each raises ArgumentError, before any write."""
+"""Checks of the arguments of `mla_prefill`; each raises ArgumentError, before any write. And why no
+emitted kernel takes a call of an MLA op; metadata only."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ from tilewright.ops.checks import (
     shape_text,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.keys import check_key_values, check_keys, check_mask, sequences
+from tilewright.ops.mla.keys import (
+    FP8,
+    check_key_values,
+    check_keys,
+    check_mask,
+    sequences,
+    widths,
+)
 from tilewright.ops.mla.latents import (
     DTYPES,
     WritePlaces,
@@ -34,11 +42,13 @@ from tilewright.ops.mla.latents import (
     check_latents,
     check_write,
 )
-from tilewright.ops.mla.positions import check_positions, token_positions
+from tilewright.ops.mla.positions import check_positions, positions_of
 
-FP8 = torch.float8_e4m3fn
 INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
 ROPE_ON = ("qk", "q", "k")
+# What the kernels take.
+VALUE_DTYPES = (torch.bfloat16, torch.float16)
+MAX_RANK = 2048
 
 
 def check_prefill(op: str, a: Any) -> None:
@@ -70,12 +80,6 @@ def check_prefill(op: str, a: Any) -> None:
         check_number(op, name, getattr(a, name), above=True)
     check_number(op, "scale", a.scale)
     check_number(op, "latent_scale_cap", a.latent_scale_cap, 0)
-
-
-def widths(a: Any) -> tuple[Any, Any, Any]:
-    """N, R and V: the widths of a head's unrotated part, rotated part and values."""
-    nope = a.kv_b_weight.shape[0] // a.q.shape[1] - a.v_dim
-    return nope, a.q.shape[2] - nope, a.v_dim
 
 
 def _check_weight(op: str, a: Any) -> Any:
@@ -245,15 +249,70 @@ def _position_source(a: Any) -> str:
     return "q" if a.cache_lengths is None else "cache_lengths"
 
 
-def positions_of(a: Any) -> torch.Tensor:
-    """The position of each query, int64 [T]."""
-    batch = (a.row_offsets, a.num_sequences, a.positions, a.cache_lengths)
-    return token_positions(a.q.shape[0], *batch, a.q.device)
-
-
 def _check_aliases(op: str, a: Any) -> None:
     base = ("latent_cache", a.latent_cache)
     rope = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
     written = [(*base, a.latent_window), (*rope, a.rope_window)]
     tensors = {n: t for n, t in vars(a).items() if isinstance(t, torch.Tensor)}
     check_aliases(op, written, [(n, t) for n, t in tensors.items() if not n.endswith("_cache")])
+
+
+def store_obstacle(a: Any) -> str | None:
+    """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
+    if a.latent.dtype not in (*VALUE_DTYPES, torch.float32):
+        return f"no kernel for {a.latent.dtype}"
+    return _width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
+
+
+def prefill_obstacle(a: Any) -> str | None:
+    """Why no kernels take a `mla_prefill` call; None where they do. Metadata only."""
+    if a.q.dtype not in VALUE_DTYPES:
+        return f"no kernel for {a.q.dtype}"
+    if not a.scale > 0:  # the largest logit is that of the largest product
+        return f"no kernel for a scale of {a.scale}"
+    rank = a.kv_b_weight.shape[1]
+    obstacle = _width_obstacle(rank, widths(a)[1])
+    if obstacle is None and _coded(a):
+        obstacle = _coded_obstacle(a)
+    if obstacle is None and a.kv_b_weight.stride(0) * a.kv_b_weight.element_size() % 16:
+        obstacle = (
+            f"kv_b_weight: rows {a.kv_b_weight.stride(0)} elements apart are out of TMA's reach"
+        )
+    return obstacle
+
+
+def _coded(a: Any) -> bool:
+    """Whether the up-projection multiplies codes."""
+    return a.quantize_latent or a.latent_scale is not None
+
+
+def _coded_obstacle(a: Any) -> str | None:
+    columns, rows = a.scale_block[1], a.kv_b_weight.shape[0]
+    if columns not in (32, 64, 128):
+        return f"no kernel for scales of {columns} columns"
+    if rows * a.q.element_size() % 16:
+        return f"keys and values of {rows} columns are out of TMA's reach"
+    if a.latent_scale is not None and a.latent.stride(0) % 16:
+        return f"latent: rows {a.latent.stride(0)} bytes apart are out of TMA's reach"
+    return None
+
+
+def branch_obstacle(a: Any) -> str | None:
+    """Why no kernels take a `mla_prefill_branch_fp8` call; None where they do. Metadata only."""
+    if a.q.dtype not in VALUE_DTYPES:
+        return f"no kernel for {a.q.dtype}"
+    if not a.scale > 0:
+        return f"no kernel for a scale of {a.scale}"
+    rank = a.kv_b_proj.shape[1]
+    obstacle = _width_obstacle(rank, a.latents.shape[1] - rank)
+    if obstacle is None and a.kv_b_proj.shape[0] * a.q.element_size() % 16:
+        obstacle = f"keys and values of {a.kv_b_proj.shape[0]} columns are out of TMA's reach"
+    if obstacle is None and a.kv_b_proj.stride(0) % 16:
+        obstacle = f"kv_b_proj: rows {a.kv_b_proj.stride(0)} bytes apart are out of TMA's reach"
+    return obstacle
+
+
+def _width_obstacle(rank: int, rope_dim: int) -> str | None:
+    if rope_dim % 2:
+        return f"no kernel for {rope_dim} rope columns"
+    return None if rank <= MAX_RANK else f"no kernel for latents of rank {rank}"

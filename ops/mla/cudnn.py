@@ -13,53 +13,33 @@ H200).
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
 
 import torch
 
-from tilewright.codegen.mla import join_specs as kernels
+from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.mla.attention_plan import library_gains
-from tilewright.codegen.mla.attention_specs import AttentionProblem
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.attention_operands import (
-    AttentionCall,
-    QueryRope,
-    attention_problem,
-    check_call,
-    query_views,
-)
-from tilewright.ops.mla.query_lowering import finished_queries, query_specs
-from tilewright.ops.runtime.launch import launch
-from tilewright.ops.runtime.recording import made_by_library, noted_scratch
+from tilewright.ops.mla.attention_operands import AttentionCall, attention_problem, strides_of
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Steps
 
 NAME = "cuDNN attention over joined keys"
 
+_join_spec = cache(kernels.join_spec)
 
-def library_wanted(a: AttentionCall, problem: AttentionProblem, target: Target) -> bool:
-    """Whether a call goes to the library: it computes the same there, and gains by it."""
-    if not target.has("wgmma") or a.ragged or problem.is_fp8 or problem.rope == 0:
+
+def library_wanted(a: AttentionCall, target: Target) -> bool:
+    """Whether a call, its queries in parts, goes to the library: it computes the same there, and
+    gains by it."""
+    if not target.has("wgmma") or a.ragged or a.k.element_size() == 1 or a.k_rope is None:
         return False
     places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions, a.block_table)
     if any(tensor is not None for tensor in (*places, a.attn_mask)):
         return False
-    if (
-        a.mask not in ("none", "causal")
-        or a.out_dtype != a.k.dtype
-        or problem.rope_dtype != problem.dtype
-    ):
+    if a.mask not in ("none", "causal") or not a.out_dtype == a.k.dtype == a.k_rope.dtype:
         return False
-    if a.k_rope is None or a.k_rope.dim() != 3 or not _whole(a):
+    if a.k_rope.dim() != 3 or not _whole(a):
         return False
-    return library_gains(problem, a.sizes) and _accepted(a)
-
-
-def library_wanted_rotated(plain: AttentionCall, rope: Any, target: Target) -> bool:
-    """The same where q [.., N + R] is rotated first, and so is written whole."""
-    if not isinstance(rope, QueryRope) or plain.q.dtype != plain.k.dtype:
-        return False
-    views = query_views(plain, rope)
-    return library_wanted(views, attention_problem(views), target)
+    return library_gains(a.num_heads, a.sizes) and _accepted(a)
 
 
 def _whole(a: AttentionCall) -> bool:
@@ -73,7 +53,8 @@ def _whole(a: AttentionCall) -> bool:
 
 
 def _accepted(a: AttentionCall) -> bool:
-    if a.q.device.type == "meta":
+    """Of a call on a GPU; what is said elsewhere is said of one that has a recent cuDNN."""
+    if a.q.device.type != "cuda":
         return True
     return _supported(a.q.dtype, a.nope, a.rope, a.v.shape[-1], a.q.device.index or 0)
 
@@ -90,37 +71,11 @@ def _supported(dtype: torch.dtype, nope: int, rope: int, v_dim: int, index: int)
     return bool(torch.backends.cuda.can_use_cudnn_attention(params))
 
 
-@cache
-def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
-    return kernels.join_spec(problem, target)
-
-
-def joined_attention(plain: AttentionCall, rope: QueryRope, joined: torch.Tensor) -> torch.Tensor:
-    """out [B, S, H, V] of q [B, S, H, N + R], rotated on the way, and joined keys
-    [B, S, H, R + N + V] whose views the call's k and v are; its rope columns are written first."""
-    check_call(plain)
-    width = plain.rope + plain.nope
-    _, turned = finished_queries(plain, rope, whole=True, joined=joined)
-    q = turned.as_strided((*turned.shape[:-1], width), turned.stride())
-    return _library_output(plain, q, joined[..., :width])
-
-
-def joined_specs(
-    plain: AttentionCall, rope: QueryRope, joined: torch.Tensor, target: Target
-) -> tuple[KernelSpec, ...]:
-    """What `joined_attention` launches of ours."""
-    check_call(plain)
-    return query_specs(plain, rope, target, whole=True, joined=joined)
-
-
-def run_library(
-    a: AttentionCall, problem: AttentionProblem, target: Target
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out [B, S, H, V], lse [B, S, H] or None) of keys that are not joined yet."""
+def library_steps(a: AttentionCall, target: Target) -> Steps:
+    """Attention to keys that are not joined yet: (out [B, S, H, V], and lse [B, S, H] if it is
+    asked for)."""
     batch, num_keys, heads = a.k.shape[:3]
-    assert a.k_rope is not None
-    width = a.nope + a.rope
-    keys = noted_scratch(a.k.new_empty((batch, num_keys, heads, width)))
+    keys = yield Buffer((batch, num_keys, heads, a.rope + a.nope), a.k.dtype)
     rows = batch * num_keys * heads
     values = {
         "k_ptr": a.k,
@@ -128,37 +83,41 @@ def run_library(
         "out_ptr": keys,
         "num_rows": rows,
         "run": num_keys,
-        "k_sequence_stride": a.k.stride(0),
-        "k_head_stride": a.k.stride(2),
-        "rope_sequence_stride": a.k_rope.stride(0),
+        **strides_of(a),
     }
-    launch(join_spec(problem, target.name), kernels.join_grid(rows), values, a.k.device)
-    q = a.q.as_strided((*a.q.shape[:-1], width), a.q.stride())
+    yield Launch(_join_spec(attention_problem(a), target.name), kernels.join_grid(rows), values)
+    return (yield from whole_steps(a, a.q, keys))
+
+
+def whole_steps(a: AttentionCall, first: torch.Tensor, keys: torch.Tensor) -> Steps:
+    """Attention to keys [B, K, H, N + R] of queries whose two parts lie side by side in the same
+    order, `first` before the other."""
+    q = first.as_strided((*first.shape[:-1], a.rope + a.nope), first.stride())
+    given: tuple[torch.Tensor, ...] = (q, keys, a.v)
     if a.return_lse:
-        out, lse = _cudnn(q, keys, a.v, True, a.mask == "causal", a.scale)
-        return out, lse[..., 0].transpose(1, 2).contiguous()
-    return _library_output(a, q, keys), None
-
-
-def _library_output(a: AttentionCall, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    function = partial(_cudnn_output, causal=a.mask == "causal", scale=a.scale)
-    return made_by_library(function, q, keys, a.v)
+        given += ((yield Buffer(a.q.shape[:-1], torch.float32)),)
+    function = partial(_cudnn, causal=a.mask == "causal", scale=a.scale)
+    made = Buffer((*a.q.shape[:-1], a.v.shape[-1]), a.out_dtype)
+    out = yield Library(function, given, makes=made)
+    return Outcome((out, *given[3:]), "mla attention", NAME)
 
 
 def _cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, V], the library's log-sum-exp) of q, k and v [B, S, H, ..]."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """out [B, S, H, V] of q, k and v [B, S, H, ..]; lse [B, S, H] is filled."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     # causal goes from the top left, as positions that start at 0 do.
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, lse, 0.0, causal, False, scale=scale
+        q, k, v, None, lse is not None, 0.0, causal, False, scale=scale
     )
+    if lse is not None:
+        lse.copy_(found[1][..., 0].transpose(1, 2))
     # The library lays its result out as q: nothing is copied.
-    return found[0].transpose(1, 2).contiguous(), found[1]
-
-
-def _cudnn_output(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-) -> torch.Tensor:
-    return _cudnn(q, k, v, False, causal, scale)[0]
+    return found[0].transpose(1, 2).contiguous()

@@ -1,8 +1,8 @@
-"""Launching what makes keys and values of latents: one kernel of latents, one up-projection."""
+"""The steps that make keys and values of latents: one kernel of latents, one up-projection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,19 +15,18 @@ from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConf
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.checks import FP8, widths
-from tilewright.ops.mla.keys import row_key_offsets, sequences
+from tilewright.ops.mla.keys import FP8, row_key_offsets, sequences, widths
 from tilewright.ops.mla.operands import (
     Buffers,
     Chunk,
+    LatentCall,
+    dequantizes,
     key_buffers,
-    latent_problem,
-    latent_values,
-    numbers_problem,
+    latent_call,
     up_problem,
+    weight_problem,
 )
-from tilewright.ops.runtime.launch import launch
-from tilewright.ops.runtime.recording import call_library, noted_scratch
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
 
 # Keys of a sequence must be so many more than its queries before rows past the last are left out.
 SPARE_KEYS = 256
@@ -46,123 +45,103 @@ class Keys:
     joined: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class LatentLaunch:
-    """One launch of `mla_latents`."""
-
-    problem: LatentProblem
-    values: dict[str, Any]
-
-
 @cache
 def _latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> KernelSpec:
     return kernels.latent_spec(problem, config, target)
 
 
 @cache
-def up_plan(problem: UpProblem, rows: int, target: Target) -> tuple[UpConfig, KernelSpec]:
+def _up_plan(problem: UpProblem, rows: int, target: Target) -> tuple[UpConfig, KernelSpec]:
     config = up_config(problem, rows, target)
     return config, kernels.up_spec(problem, config, target.name)
 
 
-@cache
-def numbers_spec(problem: UpProblem, target: str) -> KernelSpec:
-    return kernels.weight_numbers_spec(problem, problem.out_type, target)
+_dequantize_spec = cache(kernels.dequantize_spec)
 
 
-def latent_launches(a: Any, chunk: Chunk, buffers: Buffers) -> Iterator[LatentLaunch]:
-    """What makes a chunk's keys and, before its first, writes the new tokens; one launch where the
-    keys that are new can be told from the others."""
+def latent_calls(a: Any, chunk: Chunk, buffers: Buffers | None) -> Iterator[LatentCall]:
+    """What fills a chunk's buffers (None: it has no keys) and, before its first, writes the new
+    tokens; one launch where the keys that are new can be told from the others."""
     store = chunk.first and a.slots != "none" and a.latent is not None and a.latent.shape[0] > 0
-    makes = bool(buffers.made) and chunk.rows > 0
+    makes = buffers is not None and bool(buffers.made)
     if a.keys == "given":
         if store or makes:
-            yield latent_launch(a, chunk, buffers, store=store, gather=False, fused=False)
+            yield latent_call(a, chunk, buffers, store=store)
         return
     by_places = a.rope_by_position and a.positions is not None
     fused = store and makes and a.slots == "ragged" and a.keys == "table" and not by_places
     if store and not fused:
-        yield latent_launch(a, None, None, store=True, gather=False, fused=False)
+        yield latent_call(a, store=True)
     if makes:
-        yield latent_launch(a, chunk, buffers, store=fused, gather=True, fused=fused)
+        yield latent_call(a, chunk, buffers, store=fused, gather=True)
 
 
-def latent_launch(
-    a: Any, chunk: Chunk | None, buffers: Buffers | None, *, store: bool, gather: bool, fused: bool
-) -> LatentLaunch:
-    does = {"store": store, "gather": gather, "fused": fused}
-    values = latent_values(a, chunk, buffers, **does)
-    return LatentLaunch(latent_problem(a, values, buffers, **does), values)
+def latent_launch(call: LatentCall, target: Target, config: LatentConfig | None = None) -> Launch:
+    """The launch of a call; config: in place of the plan's tiles."""
+    problem, tokens, rows = call.problem, call.values["num_tokens"], call.values["num_rows"]
+    if config is None:
+        config = latent_config(problem, next_power_of_2(tokens + rows))
+    grid = kernels.latent_grid(problem, config, tokens, rows)
+    values = call.values | {"row_programs": kernels.row_programs(problem, config, rows)}
+    return Launch(_latent_spec(problem, config, target.name), (grid,), values)
 
 
-def latent_kernel(
-    call: LatentLaunch, target: Target
-) -> tuple[KernelSpec, tuple[int], dict[str, Any]]:
-    """The kernel of a launch, its grid and its arguments."""
-    tokens, rows = call.values["num_tokens"], call.values["num_rows"]
-    config = latent_config(call.problem, next_power_of_2(tokens + rows))
-    programs = kernels.row_programs(call.problem, config, rows)
-    grid = kernels.latent_grid(call.problem, config, tokens, rows)
-    values = call.values | {"row_programs": programs}
-    return _latent_spec(call.problem, config, target.name), (grid,), values
-
-
-def never(buffers: Buffers) -> bool:
-    """Keys are not made joined."""
-    return False
-
-
-def make_keys(
-    a: Any, chunk: Chunk, target: Target, joins: Callable[[Buffers], bool] = never
-) -> Keys:
+def key_steps(
+    a: Any, chunk: Chunk, target: Target, joins: Callable[[Buffers], bool] | None = None
+) -> Generator[Step, Any, tuple[Keys, str]]:
     """Writes the new tokens (before the first chunk) and makes a chunk's keys and values; joins
-    says whether these are joined."""
-    device = a.q.device
-    buffers = key_buffers(a, chunk)
-    for call in latent_launches(a, chunk, buffers):
-        launch(*latent_kernel(call, target), device)
-    return up_project(a, chunk, buffers, target, joined=joins(buffers))
+    says whether these are joined (None: they are not). And how their up-projection is computed."""
+    buffers = yield from key_buffers(a, chunk)
+    for call in latent_calls(a, chunk, buffers):
+        yield latent_launch(call, target)
+    joined = joins is not None and joins(buffers)
+    return (yield from _up_project(a, chunk, buffers, target, joined=joined))
 
 
-def up_project(
-    a: Any, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool = False
-) -> Keys:
+def _up_project(
+    a: Any, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool
+) -> Generator[Step, Any, tuple[Keys, str]]:
     """Keys and values of a chunk's latents; joined: with room for the rope columns before them."""
-    device, rows = a.q.device, chunk.rows
-    limit = last_position(a, chunk)
+    rows = chunk.rows
+    limit = yield from _last_position(a, chunk)
     problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
     if limit is not None and kernels.up_obstacle(problem) is not None:
-        limit, problem = None, replace(problem, limited=False)
-    weight = _weight_numbers(a, target) if problem.weight_type != "fp8e4nv" else a.kv_b_weight
-    keys = joined_keys(a, rows, buffers) if joined else Keys(*empty_keys(a, rows), buffers.k_rope)
-    k, v = keys.k, keys.v
-    if rows and uses_library(problem, rows, target):
-        latent = buffers.latent[:, : problem.rank]
-        if keys.joined is None:
-            both = k.as_strided((rows, problem.rows), (problem.rows, 1))
-            call_library(_mm, latent, weight, both)
-        else:
-            own = keys.joined[..., buffers.k_rope.shape[1] :]
-            call_library(_bmm, *by_head(latent, weight, own))
-    elif rows:
-        config, spec = up_plan(problem, next_power_of_2(rows), target)
-        values = {
-            "latent_ptr": buffers.latent,
-            "weight_ptr": weight,
-            "latent_scale_ptr": buffers.scale,
-            "weight_scale_ptr": a.kv_b_scale,
-            "k_ptr": k,
-            "v_ptr": v,
-            "limit_ptr": limit,
-            "num_rows": rows,
-            "run": max(rows // max(sequences(a), 1), 1),
-            "scale_stride": buffers.scale_strides[0],
-            "v_head_stride": v.stride(1),
-            "v_column_stride": v.stride(2),
-        }
-        grid = kernels.up_grid(problem, config, rows, target.num_sms)
-        launch(spec, grid, values, device)
-    return keys
+        problem = replace(problem, limited=False)
+    weight = (yield from _dequantized(a, target)) if dequantizes(a) else a.kv_b_weight
+    if joined:
+        keys = split_joined(a, (yield Buffer(*joined_shape(a, rows))), buffers)
+    else:
+        keys = Keys(*(yield from empty_keys(a, rows)), buffers.k_rope)
+    if uses_library(problem, rows, target):
+        yield _library_product(buffers.latent[:, : problem.rank], weight, keys)
+        return keys, "library GEMM"
+    config, spec = _up_plan(problem, next_power_of_2(rows), target)
+    values = {
+        "latent_ptr": buffers.latent,
+        "weight_ptr": weight,
+        "latent_scale_ptr": buffers.scale,
+        "weight_scale_ptr": a.kv_b_scale,
+        "k_ptr": keys.k,
+        "v_ptr": keys.v,
+        "limit_ptr": limit,
+        "num_rows": rows,
+        "run": max(rows // max(sequences(a), 1), 1),
+        "scale_stride": buffers.scale_strides[0],
+        "v_head_stride": keys.v.stride(1),
+        "v_column_stride": keys.v.stride(2),
+    }
+    yield Launch(spec, kernels.up_grid(problem, config, rows, target.num_sms), values)
+    return keys, f"up-projection {config}"
+
+
+def _library_product(latent: torch.Tensor, weight: torch.Tensor, keys: Keys) -> Library:
+    """The product of latents [rows, L] and the weight, which fills k and v."""
+    if keys.joined is None:
+        rows, heads, nope = keys.k.shape
+        width = heads * (nope + keys.v.shape[2])
+        return Library(_mm, (latent, weight, keys.k.as_strided((rows, width), (width, 1))))
+    own = keys.joined[..., keys.k_rope.shape[1] :]
+    return Library(_bmm, by_head(latent, weight, own))
 
 
 def _mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -183,32 +162,33 @@ def by_head(
     return x.expand(heads, *x.shape), weights, out.transpose(0, 1)
 
 
-def joined_keys(a: Any, rows: int, buffers: Buffers, device: str | None = None) -> Keys:
-    """New keys and values as views of one tensor [rows, H, R + N + V]; by default on q's device."""
+def joined_shape(a: Any, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Of keys and values with the rope columns before them, [rows, H, R + N + V]."""
+    return (rows, a.q.shape[1], sum(widths(a))), a.q.dtype
+
+
+def split_joined(a: Any, joined: torch.Tensor, buffers: Buffers) -> Keys:
+    """Keys and values as views of one tensor."""
     nope, rope_dim, v_dim = widths(a)
-    shape = (rows, a.q.shape[1], rope_dim + nope + v_dim)
-    joined = torch.empty(shape, dtype=a.q.dtype, device=device or a.q.device)
-    if device is None:
-        noted_scratch(joined)
     _, k, v = joined.split((rope_dim, nope, v_dim), dim=-1)
     return Keys(k, v, buffers.k_rope, joined)
 
 
-def empty_keys(a: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_keys(a: Any, rows: int) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
     """k [rows, H, N] and v [rows, H, V]: views of one buffer, of values; for the 8-bit core k is
     contiguous and v has its keys side by side, padded to 16."""
     nope, _, v_dim = widths(a)
     heads = a.q.shape[1]
     if a.attention_dtype != FP8:
-        kv = noted_scratch(a.q.new_empty((rows, heads, nope + v_dim)))
+        kv = yield Buffer((rows, heads, nope + v_dim), a.q.dtype)
         return kv[..., :nope], kv[..., nope:]
-    k = noted_scratch(a.q.new_empty((rows, heads, nope), dtype=FP8))
+    k = yield Buffer((rows, heads, nope), FP8)
     # Keys past the last are multiplied by zero weights: the kernel makes them zeros.
-    v = noted_scratch(a.q.new_empty((heads, v_dim, -(-max(rows, 1) // 16) * 16), dtype=FP8))
+    v = yield Buffer((heads, v_dim, -(-max(rows, 1) // 16) * 16), FP8)
     return k, v.permute(2, 0, 1)[:rows]
 
 
-def last_position(a: Any, chunk: Chunk) -> torch.Tensor | None:
+def _last_position(a: Any, chunk: Chunk) -> Generator[Step, Any, torch.Tensor | None]:
     """The last position that a query has, where keys past it can be left out; int64 [1]."""
     batch, num_tokens = sequences(a), a.q.shape[0]
     if a.positions is None or a.mask == "none" or row_key_offsets(a) is not None or not batch:
@@ -219,8 +199,8 @@ def last_position(a: Any, chunk: Chunk) -> torch.Tensor | None:
     positions = a.positions.to(torch.int64)
     if positions.shape[0] == 1:
         return positions
-    last = noted_scratch(positions.new_empty(1))
-    call_library(_greatest, positions, last)
+    last = yield Buffer((1,), torch.int64)
+    yield Library(_greatest, (positions, last))
     return last
 
 
@@ -228,13 +208,10 @@ def _greatest(numbers: torch.Tensor, out: torch.Tensor) -> None:
     torch.amax(numbers, 0, keepdim=True, out=out)
 
 
-def _weight_numbers(a: Any, target: Target) -> torch.Tensor:
+def _dequantized(a: Any, target: Target) -> Generator[Step, Any, torch.Tensor]:
     """kv_b_weight in q's dtype, [rows, L]."""
-    if a.kv_b_weight.dtype != FP8:
-        return a.kv_b_weight
-    problem = numbers_problem(a)
-    out = noted_scratch(a.q.new_empty(a.kv_b_weight.shape))
+    problem = weight_problem(a)
+    out = yield Buffer(a.kv_b_weight.shape, a.q.dtype)
     values = {"weight_ptr": a.kv_b_weight, "weight_scale_ptr": a.kv_b_scale, "out_ptr": out}
-    spec = numbers_spec(problem, target.name)
-    launch(spec, kernels.weight_numbers_grid(problem), values, a.q.device)
+    yield Launch(_dequantize_spec(problem, target.name), kernels.dequantize_grid(problem), values)
     return out

@@ -28,9 +28,9 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.latents import cache_views
 from tilewright.ops.mla.positions import token_sequences
 
+FP8 = torch.float8_e4m3fn
 KEY_FORMS = ("given", "pages", "table", "slots")
 MASKS = ("causal", "none", "sliding_window", "chunked")
 
@@ -38,6 +38,12 @@ MASKS = ("causal", "none", "sliding_window", "chunked")
 def sequences(a: Any) -> Any:
     """B."""
     return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
+
+
+def widths(a: Any) -> tuple[Any, Any, Any]:
+    """N, R and V: the widths of a head's unrotated part, rotated part and values."""
+    nope = a.kv_b_weight.shape[0] // a.q.shape[1] - a.v_dim
+    return nope, a.q.shape[2] - nope, a.v_dim
 
 
 def buffer_rows(a: Any) -> Any:
@@ -195,6 +201,15 @@ def check_key_values(op: str, a: Any) -> None:
         place_text = f"sequence {int(sequence[where])}, key {int(place[where])}"
         actual = f"{int(entry[where])} for {place_text}"
         raise ArgumentError(op, "lookup_table", expected, actual)
+
+
+def cache_views(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent and the rope window as tensors [num_pages, page_size, L or R] on their bases."""
+    assert a.latent_cache is not None
+    rope_base = a.latent_cache if a.rope_cache is None else a.rope_cache
+    latent = CacheWindow.from_ints(a.latent_window).view(a.latent_cache)
+    rope = CacheWindow.from_ints(a.rope_window).view(rope_base)
+    return latent.squeeze(2), rope.squeeze(2)
 
 
 def key_places(a: Any) -> tuple[torch.Tensor, torch.Tensor]:

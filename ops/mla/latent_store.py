@@ -29,6 +29,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.contract import FusedOp, Lowering, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import STORE_CASES, StoreCase
+from tilewright.ops.mla.checks import store_obstacle
 from tilewright.ops.mla.latents import (
     DTYPES,
     WritePlaces,
@@ -40,7 +41,6 @@ from tilewright.ops.mla.latents import (
     pool_windows,
     write_latents,
 )
-from tilewright.ops.mla.obstacles import store_obstacle
 from tilewright.ops.mla.positions import check_positions, token_positions
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES
@@ -67,12 +67,12 @@ class LatentStoreArguments:
     head and head_dim L and R.
 
     norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
-    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in `ops.rope`; or
-    rope_by_position: any strides, a token's row is its position.
+    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in
+    ops/reference/rope.py; or rope_by_position: any strides, a token's row is its position.
 
     slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
-    cache_lengths: as in `ops.addressing`. A token's position: `positions` [T] where given, else
-    cache_lengths[b] + i for the i-th token of sequence b.
+    cache_lengths: as in ops/cache/addressing.py. A token's position: `positions` [T] where given,
+    else cache_lengths[b] + i for the i-th token of sequence b.
 
     Bad values (slots, positions, pages; positions without a row of cos) raise ArgumentError before
     anything is written where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a
@@ -179,17 +179,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.mla.lowering:launch_latent_store",
+                None,
                 frozenset({"cuda"}),
                 store_obstacle,
-                repeatable="tilewright.ops.mla.lowering:repeatable_latent_store",
+                build="tilewright.ops.mla.lowering:latent_store_steps",
             ),
         ),
         cases=STORE_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
-        plan="tilewright.ops.mla.lowering:plan_latent_store",
     )
 )
 

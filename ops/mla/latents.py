@@ -213,15 +213,6 @@ def finished_latents(
     return latent, rotated(a, a.k_rope.to(compute).unsqueeze(1), positions).squeeze(1).to(dtype)
 
 
-def cache_views(a: LatentArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latent and the rope window as tensors [num_pages, page_size, L or R] on their bases."""
-    assert a.latent_cache is not None
-    rope_base = a.latent_cache if a.rope_cache is None else a.rope_cache
-    latent = CacheWindow.from_ints(a.latent_window).view(a.latent_cache)
-    rope = CacheWindow.from_ints(a.rope_window).view(rope_base)
-    return latent.squeeze(2), rope.squeeze(2)
-
-
 def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
     """Writes finished latents to their places."""
     assert a.latent_cache is not None

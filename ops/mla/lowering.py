@@ -1,100 +1,83 @@
-"""The CUDA implementations of the MLA ops: latents in one launch, up-projection, attention."""
+"""The steps of the MLA ops: latents in one launch, up-projection, attention."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.mla.attention_specs import merge_spec
+from tilewright.codegen.mla.key_specs import up_obstacle
 from tilewright.codegen.mla.plan import uses_library
-from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90, TARGETS, Target
+from tilewright.codegen.mla.query_specs import TMA_BYTES
+from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.contract import LoweringReport
-from tilewright.ops.mla.attend import arguments, attend_chunks, joins_keys, plain_call
-from tilewright.ops.mla.attention_lowering import attention_plan
+from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps
+from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
 from tilewright.ops.mla.branch import MlaBranchArguments, as_mla_prefill
-from tilewright.ops.mla.checks import FP8
-from tilewright.ops.mla.cudnn import NAME, joined_specs
+from tilewright.ops.mla.cudnn import library_wanted
 from tilewright.ops.mla.key_lowering import (
     Keys,
-    empty_keys,
-    joined_keys,
-    last_position,
-    latent_kernel,
+    joined_shape,
+    key_steps,
+    latent_calls,
     latent_launch,
-    latent_launches,
-    make_keys,
-    numbers_spec,
-    up_plan,
+    split_joined,
 )
-from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
+from tilewright.ops.mla.keys import FP8, buffer_rows, row_key_offsets, sequences, widths
 from tilewright.ops.mla.latent_store import LatentStoreArguments
-from tilewright.ops.mla.operands import Chunk, key_buffers, numbers_problem, up_problem
+from tilewright.ops.mla.operands import Buffers, Chunk, latent_call, up_problem
 from tilewright.ops.mla.prefill import MlaPrefillArguments
-from tilewright.ops.runtime.device import device_target
-from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.launch import launch
-from tilewright.ops.runtime.recording import noting_launches
-from tilewright.ops.runtime.replay import Again, call_again
+from tilewright.ops.runtime.operands import is_aligned
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    NotRepeatable,
+    Outcome,
+    Planner,
+    Step,
+    Steps,
+    drive,
+)
+
+NAME = "mla prefill"
 
 
-def launch_latent_store(*args: Any, **kwargs: Any) -> None:
-    """`mla_latent_store` on CUDA tensors; see LatentStoreArguments."""
-    repeatable_latent_store(*args, **kwargs)
-
-
-def repeatable_latent_store(*args: Any, **kwargs: Any) -> tuple[None, Again | None]:
-    """Also what makes the same call again."""
-    a = LatentStoreArguments(*args, **kwargs)
+def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
+    """The steps of a call of `mla_latent_store`."""
     if a.latent.shape[0] == 0:
-        return None, None
-    target = device_target(a.latent.device) or SM90
-    call = latent_launch(a, None, None, store=True, gather=False, fused=False)
-    with noting_launches() as noted:
-        launch(*latent_kernel(call, target), a.latent.device)
-    return None, call_again(noted, args, kwargs, None)
+        return Outcome(None, "nothing", "no tokens")
+    yield latent_launch(latent_call(a, store=True), target)
+    return Outcome(None, "store", "one kernel norms, rotates and writes the named slots")
 
 
-def launch_mla_prefill(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`mla_prefill` on CUDA tensors; see MlaPrefillArguments."""
-    return repeatable_mla_prefill(*args, **kwargs)[0]
+def prefill_steps(a: MlaPrefillArguments, target: Target) -> Steps:
+    """The steps of a call of `mla_prefill`."""
+    return (yield from _one_chunk(a, Chunk(buffer_rows(a), row_key_offsets(a)), target))
 
 
-def repeatable_mla_prefill(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
-    """Also what makes the same call again."""
-    a = MlaPrefillArguments(*args, **kwargs)
-    with noting_launches() as noted:
-        out = run_prefill(a, [whole(a)])
-    return out, call_again(noted, args, kwargs, out)
+def branch_steps(a: MlaBranchArguments, target: Target) -> Steps:
+    """The steps of a call of `mla_prefill_branch_fp8`."""
+    chunks, given = _branch_chunks(a), as_mla_prefill(a)
+    if not chunks:
+        return (yield from _no_keys(given))
+    if len(chunks) == 1:
+        return (yield from _one_chunk(given, chunks[0], target))
+    return (yield from _several_chunks(given, chunks, target))
 
 
-def whole(a: Any) -> Chunk:
-    """All keys of a call."""
-    return Chunk(buffer_rows(a), row_key_offsets(a))
+def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
+    """What a call will run on a target: each kernel once, however many chunks it runs on."""
+    planner = Planner(get_target(target))
+    program = drive(branch_steps(a, planner.target), planner, keep=True)
+    specs = tuple(dict.fromkeys(program.specs))
+    return LoweringReport(program.outcome.name, str(program.outcome.reason), specs)
 
 
-def launch_mla_branch(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`mla_prefill_branch_fp8` on CUDA tensors; see MlaBranchArguments."""
-    return repeatable_mla_branch(*args, **kwargs)[0]
-
-
-def repeatable_mla_branch(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
-    """Also what makes the same call again; None where there are several chunks."""
-    a = MlaBranchArguments(*args, **kwargs)
-    given, chunks = as_mla_prefill(a), branch_chunks(a)
-    if len(chunks) > 1:  # what is noted is kept: chunks are there so that less is
-        return run_prefill(given, chunks), None
-    with noting_launches() as noted:
-        out = run_prefill(given, chunks)
-    return out, call_again(noted, args, kwargs, out)
-
-
-def branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
+def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
     """The chunks that hold keys."""
     count, batch = len(a.buffer_length), a.lookup_table.shape[0]
     offsets = a.buffer_row_offsets.reshape(count, batch + 1)
@@ -106,98 +89,177 @@ def branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
     ]
 
 
-def run_prefill(a: Any, chunks: Sequence[Chunk]) -> torch.Tensor:
-    """[T, H, V]; without chunks zeros, and nothing is written."""
-    if not chunks or a.q.numel() == 0:
-        return a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
-    target = device_target(a.q.device) or SM90
-    a = _aligned(a)
-    if len(chunks) == 1:
-        joins = partial(joins_keys, a, chunks[0], target)
-        return attend_chunks(a, [(chunks[0], make_keys(a, chunks[0], target, joins))], 1)
-    made = ((chunk, make_keys(a, chunk, target)) for chunk in chunks)
-    return attend_chunks(a, made, len(chunks))
+def _no_keys(a: Any) -> Steps:
+    """Attention to nothing."""
+    out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v_dim), a.q.dtype)
+    if out.numel():
+        yield Library(torch.Tensor.zero_, (out,))
+    return Outcome(out, "nothing", "no keys, zeros")
+
+
+def _one_chunk(a: Any, chunk: Chunk, target: Target) -> Steps:
+    """All keys at once; [T, H, V]."""
+    if a.q.numel() == 0:
+        return (yield from _no_keys(a))
+    if chunk.rows == 0:
+        for call in latent_calls(a, chunk, None):
+            yield latent_launch(call, target)
+        return (yield from _no_keys(a))
+    done = yield from _naming_kernels(_attended(_aligned(a), chunk, target))
+    (out,) = _tensors(done)
+    return replace(done, result=out if out.dim() == 3 else out.flatten(0, 1))
+
+
+def _several_chunks(a: Any, chunks: Sequence[Chunk], target: Target) -> Steps:
+    """One chunk after the other: each gives a partial result in fp32 with its log-sum-exp; they
+    merge exactly."""
+    yield NotRepeatable("several chunks")  # so that the memory of each is freed before the next
+    if a.q.numel() == 0:
+        return (yield from _no_keys(a))
+    a, parts = _aligned(a), []
+    for chunk in chunks:
+        parts.append((yield from _naming_kernels(_attended(a, chunk, target, part=True))))
+    outs, lses = zip(*map(_tensors, parts), strict=True)
+    (out,) = _tensors((yield from merge_steps(outs, lses, a.q.dtype, target)))
+    return Outcome(out, NAME, f"{len(chunks)} chunks of {parts[0].reason}; merged")
+
+
+def _tensors(done: Outcome) -> tuple[torch.Tensor, ...]:
+    assert isinstance(done.result, tuple)
+    return done.result
+
+
+def _naming_kernels(steps: Steps) -> Steps:
+    """The same steps; the outcome's reason names the kernels that they launch."""
+    kernels: list[str] = []
+    answer = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as stop:
+            reason = f"{stop.value.reason}: {', '.join(kernels)}"
+            return Outcome(stop.value.result, NAME, reason)
+        if isinstance(step, Launch):
+            kernels.append(step.spec.kernel)
+        answer = yield step
+
+
+def _attended(a: Any, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
+    """Attention to the keys of a chunk; part: of several, so that the result is in fp32 and has
+    its log-sum-exp beside it."""
+    joins = None if part else partial(_joins_keys, a, chunk, target)
+    keys, how = yield from key_steps(a, chunk, target, joins)
+    call = yield from _core_call(a, chunk, keys)
+    if part:
+        call = replace(call, out_dtype=torch.float32, return_lse=True)
+    joined = keys.joined
+    if joined is not None:
+        joined = joined.unflatten(0, (call.q.shape[0], -1))
+    done = yield from attention_steps(call, target, joined)
+    return replace(done, reason=f"{how}, {done.reason}")
 
 
 def _aligned(a: Any) -> Any:
     """The same call with the weight, and latents that are codes, where TMA can start."""
     names = ("kv_b_weight",) if a.latent_scale is None else ("kv_b_weight", "latent")
-    away = {name: getattr(a, name) for name in names if getattr(a, name).data_ptr() % 16}
+    away = {name: getattr(a, name) for name in names if not is_aligned(getattr(a, name))}
     return replace(a, **{name: t.clone() for name, t in away.items()}) if away else a
 
 
-def plan_latent_store(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target; `a` may hold meta tensors."""
-    call = latent_launch(a, None, None, store=True, gather=False, fused=False)
-    spec, _, _ = latent_kernel(call, TARGETS[target])
-    return LoweringReport("store", "one kernel norms, rotates and writes the named slots", (spec,))
+def _joins_keys(a: Any, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
+    """Whether a call's keys are made joined: where all of them go to the library's attention at
+    once, with as many queries, which are rotated first."""
+    if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
+        return False
+    if _dense_batch(a, chunk) is None or _query_tables(a) is None:
+        return False
+    if any(width * a.q.element_size() % TMA_BYTES for width in widths(a)):
+        return False
+    problem = up_problem(a, buffers, joined=True)
+    if not uses_library(problem, chunk.rows, target) and up_obstacle(problem) is not None:
+        return False
+    shape, dtype = joined_shape(a, chunk.rows)
+    joined = torch.empty(shape, dtype=dtype, device="meta")  # for its strides
+    return library_wanted(_call(a, chunk, split_joined(a, joined, buffers)).in_parts(), target)
 
 
-def on_meta(a: Any) -> Any:
-    """The arguments with their metadata alone: nothing is computed, whatever is called."""
-    tensors = {name: t for name, t in vars(a).items() if isinstance(t, torch.Tensor)}
-    return replace(a, **{name: _without_memory(t) for name, t in tensors.items()})
+def _core_call(a: Any, chunk: Chunk, keys: Keys) -> Generator[Step, Any, AttentionCall]:
+    """The call of attention for one chunk, with what has to be made for it."""
+    call, made = _call(a, chunk, keys), {}
+    if _dense_batch(a, chunk) is None:
+        rows = {"query_offsets": a.q.shape[0], "key_offsets": chunk.rows}
+        for name in (name for name in rows if getattr(call, name) is None):
+            made[name] = yield Buffer((sequences(a) + 1,), torch.int32)
+            yield Library(partial(_multiples, rows[name] // sequences(a)), (made[name],))
+    if a.attention_dtype == FP8:
+        scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "v_scale")}
+        for name, value in scales.items():
+            if value != 1.0:  # the kernel multiplies by nothing where there is none
+                made[name] = yield Buffer((), torch.float32)
+                yield Library(partial(_fill, value), (made[name],))
+    return replace(call, **made)
 
 
-def _without_memory(t: torch.Tensor) -> torch.Tensor:
-    if t.device.type == "meta":
-        return t
-    size = t.untyped_storage().nbytes() // t.element_size()
-    base = torch.empty(size, dtype=t.dtype, device="meta")
-    return base.as_strided(t.shape, t.stride(), t.storage_offset())
+def _multiples(step: int, out: torch.Tensor) -> None:
+    torch.arange(0, out.shape[0] * step, step, out=out) if step else out.zero_()
 
 
-def plan_mla_prefill(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target; `a` may hold meta tensors."""
-    a = on_meta(a)
-    return plan_chunk(a, whole(a), TARGETS[target])
+def _fill(value: float, out: torch.Tensor) -> None:
+    out.fill_(value)
 
 
-def plan_mla_branch(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target, for each chunk; `a` may hold meta tensors."""
-    a = on_meta(a)
-    chunks = branch_chunks(a)
-    if not chunks:
-        return LoweringReport("nothing", "no keys, zeros")
-    given, chip = as_mla_prefill(a), TARGETS[target]
-    if len(chunks) == 1:
-        return plan_chunk(given, chunks[0], chip)
-    reports = [plan_chunk(given, chunk, chip, several=True) for chunk in chunks]
-    types = ("fp32", TRITON_TYPES[a.q.dtype])
-    merging = merge_spec(len(chunks), a.v_dim, *types, False, target)
-    specs = {spec: None for report in reports for spec in report.specs} | {merging: None}
-    reason = f"{len(chunks)} chunks of {reports[0].reason}; merged"
-    return LoweringReport(reports[0].name, reason, tuple(specs))
+def _call(a: Any, chunk: Chunk, keys: Keys) -> AttentionCall:
+    """The call of attention for one chunk: dense where all sequences are equal runs; else with the
+    offsets that are given."""
+    batch, one, positions = _dense_batch(a, chunk), _one_run(a, chunk), a.positions
+    parts = (a.q, keys.k, keys.v, keys.k_rope)
+    if batch is not None:
+        parts = tuple(part.unflatten(0, (batch, -1)) for part in parts)
+    if positions is not None:
+        of_all = positions.shape[0] == a.q.shape[0]  # else the same for every sequence
+        if batch is None and not of_all:
+            positions = positions.repeat(sequences(a))
+        elif batch is not None and batch > 1 and of_all:
+            positions = positions.unflatten(0, (batch, -1))
+    q, k, v, k_rope = parts
+    return AttentionCall(
+        q,
+        None,
+        k,
+        v,
+        k_rope,
+        scale=a.scale,
+        query_offsets=a.row_offsets if batch is None else None,
+        key_offsets=chunk.offsets if batch is None else None,
+        query_starts=None if one else a.cache_lengths,
+        key_starts=None if one else chunk.starts,
+        key_lengths=a.key_lengths,
+        query_positions=positions,
+        mask=a.mask,
+        window=a.window,
+        attn_mask=a.attn_mask,
+        out_dtype=a.q.dtype,
+        tables=_query_tables(a),
+    )
 
 
-def plan_chunk(a: Any, chunk: Chunk, target: Target, *, several: bool = False) -> LoweringReport:
-    """The kernels of one chunk; several: one of more than one, to be merged."""
-    if chunk.rows == 0:
-        return LoweringReport("nothing", "no keys, zeros")
-    buffers = key_buffers(a, chunk)
-    specs = [latent_kernel(call, target)[0] for call in latent_launches(a, chunk, buffers)]
-    joined = not several and joins_keys(a, chunk, target, buffers)
-    limited = last_position(a, chunk) is not None
-    problem = up_problem(a, buffers, limited=limited, joined=joined)
-    if a.kv_b_weight.dtype == FP8 and problem.weight_type != "fp8e4nv":
-        specs.append(numbers_spec(numbers_problem(a), target.name))
-    how = "library GEMM"
-    if not uses_library(problem, chunk.rows, target):
-        config, spec = up_plan(problem, next_power_of_2(chunk.rows), target)
-        specs.append(spec)
-        how = f"up-projection {config}"
-    if joined:
-        keys = joined_keys(a, chunk.rows, buffers, "meta")
-        assert keys.joined is not None
-        specs += joined_specs(*plain_call(a, chunk, keys), keys.joined, target)
-        return _report(f"{how}, {NAME}", specs)
-    given = arguments(a, chunk, Keys(*empty_keys(a, chunk.rows), buffers.k_rope))
-    if several:
-        given |= {"out_dtype": torch.float32, "return_lse": True}
-    core, reason = attention_plan(**given, target=target)
-    return _report(f"{how}, {reason}", (*specs, *core))
+def _dense_batch(a: Any, chunk: Chunk) -> Any:
+    """How many sequences there are, each an equal run; None where they are ragged."""
+    if _one_run(a, chunk):
+        return 1
+    return sequences(a) if a.row_offsets is None and chunk.offsets is None else None
 
 
-def _report(reason: str, specs: Sequence[KernelSpec]) -> LoweringReport:
-    names = ", ".join(spec.kernel for spec in specs)
-    return LoweringReport("mla prefill", f"{reason}: {names}", tuple(specs))
+def _one_run(a: Any, chunk: Chunk) -> bool:
+    """Whether a call is one sequence whose keys are its new tokens: as many keys as tokens, all of
+    which are among them. Then shapes say all that is on the device."""
+    if a.row_offsets is None or a.row_offsets.shape[0] != 2 or a.attention_dtype == FP8:
+        return False
+    written = a.slots == "ragged" and a.keys == "table" and a.positions is None
+    return written and a.key_lengths is None and chunk.rows == a.q.shape[0]
+
+
+def _query_tables(a: Any) -> RopeTables | None:
+    if a.rope_style == "none" or "q" not in a.rope_on:
+        return None
+    return RopeTables(a.cos, a.sin, a.rope_style, a.rope_by_position)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tilewright.ops.cache.address_checks import first
@@ -44,6 +46,12 @@ def token_positions(
         return place
     lengths = cache_lengths.to(torch.int64)
     return place + lengths[sequence.clamp(0, lengths.shape[0] - 1)]
+
+
+def positions_of(a: Any) -> torch.Tensor:
+    """The position of each query, int64 [T]."""
+    batch = (a.row_offsets, a.num_sequences, a.positions, a.cache_lengths)
+    return token_positions(a.q.shape[0], *batch, a.q.device)
 
 
 def check_positions(op: str, argument: str, positions: torch.Tensor, rows: int) -> None:

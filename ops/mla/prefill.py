@@ -20,9 +20,8 @@ import torch
 
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance, get_op, register
 from tilewright.ops.mla.cases import PREFILL_CASES, PrefillCase
-from tilewright.ops.mla.checks import check_prefill, check_prefill_values
+from tilewright.ops.mla.checks import check_prefill, check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.latents import pool_windows
-from tilewright.ops.mla.obstacles import prefill_obstacle
 from tilewright.ops.mla.reference import prefill_reference
 from tilewright.ops.mla.samples import sample_prefill
 
@@ -66,18 +65,18 @@ class MlaPrefillArguments:
     kv_b_weight [H * (N + V), L]: for each head N rows of keys and V = v_dim rows of values. Of q's
     dtype, or float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)], scale_block = [bn, bk]:
     it is then rounded to q's dtype; or, quantize_latent, latents are quantised per 1 x bk
-    (`formats.fp8_block`, amax at most latent_scale_cap where that is not 0); or, latent_scale [Tk,
-    ceil(L / bk)] given, latent has such codes already: of finished latents, for keys="given" and
-    slots="none".
+    (ops/formats/fp8_block.py, amax at most latent_scale_cap where that is not 0); or, latent_scale
+    [Tk, ceil(L / bk)] given, latent has such codes already: of latents that are normed and rotated,
+    for keys="given" and slots="none".
 
     latent_cache, rope_cache, latent_window, rope_window: as for `mla_latent_store`; None and []
     without a cache. Written where slots is not "none": slots, indexing, slot_mapping, lookup_table,
-    sequence_ids, positions, row_offsets, cache_lengths as in `ops.addressing`.
+    sequence_ids, positions, row_offsets, cache_lengths as in ops/cache/addressing.py.
 
     A sequence's queries: row_offsets [B + 1], or num_sequences equal runs.
-    keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in `ops.mla_keys`, read
-    after this call's tokens are written; num_keys = key_offsets[B] for keys="table". There, with
-    slots="ragged", a sequence with new tokens has rows for all its keys, cached and new.
+    keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in ops/mla/keys.py,
+    read after this call's tokens are written; num_keys = key_offsets[B] for keys="table". There,
+    with slots="ragged", a sequence with new tokens has rows for all its keys, cached and new.
     key_lengths [B]: keys from there on are not seen.
 
     A query's position p: `positions` [T] or [T / B] (the same for every sequence) where given, else
@@ -189,17 +188,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.mla.lowering:launch_mla_prefill",
+                None,
                 frozenset({"cuda"}),
                 prefill_obstacle,
-                repeatable="tilewright.ops.mla.lowering:repeatable_mla_prefill",
+                build="tilewright.ops.mla.lowering:prefill_steps",
             ),
         ),
         cases=PREFILL_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.mla.lowering:plan_mla_prefill",
     )
 )
 

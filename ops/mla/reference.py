@@ -8,10 +8,9 @@ import torch
 
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
-from tilewright.ops.mla.checks import FP8, positions_of, widths
-from tilewright.ops.mla.keys import gathered_keys, key_places, sequences, visible
+from tilewright.ops.mla.keys import FP8, gathered_keys, key_places, sequences, visible, widths
 from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
-from tilewright.ops.mla.positions import token_sequences
+from tilewright.ops.mla.positions import positions_of, token_sequences
 
 # Logits made at once.
 LOGITS = 1 << 26
@@ -61,8 +60,7 @@ def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def up_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
-    """kv_b_weight as numbers: codes times their scales, rounded to q's dtype where latents are not
-    quantised."""
+    """kv_b_weight, dequantised; rounded to q's dtype then, where latents are not quantised."""
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
     block = (a.scale_block[0], a.scale_block[1])
@@ -72,7 +70,7 @@ def up_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
 
 
 def _key_latents(a: Any, latent: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """The latents of all keys as numbers, [K, L]; quantised where they are to be."""
+    """The latents of all keys, [K, L]; quantised where they are to be, and dequantised."""
     if not a.quantize_latent and a.latent_scale is None:
         return latent.to(compute)
     codes, scales, block = latent, a.latent_scale, a.scale_block[1]

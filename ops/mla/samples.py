@@ -1,4 +1,4 @@
-"""Sample inputs of the MLA ops: small and random, for the settings of `mla_cases`."""
+"""Sample inputs of the MLA ops: small and random, for the settings of `cases.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import BranchCase, LatentCase, PrefillCase
-from tilewright.ops.mla.chunks import cut
+from tilewright.ops.mla.chunk_plan import cut
 from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_table
 
 

@@ -10,19 +10,26 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.mla import key_specs as kernels
-from tilewright.codegen.mla.key_specs import UpProblem
+from tilewright.codegen.mla.key_specs import UpProblem, up_spec
 from tilewright.codegen.mla.plan import up_config
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.key_lowering import latent_kernel, latent_launches
-from tilewright.ops.mla.operands import Chunk, key_buffers, numbers_problem, up_problem
-from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.mla.operands import Buffers, up_problem
+from tilewright.ops.mla.prefill import OP, MlaPrefillArguments
 from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase
 
 ROW_COUNTS = (64, 4096)
 SCALED_SUMS_REASON = "each block of columns has scales of its own"
 FP8 = torch.float8_e4m3fn
+# What the operands are -> options of `Latents.arguments`.
+KINDS: dict[str, dict[str, Any]] = {
+    "values": {},
+    "codes": {"weight": "codes", "latents": "codes"},
+    "8-bit core": {"weight": "codes", "latents": "codes", "core": FP8},
+    "values, 8-bit core": {"core": FP8},
+    "dequantised": {"weight": "codes"},
+}
 
 
 @dataclass(frozen=True)
@@ -37,20 +44,28 @@ class Latents:
     rank: int = 512
     granularity: int = 128
 
-    def arguments(self, rows: int, *, coded: bool, narrow: bool = False) -> MlaPrefillArguments:
-        """A paged prefill of meta tensors: one sequence of `rows` tokens, nothing cached."""
+    def arguments(
+        self,
+        rows: int,
+        *,
+        weight: str = "values",
+        latents: str = "values",
+        core: torch.dtype | None = None,
+    ) -> MlaPrefillArguments:
+        """A paged prefill of meta tensors: one sequence of `rows` tokens, nothing cached. weight,
+        latents: "values", or "codes" for those of 8 bits with scales. core: attention's dtype."""
         heads, width, rank = self.num_heads, self.nope + self.rope, self.rank
         pool = _meta(256, 1, 4, 128, 1, rank + self.rope)
         entries = pool[:, 0, 1]
         weight_rows, block = heads * (self.nope + self.v_dim), self.granularity
         latent = _meta(rows, rank + self.rope)
         scale = _meta(-(-weight_rows // block), -(-rank // block), dtype=torch.float32)
-        values: dict[str, Any] = {
-            "kv_b_weight": _meta(weight_rows, rank, dtype=FP8 if coded else torch.bfloat16),
-        }
-        if coded:
-            values |= {"kv_b_scale": scale, "scale_block": (block, block), "quantize_latent": True}
-            values["latent_scale_cap"] = 1200.0
+        values: dict[str, Any] = {"kv_b_weight": _meta(weight_rows, rank)}
+        if weight == "codes":
+            codes = _meta(weight_rows, rank, dtype=FP8)
+            values = {"kv_b_weight": codes, "kv_b_scale": scale, "scale_block": (block, block)}
+        if latents == "codes":
+            values |= {"quantize_latent": True, "latent_scale_cap": 1200.0}
         table = _meta(163840, self.rope, dtype=torch.float32)
         return MlaPrefillArguments(
             q=_meta(rows, heads, width),
@@ -73,7 +88,7 @@ class Latents:
             sin=table[:, 1::2],
             rope_style="interleaved",
             rope_by_position=True,
-            attention_dtype=FP8 if narrow else None,
+            attention_dtype=core,
             **values,
         )
 
@@ -99,38 +114,36 @@ def mla_cases(target: Target) -> list[AuditCase]:
 
 
 def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:
-    chunk = Chunk(rows, _meta(2, dtype=torch.int32))
-    for kind, coded, narrow in (
-        ("values", False, False), ("codes", True, False), ("8-bit core", True, True),
-        ("values, 8-bit core", False, True),
-    ):  # fmt: skip
-        a = model.arguments(rows, coded=coded, narrow=narrow)
+    for kind, options in KINDS.items():
         name = f"mla {model.name} {kind} K={rows}"
-        buffers = key_buffers(a, chunk)
-        for call in latent_launches(a, chunk, buffers):
-            spec, _, _ = latent_kernel(call, target)
-            yield AuditCase(f"{name} latents", spec, Expectations())
-        problem = up_problem(a, buffers)
-        yield up_case(name, problem, rows, target)
-        if not coded and not narrow:
-            limited = replace(problem, limited=True)
-            yield up_case(f"{name} limited", limited, rows, target)
-    a = model.arguments(rows, coded=True)
-    numbers = kernels.weight_numbers_spec(numbers_problem(a), "bf16", target.name)
-    yield AuditCase(f"mla {model.name} numbers", numbers, Expectations())
+        a = model.arguments(rows, **options)
+        for spec in OP.plan_for(a, target.name).specs:
+            if spec.kernel == "mla_latents":
+                yield AuditCase(f"{name} latents", spec, Expectations())
+            if spec.kernel == "mla_weight_numbers":
+                yield AuditCase(f"{name} weight", spec, Expectations())
+            if spec.kernel == "mla_up_projection":
+                yield up_case(f"{name} up", spec)
+    # Of values the library makes the keys, but for those that are limited.
+    buffers = Buffers(_meta(rows, model.rank), _meta(rows, model.rope))
+    problem = up_problem(model.arguments(rows), buffers)
+    for name, of in (("up", problem), ("limited up", replace(problem, limited=True))):
+        yield up_case(f"mla {model.name} values K={rows} {name}", _planned_up(of, rows, target))
 
 
-def up_case(name: str, problem: UpProblem, rows: int, target: Target) -> AuditCase:
-    """The up-projection of a problem, and what it has to show."""
-    config = up_config(problem, rows, target)
-    specialised = config.warp_specialize and not problem.limited
+def _planned_up(problem: UpProblem, rows: int, target: Target) -> KernelSpec:
+    return up_spec(problem, up_config(problem, rows, target), target.name)
+
+
+def up_case(name: str, spec: KernelSpec) -> AuditCase:
+    """An up-projection, and what it has to show."""
+    specialised = bool(spec.constant("WARP_SPECIALIZE"))
     claims = Expectations(
-        mma=problem.latent_type,
+        mma=dict(spec.signature)["latent_ptr"].removeprefix("*"),
         tma_loads=True,
-        tma_stores=problem.joint,
+        tma_stores=bool(spec.constant("JOINT")),
         warp_specialized=specialised,
         stack_bytes=SPECIALISED_STACK_BYTES if specialised else 0,
-        fresh_sums_reason=SCALED_SUMS_REASON if problem.scale_block else "",
+        fresh_sums_reason=SCALED_SUMS_REASON if spec.constant("SCALE_BLOCK") != (1, 1) else "",
     )
-    spec = kernels.up_spec(problem, config, target.name)
-    return AuditCase(f"{name} up: {config}", spec, claims)
+    return AuditCase(name, spec, claims)

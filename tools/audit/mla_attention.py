@@ -9,12 +9,18 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.mla import attention_specs as kernels
-from tilewright.codegen.mla import join_specs as mla_join_kernels
-from tilewright.codegen.mla.attention_plan import attention_config, rotates_queries
+from tilewright.codegen.mla.attention_specs import join_spec, merge_spec
+from tilewright.codegen.mla.query_specs import query_spec
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.attention_operands import AttentionCall, QueryRope, attention_problem
-from tilewright.ops.mla.query_lowering import query_specs
+from tilewright.ops.mla.attention_lowering import attention_steps
+from tilewright.ops.mla.attention_operands import (
+    AttentionCall,
+    RopeTables,
+    attention_problem,
+    query_call,
+)
+from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase
 
 FP8 = torch.float8_e4m3fn
@@ -58,12 +64,12 @@ def attention_call(
         parts = {name: part[0] for name, part in parts.items()}
         options = {"query_offsets": _integers(9), "key_offsets": _integers(9), **options}
         options.setdefault("query_starts", _integers(8))
-    given: dict[str, Any] = {"scale": 0.1, "out_dtype": torch.bfloat16, **options}
-    return AttentionCall(**parts, **given)
+    return AttentionCall(**{"scale": 0.1, **parts, **options})
 
 
 TABLE = _meta(163840, 64, dtype=torch.float32)
-ROPE = QueryRope(TABLE[:, ::2], TABLE[:, 1::2], "interleaved", by_position=True)
+ROPE = RopeTables(TABLE[:, ::2], TABLE[:, 1::2], "interleaved", by_position=True)
+ROTATED: dict[str, Any] = {"q": _meta(4096, 128, 192), "q_rope": None, "tables": ROPE}
 CALLS: dict[str, AttentionCall] = {
     "128 heads": attention_call(128),
     "16 heads, dense": attention_call(16, ragged=False),
@@ -77,8 +83,10 @@ CALLS: dict[str, AttentionCall] = {
         16, ragged=False, mask="none", attn_mask=_meta(1, 1, 4096, 4096)
     ),
     "64 heads, wide": attention_call(64, dims=(192, 64, 256)),
-    "16 heads, pages": attention_call(16, block_table=_integers(8, 512)),
-    "128 heads, rotated": attention_call(128, turn=ROPE),
+    "16 heads, pages": attention_call(
+        16, block_table=_integers(8, 512), k_rope=_meta(1024, 64, 576)[..., 512:]
+    ),
+    "128 heads, rotated": attention_call(128, **ROTATED),
 }
 
 
@@ -89,37 +97,34 @@ def mla_attention_cases(target: Target) -> list[AuditCase]:
 
 def _cores(target: Target) -> Iterator[AuditCase]:
     for name, call in CALLS.items():
-        if call.block_table is not None:
-            pool = _meta(1024, 64, 576)[..., 512:]
-            call = AttentionCall(**{**vars(call), "k_rope": pool})
-        problem = attention_problem(call)
-        config = attention_config(problem, call.sizes, target)
-        if call.turn is not None and not rotates_queries(problem, config):
-            continue
-        claims = Expectations(
-            mma=problem.dtype,
-            tma_loads=config.tma,
-            warp_specialized=config.warp_specialize,
-            stack_bytes=SPECIALISED_STACK_BYTES if config.warp_specialize else 0,
-            fresh_sums_reason=SOFTMAX_REASON,
-        )
-        spec = kernels.attention_spec(problem, config, target.name)
-        yield AuditCase(f"mla attention, {name}: {config}", spec, claims)
+        for spec in drive(attention_steps(call, target), Planner(target)).specs:
+            claims = _core_claims(spec) if spec.kernel == "mla_attention" else Expectations()
+            yield AuditCase(f"mla attention, {name}", spec, claims)
+
+
+def _core_claims(spec: KernelSpec) -> Expectations:
+    specialised = bool(spec.constant("WARP_SPECIALIZE"))
+    return Expectations(
+        mma=dict(spec.signature)["k_ptr"].removeprefix("*"),
+        tma_loads=bool(spec.constant("TMA")),
+        warp_specialized=specialised,
+        stack_bytes=SPECIALISED_STACK_BYTES if specialised else 0,
+        fresh_sums_reason=SOFTMAX_REASON,
+    )
 
 
 def _others(target: Target) -> Iterator[AuditCase]:
+    """What stands before and after the core in calls of other sizes."""
     dense = attention_problem(CALLS["16 heads, dense"])
-    join = mla_join_kernels.join_spec(dense, target.name)
-    yield AuditCase("mla join", join, Expectations())
-    merge = kernels.merge_spec(4, 128, "fp32", "bf16", False, target.name)
+    yield AuditCase("mla join", join_spec(dense, target.name), Expectations())
+    merge = merge_spec(4, 128, "fp32", "bf16", False, target.name)
     yield AuditCase("mla merge", merge, Expectations())
-    for name, dtype in (("rotated", torch.bfloat16), ("cast", FP8)):
-        call = attention_call(128, dtype=dtype)
-        whole = AttentionCall(**{**vars(call), "q": _meta(4096, 128, 192), "q_rope": None})
-        (spec,) = query_specs(whole, ROPE, target)
-        yield AuditCase(f"mla query, {name}", spec, Expectations())
     joined = _meta(4096, 128, 64 + 128 + 128)
-    parts = {"q": _meta(1, 4096, 128, 192), "k_rope": _meta(1, 4096, 64), "q_rope": None}
-    whole = AttentionCall(**{**vars(attention_call(128, ragged=False)), **parts})
-    (spec,) = query_specs(whole, ROPE, target, whole=True, joined=joined)
-    yield AuditCase("mla query, with joined keys", spec, Expectations())
+    runs = ROTATED | {"q": _meta(1, 4096, 128, 192)}
+    for name, call, keys in (
+        ("rotated", attention_call(128, **ROTATED), None),
+        ("cast", attention_call(128, dtype=FP8, **ROTATED), None),
+        ("with joined keys", attention_call(128, ragged=False, **runs), joined),
+    ):
+        problem, _ = query_call(call, keys is not None, keys)
+        yield AuditCase(f"mla query, {name}", query_spec(problem, target.name), Expectations())

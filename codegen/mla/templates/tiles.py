@@ -157,11 +157,12 @@ def block_range(
     if MASK != "none":
         high = tl.minimum(own_keys, highest + 1 - key_start)
         whole_high = tl.minimum(own_keys, lowest + 1 - key_start)
+    # A window may begin behind the last key; where there is none, no block is read.
     if MASK == "sliding_window":
-        low = lowest - WINDOW + 1 - key_start
+        low = tl.minimum(lowest - WINDOW + 1 - key_start, own_keys)
         whole_low = highest - WINDOW + 1 - key_start
     if MASK == "chunked":
-        low = lowest // WINDOW * WINDOW - key_start
+        low = tl.minimum(lowest // WINDOW * WINDOW - key_start, own_keys)
         whole_low = highest // WINDOW * WINDOW - key_start
     low = tl.maximum(low, 0)
     high = tl.maximum(high, low)

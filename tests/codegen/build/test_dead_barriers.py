@@ -13,6 +13,7 @@ from tilewright.codegen.mla.attention_specs import (
     AttentionProblem,
     attention_spec,
 )
+from tilewright.codegen.operand import Operand
 
 BARRIER = "!ttg.memdesc<1x1xi64, #shared, #smem, mutable>"
 ONE = "!ttg.memdesc<1xi64, #shared, #smem, mutable>"
@@ -73,10 +74,11 @@ def test_warps_that_are_not_parted_are_left_alone():
 
 def test_attention_with_specialised_warps_on_hopper_has_none():
     """Its machine code initialises no barrier in the memory of a tile, which lies at the start."""
+    bf16 = Operand("bf16")
     problem = AttentionProblem(
-        dtype="bf16", out_dtype="bf16", num_heads=2, nope=64, rope=64, v_dim=64, k_stride=256,
-        rope_stride=64, rope_dtype="bf16", mask="none", tma=True, rope_tma=True,
-        aligned=("q_ptr", "q_rope_ptr", "k_ptr", "v_ptr", "rope_ptr", "out_ptr"),
+        num_heads=2, nope=64, rope=64, v_dim=64, q=bf16, k=Operand("bf16", (256,)), v=bf16,
+        out=bf16, q_rope=bf16, k_rope=Operand("bf16", (64, 0)), mask="none", tma=True,
+        rope_tma=True,
     )  # fmt: skip
     config = AttentionConfig(128, 64, 4, 2, warp_specialize=True, one_loop=True)
     built = compile_for(attention_spec(problem, config, "sm90"))

@@ -9,18 +9,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention_cases import FP8, Case, call_of, exact, offsets, prefix, with_options
+from tests.attention_cases import (
+    FP8,
+    Case,
+    call_of,
+    exact,
+    offsets,
+    performed,
+    prefix,
+    with_options,
+)
+from tests.interpreted import Interpreter
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import attention_specs as kernels
-from tilewright.codegen.mla import join_specs as mla_join_kernels
-from tilewright.ops.mla import query_lowering as mla_queries
+from tilewright.codegen.targets import SM100
+from tilewright.ops.mla.attention_lowering import merge_steps, query_steps
 from tilewright.ops.mla.attention_operands import (
     AttentionCall,
-    QueryRope,
+    RopeTables,
     attention_problem,
     check_call,
-    strides_of,
-    tensors_of,
+    launch_values,
 )
 from tilewright.ops.reference.rope import apply_rope
 
@@ -38,13 +47,8 @@ def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100"
     tiles = kernels.row_tiles(problem, config, a.sizes)
     out = torch.full((*a.q.shape[:-1], a.v.shape[-1]), math.nan, dtype=a.out_dtype)
     lse = torch.full(a.q.shape[:-1], math.nan)
-    values = {
-        **tensors_of(a), **strides_of(a), "out_ptr": out, "lse_ptr": lse,
-        "num_sequences": a.num_sequences, "num_queries": a.q.shape[-3],
-        "num_keys": a.k.shape[-3], "row_tiles": tiles, "head_group": group,
-        "num_pages": 0 if a.block_table is None else a.k_rope.shape[0],
-        "table_rows": 1, "factor": a.scale * math.log2(math.e),
-    }  # fmt: skip
+    values = launch_values(a) | {"out_ptr": out, "lse_ptr": lse}
+    values |= {"row_tiles": tiles, "head_group": group}
     grid = kernels.attention_grid(problem, a.sizes, tiles, group)
     load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     return out, lse
@@ -158,6 +162,22 @@ def test_order_of_tiles_does_not_matter(sequences):
         assert torch.equal(lse, results[0][1])
 
 
+@pytest.mark.parametrize("config", [TWO_LOOPS, ONE_LOOP, POINTERS], ids=str)
+@pytest.mark.parametrize("mask", ["sliding_window", "chunked"])
+def test_a_window_over_no_keys_reads_none(mask, config):
+    """The last sequence of a chunk of keys has none of them, and its queries stand later: what
+    lies behind the keys may be anything, and is not in the result."""
+    case = Case("a chunk", (3, 5), (20, 0), options={"mask": mask, "window": 6})
+    a = call_of(with_options(case, query_starts=torch.tensor([17, 30])))
+
+    def cut(tensor):
+        behind = torch.full((16, *tensor.shape[1:]), math.nan, dtype=tensor.dtype)
+        return torch.cat((tensor, behind))[:20]
+
+    a = replace(a, k=cut(a.k), v=cut(a.v), k_rope=cut(a.k_rope))
+    assert_agrees(a, run(a, config), 4e-3)
+
+
 def test_merged_chunks_are_the_whole():
     case = with_options(Case("whole", (24,), (50,)), query_starts=torch.tensor([26]))
     a = call_of(replace(case, options={**case.options, "out_dtype": torch.float32}))
@@ -169,36 +189,27 @@ def test_merged_chunks_are_the_whole():
             key_offsets=offsets((last - first,)), key_starts=torch.tensor([first]),
         )  # fmt: skip
         parts.append(run(chunk, ONE_LOOP))
-    outs, lses = (torch.stack(items) for items in zip(*parts, strict=True))
-    out, lse = torch.full_like(whole, math.nan), torch.full_like(whole_lse, math.nan)
-    spec = kernels.merge_spec(3, case.v_dim, "fp32", "fp32", True, "sm100")
-    rows = whole_lse.numel()
-    values = (outs, lses, out, lse, rows, outs.stride(0), lses.stride(0))
-    load_interpreted(spec)[kernels.merge_grid(rows)](*values)
+    outs, lses = zip(*parts, strict=True)
+    steps = merge_steps(outs, lses, torch.float32, SM100, return_lse=True)
+    out, lse = performed(steps, Interpreter()).result
     torch.testing.assert_close(out, whole, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["rotated", "cast too"])
-def test_queries_are_rotated_and_cast(style, dtype, monkeypatch):
+def test_queries_are_rotated_and_cast(style, dtype):
     heads, nope, rope, run_of = 3, 20, 8, 6
     q = torch.randn(2, run_of, heads, nope + rope).bfloat16()
     cos, sin = (f(torch.rand(40, rope // 2) * 6) for f in (torch.cos, torch.sin))
     scale = torch.tensor(0.25)
     k = torch.zeros(2, 4, heads, nope, dtype=dtype)
-    plain = AttentionCall(
+    call = AttentionCall(
         q, None, k, k, torch.zeros(2, 4, rope, dtype=dtype), scale=1.0, q_scale=scale,
-        query_starts=torch.tensor([3, 11]),
+        query_starts=torch.tensor([3, 11]), tables=RopeTables(cos, sin, style, True),
     )  # fmt: skip
-    launched = []
-
-    def interpreted(spec, grid, values, device):
-        launched.append(spec.kernel)
-        load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
-
-    monkeypatch.setattr(mla_queries, "launch", interpreted)
-    own, turned = mla_queries.finished_queries(plain, QueryRope(cos, sin, style, True))
+    machine = Interpreter(SM100)
+    own, turned = performed(query_steps(call, SM100), machine)
     places = torch.cat([start + torch.arange(run_of) for start in (3, 11)])
     flat = q.flatten(0, 1).double()
     want = apply_rope(flat[..., nope:], cos[places].double(), sin[places].double(), rope, style)
@@ -207,7 +218,7 @@ def test_queries_are_rotated_and_cast(style, dtype, monkeypatch):
     turned, own = turned.flatten(0, 1).double() * over, own.flatten(0, 1).double() * over
     torch.testing.assert_close(turned, want, rtol=bound, atol=bound)
     torch.testing.assert_close(own, flat[..., :nope], rtol=bound, atol=bound / 8)
-    assert launched == ["mla_query"]
+    assert machine.kernels == ["mla_query"]
 
 
 def test_joined_keys_are_both_parts_side_by_side():
@@ -219,8 +230,8 @@ def test_joined_keys_are_both_parts_side_by_side():
         "k_sequence_stride": a.k.stride(0), "k_head_stride": a.k.stride(2),
         "rope_sequence_stride": a.k_rope.stride(0),
     }  # fmt: skip
-    spec = mla_join_kernels.join_spec(attention_problem(a), "sm90")
-    grid = mla_join_kernels.join_grid(126)
+    spec = kernels.join_spec(attention_problem(a), "sm90")
+    grid = kernels.join_grid(126)
     load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))

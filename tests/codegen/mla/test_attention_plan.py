@@ -8,13 +8,15 @@ import pytest
 
 from tilewright.codegen.mla.attention_plan import attention_config
 from tilewright.codegen.mla.attention_specs import AttentionProblem, AttentionSizes
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90
 
+BF16 = Operand("bf16")
 DENSE = AttentionProblem(
-    dtype="bf16", out_dtype="bf16", num_heads=16, nope=128, rope=64, v_dim=128, k_stride=4096,
-    rope_stride=64, rope_dtype="bf16", tma=True, rope_tma=True, joint=True,
+    num_heads=16, nope=128, rope=64, v_dim=128, q=BF16, k=Operand("bf16", (4096,)), v=BF16,
+    out=BF16, q_rope=BF16, k_rope=Operand("bf16", (64, 0)), tma=True, rope_tma=True, joint=True,
 )  # fmt: skip
-RAGGED = replace(DENSE, ragged=True, sequences=8)
+RAGGED = replace(DENSE, query_offsets=Operand("i32"), key_offsets=Operand("i32"), sequences=8)
 
 
 def sizes(sequences: int, tokens: int) -> AttentionSizes:
@@ -33,7 +35,7 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         (RAGGED, sizes(8, 1600), "64x64 w4 s2 one loop chained"),
         (replace(RAGGED, sequences=128), sizes(100, 409600), "128x64 w8 s3 chained"),
         (replace(RAGGED, tma=False), sizes(6, 12288), "128x64 w8 s3 chained"),
-        (replace(DENSE, mask_kind="bool"), sizes(1, 4096), "128x64 w8 s3 chained"),
+        (replace(DENSE, attn_mask=Operand("u8")), sizes(1, 4096), "128x64 w8 s3 chained"),
     ],
 )
 def test_tiles_by_the_keys_of_a_sequence(problem, given, tiles):

@@ -5,24 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.interpreted_launches import interpret_launches
+from tests.attention_cases import performed
+from tests.interpreted import Interpreter
 from tests.mla_library import attention
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla import key_lowering as mla_key_kernels
-from tilewright.ops.mla import query_lowering as mla_queries
-from tilewright.ops.mla.attention_operands import AttentionCall, QueryRope
+from tilewright.ops.mla.attention_lowering import query_steps
+from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables, query_call
+from tilewright.ops.mla.key_lowering import by_head
 from tilewright.ops.reference.rope import apply_rope
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch):
-    monkeypatch.setattr(mla_queries, "device_target", lambda device: SM90)
-    return interpret_launches(monkeypatch, mla_queries)
 
 
 @pytest.mark.parametrize("rope", [16, 24])
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
-def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope, launched):
+def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope):
     """In one launch; rope keys come from rows with others beside them, and nothing else of the
     joined keys is written."""
     batch, run, heads, nope, v_dim = 2, 9, 3, 24, 8
@@ -31,9 +26,10 @@ def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope, launch
     shared = torch.randn(batch, run, rope + 8).half()[..., 8:]
     joined = torch.full((batch, run, heads, rope + nope + v_dim), 7.0).half()
     _, k, v = joined.split((rope, nope, v_dim), -1)
-    plain = AttentionCall(q, None, k, v, shared, scale=1.0)
-    turn = QueryRope(cos, sin, style)
-    own, turned = mla_queries.finished_queries(plain, turn, whole=True, joined=joined)
+    tables = RopeTables(cos, sin, style)
+    call = AttentionCall(q, None, k, v, shared, scale=1.0, tables=tables)
+    machine = Interpreter(SM90)
+    own, turned = performed(query_steps(call, SM90, whole=True, joined=joined), machine)
     assert torch.equal(joined[..., :rope], shared.unsqueeze(2).expand(-1, -1, heads, -1))
     assert bool((joined[..., rope:] == 7.0).all())
     assert torch.equal(own, q[..., :nope])
@@ -44,7 +40,7 @@ def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope, launch
     flat = q[..., nope:].flatten(0, 1).double()
     want = apply_rope(flat, cos[places].double(), sin[places].double(), rope, style)
     torch.testing.assert_close(turned.flatten(0, 1).double(), want, rtol=2e-3, atol=2e-3)
-    assert launched == ["mla_query"]
+    assert machine.kernels == ["mla_query"]
 
 
 def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
@@ -52,12 +48,11 @@ def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
     joined = torch.zeros(1, 5, 2, 48).bfloat16()
     _, k, v = joined.split((16, 16, 16), -1)
     q = torch.zeros(1, 5, 2, 32).bfloat16()
-    turn = QueryRope(torch.zeros(5, 8), torch.zeros(5, 8), "half")
+    tables = RopeTables(torch.zeros(5, 8), torch.zeros(5, 8), "half")
 
     def aligned(rows):
-        plain = AttentionCall(q, None, k, v, rows, scale=1.0)
-        (spec,) = mla_queries.query_specs(plain, turn, SM90, whole=True, joined=joined)
-        return "k_rope_ptr" in spec.divisible16
+        call = AttentionCall(q, None, k, v, rows, scale=1.0, tables=tables)
+        return query_call(call, True, joined)[0].k_rope.aligned
 
     assert aligned(torch.zeros(1, 5, 16).bfloat16())
     assert not aligned(torch.zeros(1, 5, 24).bfloat16()[..., 1:17])
@@ -73,7 +68,7 @@ def test_the_library_writes_keys_and_values_where_they_belong(dtype):
     joined = torch.full((rows, heads, rope + width), 7.0, dtype=dtype)
     out = joined[..., rope:]
     where, strides = out.data_ptr(), out.stride()
-    x, weights, result = mla_key_kernels.by_head(latent, weight, out)
+    x, weights, result = by_head(latent, weight, out)
     torch.bmm(x, weights, out=result)
     assert (out.data_ptr(), out.stride()) == (where, strides)
     assert bool((joined[..., :rope] == 7.0).all())

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.codegen.mla.test_templates import case_of, launches  # noqa: F401
+from tests.attention_cases import performed
+from tests.interpreted import Interpreter
 from tests.ops.test_contract import clone
 from tilewright.codegen.mla.key_specs import LatentConfig
 from tilewright.codegen.mla.plan import latent_config
 from tilewright.codegen.targets import SM100
-from tilewright.ops.mla import key_lowering as mla_key_kernels
 from tilewright.ops.mla.cases import PrefillCase
-from tilewright.ops.mla.checks import FP8
-from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
+from tilewright.ops.mla.key_lowering import latent_calls, latent_launch
+from tilewright.ops.mla.keys import FP8, buffer_rows, row_key_offsets
 from tilewright.ops.mla.latent_store import OP as STORE
-from tilewright.ops.mla.operands import Chunk, key_buffers
+from tilewright.ops.mla.operands import Chunk, key_buffers, latent_call
 from tilewright.ops.mla.prefill import OP as PREFILL
 
 ONE_ROW = LatentConfig(1, 4)
@@ -33,32 +33,27 @@ KEYS = [
 ]
 
 
-@pytest.fixture
-def written(launches, monkeypatch):  # noqa: F811
-    """A function: every byte that the latents' kernels of a call write, with given tiles."""
+def case_of(op, name):
+    return next(case for case in op.cases if case.name == name)
 
-    def run(a, chunk, config):
-        monkeypatch.setattr(mla_key_kernels, "latent_config", lambda problem, rows: config)
-        a = clone(a)
-        if chunk is None:
-            calls = [mla_key_kernels.latent_launch(a, None, None, store=True, gather=False,
-                                                   fused=False)]  # fmt: skip
-            made = ()
-        else:
-            buffers = key_buffers(a, chunk)
-            made = tuple(getattr(buffers, name) for name in buffers.made)
-            if "latent" in buffers.made and buffers.scale is not None:
-                made += (buffers.scale,)
-            for buffer in made:
-                buffer.view(torch.uint8).fill_(0)
-            calls = list(mla_key_kernels.latent_launches(a, chunk, buffers))
-        for call in calls:
-            mla_key_kernels.launch(*mla_key_kernels.latent_kernel(call, SM100), a.latent.device)
-        caches = (a.latent_cache, a.rope_cache)
-        tensors = [t for t in (*made, *caches) if t is not None]
-        return [t.contiguous().view(torch.uint8) for t in tensors]
 
-    return run
+def written(a, chunk, config):
+    """Every byte that the latents' kernels of a call write, with given tiles."""
+    a, made, machine = clone(a), (), Interpreter(SM100)
+    if chunk is None:
+        calls = [latent_call(a, store=True)]
+    else:
+        buffers = performed(key_buffers(a, chunk), machine)
+        made = tuple(getattr(buffers, name) for name in buffers.made)
+        if "latent" in buffers.made and buffers.scale is not None:
+            made += (buffers.scale,)
+        for buffer in made:
+            buffer.view(torch.uint8).fill_(0)
+        calls = latent_calls(a, chunk, buffers)
+    for call in calls:
+        machine.perform(latent_launch(call, SM100, config))
+    tensors = [t for t in (*made, a.latent_cache, a.rope_cache) if t is not None]
+    return [t.contiguous().view(torch.uint8) for t in tensors]
 
 
 def assert_same(one, other):
@@ -67,7 +62,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("case", KEYS, ids=lambda case: case.name)
-def test_keys_do_not_depend_on_tiles(case, written):
+def test_keys_do_not_depend_on_tiles(case):
     """Cached rows, new ones and both in one program; sequences of no new tokens and of one."""
     a = PREFILL.sample_inputs(case)
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
@@ -77,14 +72,14 @@ def test_keys_do_not_depend_on_tiles(case, written):
 
 
 @pytest.mark.parametrize("name", ["joint", "static", "block_table"])
-def test_a_store_does_not_depend_on_tiles(name, written):
+def test_a_store_does_not_depend_on_tiles(name):
     a = STORE.sample_inputs(case_of(STORE, name))
     expected = written(a, None, ONE_ROW)
     for config in TILES:
         assert_same(written(a, None, config), expected)
 
 
-def test_new_tokens_that_are_no_keys_do_not_depend_on_tiles(written):
+def test_new_tokens_that_are_no_keys_do_not_depend_on_tiles():
     """Every other sequence's new tokens are keys."""
     a = PREFILL.sample_inputs(PrefillCase("some", new_tokens=(3, 5, 9, 1)))
     counts = a.cache_lengths + torch.tensor([3, 0, 4, 0])
@@ -97,7 +92,7 @@ def test_new_tokens_that_are_no_keys_do_not_depend_on_tiles(written):
 
 
 @pytest.mark.parametrize("by_position", [False, True])
-def test_a_table_of_complex_numbers_gives_what_two_tables_give(by_position, written):
+def test_a_table_of_complex_numbers_gives_what_two_tables_give(by_position):
     a = PREFILL.sample_inputs(PrefillCase("tables", by_position=by_position))
     apart = replace(a, cos=a.cos.contiguous(), sin=a.sin.contiguous())
     paired = torch.stack((apart.cos, apart.sin), dim=-1)
@@ -112,7 +107,8 @@ def test_planned_tiles_are_of_one_warp_for_any_number_of_rows(name):
     """So a norm's sum is added in one order, in chunks as in the whole."""
     a = PREFILL.sample_inputs(case_of(PREFILL, name))
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
-    for call in mla_key_kernels.latent_launches(a, chunk, key_buffers(a, chunk)):
+    buffers = performed(key_buffers(a, chunk), Interpreter(SM100))
+    for call in latent_calls(a, chunk, buffers):
         tiles = [latent_config(call.problem, 2**step) for step in range(18)]
         assert {config.num_warps for config in tiles} == {1}
         assert all(config.checked >= config.block_t for config in tiles)

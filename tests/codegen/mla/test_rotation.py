@@ -4,21 +4,22 @@ launch of its own that rotates them before."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.attention_cases import exact, offsets
-from tests.interpreted_launches import interpret_launches
+from tests.attention_cases import attend, exact, offsets, performed
+from tests.interpreted import Interpreter
 from tilewright.codegen.targets import SM90, SM100
-from tilewright.ops.mla import attention_lowering as mla_attention
-from tilewright.ops.mla import query_lowering as mla_queries
-from tilewright.ops.mla.attention_lowering import AttentionCall, QueryRope, attend, attention_plan
+from tilewright.ops.mla.attention_lowering import attention_steps, query_steps
+from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
 from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.runtime.program import Planner, drive
 
 NOPE, V_DIM, HEADS = 16, 16, 2
+STYLES = ["interleaved", "half", "interleaved_to_half"]
 LONGEST = 50
 
 
@@ -45,20 +46,14 @@ PLACES = [
 ]
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Launches go to the interpreter; the kernels' names are noted."""
-    return interpret_launches(monkeypatch, mla_attention, mla_queries)
-
-
-def operands(where: Where, rope: int, dtype: torch.dtype):
-    """(q, k, v, k_rope, options) of a call without a rotation; keys are 4 more than queries."""
+def call_at(where: Where, rope: int, dtype: torch.dtype) -> AttentionCall:
+    """A call without a rotation; keys are 4 more than queries."""
     torch.manual_seed(0)
     rows, keys = sum(where.lengths), sum(n + 4 for n in where.lengths)
     q = torch.randn(rows, HEADS, NOPE + rope).to(dtype)
     kv = torch.randn(keys, HEADS, NOPE + V_DIM).to(dtype)
     parts = [q, kv[..., :NOPE], kv[..., NOPE:], torch.randn(keys, rope).to(dtype)]
-    options: dict[str, Any] = {"scale": 0.3, "return_lse": True}
+    options: dict[str, Any] = {"scale": 0.3, "return_lse": True, "out_dtype": dtype}
     batch = len(where.lengths)
     if where.dense:
         parts = [part.unflatten(0, (batch, -1)) for part in parts]
@@ -70,7 +65,8 @@ def operands(where: Where, rope: int, dtype: torch.dtype):
         "query_positions": torch.randint(0, LONGEST, (batch, 9) if where.dense else (rows,)),
     }
     options |= {name: given[name] for name in where.tensors}
-    return parts, options
+    q, *keys = parts
+    return AttentionCall(q, None, *keys, **options)
 
 
 def tables(
@@ -87,90 +83,83 @@ def tables(
     return cos, sin
 
 
-def rotated_in_float64(q, where: Where, rope: QueryRope, options, width: int) -> torch.Tensor:
-    """q's rope part, flat, by the definition of the rotation."""
-    starts = options.get("query_starts")
+def rotated_in_float64(a: AttentionCall, where: Where) -> AttentionCall:
+    """The same with queries that are rotated by the definition of the rotation."""
+    starts, width, rope = a.query_starts, a.rope, a.tables
     if where.rows:
         places = torch.arange(sum(where.lengths)) % where.rows
-    elif "query_positions" in options:
-        places = options["query_positions"].flatten()
+    elif a.query_positions is not None:
+        places = a.query_positions.flatten()
     else:
         places = torch.cat(
             [torch.arange(n) + (0 if starts is None else int(starts[b]))
              for b, n in enumerate(where.lengths)]
         )  # fmt: skip
-    flat = q.double().reshape(-1, HEADS, NOPE + width)[..., NOPE:]
+    flat = a.q.double().reshape(-1, HEADS, NOPE + width)[..., NOPE:]
     cos, sin = (table[places].double() for table in (rope.cos, rope.sin))
-    return apply_rope(flat, cos, sin, width, rope.style)
+    turned = apply_rope(flat, cos, sin, width, rope.style)
+    return a.with_queries(a.q[..., :NOPE], turned.view(*a.q.shape[:-1], width))
 
 
-STYLES = ["interleaved", "half", "interleaved_to_half"]
+def rotated_before(a: AttentionCall, machine: Interpreter) -> AttentionCall:
+    """The same with queries that a launch of its own rotates."""
+    queries = performed(query_steps(a, machine.target), machine)
+    return replace(a.with_queries(*queries), tables=None)
 
 
 @pytest.mark.parametrize("where", PLACES, ids=lambda where: where.name)
-def test_one_kernel_gives_the_bits_of_two(where, launches):
-    """And attention over queries rotated in float64; what is planned is what is launched."""
+def test_one_kernel_gives_the_bits_of_two(where):
+    """And attention over queries rotated in float64."""
     number = PLACES.index(where)
     style, form = STYLES[number % 3], ("apart", "paired", "full")[(number + number // 3) % 3]
     dtype = torch.bfloat16 if number % 2 else torch.float16
-    parts, options = operands(where, 16, dtype)
     table = tables(form, where.rows or LONGEST, 16, torch.float32 if number % 4 else dtype)
-    rope = QueryRope(*table, style, by_position=not where.rows)
-    out, lse = attend(*parts, **options, q_rope=rope)
-    assert launches == ["mla_attention"]
-    planned, _ = attention_plan(*parts, **options, q_rope=rope, target=SM90)
-    assert [spec.kernel for spec in planned] == launches
-
-    q, k, v, k_rope = parts
-    plain = AttentionCall(q, None, k, v, k_rope, **options)
-    _, turned = mla_queries.finished_queries(plain, rope)
-    before, before_lse = attend(*parts, **options, q_rope=turned)
-    assert launches[1:] == ["mla_query", "mla_attention"]
+    rope = RopeTables(*table, style, by_position=not where.rows)
+    a = replace(call_at(where, 16, dtype), tables=rope)
+    machine = Interpreter(SM90)
+    out, lse = attend(a, machine)
+    assert machine.kernels == ["mla_attention"]
+    before, before_lse = attend(rotated_before(a, machine), machine)
+    assert machine.kernels[1:] == ["mla_query", "mla_attention"]
     assert torch.equal(out, before)
     assert torch.equal(lse, before_lse)
-
-    want = rotated_in_float64(q, where, rope, options, 16).view(turned.shape)
-    call = AttentionCall(q[..., :NOPE], want, k, v, k_rope, **options)
-    torch.testing.assert_close(out.double(), exact(call)[0], rtol=3e-2, atol=3e-2)
+    want, _ = exact(rotated_in_float64(a, where))
+    torch.testing.assert_close(out.double(), want, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("form", ["apart", "paired", "full"])
-def test_every_style_takes_every_table(style, form, launches):
+def test_every_style_takes_every_table(style, form):
     """A position without a row of the tables gives zeros, in both ways."""
-    where = PLACES[5]
-    parts, options = operands(where, 16, torch.bfloat16)
-    rope = QueryRope(*tables(form, 8, 16, torch.float32), style, by_position=True)
-    out, _ = attend(*parts, **options, q_rope=rope)
-    plain = AttentionCall(parts[0], None, *parts[1:], **options)
-    _, turned = mla_queries.finished_queries(plain, rope)
-    assert not turned[0, 6:].any()
-    assert turned[:, :5].all(-1).any()
-    assert torch.equal(out, attend(*parts, **options, q_rope=turned)[0])
-    assert launches == ["mla_attention", "mla_query", "mla_attention"]
+    rope = RopeTables(*tables(form, 8, 16, torch.float32), style, by_position=True)
+    a = replace(call_at(PLACES[5], 16, torch.bfloat16), tables=rope)
+    machine = Interpreter(SM90)
+    out, _ = attend(a, machine)
+    before = rotated_before(a, machine)
+    assert not before.q_rope[0, 6:].any()
+    assert before.q_rope[:, :5].all(-1).any()
+    assert torch.equal(out, attend(before, machine)[0])
+    assert machine.kernels == ["mla_attention", "mla_query", "mla_attention"]
 
 
-def test_what_the_kernel_cannot_rotate_is_rotated_before(launches):
+def test_what_the_kernel_cannot_rotate_is_rotated_before():
     """Pairs that do not fill their tile; descriptors; 8 bits."""
-    parts, options = operands(PLACES[4], 24, torch.bfloat16)
-    rope = QueryRope(*tables("apart", LONGEST, 24, torch.float32), "half", by_position=True)
-    out, _ = attend(*parts, **options, q_rope=rope)
-    assert launches == ["mla_query", "mla_attention"]
-    want = rotated_in_float64(parts[0], PLACES[4], rope, options, 24).view(2, 9, HEADS, 24)
-    call = AttentionCall(parts[0][..., :NOPE], want, *parts[1:], **options)
-    torch.testing.assert_close(out.double(), exact(call)[0], rtol=3e-2, atol=3e-2)
+    rope = RopeTables(*tables("apart", LONGEST, 24, torch.float32), "half", by_position=True)
+    a = replace(call_at(PLACES[4], 24, torch.bfloat16), tables=rope)
+    machine = Interpreter(SM90)
+    out, _ = attend(a, machine)
+    assert machine.kernels == ["mla_query", "mla_attention"]
+    want, _ = exact(rotated_in_float64(a, PLACES[4]))
+    torch.testing.assert_close(out.double(), want, rtol=3e-2, atol=3e-2)
 
-    def planned(target, **more):
-        parts, options = operands(PLACES[4], 16, torch.bfloat16)
-        q, *rest = parts
-        rest = [part.to(more.get("dtype", torch.bfloat16)) for part in rest]
-        table = tables("apart", LONGEST, 16, torch.float32)
-        specs, _ = attention_plan(
-            q, *rest, **options, q_rope=QueryRope(*table, "half", True), target=target
-        )
-        return [spec.kernel for spec in specs]
+    def planned(target, dtype=torch.bfloat16):
+        a = call_at(PLACES[4], 16, torch.bfloat16)
+        keys = {name: getattr(a, name).to(dtype) for name in ("k", "v", "k_rope")}
+        rope = RopeTables(*tables("apart", LONGEST, 16, torch.float32), "half", True)
+        steps = attention_steps(replace(a, **keys, tables=rope), target)
+        return [spec.kernel for spec in drive(steps, Planner(target)).specs]
 
     assert planned(SM90) == ["mla_attention"]
     assert planned(SM100) == ["mla_query", "mla_attention"]
-    assert planned(SM90, dtype=torch.float8_e4m3fn) == ["mla_query", "mla_attention"]
+    assert planned(SM90, torch.float8_e4m3fn) == ["mla_query", "mla_attention"]
     assert math.isfinite(float(out.float().sum()))

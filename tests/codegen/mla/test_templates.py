@@ -8,21 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.attention_cases import performed
+from tests.interpreted import Interpreter
 from tests.ops.test_contract import clone
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import key_specs as kernels
 from tilewright.codegen.mla.key_specs import UpConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops.formats import fp8_block
-from tilewright.ops.mla import key_lowering as mla_key_kernels
 from tilewright.ops.mla.branch import OP as BRANCH
 from tilewright.ops.mla.branch import as_mla_prefill, with_all_keys
 from tilewright.ops.mla.cases import PrefillCase
-from tilewright.ops.mla.checks import FP8, positions_of
-from tilewright.ops.mla.keys import buffer_rows, gathered_keys, row_key_offsets
+from tilewright.ops.mla.key_lowering import key_steps, latent_calls, latent_launch
+from tilewright.ops.mla.keys import FP8, buffer_rows, gathered_keys, row_key_offsets
 from tilewright.ops.mla.latent_store import OP as STORE
 from tilewright.ops.mla.latents import finished_latents
-from tilewright.ops.mla.operands import Chunk, key_buffers
+from tilewright.ops.mla.operands import Chunk, key_buffers, latent_call, up_problem
+from tilewright.ops.mla.positions import positions_of
 from tilewright.ops.mla.prefill import OP as PREFILL
 from tilewright.ops.mla.reference import _key_latents, _up_projected, up_weight
 
@@ -32,16 +34,12 @@ def case_of(op, name):
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """Launches go to the interpreter; what was launched is noted."""
-    noted = []
+def machine():
+    return Interpreter(SM100)
 
-    def launch(spec, grid, values, device):
-        noted.append(spec)
-        load_interpreted(spec)[grid](**{name: values[name] for name, _ in spec.signature})
 
-    monkeypatch.setattr(mla_key_kernels, "launch", launch)
-    return noted
+def make_keys(a, chunk, machine):
+    return performed(key_steps(a, chunk, SM100), machine)[0]
 
 
 def assert_near(actual, expected, places=2.0**-7):
@@ -64,12 +62,11 @@ def expected_keys(a):
 @pytest.mark.parametrize(
     "name", ["joint", "layers", "pair", "static", "block_table", "plain", "odd"]
 )
-def test_a_store_writes_what_the_reference_writes(name, launches):
+def test_a_store_writes_what_the_reference_writes(name, machine):
     a = STORE.sample_inputs(case_of(STORE, name))
     expected = clone(a)
     STORE.reference(expected)
-    call = mla_key_kernels.latent_launch(a, None, None, store=True, gather=False, fused=False)
-    mla_key_kernels.launch(*mla_key_kernels.latent_kernel(call, SM100), a.latent.device)
+    machine.perform(latent_launch(latent_call(a, store=True), SM100))
     for cache in ("latent_cache", "rope_cache"):
         if getattr(a, cache) is not None:
             assert_near(getattr(a, cache), getattr(expected, cache))
@@ -82,36 +79,36 @@ PREFILLS = {
 
 
 @pytest.mark.parametrize(("name", "count"), PREFILLS.items(), ids=PREFILLS)
-def test_keys_and_values_are_those_of_the_reference(name, count, launches):
+def test_keys_and_values_are_those_of_the_reference(name, count, machine):
     """count: kernels, beside the library's GEMM where operands are values."""
     a = PREFILL.sample_inputs(case_of(PREFILL, name))
     expected = clone(a)
     PREFILL.reference(expected)
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
-    made = mla_key_kernels.make_keys(a, chunk, SM100)
+    made = make_keys(a, chunk, machine)
     for cache in ("latent_cache", "rope_cache"):
         if getattr(a, cache) is not None:
             assert_near(getattr(a, cache), getattr(expected, cache))
     for got, want in zip((made.k, made.v, made.k_rope), expected_keys(expected), strict=True):
         assert_near(got, want)
-    assert len(launches) == count
+    assert len(machine.kernels) == count
 
 
-def test_new_tokens_that_are_no_keys_are_written_too(launches):
+def test_new_tokens_that_are_no_keys_are_written_too(machine):
     """Keys are the cached tokens alone: no program of keys meets a new one."""
     a = PREFILL.sample_inputs(case_of(PREFILL, "paged"))
     offsets = torch.nn.functional.pad(a.cache_lengths.cumsum(0), (1, 0))
     a = replace(a, key_offsets=offsets, num_keys=int(offsets[-1]))
     expected = clone(a)
     PREFILL.reference(expected)
-    made = mla_key_kernels.make_keys(a, Chunk(a.num_keys, offsets), SM100)
+    made = make_keys(a, Chunk(a.num_keys, offsets), machine)
     assert_near(a.latent_cache, expected.latent_cache)
     assert_near(made.k, expected_keys(expected)[0])
-    assert len(launches) == 1
+    assert len(machine.kernels) == 1
 
 
 @pytest.mark.parametrize("name", ["chunks", "page_chunks", "fine_scales", "large"])
-def test_chunks_hold_the_keys_of_the_whole(name, launches):
+def test_chunks_hold_the_keys_of_the_whole(name, machine):
     a = BRANCH.sample_inputs(case_of(BRANCH, name))
     expected = clone(a)
     BRANCH.reference(expected)
@@ -123,7 +120,7 @@ def test_chunks_hold_the_keys_of_the_whole(name, launches):
         if length <= 0:
             continue
         own = Chunk(length, offsets[index], starts[index], first=index == 0)
-        keys = mla_key_kernels.make_keys(as_mla_prefill(a), own, SM100)
+        keys = make_keys(as_mla_prefill(a), own, machine)
         for b, start in enumerate(starts[index, : a.lookup_table.shape[0]].tolist()):
             row, last = offsets[index, b : b + 2].tolist()
             first, end = full.key_offsets[b : b + 2].tolist()
@@ -136,12 +133,12 @@ def test_chunks_hold_the_keys_of_the_whole(name, launches):
 
 
 @pytest.mark.parametrize("weight", ["dense", "quantized"])
-def test_the_8_bit_core_gets_keys_of_8_bits(weight, launches):
+def test_the_8_bit_core_gets_keys_of_8_bits(weight, machine):
     case = PrefillCase("narrow", weight=weight, rank=128, attention_dtype=FP8)
     a = replace(PREFILL.sample_inputs(case), k_scale=0.5, v_scale=2.0)
     expected = clone(a)
     PREFILL.reference(expected)
-    made = mla_key_kernels.make_keys(a, Chunk(buffer_rows(a), row_key_offsets(a)), SM100)
+    made = make_keys(a, Chunk(buffer_rows(a), row_key_offsets(a)), machine)
     assert made.v.stride(0) == 1
     rows = made.v.shape[0]
     padded = made.v.as_strided((-(-rows // 16) * 16, *made.v.shape[1:]), made.v.stride())
@@ -153,7 +150,7 @@ def test_the_8_bit_core_gets_keys_of_8_bits(weight, launches):
         assert_near(got.float() * scale, want, 2.0**-3)
 
 
-def test_rows_past_the_last_position_are_left_out(launches):
+def test_rows_past_the_last_position_are_left_out(machine):
     case = PrefillCase(
         "limited", keys="pages", pool="static", slots="per_sequence", runs=True,
         new_tokens=(5, 5), cached_tokens=(130, 130), page_size=640, dtype=torch.float16,
@@ -161,20 +158,21 @@ def test_rows_past_the_last_position_are_left_out(launches):
     a = PREFILL.sample_inputs(case)
     expected = clone(a)
     PREFILL.reference(expected)
-    made = mla_key_kernels.make_keys(a, Chunk(buffer_rows(a), None), SM100)
+    made = make_keys(a, Chunk(buffer_rows(a), None), machine)
     k, v, _ = expected_keys(expected)
     for got, want in ((made.k, k), (made.v, v)):
         got, want = got.unflatten(0, (2, 640)), want.unflatten(0, (2, 640))
         assert_near(got[:, :256], want[:, :256])
-    assert [spec.kernel for spec in launches] == ["mla_latents", "mla_up_projection"]
+    assert machine.kernels == ["mla_latents", "mla_up_projection"]
 
 
 @pytest.mark.parametrize("config", [UpConfig(64, 32, 32, 4, 2), UpConfig(64, 64, 64, 4, 2)])
 def test_the_emitted_up_projection_of_values(config):
     a = PREFILL.sample_inputs(PrefillCase("values", dtype=torch.float16))
-    buffers = key_buffers(a, Chunk(buffer_rows(a), row_key_offsets(a)))
+    chunk = Chunk(buffer_rows(a), row_key_offsets(a))
+    buffers = performed(key_buffers(a, chunk), Interpreter(SM100))
     buffers.latent.copy_(torch.randn(buffers.latent.shape))
-    problem = mla_key_kernels.up_problem(a, buffers)
+    problem = up_problem(a, buffers)
     rows = buffers.latent.shape[0]
     out = torch.full((rows, problem.rows), float("nan"), dtype=torch.float16)
     spec = kernels.up_spec(problem, config, "sm100")
@@ -186,16 +184,16 @@ def test_the_emitted_up_projection_of_values(config):
     assert_near(out, buffers.latent.float() @ a.kv_b_weight.float().T)
 
 
-def test_zero_and_denormal_rows_have_defined_codes(launches):
+def test_zero_and_denormal_rows_have_defined_codes(machine):
     case = case_of(PREFILL, "quantized")
     a = PREFILL.sample_inputs(case)
     a.latent_cache.zero_()
     a.latent_cache[1] = 1e-40
     a.latent_cache[2] = 5000.0
     chunk = Chunk(buffer_rows(a), row_key_offsets(a), first=False)
-    buffers = key_buffers(a, chunk)
-    for call in mla_key_kernels.latent_launches(a, chunk, buffers):
-        mla_key_kernels.launch(*mla_key_kernels.latent_kernel(call, SM100), a.q.device)
+    buffers = performed(key_buffers(a, chunk), machine)
+    for call in latent_calls(a, chunk, buffers):
+        machine.perform(latent_launch(call, SM100))
     latent, _ = gathered_keys(a)
     codes, scales = fp8_block.quantize_rows(latent, 128, 1200.0)
     assert torch.equal(buffers.latent.float(), codes.float())

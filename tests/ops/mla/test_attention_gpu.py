@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.attention_cases import FP8, Case, call_of, exact, offsets, prefix, with_options
+from tests.attention_cases import (
+    FP8,
+    Case,
+    attend,
+    call_of,
+    exact,
+    offsets,
+    performed,
+    prefix,
+    with_options,
+)
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla.attention_lowering import QueryRope, attend, attention_plan, merge
-from tilewright.ops.mla.attention_operands import AttentionCall
-from tilewright.ops.mla.query_lowering import finished_queries
+from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps, query_steps
+from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
 from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Planner, drive
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,14 +70,6 @@ def on_gpu(case: Case) -> AttentionCall:
     return call_of(case, device="cuda")
 
 
-def run(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    options = {f.name: getattr(a, f.name) for f in fields(a)}
-    q, k, v, k_rope = (options.pop(name) for name in ("q", "k", "v", "k_rope"))
-    out, lse = attend(q, k, v, k_rope, **options)
-    assert lse is not None
-    return out, lse
-
-
 def tolerance(case: Case) -> float:
     return {torch.float16: 4e-3, torch.bfloat16: 3e-2, FP8: 0.15}[case.dtype]
 
@@ -77,12 +79,12 @@ def test_attention_is_that_of_float64(case):
     case = with_options(case, out_dtype=torch.bfloat16 if case.dtype == FP8 else case.dtype)
     case = with_options(case, scale=0.1)
     a = on_gpu(case)
-    out, lse = run(a)
+    out, lse = attend(a)
     want, want_lse = exact(a)
     bound = tolerance(case)
     torch.testing.assert_close(out.double(), want, rtol=bound, atol=bound)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
-    again, _ = run(a)
+    again, _ = attend(a)
     assert torch.equal(out, again)
 
 
@@ -92,9 +94,9 @@ def test_every_call_gives_the_same_bits():
     lengths = (3072, 512, 256, 64)
     long = Case("long and short", lengths, lengths, 64, 128, 64, 128, torch.bfloat16)
     a = on_gpu(with_options(long, scale=0.1, out_dtype=torch.bfloat16))
-    first, _ = run(a)
+    first, _ = attend(a)
     assert torch.isfinite(first).all()
-    others = sum((run(a)[0] != first).any() for _ in range(300))
+    others = sum((attend(a)[0] != first).any() for _ in range(300))
     assert int(others) == 0
 
 
@@ -102,10 +104,10 @@ def test_every_call_gives_the_same_bits():
 def test_a_graph_follows_its_offsets(case):
     """One capture serves other lengths, no longer ones in all."""
     a = on_gpu(with_options(case, out_dtype=torch.bfloat16, scale=0.1, **prefix(case)))
-    run(a)
+    attend(a)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = run(a)
+        out, lse = attend(a)
     other = replace(case, queries=(100, 150, 28), keys=(340, 400, 200))
     a.query_offsets.copy_(offsets(other.queries))
     a.key_offsets.copy_(offsets(other.keys))
@@ -128,7 +130,7 @@ def test_rope_keys_from_pages():
     table = torch.randperm(40)[:39].reshape(3, 13).to(torch.int32)
     table = torch.cat((table, table.flip(1)), 1).cuda()
     a = replace(a, k_rope=pool, block_table=table, out_dtype=torch.bfloat16)
-    out, _ = run(a)
+    out, _ = attend(a)
     torch.testing.assert_close(out.double(), exact(a)[0], rtol=3e-2, atol=3e-2)
 
 
@@ -143,9 +145,11 @@ def test_chunks_merge():
             key_offsets=offsets((last - first,)).cuda(), key_starts=torch.tensor([first]).cuda(),
             out_dtype=torch.float32,
         )  # fmt: skip
-        parts.append(run(chunk))
-    outs, lses = (torch.stack(items) for items in zip(*parts, strict=True))
-    out, lse = merge(outs, lses, torch.bfloat16, return_lse=True)
+        parts.append(attend(chunk))
+    outs, lses = zip(*parts, strict=True)
+    machine = machine_of(a.q.device)
+    steps = merge_steps(outs, lses, torch.bfloat16, machine.target, return_lse=True)
+    out, lse = performed(steps, machine).result
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
 
@@ -156,10 +160,9 @@ def test_queries_are_rotated_on_the_way(dtype):
     a = on_gpu(with_options(case, scale=0.1, out_dtype=torch.bfloat16))
     q = torch.randn(2, 257, 4, 192, device="cuda").bfloat16()
     angles = torch.rand(300, 32, device="cuda") * 6
-    rope = QueryRope(angles.cos(), angles.sin(), "interleaved", by_position=True)
-    scale = torch.tensor(0.02, device="cuda")
-    options: dict[str, Any] = {"q_scale": scale} if dtype == FP8 else {}
-    out, _ = attend(q, a.k, a.v, a.k_rope, scale=0.1, q_rope=rope, **options)
+    rope = RopeTables(angles.cos(), angles.sin(), "interleaved", by_position=True)
+    scale = torch.tensor(0.02, device="cuda") if dtype == FP8 else None
+    out, _ = attend(replace(a, q=q, q_rope=None, tables=rope, q_scale=scale))
     table = [t[:257].double() for t in (rope.cos, rope.sin)]
     turned = apply_rope(q.flatten(0, 1)[..., 128:].double(), *table, 64, "interleaved")
     want, _ = exact(replace(a, q=q[..., :128], q_rope=turned.view(2, 257, 4, 64)))
@@ -200,8 +203,6 @@ ROTATIONS = [
 def test_rotated_inside_is_rotated_before_bit_by_bit(name, style, by_position):
     case = with_options(ROTATED[name], scale=0.1, out_dtype=torch.bfloat16)
     a = on_gpu(case)
-    options = {f.name: getattr(a, f.name) for f in fields(a)}
-    _, _, k, v, k_rope = (options.pop(n) for n in ("q", "q_rope", "k", "v", "k_rope"))
     q = torch.randn(*a.q.shape[:-1], 192, device="cuda").to(case.dtype)
     style, _, form = style.partition(", ")
     rows = 2000 if by_position else a.q.shape[-3]
@@ -212,14 +213,13 @@ def test_rotated_inside_is_rotated_before_bit_by_bit(name, style, by_position):
         cos, sin = both[:, ::2], both[:, 1::2]
     if form == "full":
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    rope = QueryRope(cos, sin, style, by_position)
-    planned, _ = attention_plan(q, k, v, k_rope, q_rope=rope, target=SM90, **options)
+    a = replace(a, q=q, q_rope=None, tables=RopeTables(cos, sin, style, by_position))
+    planned = drive(attention_steps(a, SM90), Planner(SM90)).specs
     assert [spec.kernel for spec in planned] == ["mla_attention"]
-    plain = AttentionCall(q, None, k, v, k_rope, **options)
-    _, turned = finished_queries(plain, rope)
-    inside = attend(q, k, v, k_rope, q_rope=rope, **options)
-    before = attend(q, k, v, k_rope, q_rope=turned, **options)
+    machine = machine_of(q.device)
+    queries = performed(query_steps(a, machine.target), machine)
+    inside = attend(a)
+    before = attend(replace(a.with_queries(*queries), tables=None))
     for got, want in zip(inside, before, strict=True):
-        assert got is not None
         assert torch.equal(got, want)
     assert math.isfinite(float(inside[0].float().sum()))

@@ -16,11 +16,11 @@ import torch
 
 from tests.ops.test_contract import as_double
 from tilewright.ops.contract import Tolerance
-from tilewright.ops.mla import cudnn as mla_attention_library
-from tilewright.ops.mla import key_lowering as mla_key_kernels
+from tilewright.ops.mla import cudnn
 from tilewright.ops.mla.branch import OP as BRANCH
 from tilewright.ops.mla.cases import BranchCase, PrefillCase
-from tilewright.ops.mla.checks import FP8
+from tilewright.ops.mla.key_lowering import by_head
+from tilewright.ops.mla.keys import FP8
 from tilewright.ops.mla.prefill import OP as PREFILL
 
 pytestmark = [
@@ -75,7 +75,7 @@ JOINED = [
 
 @pytest.mark.parametrize(("op", "case"), JOINED, ids=[f"{op.name}-{c.name}" for op, c in JOINED])
 def test_joined_keys_for_the_library(op, case, monkeypatch):
-    monkeypatch.setattr(mla_attention_library, "library_gains", lambda *sizes: True)
+    monkeypatch.setattr(cudnn, "library_gains", lambda *sizes: True)
     a = op.sample_inputs(case, "cuda")
     names = [spec.kernel for spec in op.plan_for(a, "sm90").specs]
     assert not {"mla_join", "mla_attention"} & set(names)
@@ -93,7 +93,7 @@ def test_the_library_writes_between_the_rope_columns():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        x, weights, result = mla_key_kernels.by_head(latent, weight, out)
+        x, weights, result = by_head(latent, weight, out)
         torch.bmm(x, weights, out=result)
     assert torch.cuda.max_memory_allocated() == before
     assert not joined[..., : widths[0]].any()

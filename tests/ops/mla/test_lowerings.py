@@ -1,77 +1,47 @@
-"""The MLA ops as a GPU runs them, kernel after kernel, on Triton's interpreter."""
+"""How the MLA ops run on a GPU, beside what `tests/ops/test_lowerings.py` says of every op: the
+8-bit core, the library's attention, the memory of chunks. On Triton's interpreter."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.interpreted_launches import interpret_launches
+from tests.attention_cases import Case as CoreCase
+from tests.attention_cases import attend, call_of, exact, with_options
+from tests.interpreted import Interpreter, interpret, steps_of
 from tests.mla_library import take_every_call
 from tests.ops.test_contract import as_double, clone
 from tilewright.codegen.targets import SM90
 from tilewright.ops.contract import get_op
-from tilewright.ops.mla import attention_lowering as mla_attention
-from tilewright.ops.mla import cudnn as mla_attention_library
-from tilewright.ops.mla import key_lowering as mla_key_kernels
-from tilewright.ops.mla import lowering as mla_lowerings
-from tilewright.ops.mla import query_lowering as mla_queries
 from tilewright.ops.mla.cases import BranchCase, PrefillCase
-from tilewright.ops.mla.checks import FP8
-
-CASES = {
-    ("mla_prefill", "static_cache"): 2,
-    ("mla_prefill", "codes"): 2,
-    ("mla_prefill_branch_fp8", "chunks"): 13,
-    ("mla_prefill_branch_fp8", "uint"): 3,
-}
+from tilewright.ops.mla.keys import FP8
+from tilewright.ops.runtime.program import Buffer, Planner, drive
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Launches go to the interpreter; the kernels' names are noted."""
-    for module in (mla_attention, mla_lowerings, mla_queries):
-        monkeypatch.setattr(module, "device_target", lambda device: SM90)
-    library = mla_attention_library
-    return interpret_launches(
-        monkeypatch, library, mla_attention, mla_key_kernels, mla_lowerings, mla_queries
-    )
+def sample(op, name):
+    return op.sample_inputs(next(case for case in op.cases if case.name == name))
 
 
-@pytest.mark.parametrize(("where", "count"), CASES.items(), ids=["-".join(w) for w in CASES])
-def test_the_kernels_together_are_the_op(where, count, launches):
-    """And its plan names them. count: four chunks of keys take three each and one that merges."""
-    op = get_op(where[0])
-    a = op.sample_inputs(next(case for case in op.cases if case.name == where[1]))
-    planned = {spec.kernel for spec in op.plan_for(a, "sm90").specs}
-    exact = as_double(clone(a))
-    expected = op.reference(exact)
-    args, kwargs = op.split(a)
-    run = {"mla_prefill": "launch_mla_prefill", "mla_prefill_branch_fp8": "launch_mla_branch"}
-    out = getattr(mla_lowerings, run[op.name])(*args, **kwargs)
-    problem = op.tolerances[out.dtype].problem(out, expected)
-    assert problem is None, problem
-    for name in op.mutated:
-        if getattr(a, name) is not None:
-            torch.testing.assert_close(
-                getattr(a, name).double(), getattr(exact, name), rtol=2.0**-7, atol=2.0**-7
-            )
-    assert len(launches) == count
-    assert set(launches) == planned
+def kernels_of(program):
+    return [spec.kernel for spec in program.specs]
 
 
-def test_the_8_bit_core_is_the_op(launches):
+def test_the_8_bit_core_is_the_op():
+    """Its scales are filled in memory of the call's own, so that it can be repeated."""
     case = PrefillCase("narrow", weight="quantized", rank=128, attention_dtype=FP8)
     op = get_op("mla_prefill")
-    a = op.sample_inputs(case)
-    assert op.choose("cuda", a).lowering.name == "emitted_kernel"
+    a = replace(op.sample_inputs(case), k_scale=0.5)
     expected = op.reference(clone(a))
-    args, kwargs = op.split(a)
-    out = mla_lowerings.launch_mla_prefill(*args, **kwargs)
-    error = (out.float() - expected.float()).square().mean().sqrt()
+    program = interpret(op, a)
+    error = (program.outcome.result.float() - expected.float()).square().mean().sqrt()
     assert float(error / expected.float().square().mean().sqrt()) < 0.03
-    assert launches == ["mla_latents", "mla_up_projection", "mla_query", "mla_attention"]
+    assert kernels_of(program) == [
+        "mla_latents", "mla_up_projection", "mla_query", "mla_attention"
+    ]  # fmt: skip
+    assert program.repeatable
 
 
 ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
@@ -94,48 +64,85 @@ LIBRARY_CASES = {
 }  # fmt: skip
 
 
-def run_case(name, case, launches):
-    """Runs the op and compares result and plan with the reference's."""
-    op = get_op(name)
+def run_case(case):
+    """The program of a case, its result that of the reference and its plan the same kernels."""
+    op = get_op("mla_prefill_branch_fp8" if isinstance(case, BranchCase) else "mla_prefill")
     a = op.sample_inputs(case)
     expected = op.reference(as_double(clone(a)))
-    planned = {spec.kernel for spec in op.plan_for(a, "sm90").specs}
-    args, kwargs = op.split(a)
-    run = {"mla_prefill": "launch_mla_prefill", "mla_prefill_branch_fp8": "launch_mla_branch"}
-    out = getattr(mla_lowerings, run[name])(*args, **kwargs)
+    planned = op.plan_for(a, "sm90").specs
+    program = interpret(op, a, num_sms=SM90.num_sms)
+    out = program.outcome.result
     problem = op.tolerances[out.dtype].problem(out, expected)
     assert problem is None, problem
-    assert set(launches) == planned
+    assert planned == program.specs
+    return program
 
 
 @pytest.mark.parametrize(("case", "around"), LIBRARY_CASES.values(), ids=LIBRARY_CASES)
-def test_the_library_is_given_both_parts_of_keys_and_queries(case, around, launches, monkeypatch):
+def test_the_library_is_given_both_parts_of_keys_and_queries(case, around, monkeypatch):
     take_every_call(monkeypatch)
-    name = "mla_prefill_branch_fp8" if isinstance(case, BranchCase) else "mla_prefill"
-    run_case(name, case, launches)
-    assert {"mla_query", "mla_join", "mla_attention"} & set(launches) == around
+    kernels = kernels_of(run_case(case))
+    assert {"mla_query", "mla_join", "mla_attention"} & set(kernels) == around
+
+
+@pytest.mark.parametrize("mask", ["causal", "none"])
+def test_the_librarys_log_sum_exp_is_that_of_the_logits(mask, monkeypatch):
+    case = CoreCase("dense", (19,) * 2, (19,) * 2, nope=24, rope=8, dense=True)
+    a = call_of(with_options(case, mask=mask, out_dtype=torch.float16))
+    a = replace(a, k_rope=a.k_rope.contiguous())
+    machine = Interpreter(SM90)
+    with monkeypatch.context() as patched:
+        take_every_call(patched)
+        got = attend(a, machine)
+    assert machine.kernels == ["mla_join"]
+    for tensor, want in zip(got, exact(a), strict=True):
+        torch.testing.assert_close(tensor.double(), want, rtol=4e-3, atol=4e-3)
+
+
+def test_a_chip_without_a_record_has_no_library(monkeypatch):
+    take_every_call(monkeypatch)
+    op = get_op("mla_prefill")
+    target = replace(SM90, features=frozenset())
+    steps = steps_of(op, op.sample_inputs(LIBRARY_CASES["mla_prefill"][0]), target)
+    assert "mla_attention" in kernels_of(drive(steps, Planner(target), keep=True))
 
 
 @pytest.mark.parametrize("name", ["mla_prefill", "branch"])
-def test_one_sequence_without_a_prefix_is_dense(name, launches):
+def test_one_sequence_without_a_prefix_is_dense(name):
     """Its lengths are in the shapes."""
-    case, _ = LIBRARY_CASES[name]
-    run_case("mla_prefill" if name == "mla_prefill" else "mla_prefill_branch_fp8", case, launches)
-    assert "mla_attention" in launches
+    program = run_case(LIBRARY_CASES[name][0])
+    (core,) = [spec for spec in program.specs if spec.kernel == "mla_attention"]
+    assert core.constant("RAGGED") is False
 
 
-def test_memory_that_tma_cannot_reach_is_copied(launches):
+def test_memory_that_tma_cannot_reach_is_copied():
     op = get_op("mla_prefill")
-    a = op.sample_inputs(next(case for case in op.cases if case.name == "codes"))
+    a = sample(op, "codes")
     expected = op.reference(clone(a))
     moved = torch.empty(a.kv_b_weight.numel() + 1, dtype=a.kv_b_weight.dtype)[1:]
     moved = moved.view(a.kv_b_weight.shape).copy_(a.kv_b_weight)
     assert moved.data_ptr() % 16
-    args, kwargs = op.split(a)
-    args[3] = moved
-    out = mla_lowerings.launch_mla_prefill(*args, **kwargs)
+    out = interpret(op, replace(a, kv_b_weight=moved)).outcome.result
     problem = op.tolerances[out.dtype].problem(out, expected.double())
     assert problem is None, problem
+
+
+@pytest.mark.parametrize("name", ["kv_b_scale", "latent_scale"])
+def test_scales_that_are_not_whole_16_bytes_are_told_apart(name):
+    """A kernel for aligned ones would read them at wrong addresses."""
+    op = get_op("mla_prefill")
+    a = sample(op, "codes")
+    scale = getattr(a, name)
+    moved = torch.empty(scale.numel() + 1, dtype=scale.dtype)[1:].view(scale.shape).copy_(scale)
+
+    def aligned(arguments):
+        specs = op.plan_for(arguments, "sm90").specs
+        (spec,) = [spec for spec in specs if spec.kernel == "mla_up_projection"]
+        parameter = {"kv_b_scale": "weight_scale_ptr"}.get(name, f"{name}_ptr")
+        return parameter in spec.divisible16
+
+    assert aligned(replace(a, **{name: scale.clone()}))
+    assert not aligned(replace(a, **{name: moved}))
 
 
 @pytest.mark.parametrize("name", ["mla_prefill", "mla_prefill_branch_fp8"])
@@ -148,5 +155,62 @@ def test_scales_that_are_not_positive_are_the_references(name):
     assert "a scale of -0.5" in str(choice.rejected)
 
 
-def sample(op, name):
-    return op.sample_inputs(next(case for case in op.cases if case.name == name))
+class Counting(Interpreter):
+    """Runs no kernel; most: bytes of a call's own memory that were there at once."""
+
+    def __init__(self):
+        super().__init__(SM90, runs=False)
+        self.most = 0
+        self.made = weakref.WeakSet()
+
+    def perform(self, step):
+        answer = super().perform(step)
+        made = getattr(step, "makes", None) if not isinstance(step, Buffer) else step
+        if made is not None:
+            self.made.add(answer.untyped_storage())
+            self.most = max(self.most, sum(storage.nbytes() for storage in self.made))
+        return answer
+
+
+def most_memory(chunks):
+    """Of a call whose keys, 16 times as many as its queries, come in so many chunks."""
+    op = get_op("mla_prefill_branch_fp8")
+    case = BranchCase("many keys", new_tokens=(16,), cached_tokens=(240,), num_pages=40)
+    case = replace(case, buffer_size=-(-256 // chunks))
+    machine = Counting()
+    program = drive(steps_of(op, op.sample_inputs(case), machine.target), machine)
+    assert machine.kernels.count("mla_attention") == chunks
+    assert program.repeatable is (chunks == 1)
+    assert program.steps or chunks > 1
+    return machine.most
+
+
+def test_the_keys_of_a_chunk_are_freed_before_the_next_are_made():
+    whole, halves, quarters = (most_memory(chunks) for chunks in (1, 2, 4))
+    assert halves < 0.75 * whole
+    assert quarters < 0.75 * halves
+
+
+def test_every_chunk_has_its_kernels_and_one_merges():
+    """The report names each kernel once."""
+    op = get_op("mla_prefill_branch_fp8")
+    a = sample(op, "chunks")
+    program = drive(steps_of(op, a, SM90), Planner(SM90), keep=True)
+    one = ["mla_latents", "mla_up_projection", "mla_attention"]
+    assert kernels_of(program) == [*(4 * one), "mla_merge"]
+    report = op.plan_for(a, "sm90")
+    assert len(report.specs) == len(set(report.specs)) < len(program.specs)
+    assert set(report.specs) == set(program.specs)
+    assert report.reason.startswith("4 chunks of up-projection ")
+    assert report.reason.endswith(": mla_latents, mla_up_projection, mla_attention; merged")
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("mla_latent_store", "no_tokens"), ("mla_prefill", "no_tokens"),
+     ("mla_prefill_branch_fp8", "no_sequences")],
+)  # fmt: skip
+def test_a_call_without_tokens_is_planned_as_nothing(name, case):
+    op = get_op(name)
+    report = op.plan_for(sample(op, case), "sm100")
+    assert (report.name, report.specs) == ("nothing", ())
