@@ -35,7 +35,7 @@ STREAMED_K = 128
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """decode: of the kernel that dequantises all weights before a dense GEMM; None: the GEMM does."""
+    """decode: tiles of what dequantises all weights before a dense GEMM; None: the GEMM does."""
 
     gemm: GemmConfig
     decode: DequantizeConfig | None

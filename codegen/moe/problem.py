@@ -116,10 +116,12 @@ def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
     obstacle = gemm_obstacle(problem)
     if obstacle is not None or decoded:
         return obstacle
-    lower = problem.up if problem.up_first else problem.gate
-    read = {"down_weight": problem.down, "gate_weight or up_weight": lower}
-    if problem.distance is None:
-        read |= {"gate_weight": problem.gate, "up_weight": problem.up}
+    read: dict[str, WeightOperands | None] = {"down_weight": problem.down}
+    # Of one tensor that at the lower address is read; the other's rows lie at a distance from it.
+    if problem.distance is None or not problem.up_first:
+        read["gate_weight"] = problem.gate
+    if problem.distance is None or problem.up_first:
+        read["up_weight"] = problem.up
     for name, weight in read.items():
         if weight is not None and not weight.data.aligned:
             return f"{name}: its address is not a whole number of {TMA_BYTES} bytes"

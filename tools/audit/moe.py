@@ -122,8 +122,8 @@ def moe_cases(target: Target) -> list[AuditCase]:
     for model in MODELS:
         for weight_format in model.formats:
             cases += _fused_cases(model, target, weight_format)
-    cases += _fused_cases(MODELS[0], target, "dense", dtype=torch.float16)
-    cases += _fused_cases(MODELS[2], target, "fp8", activation_format="fp8")
+    cases += _fused_cases(MODELS[0], target, "dense", "fp16 ", dtype=torch.float16)
+    cases += _fused_cases(MODELS[2], target, "fp8", "by codes ", activation_format="fp8")
     for weight_format, dtype in (
         ("dense", torch.bfloat16), ("dense", torch.float16), ("fp8", torch.bfloat16),
     ):  # fmt: skip
@@ -134,13 +134,12 @@ def moe_cases(target: Target) -> list[AuditCase]:
 
 
 def _fused_cases(
-    model: Mixture, target: Target, weight_format: str, **options: Any
+    model: Mixture, target: Target, weight_format: str, words: str = "", **options: Any
 ) -> Iterator[AuditCase]:
-    words = " ".join(str(option).removeprefix("torch.") for option in options.values())
     for tokens in TOKEN_COUNTS:
         a = model.arguments(tokens, weight_format, **options)
         few = a.expert_ids.numel() <= MEMORY_BOUND_ROWS * model.num_experts
-        name = " ".join(["moe", model.name, weight_format, *words.split(), f"T={tokens}"])
+        name = f"moe {model.name} {weight_format} {words}T={tokens}"
         yield from _planned(name, moe.OP, a, target, memory_bound=few)
 
 
