@@ -54,27 +54,25 @@ class Chosen:
 
 
 @cache
-def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> Chosen:
-    """Plan and kernels for up to `num_rows` rows."""
-    return kernels_of(problem, plan_grouped(problem, num_rows, target), target.name)
-
-
-def kernels_of(problem: GroupedProblem, plan: GroupedPlan, target: str) -> Chosen:
-    """The kernels of a plan."""
+def chosen(
+    problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None = None
+) -> Chosen:
+    """The kernels for up to `num_rows` rows. plan: in place of the planner's."""
+    plan = plan or plan_grouped(problem, num_rows, target)
     if isinstance(plan.gemm, CodesConfig):
-        return Chosen(plan, down_codes_spec(problem, plan.gemm, target))
+        return Chosen(plan, down_codes_spec(problem, plan.gemm, target.name))
     if isinstance(plan.gemm, ScaledConfig):
-        return Chosen(plan, grouped_scaled_spec(problem, plan.gemm, target))
+        return Chosen(plan, grouped_scaled_spec(problem, plan.gemm, target.name))
     if plan.decode is None:
-        return Chosen(plan, grouped_spec(problem, plan.gemm, target))
-    decode = dequantize_spec(problem, plan.decode, target)
-    return Chosen(plan, grouped_spec(problem.dequantized(), plan.gemm, target), decode)
+        return Chosen(plan, grouped_spec(problem, plan.gemm, target.name))
+    decode = dequantize_spec(problem, plan.decode, target.name)
+    return Chosen(plan, grouped_spec(problem.dequantized(), plan.gemm, target.name), decode)
 
 
 def grouped_matmul_steps(
     a: GroupedMatmulArguments, target: Target, plan: GroupedPlan | None = None
 ) -> Steps:
-    """The steps of a call. plan: in place of the one that is chosen."""
+    """The steps of a call. plan: in place of the planner's."""
     result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
     if not (is_aligned(a.x) and is_aligned(a.weight)):
         a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
@@ -86,10 +84,7 @@ def grouped_matmul_steps(
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "no rows, columns or groups, nothing is launched")
     problem = grouped_problem(a)
-    if plan is None:
-        made = chosen(problem, next_power_of_2(a.x.shape[0]), target)
-    else:
-        made = kernels_of(problem, plan, target.name)
+    made = chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
     weight = {"weight_ptr": a.weight, "scale_ptr": a.weight_scale}
     if made.decode is not None and made.plan.decode is not None:
         decoded = yield Buffer(a.experts.shape, a.x.dtype)

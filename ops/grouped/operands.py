@@ -47,15 +47,22 @@ def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
 
 def grouped_problem(a: Any) -> GroupedProblem:
     """The problem of a call; `a` is a GroupedMatmulArguments. Metadata and addresses only."""
-    num_experts, rows, inner = a.experts.shape
-    scale, ids = a.x_scale, a.expert_ids
+    weight, scale, ids = a.experts, a.x_scale, a.expert_ids
+    num_experts, rows, inner = weight.shape
     return GroupedProblem(
         num_groups=a.ends.shape[0],
         num_experts=num_experts,
         rows=rows,
         inner=inner,
         x=operand(a.x, a.x.stride(0)),
-        weight=weight_operands(a.experts, a.bias),
+        weight=weight_operands(
+            a.weight,
+            a.weight_format,
+            scale_block(weight),
+            a.weight_scale,
+            a.weight_expert_scale,
+            a.bias,
+        ),
         ends=index_operand(a.group_offsets),
         out=Operand(TRITON_TYPES[a.result_dtype]),
         x_scale=None if scale is None else operand(scale, *scale.stride()),
@@ -68,16 +75,26 @@ def index_operand(tensor: torch.Tensor) -> Operand:
     return Operand(TRITON_TYPES[tensor.dtype], aligned=False)
 
 
-def weight_operands(weight: ExpertWeight, bias: torch.Tensor | None) -> WeightOperands:
+def weight_operands(
+    data: torch.Tensor,
+    form: str,
+    block: tuple[int, int],
+    scale: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> WeightOperands:
     """A weight [E, N, K] as kernels see it. K counts as contiguous where both N and K could."""
-    expert, row, column = weight.data.stride()
-    strides = (expert, row, 1) if column == 1 else (expert, 1, column)
-    scale, factor = weight.scale, weight.expert_scale
+    expert, row, column = data.stride()
     return WeightOperands(
-        data=operand(weight.data, *strides),
-        format=weight.format,
-        scale_block=(1, 1) if scale is None else weight.block,
-        scale=None if scale is None else operand(scale, *scale.stride()),
-        factor=operand(factor),
-        bias=None if bias is None else operand(bias, *bias.stride()),
+        operand(data, *((expert, row, 1) if column == 1 else (expert, 1, column))),
+        form,
+        block,
+        None if scale is None else operand(scale, *scale.stride()),
+        operand(factor),
+        None if bias is None else operand(bias, *bias.stride()),
     )
+
+
+def scale_block(weight: ExpertWeight) -> tuple[int, int]:
+    """Rows and columns that share a scale; of weights without scales (1, 1)."""
+    return (1, 1) if weight.scale is None else weight.block

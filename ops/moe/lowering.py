@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.lowering import as_words, reference_steps
 from tilewright.ops.moe.moe import FusedMoeArguments, reference
-from tilewright.ops.moe.operands import lower_weight, moe_problem, up_distance
+from tilewright.ops.moe.operands import moe_problem, up_distance
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Parts of scratch memory begin at whole multiples of this.
@@ -47,17 +48,27 @@ Kernels = dict[str, KernelSpec]
 Memory = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A plan and its kernels by what they do. obstacle: why they cannot take a call after all."""
+
+    plan: MoePlan
+    kernels: Kernels
+    obstacle: str | None
+
+
 @cache
 def chosen(
-    problem: MoeProblem, num_tokens: int, target: Target
-) -> tuple[MoePlan, dict[str, KernelSpec]]:
-    """Plan and kernels for up to `num_tokens` tokens."""
-    plan = plan_moe(problem, num_tokens, target)
-    return plan, kernels_of(problem, plan, target.name)
+    problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | None = None
+) -> Chosen:
+    """The kernels for up to `num_tokens` tokens. plan: in place of the planner's."""
+    plan = plan or plan_moe(problem, num_tokens, target)
+    obstacle = address_obstacle(problem, decoded=plan.decode is not None)
+    return Chosen(plan, kernels_of(problem, plan, target.name), obstacle)
 
 
-def kernels_of(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
-    """The kernels of a plan by what they do."""
+def kernels_of(problem: MoeProblem, plan: MoePlan, target: str) -> Kernels:
+    """The kernels of a plan."""
     made = {}
     if plan.decode:
         for name, weight in decoded_weights(problem).items():
@@ -81,23 +92,20 @@ def kernels_of(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, Ker
 
 
 def fused_moe_steps(a: FusedMoeArguments, target: Target, plan: MoePlan | None = None) -> Steps:
-    """The steps of a call. plan: in place of the one that is chosen."""
+    """The steps of a call. plan: in place of the planner's."""
     result = Buffer(a.x.shape, a.x.dtype)
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
         out = yield result
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "no routes, nothing is launched")
     problem, num_routes = moe_problem(a), a.expert_ids.numel()
-    if plan is None:
-        plan, kernels = chosen(problem, next_power_of_2(a.x.shape[0]), target)
-    else:
-        kernels = kernels_of(problem, plan, target.name)
-    obstacle = address_obstacle(problem, decoded=plan.decode is not None)
-    if obstacle is not None:
-        return (yield from reference_steps(partial(reference, a), result, obstacle))
+    made = chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
+    plan, kernels = made.plan, made.kernels
+    if made.obstacle is not None:
+        return (yield from reference_steps(partial(reference, a), result, made.obstacle))
     out = yield result
     memory = yield from _scratch(_sizes(a, problem, plan, target))
-    gate_up, down = _weights(a)
+    gate_up, down = _weights(a, problem)
     if plan.decode:
         decoded = yield from _dequantize(a, problem, plan.decode, kernels, memory["decoded"])
         gate_up["weight_ptr"], down["weight_ptr"] = decoded
@@ -144,11 +152,12 @@ def fused_moe_steps(a: FusedMoeArguments, target: Target, plan: MoePlan | None =
     return Outcome(out, "grouped kernels", plan.reason)
 
 
-def _weights(a: FusedMoeArguments) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the two GEMMs read of the weights, by the kernels' parameter names."""
+def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the two GEMMs read of the weights, by the kernels' parameter names. Of gate and up that
+    at the lower address is given; the other's rows lie at a distance from it."""
     gate_up = {
-        "weight_ptr": lower_weight(a),
-        "distance": abs(up_distance(a)),
+        "weight_ptr": a.up_weight if problem.up_first else a.gate_weight,
+        "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,
         "gate_scale_ptr": a.gate_scale,
         "up_scale_ptr": a.up_scale,
         "gate_factor_ptr": contiguous(a.gate_expert_scale),
@@ -189,8 +198,8 @@ def _sort(
     grids = specs.sort_grids(problem, plan.order, routes["num_routes"])
     values = {
         **routes,
-        "counts_ptr": memory["counts"],
-        "total_ptr": memory["total"],
+        "counts_ptr": memory.get("counts"),
+        "total_ptr": memory.get("total"),
         "num_chunks": grids["count"][0],
     }
     for name, grid in grids.items():
@@ -223,16 +232,17 @@ def _sizes(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Elements of each part of a call's scratch memory."""
     num_routes, dtype, up = a.expert_ids.numel(), a.x.dtype, plan.up
-    (num_chunks,) = specs.sort_grids(problem, plan.order, num_routes)["count"]
     made = {
-        "counts": (num_chunks * problem.experts, torch.int32),
-        "total": (problem.experts, torch.int32),
         "order": (num_routes, torch.int32),
         # The second half is for the first block of each expert.
         "ends": (2 * problem.num_experts, torch.int32),
         "hidden": (num_routes * problem.inner, dtype),
         "y": (num_routes * problem.hidden, dtype),
     }
+    if plan.order.counted:
+        (num_chunks,) = specs.sort_grids(problem, plan.order, num_routes)["count"]
+        made["counts"] = (num_chunks * problem.experts, torch.int32)
+        made["total"] = (problem.experts, torch.int32)
     if plan.decode:
         num_decoded = len(decoded_weights(problem))
         made["decoded"] = (num_decoded * decoded_elements(problem), dtype)

@@ -8,7 +8,7 @@ import torch
 
 from tilewright.codegen.grouped.plan import block_k_obstacle
 from tilewright.codegen.moe.problem import MoeProblem, gemm_obstacle
-from tilewright.ops.grouped.operands import KERNEL_DTYPES, scattered, weight_operands
+from tilewright.ops.grouped.operands import KERNEL_DTYPES, scale_block, scattered, weight_operands
 from tilewright.ops.runtime.operands import operand
 
 
@@ -48,14 +48,17 @@ def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def moe_problem(a: Any) -> MoeProblem:
     """The problem of a call; `a` is a FusedMoeArguments. Metadata and addresses only."""
-    weights = {name: a.experts(name) for name in ("gate", "up", "down")}
-    num_experts, inner, hidden = weights["gate"].shape
-    gate, up, down = (
-        None if weight is None else weight_operands(weight, getattr(a, f"{name}_bias"))
-        for name, weight in weights.items()
+    gate_weight, form = a.experts("gate"), a.weight_format
+    (num_experts, inner, hidden), block = gate_weight.shape, scale_block(gate_weight)
+    gate = weight_operands(
+        a.gate_weight, form, block, a.gate_scale, a.gate_expert_scale, a.gate_bias
     )
-    assert gate is not None
-    assert down is not None
+    up = None
+    if a.up_weight is not None:
+        up = weight_operands(a.up_weight, form, block, a.up_scale, a.up_expert_scale, a.up_bias)
+    down = weight_operands(
+        a.down_weight, form, block, a.down_scale, a.down_expert_scale, a.down_bias
+    )
     distance = up_distance(a)
     interleaved = up is not None and _interleaved(a.gate_weight, abs(distance))
     one = up is None or one_storage(a.gate_weight, a.up_weight)
@@ -98,11 +101,6 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     if address != other.untyped_storage().data_ptr():
         return False
     return address != 0 or one.storage_offset() != other.storage_offset()
-
-
-def lower_weight(a: Any) -> torch.Tensor:
-    """The gate or up weight, whichever lies at the lower address."""
-    return a.gate_weight if a.up_weight is None or up_distance(a) >= 0 else a.up_weight
 
 
 def _interleaved(gate: torch.Tensor, distance: int) -> bool:
