@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -44,29 +44,22 @@ from tilewright.ops.runtime.program import (
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The kernels of a call. decode: dequantises the weights first; None: the GEMM does."""
-
-    plan: GroupedPlan
-    gemm: KernelSpec
-    decode: KernelSpec | None = None
-
-
 @cache
-def chosen(
-    problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None = None
-) -> Chosen:
-    """The kernels for up to `num_rows` rows. plan: in place of the planner's."""
+def _chosen(
+    problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
+) -> tuple[GroupedPlan, KernelSpec | None, KernelSpec]:
+    """For up to `num_rows` rows: plan, what dequantises the weights, where they are before, GEMM.
+    plan: in place of the planner's."""
     plan = plan or plan_grouped(problem, num_rows, target)
     if isinstance(plan.gemm, CodesConfig):
-        return Chosen(plan, down_codes_spec(problem, plan.gemm, target.name))
+        return plan, None, down_codes_spec(problem, plan.gemm, target.name)
     if isinstance(plan.gemm, ScaledConfig):
-        return Chosen(plan, grouped_scaled_spec(problem, plan.gemm, target.name))
-    if plan.decode is None:
-        return Chosen(plan, grouped_spec(problem, plan.gemm, target.name))
-    decode = dequantize_spec(problem, plan.decode, target.name)
-    return Chosen(plan, grouped_spec(problem.dequantized(), plan.gemm, target.name), decode)
+        return plan, None, grouped_scaled_spec(problem, plan.gemm, target.name)
+    decode = None
+    if plan.decode is not None:
+        decode = dequantize_spec(problem, plan.decode, target.name)
+        problem = problem.dequantized()
+    return plan, decode, grouped_spec(problem, plan.gemm, target.name)
 
 
 def grouped_matmul_steps(
@@ -84,26 +77,26 @@ def grouped_matmul_steps(
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "no rows, columns or groups, nothing is launched")
     problem = grouped_problem(a)
-    made = chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
+    plan, decode, gemm = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
     weight = {"weight_ptr": a.weight, "scale_ptr": a.weight_scale}
-    if made.decode is not None and made.plan.decode is not None:
+    if decode is not None and plan.decode is not None:
         decoded = yield Buffer(a.experts.shape, a.x.dtype)
-        grid = dequantize_grid(problem, made.plan.decode)
-        yield Launch(made.decode, grid, weight | {"out_ptr": decoded})
+        grid = dequantize_grid(problem, plan.decode)
+        yield Launch(decode, grid, weight | {"out_ptr": decoded})
         weight = {"weight_ptr": decoded}
     values = {
         "x_ptr": a.x,
         "x_scale_ptr": a.x_scale,
         "ends_ptr": contiguous(a.ends),
         "expert_ids_ptr": contiguous(a.expert_ids),
-        **as_words(weight, problem.weight, made.plan.gemm),
+        **as_words(weight, problem.weight, plan.gemm),
         "factor_ptr": contiguous(a.weight_expert_scale),
         "bias_ptr": a.bias,
         "y_ptr": out,
         "num_rows": a.x.shape[0],
     }
-    yield Launch(made.gemm, gemm_grid(made.plan.gemm, target.num_sms), values)
-    return Outcome(out, "grouped kernel", made.plan.reason)
+    yield Launch(gemm, gemm_grid(plan.gemm, target.num_sms), values)
+    return Outcome(out, "grouped kernel", plan.reason)
 
 
 def _for_tma(tensor: torch.Tensor) -> torch.Tensor:

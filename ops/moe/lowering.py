@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -25,11 +25,18 @@ from tilewright.codegen.grouped.specs import (
     dequantize_spec,
     gemm_grid,
 )
-from tilewright.codegen.moe import specs
 from tilewright.codegen.moe.decode import decoded_elements, decoded_problem, decoded_weights
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.moe.problem import MoeProblem, address_obstacle
 from tilewright.codegen.moe.scaled_specs import down_scaled_problem, up_scaled_spec
+from tilewright.codegen.moe.specs import (
+    combine_grid,
+    combine_spec,
+    down_spec,
+    sort_grids,
+    sort_specs,
+    up_spec,
+)
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
@@ -46,37 +53,33 @@ QUANTIZE = QuantizeConfig()
 Kernels = dict[str, KernelSpec]
 # Parts of a call's scratch memory by name.
 Memory = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A plan and its kernels by what they do. obstacle: why they cannot take a call after all."""
-
-    plan: MoePlan
-    kernels: Kernels
-    obstacle: str | None
+Sizes = dict[str, tuple[int, torch.dtype]]
+# Arguments of launches by parameter name.
+Values = dict[str, Any]
+Launches = Generator[Step, Any, None]
 
 
 @cache
-def chosen(
-    problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | None = None
-) -> Chosen:
-    """The kernels for up to `num_tokens` tokens. plan: in place of the planner's."""
+def _chosen(
+    problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | None
+) -> tuple[MoePlan, Kernels, str | None]:
+    """For up to `num_tokens` tokens: plan, kernels, and why they cannot take the call after all.
+    plan: in place of the planner's."""
     plan = plan or plan_moe(problem, num_tokens, target)
     obstacle = address_obstacle(problem, decoded=plan.decode is not None)
-    return Chosen(plan, kernels_of(problem, plan, target.name), obstacle)
+    return plan, _kernels(problem, plan, target.name), obstacle
 
 
-def kernels_of(problem: MoeProblem, plan: MoePlan, target: str) -> Kernels:
-    """The kernels of a plan."""
+def _kernels(problem: MoeProblem, plan: MoePlan, target: str) -> Kernels:
+    """The kernels of a plan, by what they do."""
     made = {}
     if plan.decode:
         for name, weight in decoded_weights(problem).items():
             made[f"decode {name}"] = dequantize_spec(weight, plan.decode, target)
         problem = decoded_problem(problem)
     if not plan.by_route:
-        made |= specs.sort_specs(problem, plan.order, target)
-    made["combine"] = specs.combine_spec(problem, plan.combine, target)
+        made |= sort_specs(problem, plan.order, target)
+    made["combine"] = combine_spec(problem, plan.combine, target)
     up, down = plan.up, plan.down
     if isinstance(up, ScaledConfig) and isinstance(down, ScaledConfig):
         hidden = Operand(problem.dtype, (problem.inner,))
@@ -86,9 +89,8 @@ def kernels_of(problem: MoeProblem, plan: MoePlan, target: str) -> Kernels:
             "quantize hidden": quantize_rows_spec(hidden, problem.inner, QUANTIZE, target),
             "down": grouped_scaled_spec(down_scaled_problem(problem), down, target),
         }
-    order = order_of(problem.down, down)
-    made["up"] = specs.up_spec(problem, up, target, order)
-    return made | {"down": specs.down_spec(problem, down, target)}
+    made["up"] = up_spec(problem, up, target, order_of(problem.down, down))
+    return made | {"down": down_spec(problem, down, target)}
 
 
 def fused_moe_steps(a: FusedMoeArguments, target: Target, plan: MoePlan | None = None) -> Steps:
@@ -98,63 +100,68 @@ def fused_moe_steps(a: FusedMoeArguments, target: Target, plan: MoePlan | None =
         out = yield result
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "no routes, nothing is launched")
-    problem, num_routes = moe_problem(a), a.expert_ids.numel()
-    made = chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
-    plan, kernels = made.plan, made.kernels
-    if made.obstacle is not None:
-        return (yield from reference_steps(partial(reference, a), result, made.obstacle))
+    problem = moe_problem(a)
+    plan, kernels, obstacle = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
+    if obstacle is not None:
+        return (yield from reference_steps(partial(reference, a), result, obstacle))
     out = yield result
     memory = yield from _scratch(_sizes(a, problem, plan, target))
-    gate_up, down = _weights(a, problem)
-    if plan.decode:
-        decoded = yield from _dequantize(a, problem, plan.decode, kernels, memory["decoded"])
-        gate_up["weight_ptr"], down["weight_ptr"] = decoded
+    yield from _launches(_Call(a, problem, plan, kernels, memory), out, target.num_sms)
+    return Outcome(out, "grouped kernels", plan.reason)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call with its kernels, and with scratch memory for them."""
+
+    a: FusedMoeArguments
+    problem: MoeProblem
+    plan: MoePlan
+    kernels: Kernels
+    memory: Memory
+
+
+def _launches(call: _Call, out: torch.Tensor, num_sms: int) -> Launches:
+    """From tokens to `out`."""
+    num_tokens, num_routes, memory = call.a.x.shape[0], call.a.expert_ids.numel(), call.memory
+    gate_up, down = _weights(call.a, call.problem)
+    if call.plan.decode is not None:
+        yield from _dequantize(call, call.plan.decode, gate_up, down)
+    if call.problem.coded_rows:
+        yield _quantize(call, "x", call.a.x)
     routes = {
-        "ids_ptr": contiguous(a.expert_ids),
+        "ids_ptr": contiguous(call.a.expert_ids),
         "order_ptr": memory["order"],
         "ends_ptr": memory["ends"],
         "num_routes": num_routes,
         "num_rows": num_routes,
+        "num_tokens": num_tokens,
     }
-    if problem.coded_rows:
-        yield _quantize(kernels["quantize x"], a.x, memory, "x")
-    if not plan.by_route:
-        yield from _sort(problem, plan, kernels, memory, routes)
-    coded_by_up = isinstance(plan.up, ScaledConfig) and plan.up.codes
-    first = {
-        **_rows(memory, "x", a.x),
-        **routes,
-        **as_words(gate_up, problem.gate, plan.up),
+    if not call.plan.by_route:
+        yield from _sort(call, routes)
+    coded_by_up = isinstance(call.plan.up, ScaledConfig) and call.plan.up.codes
+    hidden = {
         "hidden_ptr": memory["hidden_codes" if coded_by_up else "hidden"],
         "hidden_scale_ptr": memory.get("hidden_scale"),
         "tile_ptr": memory.get("tile"),
     }
-    yield Launch(kernels["up"], gemm_grid(plan.up, target.num_sms), first)
-    if problem.coded_rows and not coded_by_up:
-        hidden = memory["hidden"].view(num_routes, -1)
-        yield _quantize(kernels["quantize hidden"], hidden, memory, "hidden")
-    second = {
-        **_rows(memory, "hidden", memory["hidden"]),
-        **routes,
-        **as_words(down, problem.down, plan.down),
-        "y_ptr": memory["y"],
-    }
-    yield Launch(kernels["down"], gemm_grid(plan.down, target.num_sms), second)
-    last = {
-        **routes,
-        "y_ptr": memory["y"],
-        "weights_ptr": a.expert_weights,
-        "out_ptr": out,
-        "num_tokens": a.x.shape[0],
-    }
-    grid = specs.combine_grid(problem, plan.combine, a.x.shape[0])
-    yield Launch(kernels["combine"], grid, last)
-    return Outcome(out, "grouped kernels", plan.reason)
+    gate_up = as_words(gate_up, call.problem.gate, call.plan.up)
+    values = {**_rows(memory, "x", call.a.x), **routes, **gate_up, **hidden}
+    yield Launch(call.kernels["up"], gemm_grid(call.plan.up, num_sms), values)
+    if call.problem.coded_rows and not coded_by_up:
+        yield _quantize(call, "hidden", memory["hidden"].view(num_routes, -1))
+    down = as_words(down, call.problem.down, call.plan.down)
+    y = {"y_ptr": memory["y"]}
+    values = {**_rows(memory, "hidden", memory["hidden"]), **routes, **down, **y}
+    yield Launch(call.kernels["down"], gemm_grid(call.plan.down, num_sms), values)
+    values = {**routes, **y, "weights_ptr": call.a.expert_weights, "out_ptr": out}
+    grid = combine_grid(call.problem, call.plan.combine, num_tokens)
+    yield Launch(call.kernels["combine"], grid, values)
 
 
-def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the two GEMMs read of the weights, by the kernels' parameter names. Of gate and up that
-    at the lower address is given; the other's rows lie at a distance from it."""
+def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]:
+    """What the two GEMMs read of the weights. Of gate and up that at the lower address is given:
+    the other's rows lie at a distance from it."""
     gate_up = {
         "weight_ptr": a.up_weight if problem.up_first else a.gate_weight,
         "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,
@@ -174,63 +181,51 @@ def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[dict[str, Any],
     return gate_up, down
 
 
-def _rows(memory: Memory, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Values) -> Launches:
+    """gate_up, down get the dequantised weights, of which up's follow gate's without a gap."""
+    weights = decoded_weights(call.problem)
+    parts = call.memory["decoded"].view(len(weights), -1)
+    for (name, weight), part in zip(weights.items(), parts, strict=True):
+        data, scale = getattr(call.a, f"{name}_weight"), getattr(call.a, f"{name}_scale")
+        values = {"weight_ptr": data, "scale_ptr": scale, "out_ptr": part}
+        yield Launch(call.kernels[f"decode {name}"], dequantize_grid(weight, config), values)
+    gate_up["weight_ptr"], down["weight_ptr"] = parts[0], parts[-1]
+
+
+def _quantize(call: _Call, name: str, rows: torch.Tensor) -> Launch:
+    """name: "x" or "hidden"."""
+    num_rows, columns = rows.shape
+    values = {
+        "x_ptr": rows,
+        "codes_ptr": call.memory[f"{name}_codes"],
+        "scale_ptr": call.memory[f"{name}_scale"],
+        "num_rows": num_rows,
+    }
+    grid = quantize_rows_grid(columns, QUANTIZE, num_rows)
+    return Launch(call.kernels[f"quantize {name}"], grid, values)
+
+
+def _rows(memory: Memory, name: str, rows: torch.Tensor) -> Values:
     """Rows as a GEMM reads them: their codes where the call quantises them."""
     codes = memory.get(f"{name}_codes")
     return {"x_ptr": rows if codes is None else codes, "x_scale_ptr": memory.get(f"{name}_scale")}
 
 
-def _quantize(spec: KernelSpec, rows: torch.Tensor, memory: Memory, name: str) -> Launch:
-    num_rows, columns = rows.shape
-    values = {
-        "x_ptr": rows,
-        "codes_ptr": memory[f"{name}_codes"],
-        "scale_ptr": memory[f"{name}_scale"],
-        "num_rows": num_rows,
-    }
-    return Launch(spec, quantize_rows_grid(columns, QUANTIZE, num_rows), values)
-
-
-def _sort(
-    problem: MoeProblem, plan: MoePlan, kernels: Kernels, memory: Memory, routes: dict[str, Any]
-) -> Generator[Step, Any, None]:
+def _sort(call: _Call, routes: Values) -> Launches:
     """Fills order and ends: the routes of each expert, one expert after the other."""
-    grids = specs.sort_grids(problem, plan.order, routes["num_routes"])
-    values = {
-        **routes,
-        "counts_ptr": memory.get("counts"),
-        "total_ptr": memory.get("total"),
-        "num_chunks": grids["count"][0],
-    }
+    grids = sort_grids(call.problem, call.plan.order, routes["num_routes"])
+    counts = {"counts_ptr": call.memory.get("counts"), "total_ptr": call.memory.get("total")}
+    values = {**routes, **counts, "num_chunks": grids["count"][0]}
     for name, grid in grids.items():
-        if name in kernels:
-            yield Launch(kernels[name], grid, values)
-
-
-def _dequantize(
-    a: FusedMoeArguments,
-    problem: MoeProblem,
-    config: DequantizeConfig,
-    kernels: Kernels,
-    memory: torch.Tensor,
-) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
-    """The dequantised weights of gate, which up's follow without a gap, and of down."""
-    weights = decoded_weights(problem)
-    parts = memory.view(len(weights), -1)
-    for (name, weight), part in zip(weights.items(), parts, strict=True):
-        data, scale = getattr(a, f"{name}_weight"), getattr(a, f"{name}_scale")
-        values = {"weight_ptr": data, "scale_ptr": scale, "out_ptr": part}
-        yield Launch(kernels[f"decode {name}"], dequantize_grid(weight, config), values)
-    return parts[0], parts[-1]
+        if name in call.kernels:
+            yield Launch(call.kernels[name], grid, values)
 
 
 # --- scratch memory -------------------------------------------------------------------------------
 
 
-def _sizes(
-    a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target
-) -> dict[str, tuple[int, torch.dtype]]:
-    """Elements of each part of a call's scratch memory."""
+def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target) -> Sizes:
+    """Elements and dtype of each part of a call's scratch memory."""
     num_routes, dtype, up = a.expert_ids.numel(), a.x.dtype, plan.up
     made = {
         "order": (num_routes, torch.int32),
@@ -240,7 +235,7 @@ def _sizes(
         "y": (num_routes * problem.hidden, dtype),
     }
     if plan.order.counted:
-        (num_chunks,) = specs.sort_grids(problem, plan.order, num_routes)["count"]
+        (num_chunks,) = sort_grids(problem, plan.order, num_routes)["count"]
         made["counts"] = (num_chunks * problem.experts, torch.int32)
         made["total"] = (problem.experts, torch.int32)
     if plan.decode:
@@ -259,9 +254,7 @@ def _sizes(
     return made
 
 
-def _scratch(
-    sizes: Mapping[str, tuple[int, torch.dtype]],
-) -> Generator[Step, Any, dict[str, torch.Tensor]]:
+def _scratch(sizes: Sizes) -> Generator[Step, Any, Memory]:
     """Flat tensors by name, all parts of one buffer."""
     bounds = [0]
     for count, dtype in sizes.values():
