@@ -29,7 +29,7 @@ from tilewright.codegen.lora.specs import (
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.formats.row_groups import dense
+from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.lora.expand import ExpandArguments, result_shapes
 from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
@@ -159,7 +159,7 @@ def library_steps(
     else:
         made = yield Buffer((num_rows, columns), x.dtype)
         yield Library(_product, (x, weight, made))
-        offsets = dense(a.a_offsets)
+        offsets = contiguous(a.a_offsets)
         values = {"rows_ptr": made, "offsets_ptr": offsets, "out_ptr": out, "num_rows": num_rows}
         spec = _planes_spec(problem, target.name)
         yield Launch(spec, planes_grid(problem, num_rows), values)

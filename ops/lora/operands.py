@@ -17,7 +17,7 @@ from tilewright.codegen.lora.problem import (
     ShrinkProblem,
 )
 from tilewright.codegen.operand import Operand
-from tilewright.ops.formats.row_groups import dense
+from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.lora.expand import ExpandArguments
 from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments
@@ -64,8 +64,8 @@ def row_form(a: Any, counts: RowCounts, values: Values, num_adapters: int) -> Ro
 def row_values(a: Any, counts: RowCounts) -> Values:
     """Tensors and counts of the rows."""
     return {
-        "ids_ptr": dense(a.expert_ids),
-        "offsets_ptr": dense(a.a_offsets),
+        "ids_ptr": contiguous(a.expert_ids),
+        "offsets_ptr": contiguous(a.a_offsets),
         "num_rows": counts.num_rows,
         "total_rows": counts.total_rows,
         "num_groups": counts.groups,
@@ -95,7 +95,11 @@ def expand_problem(
     a: ExpandArguments, counts: RowCounts, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[ExpandProblem, Values]:
     """The problem of a call that fills `outputs`, and its values."""
-    values: Values = {"s_ptr": a.s, "scales_ptr": dense(a.scales), "s_plane_stride": a.s.stride(0)}
+    values: Values = {
+        "s_ptr": a.s,
+        "scales_ptr": contiguous(a.scales),
+        "s_plane_stride": a.s.stride(0),
+    }
     values |= row_values(a, counts)
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     parts: list[Projection] = []

@@ -77,22 +77,9 @@ EDGES = {
 }
 # What lies in a family's folder and belongs into a shared room: taken by others all the same.
 MISPLACED = {
-    "tilewright.codegen.moe.specs": {
-        "MoeProblem",
-        "cdiv",
-        "down_problem",
-        "up_arguments",
-        "up_constants",
-        "up_problem",
-    },
-    "tilewright.codegen.qkv.heads": {"ELEMENT_BYTES", "cdiv", "next_power_of_2"},
-    "tilewright.ops.moe.cases": {"quantize_weight"},
-    "tilewright.ops.moe.lowering": {"as_words"},
-    "tilewright.ops.moe.operands": {"KERNEL_DTYPES", "expert_layout", "scattered"},
     "tilewright.ops.qkv.library": {"weight_rows"},
-    "tilewright.ops.qkv.lowering": {"device_target"},
     "tilewright.ops.qkv.obstacles": {"ONE_ROUNDING", "TOLERANCES"},
-    "tilewright.ops.qkv.operands": {"TRITON_TYPES", "address_tensors", "unaligned"},
+    "tilewright.ops.qkv.operands": {"address_tensors", "unaligned"},
     "tilewright.ops.qkv.samples": {"AttentionCase", "Sampler", "sample_table"},
 }
 
