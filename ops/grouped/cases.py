@@ -9,7 +9,7 @@ import torch
 
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.moe.cases import quantize_weight
-from tilewright.ops.qkv.samples import Sampler
+from tilewright.ops.sampling import Sampler
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from tilewright.codegen.lora.library_plan import (
 from tilewright.codegen.lora.shrink_specs import ShrinkProblem
 from tilewright.codegen.lora.specs import RowCounts
 from tilewright.codegen.spec import KernelSpec
+from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.lora.shrink import ShrinkArguments
-from tilewright.ops.qkv.library import weight_rows
 from tilewright.ops.runtime.launch import launch
 from tilewright.ops.runtime.recording import call_library, noted_scratch
 

@@ -12,11 +12,12 @@ from tilewright.codegen.mla.key_specs import (
     LatentProblem,
     UpProblem,
 )
+from tilewright.ops.cache.addressing import address_tensors
 from tilewright.ops.mla.attention_operands import paired
 from tilewright.ops.mla.checks import FP8, widths
 from tilewright.ops.mla.keys import sequences
 from tilewright.ops.mla.latents import cache_views
-from tilewright.ops.qkv.operands import address_tensors, unaligned
+from tilewright.ops.qkv.operands import unaligned
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.recording import noted_scratch
 
