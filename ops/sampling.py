@@ -9,21 +9,28 @@ import torch
 
 
 class Sampler:
-    """Random tensors on one device, the same for the same seed whatever the device."""
+    """Random tensors on one device, the same for the same seed whatever the device; on the meta
+    device nothing is drawn."""
 
     def __init__(self, device: str | torch.device, seed: int) -> None:
         self.device = torch.device(device)
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=self.device)
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
         return values.to(dtype).to(self.device)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
         return torch.randint(low, high, shape, generator=self.generator).to(self.device)
 
     def scales(self, *shape: int, size: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Numbers from size to 2 size."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=self.device)
         values = torch.rand(shape, generator=self.generator, dtype=torch.float64) + 1
         return (values * size).to(dtype).to(self.device)
 

@@ -161,12 +161,12 @@ def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.
     caches = [a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
     for written in caches:
         written.zero_()
-    q = reference(a) if choice is None else run(a, choice, _Marking(a.x.device))
+    q = reference(a) if choice is None else run(a, choice, NanMemory(a.x.device))
     return [t.float() for t in (q, *caches)]
 
 
-class _Marking(Gpu):
-    """New memory holds NaN, so that what a lowering leaves out shows."""
+class NanMemory(Gpu):
+    """A GPU whose new memory holds NaN, so that what a lowering leaves out shows."""
 
     def perform(self, step: Step) -> Any:
         answer = super().perform(step)
