@@ -119,7 +119,7 @@ def _library(
         made = []
         for weight in weights:
             made.append((yield from project(x, weight)))
-    q, k, v = (*made, None)[:3]
+    q, k, v = made[0], made[1], made[2] if len(made) == 3 else None
     assert choice.epilogue is not None
     after = epilogue_problem(q, k, v, problem.epilogue)
     spec = cached_epilogue_spec(after, choice.epilogue, target.name)

@@ -143,7 +143,7 @@ def arguments(case: AttentionCase) -> FusedQkvArguments:
     if case.weight_format == "int8":
         scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "v_scale")}
         changed |= {name: scale.float() for name, scale in scales.items()}
-    return replace(a, **changed)  # type: ignore[arg-type]
+    return replace(a, **changed)
 
 
 def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
