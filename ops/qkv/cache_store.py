@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.checks import HeadValues, check_caches, check_values, window_integers
+from tilewright.ops.cache.address_checks import check_values
+from tilewright.ops.cache.checks import HeadValues, check_caches, window_integers
 from tilewright.ops.cache.writes import write_kv
 from tilewright.ops.checks import check_device, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, register

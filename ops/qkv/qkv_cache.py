@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.address_checks import check_values
 from tilewright.ops.cache.checks import (
     HeadValues,
     check_caches,
-    check_values,
     readable,
     window_integers,
 )
