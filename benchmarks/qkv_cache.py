@@ -34,7 +34,7 @@ from timing import capture, keep
 from torch.nn.functional import linear
 
 from tilewright.codegen.qkv.plan import plan_fused_qkv
-from tilewright.ops.qkv.lowering import prepare
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.qkv_cache import OP
 from tilewright.ops.runtime.device import device_target
 

@@ -32,9 +32,10 @@ from quantized_layers import (
 from timing import capture, keep
 from torch.nn.functional import linear, rms_norm
 
-from tilewright.ops.qkv.launch import choose_lowering
-from tilewright.ops.qkv.lowering import prepare
+from tilewright.ops.qkv.lowering import planned_lowering
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.qkv_cache import OP
+from tilewright.ops.runtime.device import target_of
 
 FORMATS = ("int4", "fp8", "fp8_block")
 TOKENS = (1, 8, 16, 32, 64, 256, 1024, 4096)
@@ -124,7 +125,7 @@ def measure(form: Format, shape: Shape, num_tokens: int) -> dict[str, Any]:
         "over_stock": round(times["stock"] / times["tilewright"], 2),
         "over_bf16": round(times["bf16"] / times["tilewright"], 2),
         **errors,
-        "lowering": choose_lowering(call).reason,
+        "lowering": planned_lowering(call, target_of(call.a.x.device)).reason,
     }
 
 

@@ -27,7 +27,9 @@ from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.lowering import prepare, run
+from tilewright.ops.qkv.choices import run
+from tilewright.ops.qkv.operands import prepare
+from tilewright.ops.qkv.tuning import NanMemory
 from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.launch import compiled_kernel
 
@@ -73,15 +75,14 @@ def calls_of(
     arguments = [fused_arguments(shape, layer, cache) for layer in layers]
     calls = shape.calls_per_graph(layers[0].x.shape[0])
     turns = [arguments[i % len(layers)] for i in range(calls)]
-    return [lambda a=a: run(prepare(a), choice) for a in turns]
+    return [lambda a=a: run(a, choice) for a in turns]
 
 
 def wrong(shape: Shape, layer: Layer, cache: Any, choice: LoweringChoice) -> bool:
     """Whether a lowering differs from a plain fp32 computation by more than rounding."""
-    call = prepare(fused_arguments(shape, layer, cache))
-    call.q.fill_(torch.nan)
-    run(call, choice)
-    q = (layer.x.float() @ layer.weights[0].float().t()).view(call.q.shape)
+    a = fused_arguments(shape, layer, cache)
+    made = run(a, choice, NanMemory(a.x.device))
+    q = (layer.x.float() @ layer.weights[0].float().t()).view(made.shape)
     if layer.biases is not None:
         q = q + layer.biases[0].float()
     if layer.norms is not None:
@@ -90,7 +91,7 @@ def wrong(shape: Shape, layer: Layer, cache: Any, choice: LoweringChoice) -> boo
     low, high = q.chunk(2, dim=-1)
     turned = torch.cat((-high, low), dim=-1)
     q = q * layer.cos.float().unsqueeze(1) + turned * layer.sin.float().unsqueeze(1)
-    difference = float((call.q.float() - q).norm() / q.norm())
+    difference = float((made.float() - q).norm() / q.norm())
     return not difference < 4e-3
 
 

@@ -36,7 +36,8 @@ from tilewright.codegen.qkv.quantized_plan import MEASURED_FILE, row_key
 from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.lowering import prepare, run
+from tilewright.ops.qkv.choices import run
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.device import device_target
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -76,7 +77,7 @@ def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dic
     calls = max(len(arguments), 10 if job.num_tokens < 2048 else 2)
     turns = [arguments[i % len(arguments)] for i in range(calls)]
     graphs = {
-        name: capture([lambda a=a, c=c: run(prepare(a), c) for a in turns], warmup=1)
+        name: capture([lambda a=a, c=c: run(a, c) for a in turns], warmup=1)
         for name, c in choices.items()
     }
     first = interleaved_us(graphs, calls, rounds=2, replays=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -135,3 +136,20 @@ def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:
     if not (holds(tensor.stride(-1) == 1) or proven(tensor.shape[-1] <= 1)):
         expected = "a contiguous last dimension (stride 1)"
         raise ArgumentError(op, argument, expected, f"strides {shape_text(tensor.stride())}")
+
+
+def first(bad: torch.Tensor) -> int | None:
+    """The index of the first True of a flattened mask; None where there is none."""
+    flat = bad.flatten()
+    if flat.numel() == 0:
+        return None
+    where = int(torch.where(flat.any(), flat.int().argmax(), -1))
+    return None if where < 0 else where
+
+
+def debug_values() -> bool:
+    """Whether values that live on a GPU are checked too (TILEWRIGHT_DEBUG=1).
+
+    Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
+    """
+    return os.environ.get("TILEWRIGHT_DEBUG", "0") not in ("", "0")

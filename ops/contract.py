@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
@@ -24,6 +23,7 @@ from torch.autograd import forward_ad
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
@@ -290,14 +290,6 @@ def get_op(name: str) -> FusedOp:
 def all_ops() -> Iterator[FusedOp]:
     """Every registered op, by name."""
     return iter([_registry[name] for name in sorted(_registry)])
-
-
-def debug_values() -> bool:
-    """Whether values that live on a GPU are checked too (TILEWRIGHT_DEBUG=1).
-
-    Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
-    """
-    return os.environ.get("TILEWRIGHT_DEBUG", "0") not in ("", "0")
 
 
 def _implementation(op: FusedOp, device_type: str) -> OpCallable:

@@ -25,15 +25,16 @@ from torch.overrides import TorchFunctionMode
 
 # All that the net knows of where things are.
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv.plan import candidates, estimate, fused_choice, library_choice
+from tilewright.codegen.qkv.plan import candidates, fused_choice, library_choice
+from tilewright.codegen.qkv.time import estimate
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.contract import FusedOp, all_ops, get_op
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
 from tilewright.ops.mla.attention_lowering import attention_steps
-from tilewright.ops.qkv.lowering import prepare
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.program import Planner, drive
-from tilewright.tools.audit.quantized import all_cases as audit_cases
+from tilewright.tools.audit.families import all_cases as audit_cases
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -23,7 +23,7 @@ from tilewright.codegen.audit import Audit, check
 from tilewright.codegen.build import BuildError, compile_for
 from tilewright.codegen.targets import Target, get_target
 from tilewright.tools.audit.cases import AuditCase
-from tilewright.tools.audit.quantized import all_cases as audit_cases
+from tilewright.tools.audit.families import all_cases as audit_cases
 
 RELEASES = ("3.6.0", "3.7.1", "3.9.0")
 ENVIRONMENTS = Path(".audit")

@@ -13,7 +13,7 @@ from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import Kernel
 from tilewright.tools.audit.cases import MMA_ROWS, SHORT_TILE_REASON, SPECIALISED_STACK_BYTES
 from tilewright.tools.audit.moe import ROW_SCALES_REASON, nvfp4_mma
-from tilewright.tools.audit.quantized import fresh_sums_reason
+from tilewright.tools.audit.qkv import fresh_sums_reason
 
 WORKERS = 2
 

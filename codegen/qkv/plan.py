@@ -20,10 +20,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tilewright.codegen.qkv.quantized_plan import (
-    quantized_configs,
-    quantized_row,
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.qkv.heads import HeadEpilogue
+from tilewright.codegen.qkv.problem import (
+    EpilogueProblem,
+    QkvProblem,
+    heads_fit,
+    swapped_obstacle,
+    tiled_obstacle,
 )
+from tilewright.codegen.qkv.quantized_plan import quantized_configs, quantized_row
 from tilewright.codegen.qkv.quantized_specs import (
     dequantize_problems,
     dequantize_spec,
@@ -34,21 +41,11 @@ from tilewright.codegen.qkv.quantized_specs import (
     quantized_spec,
 )
 from tilewright.codegen.qkv.specs import (
-    ELEMENT_BYTES,
     EpilogueConfig,
-    EpilogueProblem,
-    HeadFinish,
-    InputStrides,
-    QkvProblem,
     SwappedConfig,
     TiledConfig,
-    cdiv,
     epilogue_spec,
-    heads_fit,
-    next_power_of_2,
-    swapped_obstacle,
     swapped_spec,
-    tiled_obstacle,
     tiled_spec,
     tiles_per_head,
 )
@@ -109,22 +106,19 @@ class LoweringPlan:
         )
 
 
-def plan_fused_qkv(
-    problem: QkvProblem, target: Target, packed: bool = False, library_only: bool = False
-) -> LoweringPlan:
-    """The lowerings of a problem on a target.
+def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) -> LoweringPlan:
+    """The lowerings of a problem on a target; for a chip without features, that of the library.
 
-    packed: the weights are rows of one tensor. library_only: for a chip that no fused kernel was
-    written for.
+    packed: the weights are rows of one tensor.
     """
 
     def pick(num_tokens: int) -> LoweringChoice:
-        if library_only:
+        if not target.features:
             return library_choice(problem, num_tokens, target, packed, None)
         return choose(problem, num_tokens, target, packed)
 
-    if problem.num_tokens is not None:
-        choices = [pick(problem.num_tokens)]
+    if problem.epilogue.num_tokens is not None:
+        choices = [pick(problem.epilogue.num_tokens)]
     else:
         choices = [replace(pick(tokens), max_tokens=tokens) for tokens in TOKEN_BUCKETS]
         choices.append(pick(2 * TOKEN_BUCKETS[-1]))
@@ -192,7 +186,7 @@ def _fused_specs(problem: QkvProblem, config: Config, target: Target) -> tuple[K
 def library_choice(
     problem: QkvProblem, num_tokens: int, target: Target, packed: bool, row: dict | None
 ) -> LoweringChoice:
-    config = epilogue_config(problem.finish, num_tokens, target)
+    config = epilogue_config(problem.epilogue, num_tokens, target)
     spec = epilogue_spec(library_epilogue_problem(problem, packed), config, target.name)
     measured = None if row is None else row["packed_library_us" if packed else "library_us"]
     source = MODEL if measured is None else TABLE
@@ -200,7 +194,7 @@ def library_choice(
         seconds = measured * 1e-6
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
-    gemms = "one library GEMM" if packed else f"{problem.finish.kinds} library GEMMs"
+    gemms = "one library GEMM" if packed else f"{problem.epilogue.kinds} library GEMMs"
     specs = [spec]
     obstacle = swapped_obstacle(problem)
     if problem.quantization is not None:
@@ -215,41 +209,32 @@ def library_choice(
 
 def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProblem:
     """The epilogue over what the GEMMs write: three tensors, or columns of one."""
-    finish = problem.finish
-    q_width = finish.num_heads * finish.head_dim
-    kv_width = finish.num_kv_heads * finish.head_dim
-    rows = (problem.num_rows,) * 3 if packed else (q_width, kv_width, kv_width)
-    group = finish.group * finish.head_dim
-    q, k, v = (InputStrides(row, finish.head_dim, 1, group) for row in rows)
+    heads, dim = problem.epilogue, problem.epilogue.head_dim
+    widths = (heads.num_heads * dim, heads.num_kv_heads * dim, heads.num_kv_heads * dim)
+    dtype = heads.dtype if problem.quantization is None else number_dtype(problem)
     # The GEMMs write fresh tensors of the allocator, aligned; k and v begin inside a packed one.
-    dtype = finish.dtype if problem.quantization is None else number_dtype(problem)
-    odd = [f"{x}_ptr" for x in "kv" if packed and q_width * ELEMENT_BYTES[dtype] % 16]
-    mine = {"x_ptr", "x_scale_ptr"}
-    mine |= {f"{x}_{what}_ptr" for x in "qkv" for what in ("weight", "scale", "zero")}
-    return EpilogueProblem(
-        q,
-        k,
-        None if finish.v_cache is None else v,
-        finish,
-        dtype,
-        problem.num_tokens,
-        problem.rope_tokens,
-        problem.sequence_tokens,
-        tuple(sorted({name for name in problem.unaligned if name not in mine} | set(odd))),
-    )
+    inside = not packed or widths[0] * ELEMENT_BYTES[dtype] % 16 == 0
+
+    def made(width: int, group: int = 0, aligned: bool = True) -> Operand:
+        row = problem.num_rows if packed else width
+        return Operand(dtype, (row, group, dim, 1), aligned)
+
+    q, k, v = widths
+    value = None if heads.v_cache is None else made(v, aligned=inside)
+    return EpilogueProblem(made(q, heads.group * dim), made(k, aligned=inside), value, heads)
 
 
-def epilogue_config(finish: HeadFinish, num_tokens: int, target: Target) -> EpilogueConfig:
+def epilogue_config(epilogue: HeadEpilogue, num_tokens: int, target: Target) -> EpilogueConfig:
     """Programs of about 4096 elements, fewer where that would leave SMs idle."""
-    width = 2 * next_power_of_2(finish.pairs_per_head)
-    if finish.row_norm:
-        heads = next_power_of_2(max(finish.num_heads, finish.num_kv_heads))
+    width = 2 * next_power_of_2(epilogue.pairs_per_head)
+    if epilogue.row_norm:
+        heads = next_power_of_2(max(epilogue.num_heads, epilogue.num_kv_heads))
         return EpilogueConfig(1, heads, num_warps=max(4, min(heads * width // 512, 16)))
-    counts = [finish.num_heads, finish.num_kv_heads][finish.num_heads == 0 :]
+    counts = [epilogue.num_heads, epilogue.num_kv_heads][epilogue.num_heads == 0 :]
     heads = math.gcd(*counts) & -math.gcd(*counts)
     heads = max(min(heads, 2, 4096 // width), 1)
     block_t = max(4096 // (width * heads), 1)
-    while block_t > 1 and cdiv(num_tokens, block_t) * finish.heads_in_all // heads < (
+    while block_t > 1 and cdiv(num_tokens, block_t) * epilogue.heads_in_all // heads < (
         2 * target.num_sms
     ):
         block_t //= 2
@@ -275,7 +260,7 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
     if problem.quantization is not None:
         yield from quantized_configs(problem, num_tokens)
         return
-    whole = next_power_of_2(problem.finish.pairs_per_head)
+    whole = next_power_of_2(problem.epilogue.pairs_per_head)
     if num_tokens <= 128:
         block_t = max(16, next_power_of_2(num_tokens))
         for block_p in sorted({32, whole}):
@@ -284,7 +269,7 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
                 for split_k in (1,) if block_p <= 32 else (1, 2, 4):
                     yield SwappedConfig(block_p, block_t, block_k, warps, stages, split_k)
     for heads in (1, 2, 4, 8):
-        yield from _tiled_configs(heads, heads * problem.finish.head_dim, num_tokens, target)
+        yield from _tiled_configs(heads, heads * problem.epilogue.head_dim, num_tokens, target)
 
 
 def _tiled_configs(
@@ -325,29 +310,28 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     """Whether a config is legal for the problem and within the target's limits."""
     if problem.quantization is not None:
         return isinstance(config, SwappedConfig) and quantized_fits(problem, config, target)
-    finish = problem.finish
+    heads = problem.epilogue
     if shared_bytes(problem, config) > target.max_shared_bytes - 2048:
         return False
     if isinstance(config, SwappedConfig):
         if swapped_obstacle(problem) is not None or not config.block_p >= 8:
             return False
-        if config.block_p > next_power_of_2(finish.pairs_per_head):
+        if config.block_p > next_power_of_2(heads.pairs_per_head):
             return False
         steps = cdiv(problem.hidden, config.block_k)
         if config.split_k > 1 and steps < 2 * config.split_k:
             return False
-        return not finish.has_norm or tiles_per_head(problem, config) == 1
+        return not heads.has_norm or tiles_per_head(problem, config) == 1
     if tiled_obstacle(problem) is not None:
         return False
-    width = config.heads_per_tile * finish.head_dim
+    width = config.heads_per_tile * heads.head_dim
     accumulator = config.block_m * width
     # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
-    crowded = config.warp_specialize and width == 256 and (finish.has_norm or finish.interleaved)
+    crowded = config.warp_specialize and width == 256 and (heads.has_norm or heads.interleaved)
     # Neighbours in registers besides: pairs that part, weights that are not transposed for them.
-    n_major = problem.weight_strides[0].column != 1
-    if width == 256 and finish.interleaved and (finish.halves or n_major):
+    if width == 256 and heads.interleaved and (heads.halves or not problem.k_major):
         crowded = crowded or config.epilogue_parts < 4
-    if finish.norm_after_rope and config.pair_parts > 1:
+    if heads.norm_after_rope and config.pair_parts > 1:
         return False
     return (
         heads_fit(problem, config.heads_per_tile)
@@ -373,20 +357,20 @@ def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict |
     """The row for the problem's dims at the smallest measured token count that is not below."""
     if problem.quantization is not None:
         return quantized_row(problem, num_tokens, target)
-    finish = problem.finish
-    if problem.weight_strides[0].column != 1 or finish.group or finish.v_cache is None:
+    heads = problem.epilogue
+    if not problem.k_major or heads.group or heads.v_cache is None:
         return None
     same = [
         row
         for row in measured_table()
         if row["target"] == target.name
         and row["dtype"] in ("bf16", "fp16")
-        and finish.dtype in ("bf16", "fp16")
+        and heads.dtype in ("bf16", "fp16")
         and row["hidden"] == problem.hidden
-        and row["num_heads"] == finish.num_heads
-        and row["num_kv_heads"] == finish.num_kv_heads
-        and row["head_dim"] == finish.head_dim
-        and row["norm"] == finish.has_norm
+        and row["num_heads"] == heads.num_heads
+        and row["num_kv_heads"] == heads.num_kv_heads
+        and row["head_dim"] == heads.head_dim
+        and row["norm"] == heads.has_norm
     ]
     above = [row for row in same if row["num_tokens"] >= num_tokens]
     if above:

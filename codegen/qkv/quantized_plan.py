@@ -13,12 +13,13 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.qkv.quantized_specs import (
     number_dtype,
     quantization_of,
     quantized_shared_bytes,
 )
-from tilewright.codegen.qkv.specs import QkvProblem, SwappedConfig, tiles_per_head
+from tilewright.codegen.qkv.specs import SwappedConfig, tiles_per_head
 from tilewright.codegen.targets import Target
 
 # Codes that an SM unpacks in a second, by bytes of a code; fitted on an H200.
@@ -38,10 +39,10 @@ def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedC
     Few tokens: small tiles in many parts of K. More: x put in order once, and not by every program.
     """
     q = quantization_of(problem)
-    whole = next_power_of_2(problem.finish.pairs_per_head)
+    whole = next_power_of_2(problem.epilogue.pairs_per_head)
     slices = sorted({min(32, whole), whole})
     block_k = _step(problem)
-    free = q.packed_rows or q.coded_x
+    free = q.packed_rows or problem.coded_x
     block_t = max(16, next_power_of_2(num_tokens))
     if num_tokens <= 32:
         for block_p in slices:
@@ -71,11 +72,11 @@ def _step(problem: QkvProblem) -> int:
 
 def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:
     """Least bytes of global memory: codes, scales and x read once, q and the slots written once."""
-    q, size = quantization_of(problem), ELEMENT_BYTES[problem.finish.dtype]
+    q, size = quantization_of(problem), ELEMENT_BYTES[problem.epilogue.dtype]
     blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
-    per_token = ELEMENT_BYTES[q.x_dtype] * problem.hidden + size * problem.num_rows
+    per_token = ELEMENT_BYTES[problem.x.dtype] * problem.hidden + size * problem.num_rows
     codes = q.code_bytes * problem.hidden * problem.num_rows
-    return codes + blocks * ELEMENT_BYTES[q.scale_dtype] + num_tokens * per_token
+    return codes + blocks * ELEMENT_BYTES[q.scales[0].dtype] + num_tokens * per_token
 
 
 def quantized_estimate(
@@ -84,7 +85,7 @@ def quantized_estimate(
     """Expected seconds of `qkv_quantized`."""
     q = quantization_of(problem)
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
-    row_tiles = problem.finish.heads_in_all * tiles_per_head(problem, config)
+    row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
     tiles = row_tiles * cdiv(num_tokens, columns) * split
     per_sm = cdiv(tiles, target.num_sms)
     overhead = target.launch_s + _FILL_S
@@ -92,22 +93,22 @@ def quantized_estimate(
         overhead += _SPLIT_S + 8 * rows * columns * tiles / target.hbm_bytes_per_s
     depth = problem.hidden / split
     together = max(min(per_sm, _resident(problem, config, target)), 1)
-    unpacked = 0.0 if q.coded_x else per_sm * rows * depth / _CODES_PER_SM_S[q.code_bytes]
+    unpacked = 0.0 if problem.coded_x else per_sm * rows * depth / _CODES_PER_SM_S[q.code_bytes]
     # One program alone hides little of what it waits for.
     unpacked *= 1.6 if together == 1 and config.num_warps == 4 else 1.0
     if config.ordered_x:
         overhead += _ORDER_S
-    elif not (q.coded_x or q.packed_rows):
+    elif not (problem.coded_x or q.packed_rows):
         unpacked += per_sm * columns * depth / (2 * _CODES_PER_SM_S[1.0])
     # Words along the rows reach the tensor core by way of shared memory.
     unpacked *= 2.0 if q.packed_rows else 1.0
     share = _MMA_SHARES[columns > 32]
-    rate = target.flops_per_s(q.x_dtype) / target.num_sms * share
+    rate = target.flops_per_s(problem.x.dtype) / target.num_sms * share
     multiplied = per_sm * 2 * rows * max(columns, 64) * depth / rate
     staged = (
         config.num_stages
         * config.block_k
-        * (rows * q.code_bytes + columns * ELEMENT_BYTES[q.x_dtype])
+        * (rows * q.code_bytes + columns * ELEMENT_BYTES[problem.x.dtype])
     )
     in_flight = together * staged * (1 - 1 / config.num_stages)
     reach = min(in_flight / target.bytes_in_flight_per_sm, 1.0)
@@ -128,7 +129,7 @@ def _resident(problem: QkvProblem, config: SwappedConfig, target: Target) -> int
 def numbers_estimate(problem: QkvProblem, target: Target) -> float:
     """Expected seconds of making numbers of the weights: codes read, numbers written."""
     size = quantization_of(problem).code_bytes + ELEMENT_BYTES[number_dtype(problem)]
-    kinds = problem.finish.kinds
+    kinds = problem.epilogue.kinds
     moved = problem.hidden * problem.num_rows * size
     return kinds * target.launch_s + moved / (0.7 * target.hbm_bytes_per_s)
 
@@ -146,27 +147,26 @@ def measured_table() -> tuple[dict, ...]:
 
 def row_key(problem: QkvProblem, target: Target) -> dict:
     """What a row of the table is for, beside the token count."""
-    q, finish = quantization_of(problem), problem.finish
-    strides = problem.weight_strides[0]
+    q, heads = quantization_of(problem), problem.epilogue
     return {
         "target": target.name,
         "hidden": problem.hidden,
-        "num_heads": finish.num_heads,
-        "num_kv_heads": finish.num_kv_heads,
-        "head_dim": finish.head_dim,
-        "norm": finish.has_norm,
+        "num_heads": heads.num_heads,
+        "num_kv_heads": heads.num_kv_heads,
+        "head_dim": heads.head_dim,
+        "norm": heads.has_norm,
         "weight_format": q.weight_format,
-        "word_dtype": q.word_dtype,
-        "k_major": strides.column == 1,
+        "word_dtype": problem.weights[0].dtype,
+        "k_major": problem.k_major,
         "block": list(q.block),
-        "zeros": q.zero_dtype is not None,
-        "coded_x": q.coded_x,
+        "zeros": q.has_zero_tensors,
+        "coded_x": problem.coded_x,
     }
 
 
 def quantized_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
     """The row for the problem's dims and format at the smallest count that is not below."""
-    if problem.finish.dtype not in ("bf16", "fp16") or problem.finish.v_cache is None:
+    if problem.epilogue.dtype not in ("bf16", "fp16") or problem.epilogue.v_cache is None:
         return None
     key = row_key(problem, target)
     same = [row for row in measured_table() if key.items() <= row.items()]

@@ -2,57 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.qkv.heads import CacheStrides, HeadFinish, Norm, PageTable, Rope
-from tilewright.codegen.qkv.problem import (
-    EpilogueProblem,
-    InputStrides,
-    QkvProblem,
-    TiledWeights,
-    WeightStrides,
-    fused_obstacle,
-    heads_fit,
-    swapped_obstacle,
-    tiled_obstacle,
-    tiled_weights,
-)
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem, tiled_weights
 from tilewright.codegen.spec import Constant, KernelSpec
-from tilewright.codegen.targets import get_target
 
-__all__ = [
-    "ELEMENT_BYTES",
-    "CacheStrides",
-    "EpilogueConfig",
-    "EpilogueProblem",
-    "HeadFinish",
-    "InputStrides",
-    "Norm",
-    "PageTable",
-    "QkvProblem",
-    "Rope",
-    "SwappedConfig",
-    "TiledConfig",
-    "TiledWeights",
-    "WeightStrides",
-    "cdiv",
-    "epilogue_grid",
-    "epilogue_spec",
-    "fused_obstacle",
-    "heads_fit",
-    "next_power_of_2",
-    "slices_of_heads",
-    "swapped_grid",
-    "swapped_obstacle",
-    "swapped_spec",
-    "tiled_grid",
-    "tiled_obstacle",
-    "tiled_spec",
-    "tiled_weights",
-    "tiles_per_head",
-]
+# Counts that kernels build on: each is at least 1.
+COUNTS = ("sequence_tokens", "rope_tokens")
 
 
 @dataclass(frozen=True)
@@ -138,170 +96,154 @@ class EpilogueConfig:
 
 
 def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelSpec:
-    finish = problem.finish
-    if finish.norm_after_rope and config.pair_parts != 1:
+    heads, weights = problem.epilogue, tiled_weights(problem)
+    if heads.norm_after_rope and config.pair_parts != 1:
         raise ValueError(
             f"epilogue_parts: a norm after the rotation needs whole heads, got {config}"
         )
-    weights = tiled_weights(problem)
-    constants: dict[str, Constant] = {
-        **finish.constants(),
-        "HIDDEN": problem.hidden,
-        "X_STRIDE": problem.x_stride,
-        "N_MAJOR": problem.weight_strides[0].column != 1,
-        "WEIGHT_EXTENT": weights.extent,
-        "WEIGHT_STRIDES": weights.strides,
-        "HEAD_STEPS": weights.steps,
-        "BLOCK_M": config.block_m,
-        "HEADS_PER_TILE": config.heads_per_tile,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "EPILOGUE_PARTS": config.epilogue_parts,
-        "FLATTEN": config.flatten,
-        "WARP_SPECIALIZE": config.warp_specialize,
-        "PAIRS_FIRST": config.pairs_first,
-        "LAUNCH_PDL": get_target(target).has("dependent_launch"),
-    }
-    pointer = f"*{finish.dtype}"
-    arguments: dict[str, str | None] = {
-        "x_ptr": pointer,
-        "weight_ptr": pointer,
-        **finish.pointer_types(),
-        **finish.count_types(),
-        "second_distance": "i64",
-        "third_distance": "i64",
-        "q_place": "i32",
-        "k_place": "i32",
-        "v_place": "i32",
-    }
-    return kernel_spec(
-        "qkv.projection", "qkv_projection", problem, constants, arguments, config, target
+    return KernelSpec.of(
+        "qkv.projection",
+        "qkv_projection",
+        {
+            **heads.constants(),
+            "HIDDEN": problem.hidden,
+            "X_STRIDE": problem.x.strides[0],
+            "N_MAJOR": not problem.k_major,
+            "WEIGHT_EXTENT": weights.extent,
+            "WEIGHT_STRIDES": weights.strides,
+            "HEAD_STEPS": weights.steps,
+            "BLOCK_M": config.block_m,
+            "HEADS_PER_TILE": config.heads_per_tile,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "EPILOGUE_PARTS": config.epilogue_parts,
+            "FLATTEN": config.flatten,
+            "WARP_SPECIALIZE": config.warp_specialize,
+            "PAIRS_FIRST": config.pairs_first,
+        },
+        {
+            "x_ptr": problem.x,
+            "weight_ptr": problem.weights[0],
+            **heads.pointers(),
+            **heads.counts(),
+            "second_distance": "i64",
+            "third_distance": "i64",
+            "q_place": "i32",
+            "k_place": "i32",
+            "v_place": "i32",
+        },
+        ranges=COUNTS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+        dependent=True,
     )
 
 
 def tiled_grid(problem: QkvProblem, config: TiledConfig, num_tokens: int, num_sms: int) -> int:
     tiles = cdiv(num_tokens, config.block_m) * (
-        problem.finish.heads_in_all // config.heads_per_tile
+        problem.epilogue.heads_in_all // config.heads_per_tile
     )
     return min(tiles, num_sms * config.programs_per_sm) if config.persistent else tiles
 
 
 def tiles_per_head(problem: QkvProblem, config: SwappedConfig) -> int:
-    return cdiv(problem.finish.pairs_per_head, config.block_p)
+    return cdiv(problem.epilogue.pairs_per_head, config.block_p)
 
 
 def slices_of_heads(problem: QkvProblem, config: SwappedConfig) -> int:
     """`tiles_per_head`; a ValueError where a norm would be cut."""
-    finish, slices = problem.finish, tiles_per_head(problem, config)
-    if finish.has_norm and slices != 1:
+    heads, slices = problem.epilogue, tiles_per_head(problem, config)
+    if heads.has_norm and slices != 1:
         raise ValueError(
-            f"block_p: a norm needs whole heads of {finish.pairs_per_head} pairs in a tile, "
+            f"block_p: a norm needs whole heads of {heads.pairs_per_head} pairs in a tile, "
             f"got {config.block_p}"
         )
     return slices
 
 
-def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
-    finish = problem.finish
-    slices = slices_of_heads(problem, config)
-    constants: dict[str, Constant] = {
-        **finish.constants(),
+WEIGHT_NAMES = ("q_weight_ptr", "k_weight_ptr", "v_weight_ptr")
+
+
+def swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
+    """Constants of the kernels with weight rows on the M side, dense or quantised."""
+    q, k, v = problem.weights
+    return {
+        **problem.epilogue.constants(),
         "HIDDEN": problem.hidden,
-        "X_STRIDE": problem.x_stride,
+        "X_STRIDE": problem.x.strides[0],
+        "Q_WEIGHT_STRIDES": q.strides,
+        "K_WEIGHT_STRIDES": k.strides,
+        "V_WEIGHT_STRIDES": (v or k).strides,
         "BLOCK_P": config.block_p,
-        "TILES_PER_HEAD": slices,
+        "TILES_PER_HEAD": slices_of_heads(problem, config),
         "BLOCK_T": config.block_t,
         "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
-        "LAUNCH_PDL": get_target(target).has("dependent_launch"),
     }
-    for letter, strides in zip("QKV", problem.weight_strides, strict=True):
-        constants[f"{letter}_WEIGHT_STRIDES"] = (strides or problem.weight_strides[1]).all
-    pointer = f"*{finish.dtype}"
-    arguments: dict[str, str | None] = {
-        "x_ptr": pointer,
-        "q_weight_ptr": pointer,
-        "k_weight_ptr": pointer,
-        "v_weight_ptr": pointer if problem.weight_strides[2] else None,
-        **finish.pointer_types(),
-        "workspace_ptr": "*fp32" if config.split_k > 1 else None,
-        "counters_ptr": "*i32" if config.split_k > 1 else None,
-        **finish.count_types(),
+
+
+def head_arguments(
+    problem: QkvProblem, config: SwappedConfig
+) -> dict[str, Operand | str | int | None]:
+    """What those kernels take beside x and the weights: memory for a split K among them."""
+    split = config.split_k > 1
+    return {
+        **problem.epilogue.pointers(),
+        "workspace_ptr": Operand("fp32") if split else None,
+        "counters_ptr": Operand("i32") if split else None,
+        **problem.epilogue.counts(),
     }
-    return kernel_spec(
-        "qkv.projection", "qkv_projection_swapped", problem, constants, arguments, config, target
+
+
+def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
+    return KernelSpec.of(
+        "qkv.projection",
+        "qkv_projection_swapped",
+        swapped_constants(problem, config),
+        {
+            "x_ptr": problem.x,
+            **dict(zip(WEIGHT_NAMES, problem.weights, strict=True)),
+            **head_arguments(problem, config),
+        },
+        ranges=COUNTS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+        dependent=True,
     )
 
 
 def swapped_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:
-    row_tiles = problem.finish.heads_in_all * tiles_per_head(problem, config)
+    row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
     return row_tiles * config.split_k, cdiv(num_tokens, config.block_t)
 
 
 def epilogue_spec(problem: EpilogueProblem, config: EpilogueConfig, target: str) -> KernelSpec:
-    finish = problem.finish
-    constants: dict[str, Constant] = {
-        **finish.constants(),
-        "BLOCK_T": config.block_t,
-        "HEADS_PER_TILE": config.heads_per_tile,
-        "BLOCK_P": next_power_of_2(finish.pairs_per_head),
-        "WHOLE_ROWS": finish.row_norm,
-    }
-    inputs = {"Q": problem.q, "K": problem.k, "V": problem.v}
-    arguments: dict[str, str | None] = {}
-    for letter, strides in inputs.items():
-        arguments[f"{letter.lower()}_ptr"] = f"*{problem.input_dtype}" if strides else None
-        constants[f"{letter}_IN_STRIDES"] = (strides or problem.k).all
-    arguments |= {**finish.pointer_types(), **finish.count_types()}
-    return kernel_spec(
-        "qkv.epilogue", "qkv_epilogue", problem, constants, arguments, config, target
+    heads = problem.epilogue
+    inputs = {"q": problem.q, "k": problem.k, "v": problem.v}
+    return KernelSpec.of(
+        "qkv.epilogue",
+        "qkv_epilogue",
+        {
+            **heads.constants(),
+            **{f"{x.upper()}_IN_STRIDES": (t or problem.k).strides for x, t in inputs.items()},
+            "BLOCK_T": config.block_t,
+            "HEADS_PER_TILE": config.heads_per_tile,
+            "BLOCK_P": next_power_of_2(heads.pairs_per_head),
+            "WHOLE_ROWS": heads.row_norm,
+        },
+        {**{f"{x}_ptr": t for x, t in inputs.items()}, **heads.pointers(), **heads.counts()},
+        ranges=COUNTS,
+        num_warps=config.num_warps,
+        num_stages=1,
+        target=target,
     )
 
 
 def epilogue_grid(
     problem: EpilogueProblem, config: EpilogueConfig, num_tokens: int
 ) -> tuple[int, int]:
-    finish = problem.finish
-    programs = finish.kinds if finish.row_norm else finish.heads_in_all // config.heads_per_tile
+    heads = problem.epilogue
+    programs = heads.kinds if heads.row_norm else heads.heads_in_all // config.heads_per_tile
     return cdiv(num_tokens, config.block_t), programs
-
-
-def kernel_spec(
-    template: str,
-    kernel: str,
-    problem: QkvProblem | EpilogueProblem,
-    constants: Mapping[str, Constant],
-    arguments: Mapping[str, str | None],
-    config: TiledConfig | SwappedConfig | EpilogueConfig,
-    target: str,
-) -> KernelSpec:
-    """Absent tensors and static counts become constants, the rest is the signature."""
-    fixed = dict(constants)
-    known = {
-        "num_tokens": problem.num_tokens,
-        "rope_tokens": problem.rope_tokens,
-        "sequence_tokens": problem.sequence_tokens,
-    }
-    signature: dict[str, str] = {}
-    for name, type_name in arguments.items():
-        if type_name is None:
-            fixed[name] = None
-        elif known.get(name) is not None:
-            fixed[name] = known[name]
-        else:
-            signature[name] = type_name
-    pointers = [name for name, type_name in signature.items() if type_name.startswith("*")]
-    return KernelSpec.make(
-        template,
-        kernel,
-        fixed,
-        signature,
-        divisible16=[name for name in pointers if name not in problem.unaligned],
-        ranges={
-            name: (1, 2**31 - 1) for name in ("sequence_tokens", "rope_tokens") if name in signature
-        },
-        num_warps=config.num_warps,
-        num_stages=getattr(config, "num_stages", 1),
-        target=target,
-        launch_pdl=bool(constants.get("LAUNCH_PDL", False)),
-    )

@@ -5,15 +5,10 @@ The model ranks lowerings where nothing was measured; it does not promise a time
 
 from __future__ import annotations
 
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.qkv.quantized_plan import numbers_estimate, quantized_estimate
-from tilewright.codegen.qkv.specs import (
-    ELEMENT_BYTES,
-    QkvProblem,
-    SwappedConfig,
-    TiledConfig,
-    cdiv,
-    tiles_per_head,
-)
+from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, tiles_per_head
 from tilewright.codegen.targets import Target
 
 Config = SwappedConfig | TiledConfig
@@ -35,20 +30,20 @@ _LOAD_BYTES_PER_SM_S = 85e9
 
 def shared_bytes(problem: QkvProblem, config: Config) -> int:
     """Shared memory of the pipelined operands."""
-    size = ELEMENT_BYTES[problem.finish.dtype]
+    size = ELEMENT_BYTES[problem.epilogue.dtype]
     if isinstance(config, SwappedConfig):
         rows = 2 * config.block_p + config.block_t
         return rows * config.block_k * size * config.num_stages
-    width = config.heads_per_tile * problem.finish.head_dim
+    width = config.heads_per_tile * problem.epilogue.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
     # A flattened loop keeps what the epilogue stages beside the pipeline: a part of the
     # accumulator, or all of it where a norm follows out of tensor memory.
     staging = config.block_m * width * 4 if config.flatten else 0
-    if not (problem.finish.has_norm and config.warp_specialize):
+    if not (problem.epilogue.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
     # A wide tile that is finished in one go is rotated by fp32 tables through shared memory.
-    rope = problem.finish.rope
-    wide_tables = rope is not None and rope.table_dtype == "fp32"
+    rope = problem.epilogue.rope
+    wide_tables = rope is not None and rope.cos.dtype == "fp32"
     if wide_tables and width == 256 and config.epilogue_parts == 1:
         staging *= 2
     return tiles + staging
@@ -59,20 +54,20 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     if problem.quantization is not None:
         assert isinstance(config, SwappedConfig)
         return quantized_estimate(problem, config, num_tokens, target)
-    finish = problem.finish
-    size = ELEMENT_BYTES[finish.dtype]
+    heads = problem.epilogue
+    size = ELEMENT_BYTES[heads.dtype]
     split = 1
     overhead = target.launch_s + _FILL_S
     if isinstance(config, SwappedConfig):
         rows, columns = 2 * config.block_p, config.block_t
-        row_tiles = finish.heads_in_all * tiles_per_head(problem, config)
+        row_tiles = heads.heads_in_all * tiles_per_head(problem, config)
         split = config.split_k
         if split > 1:
             exchanged = 24 * rows * columns * split * row_tiles
             overhead += _SPLIT_S + exchanged / target.hbm_bytes_per_s
     else:
-        rows, columns = config.heads_per_tile * finish.head_dim, config.block_m
-        row_tiles = finish.heads_in_all // config.heads_per_tile
+        rows, columns = config.heads_per_tile * heads.head_dim, config.block_m
+        row_tiles = heads.heads_in_all // config.heads_per_tile
         overhead += _DESCRIPTOR_S
     tiles = row_tiles * cdiv(num_tokens, columns) * split
     per_sm = cdiv(tiles, target.num_sms)
@@ -83,7 +78,7 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
         per_sm = cdiv(tiles, target.num_sms * resident) * resident
     groups = config.num_warps // 4 * together
     share = _WARP_GROUP_SHARE.get(groups, 0.94) + (0.04 if rows * columns >= 128 * 256 else 0.0)
-    rate = target.flops_per_s(finish.dtype) / target.num_sms * share
+    rate = target.flops_per_s(heads.dtype) / target.num_sms * share
     epilogue = _EPILOGUE_S * rows * columns / (128 * 256) / together
     compute = per_sm * (2 * rows * columns * problem.hidden / split / rate + epilogue)
     stream = (rows + columns) * problem.hidden * size / split
@@ -101,7 +96,7 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
     """Programs of a config that one SM holds, by shared memory and by registers."""
     by_shared = target.max_shared_bytes // (shared_bytes(problem, config) + 1024)
     if isinstance(config, TiledConfig):
-        rows, columns = config.block_m, config.heads_per_tile * problem.finish.head_dim
+        rows, columns = config.block_m, config.heads_per_tile * problem.epilogue.head_dim
         limit = config.programs_per_sm if config.persistent else 4
     else:
         rows, columns, limit = 2 * config.block_p, config.block_t, 4
@@ -113,24 +108,24 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
 
 def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packed: bool) -> float:
     """Expected seconds of the GEMMs and the epilogue."""
-    finish = problem.finish
-    size = ELEMENT_BYTES[finish.dtype]
-    widths = [finish.num_heads, *[finish.num_kv_heads] * (finish.kinds - 1)]
+    heads = problem.epilogue
+    size = ELEMENT_BYTES[heads.dtype]
+    widths = [heads.num_heads, *[heads.num_kv_heads] * (heads.kinds - 1)]
     if packed:
         widths = [sum(widths)]
     seconds = 0.0
-    for heads in widths:
-        rows = heads * finish.head_dim
+    for count in widths:
+        rows = count * heads.head_dim
         flops = 2 * num_tokens * rows * problem.hidden
         tiles = cdiv(num_tokens, 128) * cdiv(rows, 128)
         waves = cdiv(tiles, target.num_sms) * target.num_sms / tiles if num_tokens > 128 else 1.0
         # A library splits K where tiles are few, so a thin wave costs it little.
-        compute = flops / target.flops_per_s(finish.dtype) * min(waves, 1.15)
+        compute = flops / target.flops_per_s(heads.dtype) * min(waves, 1.15)
         moved = size * (problem.hidden * rows + num_tokens * (problem.hidden + rows))
         seconds += target.launch_s + _LIBRARY_FILL_S + max(compute, moved / target.hbm_bytes_per_s)
     outputs = 2 * size * num_tokens * problem.num_rows
     if problem.quantization is not None:
         # GEMMs of fp32 take no tensor core.
-        seconds *= 10 if problem.quantization.coded_x else 1
+        seconds *= 10 if problem.coded_x else 1
         seconds += numbers_estimate(problem, target)
     return seconds + target.launch_s + 0.5e-6 + outputs / target.hbm_bytes_per_s

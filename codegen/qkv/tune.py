@@ -23,11 +23,11 @@ from tilewright.codegen.qkv.plan import (
     LoweringChoice,
     candidates,
     choose,
-    estimate,
     fused_choice,
     library_choice,
 )
-from tilewright.codegen.qkv.specs import QkvProblem
+from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.time import estimate
 from tilewright.codegen.targets import Target
 
 #: Fused kernels that are tried, the model's best ones: compiling them is most of the cost.

@@ -1,23 +1,76 @@
-"""Checks of the values that address a cache. Each raises ArgumentError and names the token.
+"""Checks of what only real memory shows of a cache write: aliases, slots, scales. Each raises
+ArgumentError; those of slots name the token.
 
 They run where the tensors are: on a GPU a check computes there and reads one number back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
 import torch
 
 from tilewright.ops.cache.addressing import (
+    ADDRESS_TENSORS,
     AddressArguments,
     resolve_places,
     table_slots,
     token_positions,
 )
+from tilewright.ops.cache.checks import (
+    CACHE_SCALES,
+    check_aliases,
+    readable,
+    shares_memory,
+    storage_address,
+)
 from tilewright.ops.cache.ragged_batch import check_row_offsets
+from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import first as first
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
+
+
+def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
+    """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
+    and the cache scales. `a`: a WriteArguments that is a dataclass, whose tensors are all sources
+    but the caches.
+
+    Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
+    """
+    if a.v_cache is a.k_cache:
+        # Two mutated arguments for one tensor: a functionalised graph would update two copies.
+        raise ArgumentError(
+            op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
+        )
+    written = [("k_cache", a.k_cache, a.k_window)]
+    if writes_v:
+        v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
+        written.append((*v_base, a.v_window))
+    check_aliases(op, written, _sources(a))
+    if (
+        a.v_cache is not None
+        and len(written) == 2
+        and storage_address(a.k_cache) == storage_address(a.v_cache)
+    ):
+        v_view = CacheWindow(*a.v_window).view(a.v_cache)
+        if shares_memory(v_view, a.k_cache, CacheWindow(*a.k_window)):
+            expected = "a window that shares no memory with the window on k_cache"
+            raise ArgumentError(op, "v_cache", expected, "overlapping windows on one storage")
+    if readable(getattr(a, name) for name in ADDRESS_TENSORS):
+        check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
+    for name in CACHE_SCALES:
+        if readable([getattr(a, name)]):
+            check_scale_values(op, name, getattr(a, name))
+
+
+def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for field in fields(a):
+        value = getattr(a, field.name)
+        if isinstance(value, torch.Tensor) and field.name not in ("k_cache", "v_cache"):
+            yield field.name, value
 
 
 def check_address_values(
@@ -49,15 +102,6 @@ def check_address_values(
 class _Names(dict[str, str]):
     def __missing__(self, key: str) -> str:
         return key
-
-
-def first(bad: torch.Tensor) -> int | None:
-    """The index of the first True of a flattened mask; None where there is none."""
-    flat = bad.flatten()
-    if flat.numel() == 0:
-        return None
-    where = int(torch.where(flat.any(), flat.int().argmax(), -1))
-    return None if where < 0 else where
 
 
 def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:

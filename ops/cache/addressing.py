@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tilewright.codegen.addressing import Addressing
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
@@ -27,10 +28,11 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
+from tilewright.ops.runtime.operands import operand
 
 INDEXINGS = ("paged", "torch")
 
-#: The tensors that each form reads; the others are None.
+#: The tensors that each form reads, in the order in which kernels take them; the others are None.
 SLOT_FORMS: dict[str, tuple[str, ...]] = {
     "flat": ("slot_mapping",),
     "per_sequence": ("slot_mapping",),
@@ -61,6 +63,63 @@ class AddressArguments(Protocol):
     def row_offsets(self) -> torch.Tensor | None: ...
     @property
     def cache_lengths(self) -> torch.Tensor | None: ...
+
+
+class WriteArguments(AddressArguments, Protocol):
+    """The arguments that say where K and V go and how they are stored."""
+
+    @property
+    def k_cache(self) -> torch.Tensor: ...
+    @property
+    def v_cache(self) -> torch.Tensor | None: ...
+    @property
+    def k_window(self) -> Any: ...
+    @property
+    def v_window(self) -> Any: ...
+    @property
+    def k_cache_scale(self) -> torch.Tensor | None: ...
+    @property
+    def v_cache_scale(self) -> torch.Tensor | None: ...
+    @property
+    def cache_scale_multiplies(self) -> bool: ...
+
+
+def address_tensors(
+    a: AddressArguments,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """slots_ptr, sequences_ptr and positions_ptr of the kernels."""
+    slots, *table = (getattr(a, name) for name in SLOT_FORMS[a.slots])
+    sequences, positions = table or (None, None)
+    return slots, sequences, positions
+
+
+def addressing_operands(a: AddressArguments) -> Addressing:
+    """The static part of the arguments."""
+    slots, sequences, positions = address_tensors(a)
+    return Addressing(
+        form=a.slots,
+        slots=operand(slots, slots.stride(-1)),
+        sequences=None if sequences is None else operand(sequences, sequences.stride(0)),
+        positions=None if positions is None else operand(positions, positions.stride(0)),
+        wrap_negative=a.indexing == "torch",
+        search_steps=slots.shape[0].bit_length() if a.slots == "ragged" else 0,
+    )
+
+
+def address_values(a: AddressArguments) -> dict[str, Any]:
+    """Tensors and counts of the kernels, by parameter name."""
+    slots, sequences, positions = address_tensors(a)
+    values: dict[str, Any] = {
+        "slots_ptr": slots,
+        "sequences_ptr": sequences,
+        "positions_ptr": positions,
+        "sequence_tokens": slots.shape[0] if sequences is None else 1,
+    }
+    if sequences is None:
+        return values
+    rows, columns = slots.shape
+    counts = {"num_sequences": rows, "lookup_columns": columns, "lookup_stride": slots.stride(0)}
+    return {**values, **counts}
 
 
 def check_addressing(

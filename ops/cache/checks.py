@@ -1,23 +1,26 @@
 """Checks shared by the ops that write a K and V cache. Each raises ArgumentError.
 
-Everything is checked before anything is written. What only real memory shows (slots, aliases) is
-apart from the metadata, which tracing with fake tensors checks too.
+Everything is checked before anything is written. What only real memory shows is apart from the
+metadata, which tracing with fake tensors checks too: aliases here, slots in `address_checks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewright.ops.cache.address_checks import check_address_values
-from tilewright.ops.cache.addressing import ADDRESS_TENSORS, check_addressing
-from tilewright.ops.cache.scale_values import check_scale_values
-from tilewright.ops.cache.writes import WriteArguments
-from tilewright.ops.checks import ArgumentError, check_device, check_dtype, check_tensor, holds
-from tilewright.ops.contract import debug_values
+from tilewright.ops.cache.addressing import WriteArguments, check_addressing
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_tensor,
+    debug_values,
+    holds,
+)
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.formats.paged_cache import CacheWindow, axes_nest, in_bytes, strided_disjoint
 
@@ -112,47 +115,18 @@ def window_integers(
     return CacheWindow.page_major(cache).to_ints()
 
 
-def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
-    """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
-    and the cache scales. `a`: a WriteArguments that is a dataclass, whose tensors are all sources
-    but the caches.
-
-    Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
-    """
-    if a.v_cache is a.k_cache:
-        # Two mutated arguments for one tensor: a functionalised graph would update two copies.
-        raise ArgumentError(
-            op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
-        )
-    written = [("k_cache", a.k_cache, a.k_window)]
-    if writes_v:
-        v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
-        written.append((*v_base, a.v_window))
-    check_aliases(op, written, _sources(a))
-    if a.v_cache is not None and len(written) == 2 and _storage(a.k_cache) == _storage(a.v_cache):
-        v_view = CacheWindow(*a.v_window).view(a.v_cache)
-        if _shares_memory(v_view, a.k_cache, CacheWindow(*a.k_window)):
-            expected = "a window that shares no memory with the window on k_cache"
-            raise ArgumentError(op, "v_cache", expected, "overlapping windows on one storage")
-    if readable(getattr(a, name) for name in ADDRESS_TENSORS):
-        check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
-    for name in CACHE_SCALES:
-        if readable([getattr(a, name)]):
-            check_scale_values(op, name, getattr(a, name))
-
-
 def check_aliases(
     op: str,
     written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]],
     sources: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Checks that no source shares memory with what is written: (name, base, window) each."""
-    storages = {_storage(base) for _, base, _ in written}
+    storages = {storage_address(base) for _, base, _ in written}
     for name, source in sources:
-        if _storage(source) not in storages:
+        if storage_address(source) not in storages:
             continue
         for cache_name, base, window in written:
-            if _shares_memory(source, base, CacheWindow(*window)):
+            if shares_memory(source, base, CacheWindow(*window)):
                 expected = f"memory apart from what is written in {cache_name}"
                 raise ArgumentError(op, name, expected, f"a tensor that aliases {cache_name}")
 
@@ -162,19 +136,16 @@ def readable(tensors: Iterable[torch.Tensor | None]) -> bool:
     return debug_values() or all(t is None or t.device.type == "cpu" for t in tensors)
 
 
-def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for field in fields(a):
-        value = getattr(a, field.name)
-        if isinstance(value, torch.Tensor) and field.name not in ("k_cache", "v_cache"):
-            yield field.name, value
-
-
-def _storage(tensor: torch.Tensor) -> int:
+def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow) -> bool:
-    if _storage(tensor) != _storage(base) or tensor.numel() == 0 or window.num_pages == 0:
+def shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow) -> bool:
+    if (
+        storage_address(tensor) != storage_address(base)
+        or tensor.numel() == 0
+        or window.num_pages == 0
+    ):
         return False
     itemsize = base.element_size()
     distance = tensor.data_ptr() - base.data_ptr() - window.offset * itemsize

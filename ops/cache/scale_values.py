@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops.cache.address_checks import first
-from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import ArgumentError, first
 
 
 def check_scale_values(op: str, argument: str, scale: torch.Tensor | None) -> None:

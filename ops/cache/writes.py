@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 
-from tilewright.ops.cache.addressing import AddressArguments, Places, resolve_places
+from tilewright.ops.cache.addressing import Places, WriteArguments, resolve_places
 from tilewright.ops.formats.fp8 import FP8_DTYPES, saturating_cast
 from tilewright.ops.formats.paged_cache import CacheWindow
-
-
-class WriteArguments(AddressArguments, Protocol):
-    """The arguments that say where K and V go and how they are stored."""
-
-    @property
-    def k_cache(self) -> torch.Tensor: ...
-    @property
-    def v_cache(self) -> torch.Tensor | None: ...
-    @property
-    def k_window(self) -> Any: ...
-    @property
-    def v_window(self) -> Any: ...
-    @property
-    def k_cache_scale(self) -> torch.Tensor | None: ...
-    @property
-    def v_cache_scale(self) -> torch.Tensor | None: ...
-    @property
-    def cache_scale_multiplies(self) -> bool: ...
 
 
 def write_kv(

@@ -10,7 +10,7 @@ import torch
 from tilewright.ops.formats import fp4, fp8_block, mxfp4, nvfp4
 from tilewright.ops.formats.division import divided
 from tilewright.ops.formats.expert_weight import INT4_ZERO, ExpertWeight
-from tilewright.ops.qkv.samples import Sampler
+from tilewright.ops.sampling import Sampler
 
 INT4_GROUP = 32
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.qkv.samples import Sampler
+from tilewright.ops.sampling import Sampler
 
 
 @dataclass(frozen=True)

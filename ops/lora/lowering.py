@@ -30,10 +30,10 @@ from tilewright.codegen.lora.specs import (
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
+from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.lora.expand import ExpandArguments, result_shapes
 from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
-from tilewright.ops.qkv.library import weight_rows
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
 NOTHING = ("nothing", "there are no rows, so nothing is launched")

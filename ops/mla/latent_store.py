@@ -43,7 +43,7 @@ from tilewright.ops.mla.latents import (
 )
 from tilewright.ops.mla.positions import check_positions, token_positions
 from tilewright.ops.mla.samples import sample_store
-from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 
 NAME = "mla_latent_store"
 SCHEMA = (

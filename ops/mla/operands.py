@@ -16,9 +16,9 @@ from tilewright.codegen.mla.key_specs import (
 )
 from tilewright.codegen.mla.query_specs import NO_ROTATION
 from tilewright.codegen.operand import Operand
+from tilewright.ops.cache.addressing import address_tensors
 from tilewright.ops.mla.attention_operands import RopeTables, operand_of
 from tilewright.ops.mla.keys import FP8, cache_views, sequences, widths
-from tilewright.ops.qkv.operands import address_tensors
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import is_aligned, operand
 from tilewright.ops.runtime.program import Buffer

@@ -10,7 +10,7 @@ from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import BranchCase, LatentCase, PrefillCase
 from tilewright.ops.mla.chunk_plan import cut
-from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_table
+from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
 
 def sample_store(case: LatentCase, device: str | torch.device, seed: int) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _rope(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
 
 def _places(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
     """Every form of saying where tokens go, for the same places."""
-    table = AttentionCase(
+    table = PagedBatch(
         case.name,
         num_tokens=case.num_tokens,
         slots="ragged",

@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.checks import HeadValues, check_caches, check_values, window_integers
+from tilewright.ops.cache.address_checks import check_values
+from tilewright.ops.cache.checks import HeadValues, check_caches, window_integers
 from tilewright.ops.cache.writes import write_kv
 from tilewright.ops.checks import check_device, check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv.cases import ATTENTION_CASES
-from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES, emitted_kernel
-from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_cache
+from tilewright.ops.qkv.obstacles import emitted_kernel
+from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.rope import apply_rope, check_rope
+from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.sampling import Sampler
 
 NAME = "paged_kv_store"
 SCHEMA = (
@@ -127,12 +130,11 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("paged_kv_store"),),
+        lowerings=(emitted_kernel("paged_kv_store_steps"),),
         cases=(*ATTENTION_CASES, AttentionCase("k_only", writes_v=False)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
-        plan="tilewright.ops.qkv.plans:plan_paged_kv_store",
     )
 )
 

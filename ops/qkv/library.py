@@ -1,93 +1,125 @@
-"""How the three weights of a projection lie in memory, and library GEMMs that copy none of them."""
+"""The projection by library GEMMs, as steps that copy no weight; codes become numbers before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Generator, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 
+from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.quantized_specs import (
+    DequantizeProblem,
+    dequantize_grid,
+    dequantize_problems,
+    dequantize_spec,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.ops.formats.quantized_weight import expand_blocks
+from tilewright.ops.formats.weight_rows import WeightRows
+from tilewright.ops.qkv.checks import ACTIVATION_BLOCK
+from tilewright.ops.qkv.quantized_operands import LETTERS, head_dim
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
 
-@dataclass(frozen=True)
-class WeightRows:
-    """Where q, k and v weights lie as rows of one tensor: a single GEMM makes all three.
-
-    total: rows of that tensor. firsts: its row of q's, k's and v's first row (v's left out where
-    there is none). steps: for each, rows from one group of heads, and from one head, to the next.
-    """
-
-    total: int
-    firsts: tuple[int, ...]
-    steps: tuple[tuple[int, ...], ...]
-
-
-def weight_rows(*weights: torch.Tensor | None) -> WeightRows | None:
-    """How q, k and v weights tile the rows of one tensor without a gap; None where they do not."""
-    present = [weight for weight in weights if weight is not None]
-    storages = {weight.untyped_storage().data_ptr() for weight in present}
-    strides = {weight.stride()[-2:] for weight in present}
-    if len(storages) != 1 or len(strides) != 1:
-        return None
-    ((step, column),) = strides
-    total = sum(prod(weight.shape[:-1]) for weight in present)
-    apart = step >= present[0].shape[-1] if column == 1 else column >= total
-    lowest = min(weight.storage_offset() for weight in present)
-    offsets = [weight.storage_offset() - lowest for weight in present]
-    outer = [stride for weight in present for stride in weight.stride()[:-2]]
-    if not apart or any(distance % step for distance in (*offsets, *outer)):
-        return None
-    firsts = tuple(offset // step for offset in offsets)
-    steps = tuple(tuple(stride // step for stride in w.stride()[:-2]) for w in present)
-    heads = [
-        first + sum(i * s for i, s in zip(index, head_steps, strict=True))
-        for weight, first, head_steps in zip(present, firsts, steps, strict=True)
-        for index in product(*map(range, weight.shape[:-2]))
-    ]
-    if sorted(heads) != list(range(0, total, present[0].shape[-2])):
-        return None
-    return WeightRows(total, firsts, steps)
+Making = Generator[Step, Any, torch.Tensor]
 
 
 def project_packed(
     x: torch.Tensor, weights: Sequence[torch.Tensor], rows: WeightRows
-) -> list[torch.Tensor]:
+) -> Generator[Step, Any, list[torch.Tensor]]:
     """One GEMM over all rows; q [T, H, D] or [T, Hkv, G, D], k and v are views of its result."""
     lowest = min(weights, key=lambda weight: weight.storage_offset())
     whole = lowest.as_strided((rows.total, x.shape[1]), lowest.stride()[-2:])
-    out = torch.nn.functional.linear(x, whole)
+    out = yield from _linear(x, whole)
     return [
         out.as_strided((x.shape[0], *weight.shape[:-1]), (rows.total, *steps, 1), first)
         for weight, first, steps in zip(weights, rows.firsts, rows.steps, strict=True)
     ]
 
 
-def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
     """x [T, K] by weight [H, D, K] to [T, H, D], or [Hkv, G, D, K] to [T, Hkv, G, D]."""
-    *heads, head_dim, hidden = weight.shape
+    *heads, dim, hidden = weight.shape
     row, column = weight.stride()[-2:]
     in_row = [row * prod(weight.shape[axis + 1 : -1]) for axis in range(len(heads))]
     if list(weight.stride()[:-2]) == in_row:
-        rows = weight.as_strided((prod(heads) * head_dim, hidden), (row, column))
-        return torch.nn.functional.linear(x, rows).view(-1, *heads, head_dim)
+        rows = weight.as_strided((prod(heads) * dim, hidden), (row, column))
+        out = yield from _linear(x, rows)
+        return out.view(-1, *heads, dim)
     if len(heads) == 2:
-        return torch.stack([project(x, part) for part in weight.unbind(1)], dim=2)
-    return torch.matmul(x, weight.transpose(1, 2)).transpose(0, 1)
+        parts = []
+        for part in weight.unbind(1):
+            parts.append((yield from project(x, part)))
+        out = yield Buffer((x.shape[0], *heads, dim), x.dtype)
+        yield Library(_stack, (out, *parts))
+        return out
+    out = yield Buffer((*heads, x.shape[0], dim), x.dtype)
+    yield Library(_multiply_batch, (out, x, weight))
+    return out.transpose(0, 1)
 
 
-def weight_places(
-    q_weight: torch.Tensor, k_weight: torch.Tensor, v_weight: torch.Tensor | None
-) -> dict[str, Any]:
-    """The weights as the one descriptor of `qkv_projection` reaches them."""
-    weights = {"q": q_weight, "k": k_weight, "v": k_weight if v_weight is None else v_weight}
-    order = sorted(weights, key=lambda name: weights[name].data_ptr())
-    lowest = weights[order[0]].data_ptr()
-    size = q_weight.element_size()
-    return {
-        "weight_ptr": weights[order[0]],
-        "second_distance": (weights[order[1]].data_ptr() - lowest) // size,
-        "third_distance": (weights[order[2]].data_ptr() - lowest) // size,
-        **{f"{name}_place": order.index(name) for name in weights},
-    }
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> Making:
+    out = yield Buffer((x.shape[0], weight.shape[0]), x.dtype)
+    yield Library(_multiply, (out, x, weight))
+    return out
+
+
+def _multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    torch.mm(x, weight.t(), out=out)
+
+
+def _multiply_batch(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    torch.bmm(x.expand(weight.shape[0], -1, -1), weight.transpose(1, 2), out=out)
+
+
+def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
+    torch.stack(parts, dim=2, out=out)
+
+
+# --- codes as numbers -----------------------------------------------------------------------------
+
+
+def dequantized_weights(
+    a: Any, rows: WeightRows, problem: QkvProblem, values: dict[str, Any], target: str
+) -> Generator[Step, Any, list[torch.Tensor]]:
+    """q, k and v weights [H, D, K] (v left out where there is none), by a kernel for each."""
+    dim, hidden = head_dim(a), a.x.shape[1]
+    whole = yield Buffer((rows.total, hidden), number_dtype(a))
+    weights = []
+    for weight, first in zip(dequantize_problems(problem), rows.firsts, strict=True):
+        letter = LETTERS[weight.index]
+        heads = values[f"{letter}_weight_ptr"].shape[:-2]
+        made = whole[first : first + weight.num_rows].view(*heads, dim, hidden)
+        given = {f"{w}_ptr": values[f"{letter}_{w}_ptr"] for w in ("weight", "scale", "zero")}
+        spec, grid = _dequantize(weight, target)
+        yield Launch(spec, grid, {**given, "out_ptr": made})
+        weights.append(made)
+    return weights
+
+
+@cache
+def _dequantize(problem: DequantizeProblem, target: str) -> tuple[KernelSpec, Sequence[int]]:
+    return dequantize_spec(problem, target), dequantize_grid(problem)
+
+
+def number_dtype(a: Any) -> torch.dtype:
+    """What codes become; as `number_dtype` of the kernels has it."""
+    return torch.float32 if a.x.dtype.itemsize == 1 else a.x.dtype
+
+
+def dequantized_x(a: Any) -> Making:
+    """x as numbers: its codes times their scales, in fp32; or x itself."""
+    if a.x.dtype == number_dtype(a):
+        return a.x
+    x = yield Buffer(a.x.shape, number_dtype(a))
+    yield Library(_scale_codes, (x, a.x) if a.x_scale is None else (x, a.x, a.x_scale))
+    return x
+
+
+def _scale_codes(out: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    out.copy_(codes)
+    if scale is not None:
+        block = (1, out.shape[1] if scale.shape[1] == 1 else ACTIVATION_BLOCK)
+        out.mul_(expand_blocks(scale.to(out.dtype), out.shape, block))

@@ -1,32 +1,19 @@
-"""What the attention ops' lowerings share: which arguments the emitted kernel takes, and the
-errors that fp32 accumulation with one rounding may make."""
+"""Which arguments the emitted kernels of the attention ops take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewright.ops.contract import Lowering, Tolerance
+from tilewright.ops.contract import Lowering
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.qkv.quantized_operands import differences
 
-KERNEL_MODULE = "tilewright.ops.qkv.launch"
+#: The module of the ops' steps and plans.
+STEPS = "tilewright.ops.qkv.lowering"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
-
-ONE_ROUNDING = (
-    "fp32 accumulation, then one rounding to the output dtype: half a unit in the last place of "
-    "the exact value, plus an accumulation error that follows the size of the terms, not of their "
-    "sum, and so is measured against the rms of the output"
-)
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-11),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-13),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-    torch.float8_e4m3fn: Tolerance(relative=2.0**-4, of_rms=2.0**-11, absolute=2.0**-10),
-    torch.float8_e5m2: Tolerance(relative=2.0**-3, of_rms=2.0**-11, absolute=2.0**-17),
-}
 
 
 def kernel_obstacle(arguments: Any) -> str | None:
@@ -41,12 +28,10 @@ def kernel_obstacle(arguments: Any) -> str | None:
     return None
 
 
-def emitted_kernel(function: str) -> Lowering:
-    """The lowering by the emitted kernel that `launch_<function>` of the kernel module launches."""
+def emitted_kernel(
+    steps: str, unsupported: Callable[[Any], str | None] = kernel_obstacle
+) -> Lowering:
+    """The lowering whose steps that function of the module generates."""
     return Lowering(
-        "emitted_kernel",
-        f"{KERNEL_MODULE}:launch_{function}",
-        frozenset({"cuda"}),
-        kernel_obstacle,
-        repeatable=f"{KERNEL_MODULE}:repeatable_{function}",
+        "emitted_kernel", None, frozenset({"cuda"}), unsupported, build=f"{STEPS}:{steps}"
     )

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.address_checks import check_values
 from tilewright.ops.cache.checks import (
     HeadValues,
     check_caches,
-    check_values,
     readable,
     window_integers,
 )
@@ -41,11 +41,14 @@ from tilewright.ops.qkv.checks import (
     check_projection,
     value_dtype,
 )
-from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES, emitted_kernel
+from tilewright.ops.qkv.obstacles import STEPS, emitted_kernel
 from tilewright.ops.qkv.sample_weights import sample_projection
-from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_cache
+from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.norm import apply_norm, check_norm, check_norm_weight
 from tilewright.ops.reference.rope import apply_rope, check_rope
+from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.runtime.program import Buffer
+from tilewright.ops.sampling import Sampler
 
 NAME = "fused_qkv_paged"
 SCHEMA = (
@@ -212,9 +215,14 @@ def validate_values(a: FusedQkvArguments) -> None:
         check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
 
 
+def result_buffer(a: FusedQkvArguments) -> Buffer:
+    """Memory for q."""
+    return Buffer((a.x.shape[0], _num_heads(a), _head_dim(a)), value_dtype(a))
+
+
 def fake(a: FusedQkvArguments) -> torch.Tensor:
-    shape = (a.x.shape[0], _num_heads(a), _head_dim(a))
-    return a.x.new_empty(shape, dtype=value_dtype(a))
+    made = result_buffer(a)
+    return a.x.new_empty(tuple(made.shape), dtype=made.dtype)
 
 
 def reference(a: FusedQkvArguments) -> torch.Tensor:
@@ -310,12 +318,12 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("fused_qkv_paged"),),
+        lowerings=(emitted_kernel("fused_qkv_paged_steps"),),
         cases=(*QKV_CASES, AttentionCase("k_only", writes_v=False, bias=True)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
-        plan="tilewright.ops.qkv.plans:plan_fused_qkv_paged",
+        plan=f"{STEPS}:plan_fused_qkv_paged",
     )
 )
 

@@ -22,14 +22,15 @@ from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.checks import check_aliases, readable
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.checks import ArgumentError, in_words_of
-from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.contract import FusedOp, register
 from tilewright.ops.formats.gptq_buffer import SYMMETRIC_ZERO, sections
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv import qkv_cache
-from tilewright.ops.qkv.obstacles import ONE_ROUNDING, TOLERANCES, kernel_obstacle
+from tilewright.ops.qkv.obstacles import STEPS, emitted_kernel, kernel_obstacle
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.ragged_checks import NAME, check_metadata, kv_rows
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_inputs
+from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 
 SCHEMA = (
     "(Tensor hidden_state, Tensor input_row_offsets, Tensor weight, Tensor(a!) blocks, "
@@ -39,7 +40,6 @@ SCHEMA = (
     "Tensor? v_cache_scale=None, bool cache_scale_multiplies=False, bool static_tokens=False, "
     "bool tune=False) -> Tensor"
 )
-KERNELS = "tilewright.ops.qkv.ragged_lowering"
 #: What the arguments of `fused_qkv_paged` are called here.
 FUSED_WORDS = {
     "x": "hidden_state",
@@ -307,22 +307,14 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            Lowering(
-                "emitted_kernel",
-                f"{KERNELS}:launch",
-                frozenset({"cuda"}),
-                _unsupported,
-                repeatable=f"{KERNELS}:repeatable",
-            ),
-        ),
+        lowerings=(emitted_kernel("ragged_steps", _unsupported),),
         cases=RAGGED_CASES,
         sample_inputs=lambda case, device="cpu", seed=0: RaggedQkvArguments(
             **sample_inputs(case, device, seed)
         ),
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
-        plan=f"{KERNELS}:plan",
+        plan=f"{STEPS}:plan_ragged",
     )
 )
 

@@ -6,27 +6,33 @@ such, which is a view.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tilewright.codegen.formats import Quantization, XScale
+from tilewright.codegen.formats import Quantization
+from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.quantized_weight import zeros_are_packed
+from tilewright.ops.formats.weight_rows import WeightRows
 from tilewright.ops.qkv.checks import ACTIVATION_BLOCK
-from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.operands import operand
 
 LETTERS = "qkv"
 
 
-def stored_words(a: Any) -> tuple[list[torch.Tensor | None], tuple[int, ...]]:
-    """The weights of q, k and v as the kernels read them, and the order of their nibbles."""
-    weights = [getattr(a, f"{letter}_weight") for letter in LETTERS]
-    order = tuple(a.nibble_order)
+def quantized_values(a: Any) -> dict[str, Any]:
+    """The tensors that `qkv_quantized` takes beside those of `head_values`, by parameter name."""
+    words = [getattr(a, f"{letter}_weight") for letter in LETTERS]
     bytes_of_two = a.weight_format == "int4_k" and a.q_weight.dtype == torch.uint8
-    if bytes_of_two and order in ((), (0, 1)) and all(w is None or _is_words(w) for w in weights):
-        return [None if w is None else w.view(torch.int32) for w in weights], ()
-    return weights, order
+    in_order = tuple(a.nibble_order) in ((), (0, 1))
+    if bytes_of_two and in_order and all(w is None or _is_words(w) for w in words):
+        words = [None if w is None else w.view(torch.int32) for w in words]
+    return {
+        "x_ptr": a.x,
+        "x_scale_ptr": a.x_scale,
+        **{f"{x}_weight_ptr": word for x, word in zip(LETTERS, words, strict=True)},
+        **{f"{x}_{w}_ptr": getattr(a, f"{x}_{w}") for w in ("scale", "zero") for x in LETTERS},
+    }
 
 
 def _is_words(weight: torch.Tensor) -> bool:
@@ -36,26 +42,23 @@ def _is_words(weight: torch.Tensor) -> bool:
     return last == 1 and all(size % 4 == 0 for size in sizes)
 
 
-def quantization(a: Any) -> Quantization:
-    """The static data of quantised arguments; what q, k and v do not share is in `differs`."""
-    words, order = stored_words(a)
-    scales = [getattr(a, f"{letter}_scale") for letter in LETTERS]
-    zeros = [getattr(a, f"{letter}_zero") for letter in LETTERS]
-    first = words[0]
-    assert first is not None
+def quantization(a: Any, values: dict[str, Any]) -> Quantization:
+    """The static data of quantised arguments, whose `quantized_values` are given; what q, k and v
+    do not share is in `differs`."""
+    words = values["q_weight_ptr"].dtype
+    per_token = a.x_scale is not None and a.x_scale.shape[1] == 1
     return Quantization(
         weight_format=a.weight_format,
-        word_dtype=TRITON_TYPES[first.dtype],
         block=(int(a.scale_block[0]), int(a.scale_block[1])),
-        scale_dtype=TRITON_TYPES[scales[0].dtype],
-        scale_strides=_strides(scales),
-        zero_dtype=None if zeros[0] is None else TRITON_TYPES[zeros[0].dtype],
-        zero_strides=_strides(zeros),
-        packed_zeros=zeros[0] is not None and _packed_zeros(a, 0),
+        scales=tuple(_blocks(values[f"{x}_scale_ptr"]) for x in LETTERS),  # type: ignore[arg-type]
+        zeros=tuple(_blocks(values[f"{x}_zero_ptr"]) for x in LETTERS),
+        per_word=2 * words.itemsize if a.weight_format.startswith("int4") else 1,
+        packed_zeros=a.q_zero is not None and _packed_zeros(a, 0),
         zero_point=a.zero_point,
-        order=order,
-        x_dtype=TRITON_TYPES[a.x.dtype],
-        x_scale=_x_scale(a),
+        # Bytes seen as words count their nibbles up.
+        order=tuple(a.nibble_order) if words == a.q_weight.dtype else (),
+        x_scale=_blocks(a.x_scale),
+        x_block=a.x.shape[1] if per_token else ACTIVATION_BLOCK if a.x_scale is not None else 0,
         differs=differences(a),
     )
 
@@ -97,31 +100,20 @@ def head_dim(a: Any) -> int:
     return int(a.q_weight.shape[-2] * per)
 
 
-def _strides(tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[int, int] | None, ...]:
-    return tuple(None if t is None else _block_strides(t) for t in tensors)
-
-
-def _block_strides(blocks: torch.Tensor) -> tuple[int, int]:
-    """Strides (row, column); 0 along an axis of one, which kernels may then read for any block."""
-    row, column = (
-        0 if size == 1 else step for size, step in zip(blocks.shape, blocks.stride(), strict=True)
-    )
-    return row, column
-
-
-def _x_scale(a: Any) -> XScale | None:
-    if a.x_scale is None:
+def _blocks(blocks: torch.Tensor | None) -> Operand | None:
+    """Scales or zeros; stride 0 along an axis of one, which kernels may then read for any block."""
+    if blocks is None:
         return None
-    block = a.x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK
-    return XScale(TRITON_TYPES[a.x_scale.dtype], _block_strides(a.x_scale), block)
+    sizes = zip(blocks.shape, blocks.stride(), strict=True)
+    return operand(blocks, *(0 if size == 1 else step for size, step in sizes))
 
 
-def quantized_values(a: Any) -> dict[str, Any]:
-    """The tensors that `qkv_quantized` takes beside those of `finish_values`, by parameter name."""
-    words, _ = stored_words(a)
-    values: dict[str, Any] = {"x_ptr": a.x, "x_scale_ptr": a.x_scale}
-    for letter, word in zip(LETTERS, words, strict=True):
-        values[f"{letter}_weight_ptr"] = word
-        values[f"{letter}_scale_ptr"] = getattr(a, f"{letter}_scale")
-        values[f"{letter}_zero_ptr"] = getattr(a, f"{letter}_zero")
-    return values
+def dequantized_rows(a: Any) -> WeightRows:
+    """How q, k and v lie in the tensor that `dequantized_weights` makes: one after the other."""
+    dim = head_dim(a)
+    heads = [w.shape[:-2] for w in (a.q_weight, a.k_weight, a.v_weight) if w is not None]
+    firsts = [0]
+    for shape in heads:
+        firsts.append(firsts[-1] + shape.numel() * dim)
+    steps = tuple((shape[1] * dim, dim) if len(shape) == 2 else (dim,) for shape in heads)
+    return WeightRows(firsts[-1], tuple(firsts[:-1]), steps)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.gptq_buffer import pack_buffer
-from tilewright.ops.qkv.samples import AttentionCase, Sampler, sample_table
+from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
 FP8 = torch.float8_e4m3fn
 
@@ -88,7 +88,7 @@ def sample_inputs(
 
 
 def _batch(case: RaggedCase, sampler: Sampler) -> dict[str, Any]:
-    table = AttentionCase(
+    table = PagedBatch(
         case.name,
         num_tokens=sum(case.new_tokens),
         slots="ragged",

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, pack_nibbles
-from tilewright.ops.qkv.samples import AttentionCase, Sampler
+from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.sampling import Sampler
 
 LETTERS = ("q", "k", "v")
 

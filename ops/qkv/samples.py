@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
+from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
 LAYOUTS = ("page_major", "head_major", "static_cache", "vllm_pair", "max_pair")
 PROJECTIONS = ("separate", "packed", "per_head", "grouped", "n_major")
 
 
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(PagedBatch):
     """One setting of an attention op that writes a cache.
 
     projection: how the weights lie in memory: three tensors, one [(Hq + 2 Hkv) D, K] tensor, or
@@ -23,30 +24,22 @@ class AttentionCase:
     GPT-2 has them. Quantised weights: "separate" or "packed".
     table_width: "full" for cos and sin of width rotary_dim, "half" for half of it.
     tokens_per_row: T / T_rope, the tokens that share a row of cos and sin.
-    skipped: tokens whose slot is negative.
     qk_norm: norm weights for each of `normed`, of [D] or, norm_per_head, of [H, D].
     words: the dtype that nibbles are packed in. transposed: the memory order of the stored weight
     and its scales is the other one, as GPTQ and AWQ have it.
     zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
     x_scale: "none", "tensor", "token" or "block"; read where x has `codes`, and dtype is q's.
     cache_dtype: None for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
-    new_tokens, cached_tokens: per sequence, for slots "block_table" and "ragged".
+    new_tokens, cached_tokens: for slots "block_table" and "ragged".
     """
 
-    name: str
-    num_tokens: int = 5
     hidden: int = 64
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
     dtype: torch.dtype = torch.bfloat16
     layout: str = "page_major"
-    num_pages: int = 6
-    page_size: int = 8
-    slots: str = "flat"
     indexing: str = "paged"
-    slot_dtype: torch.dtype = torch.int64
-    skipped: int = 0
     projection: str = "separate"
     bias: bool = False
     delta: bool = False
@@ -78,31 +71,6 @@ class AttentionCase:
     cache_dtype: torch.dtype | None = None
     cache_scale: str = "none"
     cache_scale_multiplies: bool = False
-    new_tokens: tuple[int, ...] = ()
-    cached_tokens: tuple[int, ...] = ()
-
-
-class Sampler:
-    """Random tensors on one device, the same for the same seed whatever the device."""
-
-    def __init__(self, device: str | torch.device, seed: int) -> None:
-        self.device = torch.device(device)
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
-        return values.to(dtype).to(self.device)
-
-    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
-
-    def scales(self, *shape: int, size: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Numbers from size to 2 size."""
-        values = torch.rand(shape, generator=self.generator, dtype=torch.float64) + 1
-        return (values * size).to(dtype).to(self.device)
-
-    def permutation(self, n: int) -> torch.Tensor:
-        return torch.randperm(n, generator=self.generator)
 
 
 def sample_cache(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
@@ -167,27 +135,6 @@ def _places(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> di
     slots = sampler.permutation(slot_limit(window, case.slots))[:count]
     slots[: case.skipped] = -1 - torch.arange(case.skipped)
     return {"slot_mapping": slots.to(case.slot_dtype).to(sampler.device)}
-
-
-def sample_table(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    """A block table whose unassigned entries lie outside the pool, and what goes with it."""
-    new = torch.tensor(case.new_tokens, dtype=torch.int64)
-    cached = torch.tensor(case.cached_tokens, dtype=torch.int64)
-    columns = (-(-(new + cached) // case.page_size)).tolist()
-    table = torch.full((len(new), max(columns, default=0) + 1), case.num_pages)
-    free = iter(sampler.permutation(case.num_pages).tolist())
-    for row, count in enumerate(columns):
-        for column in range(count):
-            table[row, column] = next(free)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
-    if case.slots == "ragged":
-        tensors = {"lookup_table": table, "row_offsets": offsets, "cache_lengths": cached}
-    else:
-        sequences = torch.arange(len(new)).repeat_interleave(new)
-        positions = torch.arange(case.num_tokens) - offsets[sequences] + cached[sequences]
-        sequences[: case.skipped] = -1
-        tensors = {"lookup_table": table, "sequence_ids": sequences, "positions": positions}
-    return {name: t.to(case.slot_dtype).to(sampler.device) for name, t in tensors.items()}
 
 
 def _rope(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:

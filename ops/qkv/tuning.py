@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -20,11 +21,14 @@ from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, remembered, tuned
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.lowering import FusedCall, prepare, run
+from tilewright.ops.qkv.choices import run
+from tilewright.ops.qkv.operands import FusedCall
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, reference
 from tilewright.ops.qkv.scratch import argument_bytes, scratch_arguments
 from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.isolation import apart
+from tilewright.ops.runtime.launch import Gpu
+from tilewright.ops.runtime.program import Buffer, Step
 from tilewright.ops.runtime.timing import capture, interleaved_us
 
 log = logging.getLogger("tilewright")
@@ -51,8 +55,22 @@ def machine(index: int) -> Machine:
 
 def case_of(call: FusedCall, target: Target) -> Case:
     """What is measured for a call: its problem at the upper end of its bucket of token counts."""
-    tokens = call.problem.num_tokens or bucket(call.a.x.shape[0])
+    tokens = call.problem.epilogue.num_tokens or bucket(call.a.x.shape[0])
     return Case(call.problem, tokens, target, call.rows is not None)
+
+
+def measured_lowering(call: FusedCall, target: Target) -> LoweringChoice | None:
+    """What was measured on the call's GPU, measured now where that can be done."""
+    index = gpu_index(call.a.x.device)
+    if index is None or not target.features:
+        return None
+    return measured_choice(call.a, case_of(call, target), index)
+
+
+def gpu_index(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def measured_choice(
@@ -119,7 +137,7 @@ def _times(
         try:
             if not _agrees(_results(sets[0], choice), want):
                 raise ArithmeticError("its result is wrong")
-            graphs[name] = capture([partial(_run, s, choice) for s in sets], warmup=1)
+            graphs[name] = capture([partial(run, s, choice) for s in sets], warmup=1)
         except Exception as error:  # what Triton refuses is a result here, whatever its type
             log.warning("tune: %s is left out: %s: %s", name, type(error).__name__, error)
     if not graphs:
@@ -138,23 +156,21 @@ def _argument_sets(
     return [first, *more]
 
 
-def _run(a: FusedQkvArguments, choice: LoweringChoice) -> None:
-    run(prepare(a), choice)
-
-
 def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.Tensor]:
     """What a lowering (None: the reference) makes of scratch arguments: q and both caches."""
     caches = [a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
     for written in caches:
         written.zero_()
-    if choice is None:
-        q = reference(a)
-    else:
-        call = prepare(a)
-        call.q.fill_(torch.nan)
-        run(call, choice)
-        q = call.q
+    q = reference(a) if choice is None else run(a, choice, NanMemory(a.x.device))
     return [t.float() for t in (q, *caches)]
+
+
+class NanMemory(Gpu):
+    """A GPU whose new memory holds NaN, so that what a lowering leaves out shows."""
+
+    def perform(self, step: Step) -> Any:
+        answer = super().perform(step)
+        return answer.fill_(torch.nan) if isinstance(step, Buffer) else answer
 
 
 def _agrees(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:

@@ -6,29 +6,24 @@ from dataclasses import replace
 
 import pytest
 
+from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv.specs import (
-    CacheStrides,
-    HeadFinish,
-    QkvProblem,
-    Rope,
-    SwappedConfig,
-    TiledConfig,
-    WeightStrides,
-    swapped_spec,
-    tiled_spec,
-)
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.qkv.heads import HeadEpilogue, Rope
+from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
 from tilewright.codegen.spec import KernelSpec
 
 MEMORY = ("tl.load(", "tl.store(", "tl.atomic_add(", "tl.make_tensor_descriptor(")
 
 
 def specs(target: str) -> list[KernelSpec]:
-    cache = CacheStrides(16, 16 * 2 * 64, 2 * 64, 64, 1)
-    rope = Rope("half", 64, True, "bf16", 64, 64)
-    finish = HeadFinish("bf16", 4, 2, 64, cache, cache, "bf16", rope=rope)
-    rows = WeightStrides(64 * 256, 256)
-    problem = QkvProblem(256, 256, (rows, rows, rows), finish)
+    cache, table = Operand("bf16", (16 * 2 * 64, 2 * 64, 64, 1)), Operand("bf16", (64,))
+    slots = Addressing("flat", Operand("i64", (1,)))
+    rope = Rope("half", 64, True, table, table)
+    epilogue = HeadEpilogue(Operand("bf16"), 4, 2, 64, 16, cache, cache, slots, rope)
+    rows = Operand("bf16", (0, 64 * 256, 256, 1))
+    problem = QkvProblem(256, Operand("bf16", (256,)), (rows, rows, rows), epilogue)
     return [
         swapped_spec(problem, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
         tiled_spec(problem, TiledConfig(64, 2, 64, 4, 2, persistent=True), target),

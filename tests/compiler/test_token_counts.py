@@ -18,9 +18,8 @@ from torch._inductor import compile_fx
 
 from tilewright.codegen.qkv.plan import candidates, fused_choice
 from tilewright.compiler import backend, reports
-from tilewright.ops.qkv import launch as launches
+from tilewright.ops.qkv import lowering
 from tilewright.ops.runtime import launch as kernel_launch
-from tilewright.ops.runtime.device import device_target
 
 K, HQ, HKV, D, LAYERS = 2048, 4, 1, 128, 2
 PAGES, PAGE, CONTEXT = 64, 16, 512
@@ -202,18 +201,18 @@ class TestGraphs:
     @pytest.fixture(autouse=True)
     def split_k(self, monkeypatch):
         """Few tokens take split-K kernels here, whatever the plan would have."""
-        planned = launches.planned_lowering
+        planned = lowering.planned_lowering
 
-        def chosen(call):
-            tokens, target = call.a.x.shape[0], device_target(call.q.device)
+        def chosen(call, target):
+            tokens = call.a.x.shape[0]
             configs = candidates(call.problem, tokens, target)
             split = [c for c in configs if getattr(c, "split_k", 1) > 1]
             assert split or tokens > 128
             if not split:
-                return planned(call)
+                return planned(call, target)
             return fused_choice(call.problem, split[0], target, 0.0, measured=False)
 
-        monkeypatch.setattr(launches, "planned_lowering", chosen)
+        monkeypatch.setattr(lowering, "planned_lowering", chosen)
 
     @pytest.mark.parametrize("count", [1, 16, 70])
     def test_a_captured_step_writes_where_the_buffers_say_at_replay(self, gpu, count):

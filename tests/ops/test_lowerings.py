@@ -6,11 +6,12 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+import torch
 
 from tests.interpreted import Interpreter, interpret, steps_of
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.contract import all_ops
-from tilewright.ops.runtime.program import Launch, Planner, drive
+from tilewright.ops.runtime.program import Launch, Library, Planner, drive
 
 TARGETS = {"sm90": SM90, "sm100": SM100}
 SMS = 3
@@ -22,10 +23,20 @@ CASES = [
     if op.namespace == "tilewright" and any(lowering.build for lowering in op.lowerings)
     for case in op.cases
 ]
+# Where a library's GEMM has a part, it rounds before the kernel after it, as the graph does that
+# the op stands for.
+ROUND_BETWEEN = ("fused_qkv_paged", "fused_qkv_matmul_kv_cache_paged_ragged")
 
 
-def twice(tolerance):
+def allowed(op, program, dtype):
     """Of two results that are both rounded."""
+    tolerance = op.tolerances[dtype]
+    by_library = any(
+        isinstance(step, Library) and step.function is not torch.Tensor.zero_
+        for step, _ in program.steps
+    )
+    if by_library and op.name in ROUND_BETWEEN:
+        tolerance = replace(tolerance, of_rms=4 * min(tolerance.relative, 2.0**-8))
     return replace(tolerance, relative=2 * tolerance.relative, absolute=2 * tolerance.absolute)
 
 
@@ -57,15 +68,15 @@ def test_the_steps_of_a_call_compute_what_the_op_means(op, case, target):
     if sum(prod(grid) for _, grid in launches) > MOST_PROGRAMS:
         pytest.skip("too many programs for the interpreter")
     given, expected = op.sample_inputs(case), op.sample_inputs(case)
-    actual = interpret(op, given, TARGETS[target], SMS).outcome.result
+    program = interpret(op, given, TARGETS[target], SMS)
     wanted = op.reference(expected)
-    for got, want in zip(results_of(actual), results_of(wanted), strict=True):
-        problem = twice(op.tolerances[want.dtype]).problem(got, want)
+    for got, want in zip(results_of(program.outcome.result), results_of(wanted), strict=True):
+        problem = allowed(op, program, want.dtype).problem(got, want)
         assert problem is None, problem
     for name in op.mutated:
         got, want = getattr(given, name), getattr(expected, name)
         if want is not None:
-            problem = twice(op.tolerances[want.dtype]).problem(got, want)
+            problem = allowed(op, program, want.dtype).problem(got, want)
             assert problem is None, (name, problem)
 
 

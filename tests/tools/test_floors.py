@@ -76,12 +76,7 @@ EDGES = {
     ("projection", "lora"),
 }
 # What lies in a family's folder and belongs into a shared room: taken by others all the same.
-MISPLACED = {
-    "tilewright.ops.qkv.library": {"weight_rows"},
-    "tilewright.ops.qkv.obstacles": {"ONE_ROUNDING", "TOLERANCES"},
-    "tilewright.ops.qkv.operands": {"address_tensors", "unaligned"},
-    "tilewright.ops.qkv.samples": {"AttentionCase", "Sampler", "sample_table"},
-}
+MISPLACED = {}
 
 
 def family_of(module: str) -> str | None:

@@ -9,20 +9,17 @@ import torch
 
 from tilewright.codegen.emit import emit
 from tilewright.codegen.qkv import plan as qkv_plan
-from tilewright.codegen.qkv.specs import (
+from tilewright.codegen.qkv.problem import (
     QkvProblem,
-    SwappedConfig,
-    TiledConfig,
     heads_fit,
     swapped_obstacle,
-    swapped_spec,
     tiled_obstacle,
-    tiled_spec,
     tiled_weights,
 )
+from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
 from tilewright.codegen.targets import SM90, SM100
-from tilewright.ops.qkv import lowering as lowerings
 from tilewright.ops.qkv import qkv_cache
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.samples import AttentionCase
 
 LLAMA = AttentionCase(
@@ -35,7 +32,7 @@ FEW = SwappedConfig(32, 16, 32, 4, 2)
 
 
 def problem(case: AttentionCase) -> QkvProblem:
-    return lowerings.prepare(qkv_cache.OP.sample_inputs(case)).problem
+    return prepare(qkv_cache.OP.sample_inputs(case)).problem
 
 
 def tiled(case: AttentionCase) -> str:
@@ -113,7 +110,7 @@ def test_what_no_fused_kernel_takes_goes_to_the_library(case: AttentionCase, rea
 
 def test_weights_of_two_orders_have_no_fused_kernel() -> None:
     plain, turned = problem(LLAMA), problem(replace(LLAMA, projection="n_major"))
-    mixed = replace(plain, weight_strides=(turned.weight_strides[0], *plain.weight_strides[1:]))
+    mixed = replace(plain, weights=(turned.weights[0], *plain.weights[1:]))
     assert "together" in (swapped_obstacle(mixed) or "")
     assert "strides" in (tiled_obstacle(mixed) or "")
     assert qkv_plan.choose(mixed, 64, SM90, packed=False).name == "library"
@@ -125,15 +122,13 @@ def test_heads_are_loaded_together_where_they_are_neighbours() -> None:
     assert heads_fit(grouped, 1)
     assert not heads_fit(grouped, 2)
     # q's groups lie apart, but k's and v's heads are neighbours: tiles that divide a group.
-    own = problem(LLAMA).weight_strides
-    q = replace(own[0], group=7 * own[0].head)
-    apart = replace(
-        problem(LLAMA),
-        weight_strides=(q, *own[1:]),
-        finish=replace(problem(LLAMA).finish, group=4),
-    )
+    plain = problem(LLAMA)
+    _, head, *rest = plain.weights[0].strides
+    q = replace(plain.weights[0], strides=(7 * head, head, *rest))
+    epilogue = replace(plain.epilogue, group=4)
+    apart = replace(plain, weights=(q, *plain.weights[1:]), epilogue=epilogue)
     assert heads_fit(apart, 2)
-    assert not heads_fit(replace(apart, finish=replace(apart.finish, group=1)), 2)
+    assert not heads_fit(replace(apart, epilogue=replace(epilogue, group=1)), 2)
 
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=["sm90", "sm100"])

@@ -6,37 +6,30 @@ from dataclasses import replace
 
 import pytest
 
+from tilewright.codegen.addressing import Addressing
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv import plan as qkv_plan
-from tilewright.codegen.qkv.plan import (
-    TOKEN_BUCKETS,
-    candidates,
-    choose,
-    estimate,
-    fits,
-    plan_fused_qkv,
-    shared_bytes,
-)
-from tilewright.codegen.qkv.specs import (
-    CacheStrides,
-    HeadFinish,
-    QkvProblem,
-    Rope,
-    SwappedConfig,
-    TiledConfig,
-    WeightStrides,
-)
+from tilewright.codegen.qkv.heads import HeadEpilogue, Norm, Rope
+from tilewright.codegen.qkv.plan import TOKEN_BUCKETS, candidates, choose, fits, plan_fused_qkv
+from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig
+from tilewright.codegen.qkv.time import estimate, shared_bytes
 from tilewright.codegen.targets import SM90, SM100
 
 
 def problem(hidden=4096, heads=32, kv_heads=8, dim=128, dtype="bf16", **changes) -> QkvProblem:
-    cache = CacheStrides(16, 16 * kv_heads * dim, kv_heads * dim, dim, 1)
-    finish = HeadFinish(dtype, heads, kv_heads, dim, cache, cache, dtype)
-    strides = WeightStrides(dim * hidden, hidden)
-    return replace(QkvProblem(hidden, hidden, (strides,) * 3, finish), **changes)
+    cache = Operand(dtype, (16 * kv_heads * dim, kv_heads * dim, dim, 1))
+    slots = Addressing("flat", Operand("i64", (1,)))
+    epilogue = HeadEpilogue(
+        Operand(dtype), heads, kv_heads, dim, 16, cache, cache, slots, **changes
+    )
+    weight = Operand(dtype, (0, dim * hidden, hidden, 1))
+    return QkvProblem(hidden, Operand(dtype, (hidden,)), (weight,) * 3, epilogue)
 
 
 LLAMA_8B = problem()
 UNMEASURED = problem(hidden=5120, heads=40, kv_heads=8)
+NORMS = Norm((Operand("bf16", (0,)),) * 2)
 
 
 @pytest.fixture
@@ -49,8 +42,8 @@ def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
     walk = {"persistent": True, "flatten": True}
     whole = TiledConfig(128, 2, 64, 8, 4, **walk)
     for table_dtype, parts, fitting in (("bf16", 1, True), ("fp32", 1, False), ("fp32", 2, True)):
-        rope = Rope("half", 128, True, table_dtype, 128, 128)
-        p = replace(LLAMA_8B, finish=replace(LLAMA_8B.finish, rope=rope))
+        table = Operand(table_dtype, (128,))
+        p = problem(rope=Rope("half", 128, True, table, table))
         assert fits(p, replace(whole, epilogue_parts=parts), SM90) == fitting
 
 
@@ -60,7 +53,7 @@ def test_measured_rows_can_be_launched() -> None:
     for row in qkv_plan.measured_table():
         p = problem(row["hidden"], row["num_heads"], row["num_kv_heads"], row["head_dim"])
         if row["norm"]:
-            p = replace(p, finish=replace(p.finish, norms=("bf16", "bf16")))
+            p = replace(p, epilogue=replace(p.epilogue, norm=NORMS))
         config = qkv_plan.read_config(row["config"])
         assert fits(p, config, SM90), row
         assert qkv_plan.write_config(config) == row["config"]
@@ -142,7 +135,10 @@ def test_a_bucket_does_not_depend_on_the_count() -> None:
     [
         (problem(dtype="fp32"), "fp32"),
         (problem(dim=96), None),
-        (problem(weight_strides=tuple(WeightStrides(n, n) for n in (1, 2, 3))), None),
+        (
+            replace(LLAMA_8B, weights=tuple(Operand("bf16", (0, n, n, 1)) for n in (1, 2, 3))),
+            None,
+        ),
     ],
     ids=["fp32", "head_dim 96", "weights of different strides"],
 )
@@ -155,16 +151,15 @@ def test_what_tma_cannot_take_goes_elsewhere(changed: QkvProblem, reason: str | 
 
 
 def test_an_unknown_chip_runs_the_library() -> None:
-    plan = plan_fused_qkv(LLAMA_8B, SM90, library_only=True)
+    plan = plan_fused_qkv(LLAMA_8B, replace(SM90, features=frozenset()))
     assert {choice.name for choice in plan.choices} == {"library"}
 
 
 def test_a_norm_keeps_heads_whole() -> None:
-    finish = replace(LLAMA_8B.finish, norms=("bf16", "bf16"))
-    normed = replace(LLAMA_8B, finish=finish)
+    normed = problem(norm=NORMS)
     for config in candidates(normed, 16, SM90):
         if isinstance(config, SwappedConfig):
-            assert config.block_p >= finish.pairs_per_head
+            assert config.block_p >= normed.epilogue.pairs_per_head
     assert not fits(normed, SwappedConfig(32, 16, 128, 4, 4), SM90)
     assert fits(LLAMA_8B, SwappedConfig(32, 16, 128, 4, 4), SM90)
 
@@ -178,5 +173,5 @@ def test_candidates_fit_the_chip(target) -> None:
             for config in found:
                 assert shared_bytes(p, config) < target.max_shared_bytes
                 if isinstance(config, TiledConfig):
-                    heads = p.finish.num_heads, p.finish.num_kv_heads
+                    heads = p.epilogue.num_heads, p.epilogue.num_kv_heads
                     assert not any(count % config.heads_per_tile for count in heads)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.codegen.qkv.test_templates import check, prepare, run
+from tests.codegen.qkv.test_templates import check, problem_of, run_fused
+from tests.interpreted import Interpreter
 from tilewright.codegen.emit import emit
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.quantized_specs import (
     dequantize_grid,
     dequantize_problems,
@@ -21,14 +23,16 @@ from tilewright.codegen.qkv.quantized_specs import (
     quantized_obstacle,
     quantized_spec,
 )
-from tilewright.codegen.qkv.specs import SwappedConfig, swapped_grid
+from tilewright.codegen.qkv.specs import SwappedConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER, dequantize
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.cases import CODE_CASES
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
-from tilewright.ops.qkv.quantized_operands import LETTERS, stored_words
+from tilewright.ops.qkv.quantized_operands import LETTERS, quantized_values
 from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.runtime.program import Launch
 
 NIBBLES = AttentionCase(
     "nibbles",
@@ -62,33 +66,20 @@ CONFIGS = {
 }
 
 
-def run_quantized(a: FusedQkvArguments, config: SwappedConfig) -> torch.Tensor:
-    q, values, problem = prepare(a)
-    grid = swapped_grid(problem, config, a.x.shape[0])
-    tiles = grid[0] // config.split_k * grid[1]
-    values["workspace_ptr"] = torch.full(
-        (tiles * config.split_k * 2 * config.block_p * config.block_t,), torch.nan
-    )
-    values["counters_ptr"] = torch.zeros(tiles, dtype=torch.int32)
-    run(quantized_spec(problem, config, "sm100"), grid, values)
-    assert not values["counters_ptr"].any(), "the next launch would find counters in use"
-    return q
-
-
 def in_wide_cache(case: AttentionCase) -> FusedQkvArguments:
     # The interpreter rounds to 8-bit floats by its own rule; the epilogue is tested elsewhere.
     return qkv_cache.OP.sample_inputs(replace(case, cache_dtype=None))
 
 
 def check_fused(case: AttentionCase, config: SwappedConfig) -> None:
-    check(qkv_cache.OP, in_wide_cache(case), lambda a: run_quantized(a, config))
+    check(qkv_cache.OP, in_wide_cache(case), lambda a: run_fused(a, config))
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=CASES)
 def test_fused(index: int) -> None:
     """Every case with one config, each config with many cases."""
     case = list(CASES.values())[index]
-    _, _, problem = prepare(in_wide_cache(case))
+    problem = problem_of(in_wide_cache(case))
     fitting = [config for config in CONFIGS.values() if quantized_fits(problem, config, SM100)]
     assert (quantized_obstacle(problem) is None) == bool(fitting)
     if fitting:
@@ -112,15 +103,15 @@ ODD_ORDER = replace(NIBBLES, nibble_order=(7, 3, 5, 1, 0, 2, 6, 4), zeros="packe
 )
 def test_numbers_are_those_of_the_reference(case: AttentionCase) -> None:
     a = qkv_cache.OP.sample_inputs(case)
-    _, values, problem = prepare(a)
-    words, _ = stored_words(a)
-    for weight in dequantize_problems(problem):
+    call = prepare(a)
+    for weight in dequantize_problems(call.problem):
         letter = LETTERS[weight.index]
         want = dequantized(a, letter)
         got = torch.full(want.shape, torch.nan, dtype=a.x.dtype if not case.codes else want.dtype)
-        given = {f"{what}_ptr": values[f"{letter}_{what}_ptr"] for what in ("scale", "zero")}
-        given |= {"weight_ptr": words[weight.index], "out_ptr": got}
-        run(dequantize_spec(weight, "sm100"), dequantize_grid(weight), given)
+        names = ("weight", "scale", "zero")
+        given = {f"{name}_ptr": call.values[f"{letter}_{name}_ptr"] for name in names}
+        spec, grid = dequantize_spec(weight, "sm100"), dequantize_grid(weight)
+        Interpreter(SM100).perform(Launch(spec, grid, {**given, "out_ptr": got}))
         assert torch.equal(got, want.to(got.dtype))
 
 
@@ -131,15 +122,19 @@ def dequantized(a: FusedQkvArguments, letter: str) -> torch.Tensor:
     return dequantize(weight, a.weight_format, scale, zero, *how).flatten(0, -2)
 
 
+def words_of(a: FusedQkvArguments) -> torch.dtype:
+    return quantized_values(a)["q_weight_ptr"].dtype
+
+
 def test_bytes_are_read_as_words_only_where_they_are() -> None:
     a = in_wide_cache(CASES["bytes read as words"])
-    assert stored_words(a)[0][0].dtype == torch.int32
+    assert words_of(a) == torch.int32
     odd = replace(a, q_weight=torch.cat((a.q_weight[..., :1], a.q_weight), -1)[..., 1:])
-    assert stored_words(odd)[0][0].dtype == torch.uint8
+    assert words_of(odd) == torch.uint8
 
 
 def test_an_order_without_a_kernel_says_so() -> None:
-    _, _, problem = prepare(in_wide_cache(ODD_ORDER))
+    problem = problem_of(in_wide_cache(ODD_ORDER))
     assert quantized_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
 
 
@@ -156,8 +151,8 @@ def test_weights_of_several_kinds_are_left_to_the_reference(what: str) -> None:
 
 @pytest.mark.parametrize("stride", [2**15, 2**24])
 def test_rows_far_apart_are_counted_in_64_bits(stride: int) -> None:
-    _, _, problem = prepare(in_wide_cache(NIBBLES))
-    far = replace(problem, x_stride=stride)
+    problem = problem_of(in_wide_cache(NIBBLES))
+    far = replace(problem, x=Operand("bf16", (stride,)))
     source = emit(quantized_spec(far, CONFIGS["whole heads"], "sm90"))
     (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
     assert ("int64" in line) == (stride > 2**15)

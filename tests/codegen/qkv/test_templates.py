@@ -13,32 +13,35 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.codegen.build import load_interpreted
+from tests.interpreted import Interpreter
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv.plan import epilogue_config
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.qkv.plan import epilogue_config, fused_choice
+from tilewright.codegen.qkv.problem import (
+    QkvProblem,
+    heads_fit,
+    swapped_obstacle,
+    tiled_obstacle,
+)
 from tilewright.codegen.qkv.specs import (
     EpilogueConfig,
     SwappedConfig,
     TiledConfig,
     epilogue_grid,
     epilogue_spec,
-    heads_fit,
-    swapped_grid,
-    swapped_obstacle,
     swapped_spec,
-    tiled_grid,
-    tiled_obstacle,
     tiled_spec,
 )
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.qkv.time import Config
 from tilewright.codegen.targets import SM100
-from tilewright.ops.qkv import cache_store, qkv_cache
-from tilewright.ops.qkv import lowering as lowerings
+from tilewright.ops.formats.weight_rows import weight_rows
+from tilewright.ops.qkv import cache_store, choices, qkv_cache
 from tilewright.ops.qkv.cache_store import KvStoreArguments
-from tilewright.ops.qkv.library import project, project_packed, weight_places, weight_rows
-from tilewright.ops.qkv.operands import epilogue_problem
+from tilewright.ops.qkv.library import project, project_packed
+from tilewright.ops.qkv.operands import epilogue_problem, prepare, prepare_store
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.runtime.program import Launch, drive
 
 LLAMA = AttentionCase(
     "llama",
@@ -197,41 +200,24 @@ TILED = {
 }
 
 
-def run(spec: KernelSpec, grid: tuple[int, ...], values: dict[str, Any]) -> None:
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+def problem_of(a: FusedQkvArguments) -> QkvProblem:
+    return prepare(a).problem
 
 
-def prepare(a: FusedQkvArguments) -> tuple[torch.Tensor, dict[str, Any], Any]:
-    """q full of NaN, the kernels' values and the problem."""
-    call = lowerings.prepare(a)
-    call.q.fill_(torch.nan)
-    return call.q, call.values, call.problem
-
-
-def run_swapped(a: FusedQkvArguments, config: SwappedConfig) -> torch.Tensor:
-    q, values, problem = prepare(a)
-    grid = swapped_grid(problem, config, a.x.shape[0])
-    tiles = grid[0] // config.split_k * grid[1]
-    values["workspace_ptr"] = torch.full(
-        (tiles * config.split_k * 2 * config.block_p * config.block_t,), torch.nan
-    )
-    values["counters_ptr"] = torch.zeros(tiles, dtype=torch.int32)
-    run(swapped_spec(problem, config, "sm100"), grid, values)
-    assert not values["counters_ptr"].any(), "the next launch would find counters in use"
-    return q
-
-
-def run_tiled(a: FusedQkvArguments, config: TiledConfig) -> torch.Tensor:
-    q, values, problem = prepare(a)
-    values |= weight_places(a.q_weight, a.k_weight, a.v_weight)
-    grid = (tiled_grid(problem, config, a.x.shape[0], num_sms=3),)
-    run(tiled_spec(problem, config, "sm100"), grid, values)
+def run_fused(a: FusedQkvArguments, config: Config) -> torch.Tensor:
+    """q by a fused kernel of this config; new memory holds NaN."""
+    machine = Interpreter(replace(SM100, num_sms=3))
+    choice = fused_choice(problem_of(a), config, machine.target, 0.0, measured=False)
+    q = choices.run(a, choice, machine)
+    counters = [t for t in machine.known.values() if t.dtype == torch.int32]
+    assert not any(t.any() for t in counters), "the next launch would find counters in use"
     return q
 
 
 def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
     """After GEMMs in fp32, so that the epilogue's rounding is the only one."""
-    q, values, problem = prepare(a)
+    machine, call = Interpreter(SM100), prepare(a)
+    q = machine.perform(qkv_cache.result_buffer(a))
     weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
     rows = weight_rows(*weights)
     if rows is not None:
@@ -240,17 +226,23 @@ def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
         assert base is not None
         wide = base.float()
         weights = [wide.as_strided(w.shape, w.stride(), w.storage_offset()) for w in weights]
-        inputs = project_packed(a.x.float(), weights, rows)
+        inputs = made(project_packed(a.x.float(), weights, rows), machine)
     else:
-        inputs = [project(a.x.float(), w.float()) for w in weights]
+        inputs = [made(project(a.x.float(), w.float()), machine) for w in weights]
     q_in, k_in, v_in = (*inputs, None)[:3]
-    done = epilogue_problem(q_in, k_in, v_in, values, problem.finish, a.static_tokens)
-    values |= {"q_ptr": q_in, "k_ptr": k_in, "v_ptr": v_in}
+    problem = epilogue_problem(q_in, k_in, v_in, call.problem.epilogue)
+    values = {**call.values, "q_out_ptr": q, "q_ptr": q_in, "k_ptr": k_in, "v_ptr": v_in}
     config = EpilogueConfig(4, 2, 4)
-    if problem.finish.row_norm:
-        config = epilogue_config(problem.finish, a.x.shape[0], SM100)
-    run(epilogue_spec(done, config, "sm100"), epilogue_grid(done, config, a.x.shape[0]), values)
+    if problem.epilogue.row_norm:
+        config = epilogue_config(problem.epilogue, a.x.shape[0], SM100)
+    grid = epilogue_grid(problem, config, a.x.shape[0])
+    machine.perform(Launch(epilogue_spec(problem, config, "sm100"), grid, values))
     return q
+
+
+def made(steps: Any, machine: Interpreter) -> Any:
+    """What a part of a call's steps gives."""
+    return drive(steps, machine).outcome
 
 
 def in_float64(a: Any) -> Any:
@@ -284,33 +276,33 @@ def check(op: Any, a: Any, run_kernel: Any) -> None:
 def test_swapped(case: AttentionCase, config: SwappedConfig) -> None:
     if case.qk_norm and config.block_p < 64:
         with pytest.raises(ValueError, match="whole heads"):
-            run_swapped(qkv_cache.OP.sample_inputs(case), config)
+            run_fused(qkv_cache.OP.sample_inputs(case), config)
         return
-    check(qkv_cache.OP, qkv_cache.OP.sample_inputs(case), lambda a: run_swapped(a, config))
+    check(qkv_cache.OP, qkv_cache.OP.sample_inputs(case), lambda a: run_fused(a, config))
 
 
 @pytest.mark.parametrize("config", TILED.values(), ids=TILED)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_tiled(case: AttentionCase, config: TiledConfig) -> None:
     arguments = qkv_cache.OP.sample_inputs(case)
-    obstacle = tiled_obstacle(prepare(arguments)[2])
+    obstacle = tiled_obstacle(problem_of(arguments))
     awkward = case.head_dim not in (32, 64, 128) or case.rotary_dim == 12
     assert (obstacle is not None) == awkward, obstacle
     if not awkward:
-        check(qkv_cache.OP, arguments, lambda a: run_tiled(a, config))
+        check(qkv_cache.OP, arguments, lambda a: run_fused(a, config))
 
 
 @pytest.mark.parametrize(("name", "kernel"), OPTION_RUNS)
 def test_options(name: str, kernel: str) -> None:
     case = OPTIONS[name]
     arguments = qkv_cache.OP.sample_inputs(case)
-    problem = prepare(arguments)[2]
+    problem = problem_of(arguments)
     obstacle = {"swapped": swapped_obstacle, "tiled": tiled_obstacle}[kernel](problem)
     if case.norm_width == "row":
         assert "all heads" in (obstacle or "")
     elif kernel == "swapped":
         assert obstacle is None
-        check(qkv_cache.OP, arguments, lambda a: run_swapped(a, SWAPPED["whole heads"]))
+        check(qkv_cache.OP, arguments, lambda a: run_fused(a, SWAPPED["whole heads"]))
     elif case.head_dim == 24:
         assert "head_dim 24" in (obstacle or "")
     else:
@@ -318,7 +310,7 @@ def test_options(name: str, kernel: str) -> None:
         several = heads_fit(problem, 2)
         assert several == (case.projection != "grouped")
         config = TILED["two heads, persistent" if several else "one head"]
-        check(qkv_cache.OP, arguments, lambda a: run_tiled(a, config))
+        check(qkv_cache.OP, arguments, lambda a: run_fused(a, config))
 
 
 @pytest.mark.parametrize("case", (CASES | FINISHED_APART).values(), ids=CASES | FINISHED_APART)
@@ -327,10 +319,10 @@ def test_epilogue(case: AttentionCase) -> None:
 
 
 def run_store(a: KvStoreArguments) -> None:
-    problem, values = lowerings.prepare_store(a)
+    problem, values = prepare_store(a)
     config = EpilogueConfig(2, 1, 4)
     grid = epilogue_grid(problem, config, a.k.shape[0])
-    run(epilogue_spec(problem, config, "sm100"), grid, values)
+    Interpreter(SM100).perform(Launch(epilogue_spec(problem, config, "sm100"), grid, values))
 
 
 @pytest.mark.parametrize(
@@ -356,13 +348,14 @@ def test_store_takes_any_strides() -> None:
 
 @pytest.mark.parametrize("far", [False, True])
 def test_rows_and_heads_far_apart_are_counted_in_64_bits(far: bool) -> None:
-    problem = prepare(qkv_cache.OP.sample_inputs(LLAMA))[2]
-    problem = replace(problem, x_stride=2**24 if far else 2**15)
+    problem = problem_of(qkv_cache.OP.sample_inputs(LLAMA))
+    problem = replace(problem, x=Operand("bf16", (2**24 if far else 2**15,)))
     source = emit(swapped_spec(problem, SWAPPED["whole heads"], "sm90"))
     (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
     assert ("int64" in line) == far
-    store, _ = lowerings.prepare_store(cache_store.OP.sample_inputs(LLAMA))
-    heads = replace(store.k, head=2**24 if far else 2**23)
+    store, _ = prepare_store(cache_store.OP.sample_inputs(LLAMA))
+    token, group, _, dim = store.k.strides
+    heads = replace(store.k, strides=(token, group, 2**24 if far else 2**23, dim))
     spec = epilogue_spec(replace(store, k=heads), EpilogueConfig(4, 2, 4), "sm90")
     before = emit(spec).partition("tl.load(")[0]
     assert bool(re.search(r"\bheads\w*\.to\(tl\.int64\)", before)) == far
@@ -380,9 +373,9 @@ def test_tables_of_two_dtypes_are_left_to_the_reference() -> None:
 @pytest.mark.parametrize("static_tokens", [False, True])
 def test_static_counts_are_baked(static_tokens: bool) -> None:
     arguments = replace(qkv_cache.OP.sample_inputs(STATIC), static_tokens=static_tokens)
-    spec = swapped_spec(prepare(arguments)[2], SWAPPED["whole heads"], "sm100")
+    spec = swapped_spec(problem_of(arguments), SWAPPED["whole heads"], "sm100")
     assert (("num_tokens", 6) in spec.constants) == static_tokens
-    check(qkv_cache.OP, arguments, lambda a: run_swapped(a, SWAPPED["whole heads"]))
+    check(qkv_cache.OP, arguments, lambda a: run_fused(a, SWAPPED["whole heads"]))
 
 
 @pytest.mark.parametrize("runner", ["swapped", "tiled"])
@@ -402,10 +395,7 @@ def test_out_of_range_slots_are_masked(runner: str) -> None:
     )
     skipping = replace(arguments, slot_mapping=legal)
     for a in (wrong, skipping):
-        if runner == "swapped":
-            run_swapped(a, SWAPPED["split K"])
-        else:
-            run_tiled(a, TILED["one head"])
+        run_fused(a, SWAPPED["split K"] if runner == "swapped" else TILED["one head"])
     assert torch.equal(wrong.k_cache, skipping.k_cache)
     assert torch.equal(wrong.v_cache, skipping.v_cache)
 
@@ -415,7 +405,7 @@ def test_infinities_stay_where_they_are() -> None:
     arguments = qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float16))
     arguments.v_weight[:, 0] = 60000.0
     arguments.x.abs_().add_(1.0)
-    run_swapped(arguments, SWAPPED["slices of a head"])
+    run_fused(arguments, SWAPPED["slices of a head"])
     pages, offsets = arguments.slot_mapping // 16, arguments.slot_mapping % 16
     rows = arguments.v_cache[pages, offsets]
     assert rows[..., 0].isinf().all()
@@ -423,7 +413,7 @@ def test_infinities_stay_where_they_are() -> None:
 
 
 def test_fp32_has_no_fused_kernel() -> None:
-    problem = prepare(qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float32)))[2]
+    problem = problem_of(qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float32)))
     assert "fp32" in (tiled_obstacle(problem) or "")
     assert "fp32" in (swapped_obstacle(problem) or "")
 
@@ -431,4 +421,4 @@ def test_fp32_has_no_fused_kernel() -> None:
 def test_a_norm_after_the_rotation_wants_whole_heads() -> None:
     arguments = qkv_cache.OP.sample_inputs(OPTIONS["norm after rope"])
     with pytest.raises(ValueError, match="whole heads"):
-        tiled_spec(prepare(arguments)[2], TILED["pairs first"], "sm90")
+        tiled_spec(problem_of(arguments), TILED["pairs first"], "sm90")

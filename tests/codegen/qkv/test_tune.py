@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.codegen.qkv.test_plan import LLAMA_8B, UNMEASURED
+from tests.codegen.qkv.test_plan import LLAMA_8B, UNMEASURED, problem
 from tilewright.codegen import emit
 from tilewright.codegen.build.cache import KernelCache
 from tilewright.codegen.qkv import plan, quantized_plan, tune
@@ -178,7 +178,7 @@ def test_buckets(tokens, stands_for):
 
 
 def test_a_lowering_without_a_rival_is_not_measured(store):
-    scaled = replace(CASE, problem=replace(LLAMA_8B, finish=replace(LLAMA_8B.finish, dtype="fp32")))
+    scaled = replace(CASE, problem=problem(dtype="fp32"))
     assert list(trials(scaled)) == ["library"]
     timer = FakeTimer()
     assert "no other to measure" in tuned(scaled, H200, timer, store).reason

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.codegen.qkv.plan import (
-    candidates,
-    estimate,
-    fused_choice,
-    library_choice,
-    plan_fused_qkv,
-)
+from tilewright.codegen.qkv.plan import candidates, fused_choice, library_choice, plan_fused_qkv
+from tilewright.codegen.qkv.time import estimate
 from tilewright.ops.qkv import cache_store, qkv_cache
-from tilewright.ops.qkv.lowering import prepare, run
+from tilewright.ops.qkv.choices import run
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.qkv.tuning import NanMemory
 from tilewright.ops.runtime import launch as kernel_launch
 from tilewright.ops.runtime.device import device_target
 
@@ -110,10 +107,8 @@ def with_fresh_caches(a: Any) -> Any:
 
 
 def results(a: FusedQkvArguments, choice: Any) -> list[torch.Tensor]:
-    call = prepare(a)
-    call.q.fill_(torch.nan)
-    run(call, choice)
-    return [call.q, a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
+    q = run(a, choice, NanMemory(a.x.device))
+    return [q, a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
 
 
 def check_lowerings(arguments: FusedQkvArguments, best: int | None = None) -> list[str]:
@@ -220,22 +215,21 @@ def test_graphs_of_split_k_launches_may_run_side_by_side() -> None:
     choice = fused_choice(call.problem, config, target, 0.0, measured=False)
     right = results(with_fresh_caches(arguments), choice)[0].clone()
     torch.cuda.synchronize()
-    calls, graphs = [], []
+    made, graphs, calls = [], [], []
     for _ in range(2):
-        calls.append([prepare(with_fresh_caches(arguments)) for _ in range(20)])
+        calls.append([with_fresh_caches(arguments) for _ in range(20)])
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            for captured in calls[-1]:
-                run(captured, choice)
+            made.append([run(captured, choice) for captured in calls[-1]])
     streams = [torch.cuda.Stream() for _ in graphs]
     for _ in range(20):
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        for captured in (call for batch in calls for call in batch):
-            assert torch.equal(captured.q, right)
-            captured.q.fill_(torch.nan)
+        for q in (q for batch in made for q in batch):
+            assert torch.equal(q, right)
+            q.fill_(torch.nan)
         torch.cuda.synchronize()
 
 

@@ -13,7 +13,7 @@ from tilewright.codegen.qkv.plan import LoweringChoice, candidates, fused_choice
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.checks import value_dtype
-from tilewright.ops.qkv.lowering import prepare
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.device import device_target

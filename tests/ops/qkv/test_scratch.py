@@ -9,8 +9,8 @@ import torch
 
 from tilewright.ops.cache.addressing import resolve_places
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.qkv import qkv_cache
-from tilewright.ops.qkv.library import weight_rows
 from tilewright.ops.qkv.scratch import argument_bytes, scratch_arguments
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.interpreted import interpret
 from tilewright.codegen.qkv.plan import HERE
 from tilewright.codegen.qkv.tune import Machine, name_of
 from tilewright.codegen.targets import SM90
-from tilewright.ops.qkv import launch as launches
-from tilewright.ops.qkv import lowering as lowerings
-from tilewright.ops.qkv import plans, tuning
+from tilewright.ops.qkv import lowering, tuning
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.qkv_cache import OP
 from tilewright.ops.qkv.samples import AttentionCase
 
@@ -42,66 +42,71 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "machine", lambda index: Machine("H200", (("triton", "0"),)))
     monkeypatch.setattr(tuning, "_known", {})
-    for module in (lowerings, plans):
-        monkeypatch.setattr(module, "device_target", lambda device: SM90)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tuning, "gpu_index", lambda device: 0)
+    monkeypatch.setattr(tuning, "device_for", lambda target: 0 if target == "sm90" else None)
+    monkeypatch.setattr(lowering, "target_of", lambda device: SM90)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(plans, "device_for", lambda target: 0 if target == "sm90" else None)
     bench = Bench()
     monkeypatch.setattr(tuning, "_time", bench)
     return bench
 
 
-def call(tune=True, tokens=5, **changes):
+def measured(tokens=5, **changes):
+    """What a call takes under `tune`; None where that is the plan's choice."""
     a = OP.sample_inputs(replace(CASE, num_tokens=tokens))
-    return lowerings.prepare(replace(a, tune=tune, **changes))
+    return tuning.measured_lowering(prepare(replace(a, tune=True, **changes)), SM90)
+
+
+def lowering_of(a):
+    return interpret(OP, a, num_sms=SM90.num_sms).outcome.name
 
 
 def test_a_launch_takes_what_was_measured_here(bench):
-    unmeasured = launches.choose_lowering(call(tune=False))
-    assert unmeasured.name == "swapped"
+    a = OP.sample_inputs(CASE)
+    assert lowering_of(a) == "swapped"
     assert bench.asked == []
-    chosen = launches.choose_lowering(call())
-    assert (chosen.name, chosen.source) == ("library", HERE)
+    assert lowering_of(replace(a, tune=True)) == "library"
+    assert measured().source == HERE
+    assert len(bench.asked) == 1
 
 
 def test_a_bucket_is_measured_once_and_another_at_its_own_first_need(bench):
     for tokens in (5, 16, 1, 5):
-        launches.choose_lowering(call(tokens=tokens))
+        measured(tokens=tokens)
     assert [case.num_tokens for _, case, _ in bench.asked] == [16]
-    launches.choose_lowering(call(tokens=17))
+    measured(tokens=17)
     assert [case.num_tokens for _, case, _ in bench.asked] == [16, 32]
 
 
 def test_a_static_count_is_measured_as_it_is(bench):
-    launches.choose_lowering(call(static_tokens=True))
+    measured(static_tokens=True)
     assert [case.num_tokens for _, case, _ in bench.asked] == [5]
 
 
 def test_the_next_process_reads_what_was_measured(bench, monkeypatch):
-    first = launches.choose_lowering(call())
+    first = measured()
     monkeypatch.setattr(tuning, "_known", {})
-    assert launches.choose_lowering(call()) == first
+    assert measured() == first
     assert len(bench.asked) == 1
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(bench, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert launches.choose_lowering(call()).source != HERE
+        assert measured() is None
     assert bench.asked == []
-    assert launches.choose_lowering(call()).source == HERE
+    assert measured().source == HERE
     with monkeypatch.context() as patched:  # a process that finds it on disk
         patched.setattr(tuning, "_known", {})
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert launches.choose_lowering(call()).source == HERE
+        assert measured().source == HERE
     assert len(bench.asked) == 1
 
 
 def test_where_measuring_fails_the_plan_stands_and_it_is_said_once(bench, caplog):
     bench.error = torch.OutOfMemoryError("no room")
     for _ in range(2):
-        assert launches.choose_lowering(call()).source != HERE
+        assert measured() is None
     assert len(bench.asked) == 1
     (record,) = [r for r in caplog.records if "tune" in r.message]
     assert "no room" in record.message
@@ -116,7 +121,7 @@ def test_measuring_has_a_thread_without_the_callers_modes(bench, monkeypatch):
 
     monkeypatch.setattr(tuning, "_time", spy)
     with torch.inference_mode():
-        launches.choose_lowering(call())
+        measured()
     assert seen == [(False, False)]
 
 

@@ -10,12 +10,11 @@ import torch
 
 from tilewright.codegen.qkv.plan import HERE
 from tilewright.compiler import lower
-from tilewright.ops.qkv import launch as launches
 from tilewright.ops.qkv import tuning
-from tilewright.ops.qkv.lowering import prepare
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.qkv_cache import OP
 from tilewright.ops.qkv.samples import AttentionCase
-from tilewright.ops.runtime.device import device_target
+from tilewright.ops.runtime.device import device_target, target_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +34,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "tuned"
 
 
+def measured(a):
+    return tuning.measured_lowering(prepare(a), target_of(a.x.device))
+
+
 def times(folder):
     return [json.loads(f.read_text())["seconds"] for f in folder.glob("*/*/times.json")]
 
@@ -51,20 +54,20 @@ def test_the_fastest_is_taken_and_only_named_slots_are_written(folder):
         kept[slots] = False
         rows = [c.flatten(0, 1)[kept.to("cuda")] for c in (ours, theirs)]
         assert torch.equal(*rows)
-    (measured,) = times(folder)
-    assert len(measured) >= 4
-    assert all(2e-6 < seconds < 1e-3 for seconds in measured.values())
-    choice = launches.choose_lowering(prepare(a))
+    (taken,) = times(folder)
+    assert len(taken) >= 4
+    assert all(2e-6 < seconds < 1e-3 for seconds in taken.values())
+    choice = measured(a)
     assert choice.source == HERE
-    assert choice.seconds == min(measured.values())
+    assert choice.seconds == min(taken.values())
 
 
 def test_a_second_process_measures_nothing(folder, monkeypatch):
     a = replace(OP.sample_inputs(CASE, device="cuda"), tune=True)
-    first = launches.choose_lowering(prepare(a))
+    first = measured(a)
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(tuning, "_time", lambda *a: pytest.fail("measured again"))
-    assert launches.choose_lowering(prepare(a)) == first
+    assert measured(a) == first
 
 
 def test_a_capture_measures_nothing_and_works(folder):
@@ -84,7 +87,7 @@ def test_inside_a_memory_pool_nothing_stays_behind(folder):
     a = replace(OP.sample_inputs(replace(CASE, num_tokens=20), device="cuda"), tune=True)
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
-        choice = launches.choose_lowering(prepare(a))
+        choice = measured(a)
     assert choice.source == HERE
     assert sum(s["allocated_size"] for s in pool.snapshot()) == 0
 

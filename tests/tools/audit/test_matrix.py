@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import SM100
 from tilewright.tools import audit_matrix
-from tilewright.tools.audit.cases import MODELS, audit_cases
+from tilewright.tools.audit.qkv import MODELS, qkv_cases
 from tilewright.tools.audit_matrix import as_snapshot, as_table, audit_one, environment
 
 RUNNER = CliRunner()
@@ -19,7 +19,7 @@ RUNNER = CliRunner()
 
 @pytest.fixture(scope="module")
 def cases():
-    return audit_cases(SM100)
+    return qkv_cases(SM100)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def private_cache(tmp_path_factory, monkeypatch):
 
 
 def small(cases):
-    return next(case for case in cases if "store: epilogue" in case.name)
+    return next(case for case in cases if case.name.endswith(" store"))
 
 
 def test_cases_cover_models_and_lowerings(cases):

@@ -17,8 +17,8 @@ from tilewright.codegen.grouped.nvfp4_specs import nvfp4_spec
 from tilewright.codegen.grouped.specs import GemmConfig
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.grouped.nvfp4_lowering import nvfp4_problem
+from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
-from tilewright.tools.audit.quantized import all_cases
 from tilewright.tools.audit_matrix import audit_one
 
 # One kernel of each family and form.

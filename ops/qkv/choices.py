@@ -1,0 +1,141 @@
+"""The steps of a `fused_qkv_paged` call by each of the lowerings that a plan chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.codegen.qkv.plan import LoweringChoice
+from tilewright.codegen.qkv.problem import EpilogueProblem
+from tilewright.codegen.qkv.quantized_specs import order_grid, ordered_width
+from tilewright.codegen.qkv.specs import (
+    EpilogueConfig,
+    SwappedConfig,
+    TiledConfig,
+    epilogue_grid,
+    epilogue_spec,
+    swapped_grid,
+    tiled_grid,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.qkv.library import (
+    dequantized_weights,
+    dequantized_x,
+    project,
+    project_packed,
+)
+from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, result_buffer
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Machine,
+    Outcome,
+    SplitK,
+    Step,
+    Steps,
+    drive,
+)
+
+Part = Generator[Step, Any, None]
+
+
+def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
+    """The steps of a call by one lowering, whatever a plan would take."""
+    q = yield result_buffer(call.a)
+    yield from _PARTS[choice.name](call, choice, {**call.values, "q_out_ptr": q}, target)
+    return Outcome(q, choice.name, choice.reason)
+
+
+def run(
+    a: FusedQkvArguments, choice: LoweringChoice, machine: Machine | None = None
+) -> torch.Tensor:
+    """The result of a call by one lowering; machine: by default the GPU that the call is on."""
+    machine = machine or machine_of(a.x.device)
+    result = drive(choice_steps(prepare(a), choice, machine.target), machine).outcome.result
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _swapped(
+    call: FusedCall, choice: LoweringChoice, values: dict[str, Any], target: Target
+) -> Part:
+    config, num_tokens = choice.config, call.a.x.shape[0]
+    assert isinstance(config, SwappedConfig)
+    grid = swapped_grid(call.problem, config, num_tokens)
+    if config.split_k > 1:
+        tiles = grid[0] // config.split_k * grid[1]
+        elements = config.split_k * 2 * config.block_p * config.block_t
+        workspace, counters = yield SplitK(tiles, elements)
+        values |= {"workspace_ptr": workspace, "counters_ptr": counters}
+    if config.ordered_x:
+        ordered = yield Buffer((num_tokens, ordered_width(call.problem, config)), call.a.x.dtype)
+        before = {**values, "ordered_ptr": ordered}
+        yield Launch(choice.specs[1], order_grid(call.problem, config, num_tokens), before)
+        values["x_ptr"] = ordered
+    yield Launch(choice.specs[0], grid, values)
+
+
+def _tiled(call: FusedCall, choice: LoweringChoice, values: dict[str, Any], target: Target) -> Part:
+    config = choice.config
+    assert isinstance(config, TiledConfig)
+    grid = tiled_grid(call.problem, config, call.a.x.shape[0], target.num_sms)
+    yield Launch(choice.specs[0], (grid,), {**values, **weight_places(call.a)})
+
+
+def weight_places(a: FusedQkvArguments) -> dict[str, Any]:
+    """The weights as the one descriptor of `qkv_projection` reaches them: from the lowest address,
+    the distances of the others in elements, and which of the three is q's, k's and v's."""
+    last = a.k_weight if a.v_weight is None else a.v_weight
+    weights = {"q": a.q_weight, "k": a.k_weight, "v": last}
+    order = sorted(weights, key=lambda name: weights[name].data_ptr())
+    first, second, third = (weights[name].data_ptr() for name in order)
+    size = a.q_weight.element_size()
+    return {
+        "weight_ptr": weights[order[0]],
+        "second_distance": (second - first) // size,
+        "third_distance": (third - first) // size,
+        **{f"{name}_place": order.index(name) for name in weights},
+    }
+
+
+def _library(
+    call: FusedCall, choice: LoweringChoice, values: dict[str, Any], target: Target
+) -> Part:
+    a, problem, x = call.a, call.problem, call.a.x
+    weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
+    if problem.quantization is not None:
+        assert call.rows is not None
+        x = yield from dequantized_x(a)
+        weights = yield from dequantized_weights(a, call.rows, problem, values, target.name)
+    if call.rows is not None:
+        made = yield from project_packed(x, weights, call.rows)
+    else:
+        made = []
+        for weight in weights:
+            made.append((yield from project(x, weight)))
+    q, k, v = made[0], made[1], made[2] if len(made) == 3 else None
+    assert choice.epilogue is not None
+    after = epilogue_problem(q, k, v, problem.epilogue)
+    spec = cached_epilogue_spec(after, choice.epilogue, target.name)
+    grid = epilogue_grid(after, choice.epilogue, a.x.shape[0])
+    yield Launch(spec, grid, {**values, "q_ptr": q, "k_ptr": k, "v_ptr": v})
+
+
+_PARTS: dict[str, Callable[..., Part]] = {
+    "swapped": _swapped,
+    "tiled": _tiled,
+    "library": _library,
+}
+
+
+@cache
+def cached_epilogue_spec(
+    problem: EpilogueProblem, config: EpilogueConfig, target: str
+) -> KernelSpec:
+    return epilogue_spec(problem, config, target)

@@ -1,0 +1,78 @@
+"""Random tensors for the sample inputs of ops, and the places of tokens in a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class Sampler:
+    """Random tensors on one device, the same for the same seed whatever the device; on the meta
+    device nothing is drawn."""
+
+    def __init__(self, device: str | torch.device, seed: int) -> None:
+        self.device = torch.device(device)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
+        return values.to(dtype).to(self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
+
+    def scales(self, *shape: int, size: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Numbers from size to 2 size."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        values = torch.rand(shape, generator=self.generator, dtype=torch.float64) + 1
+        return (values * size).to(dtype).to(self.device)
+
+    def permutation(self, n: int) -> torch.Tensor:
+        return torch.randperm(n, generator=self.generator)
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Tokens of several sequences and the pages that they go to.
+
+    slots: a form of `ops.cache.addressing`. skipped: tokens whose slot is negative. slot_dtype: of
+    slots and tables. new_tokens, cached_tokens: of each sequence.
+    """
+
+    name: str
+    num_tokens: int = 5
+    num_pages: int = 6
+    page_size: int = 8
+    slots: str = "flat"
+    slot_dtype: torch.dtype = torch.int64
+    skipped: int = 0
+    new_tokens: tuple[int, ...] = ()
+    cached_tokens: tuple[int, ...] = ()
+
+
+def sample_table(batch: PagedBatch, sampler: Sampler) -> dict[str, Any]:
+    """A block table whose unassigned entries lie outside the pool, and what goes with it."""
+    new = torch.tensor(batch.new_tokens, dtype=torch.int64)
+    cached = torch.tensor(batch.cached_tokens, dtype=torch.int64)
+    columns = (-(-(new + cached) // batch.page_size)).tolist()
+    table = torch.full((len(new), max(columns, default=0) + 1), batch.num_pages)
+    free = iter(sampler.permutation(batch.num_pages).tolist())
+    for row, count in enumerate(columns):
+        for column in range(count):
+            table[row, column] = next(free)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
+    if batch.slots == "ragged":
+        tensors = {"lookup_table": table, "row_offsets": offsets, "cache_lengths": cached}
+    else:
+        sequences = torch.arange(len(new)).repeat_interleave(new)
+        positions = torch.arange(batch.num_tokens) - offsets[sequences] + cached[sequences]
+        sequences[: batch.skipped] = -1
+        tensors = {"lookup_table": table, "sequence_ids": sequences, "positions": positions}
+    return {name: t.to(batch.slot_dtype).to(sampler.device) for name, t in tensors.items()}

@@ -1,0 +1,256 @@
+"""Kernels of the attention ops that every compiler release is tried on: published dims, each
+lowering, few tokens and many; then one option of the op, or one format of the weights, at a time.
+
+Calls are made without memory, and their steps planned as those of a report are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tilewright.codegen.audit import Expectations
+from tilewright.codegen.qkv.plan import LoweringChoice, candidates, fused_choice, library_choice
+from tilewright.codegen.qkv.time import estimate
+from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.formats.quantized_weight import AWQ_ORDER
+from tilewright.ops.qkv import cache_store, qkv_cache
+from tilewright.ops.qkv.choices import choice_steps
+from tilewright.ops.qkv.operands import FusedCall, prepare
+from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.runtime.program import Planner, drive
+from tilewright.tools.audit.cases import (
+    MMA_ROWS,
+    SHORT_TILE_REASON,
+    SPECIALISED_STACK_BYTES,
+    AuditCase,
+    distinct,
+)
+
+# Tokens per step: single-sequence decode, decode batches, prefill.
+TOKEN_COUNTS = (1, 64, 512, 4096)
+QUANTIZED_COUNTS = (1, 64, 1024)
+# Up to so many tokens the time is that of streaming the weights.
+MEMORY_BOUND_TOKENS = 16
+SCALED_SUMS_REASON = "the sums of each group are scaled before they are added"
+
+_PLAIN = AttentionCase(
+    "plain",
+    num_tokens=TOKEN_COUNTS[-1],
+    head_dim=128,
+    num_pages=256,
+    page_size=64,
+    rope_style="half",
+    rotary_dim=128,
+    table_dtype=torch.bfloat16,
+)
+_DIMS = replace(_PLAIN, num_kv_heads=8, num_heads=32)
+MODELS = (
+    replace(_DIMS, name="llama3-8b", hidden=4096),
+    replace(_DIMS, name="llama3-70b", hidden=8192, num_heads=64),
+    replace(_DIMS, name="qwen3-30b-a3b", hidden=2048, num_kv_heads=4, qk_norm=True),
+    replace(
+        _DIMS, name="gpt-oss-20b", hidden=2880, num_heads=64, head_dim=64, rotary_dim=64, bias=True
+    ),
+    replace(
+        _DIMS,
+        name="glm-4-9b",
+        hidden=4096,
+        num_kv_heads=2,
+        rope_style="interleaved",
+        rotary_dim=64,
+        bias=True,
+    ),
+)
+
+
+def _sequences(number: int) -> dict[str, Any]:
+    """All tokens are new ones of the first of so many sequences."""
+    rest = (0,) * (number - 1)
+    return {"new_tokens": (_PLAIN.num_tokens, *rest), "cached_tokens": (0, *rest)}
+
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_RAGGED = {"slots": "ragged", "slot_dtype": torch.uint32}
+# The first model with one option at a time.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp8 cache": {"cache_dtype": _E4M3, "cache_scale": "head"},
+    "fp8 cache, multiplied": {
+        "cache_dtype": _E5M2,
+        "cache_scale": "scalar",
+        "cache_scale_multiplies": True,
+    },
+    "ragged": {**_RAGGED, **_sequences(100)},
+    "ragged, many sequences": {**_RAGGED, **_sequences(1000)},
+    "block table": {
+        "slots": "block_table",
+        "slot_dtype": torch.int32,
+        "indexing": "torch",
+        **_sequences(1),
+    },
+    "layer norm": {"qk_norm": True, "norm_kind": "layer"},
+    "norm after rope": {"qk_norm": True, "norm_after_rope": True, "norm_offset": 1.0},
+    "norm of rows": {"qk_norm": True, "norm_width": "row"},
+    "delta": {"delta": True},
+    "kv heads repeated": {"kv_repeat": 4, "clip": 8.0},
+    "interleaved to half": {"rope_style": "interleaved_to_half", "rotary_dim": 64},
+    "n-major": {"projection": "n_major"},
+    "grouped q": {"projection": "grouped"},
+}
+
+_FP8 = {"weight_format": "fp8"}
+_GPTQ = {"weight_format": "int4_k", "transposed": True, "zeros": "packed"}
+_CODES = {**_FP8, "codes": True}
+# How weights are quantised, as checkpoints have them; scale_block: with K in place of 0.
+FORMATS: dict[str, dict[str, Any]] = {
+    "int4": {"weight_format": "int4_k", "zero_point": 8, "scale_block": (1, 128)},
+    "gptq": {**_GPTQ, "scale_block": (1, 128)},
+    "awq": {
+        **_GPTQ,
+        "weight_format": "int4_n",
+        "nibble_order": AWQ_ORDER,
+        "scale_block": (1, 128),
+    },
+    "int8": {"weight_format": "int8", "scale_block": (1, 0)},
+    "fp8": {**_FP8, "scale_block": (1, 0)},
+    "fp8 block": {**_FP8, "scale_block": (128, 128)},
+    "fp8 x fp8": {**_CODES, "scale_block": (1, 0), "x_scale": "token"},
+    "fp8 x fp8 block": {**_CODES, "scale_block": (128, 128), "x_scale": "block"},
+}
+# All formats with the first model, the two that differ most in tiles with the others.
+MODEL_FORMATS = {MODELS[0].name: tuple(FORMATS)}
+OTHERS = ("int4", "fp8 x fp8")
+
+
+def arguments(case: AttentionCase) -> FusedQkvArguments:
+    """A call of `fused_qkv_paged` without memory."""
+    a = qkv_cache.OP.sample_inputs(case, device="meta")
+    changed: dict[str, torch.Tensor] = {}
+    if a.delta is not None:
+        changed["delta"] = a.delta.contiguous()
+    if a.positions is not None:
+        changed["positions"] = a.positions.long()
+    if case.rotary_dim < case.head_dim and case.rope_style == "interleaved_to_half":
+        # Columns of tables for whole heads.
+        for name in ("cos", "sin"):
+            wide = torch.empty(a.x.shape[0], case.head_dim, dtype=case.table_dtype, device="meta")
+            changed[name] = wide[:, : case.rotary_dim]
+    if case.weight_format == "int8":
+        scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "v_scale")}
+        changed |= {name: scale.float() for name, scale in scales.items()}
+    return replace(a, **changed)
+
+
+def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
+    """A model with weights of a format of FORMATS."""
+    options = FORMATS[fmt]
+    rows, columns = options["scale_block"]
+    group = columns if model.hidden % max(columns, 1) == 0 else 64
+    return replace(model, **{**options, "scale_block": (rows, group or model.hidden)})
+
+
+def qkv_cases(target: Target) -> list[AuditCase]:
+    """For every model and token count the best fused kernel by the model of times, and the
+    epilogue; then the first model with each option of the op."""
+    cases = [case for model in MODELS for case in _model_cases(model, target)]
+    for option, changes in OPTIONS.items():
+        call = prepare(arguments(replace(MODELS[0], **changes)))
+        name = f"{MODELS[0].name}, {option}"
+        for tokens in (TOKEN_COUNTS[0], TOKEN_COUNTS[-1]):
+            cases += _best_fused(f"{name} T={tokens}", call, tokens, target)
+        cases.append(_epilogue(name, _apart(call), TOKEN_COUNTS[-1], target))
+    return distinct(cases)
+
+
+def _model_cases(model: AttentionCase, target: Target) -> Iterator[AuditCase]:
+    call = prepare(arguments(model))
+    for tokens in TOKEN_COUNTS:
+        yield from _best_fused(f"{model.name} T={tokens}", call, tokens, target)
+        yield _epilogue(f"{model.name} T={tokens}", call, tokens, target)
+    packed = prepare(arguments(replace(model, projection="packed")))
+    yield _epilogue(f"{model.name} packed", packed, TOKEN_COUNTS[-1], target)
+    store = cache_store.OP.sample_inputs(model, device="meta")
+    (spec,) = cache_store.OP.plan_for(store, target.name).specs
+    yield AuditCase(f"{model.name} store", spec, Expectations())
+
+
+def quantized_cases(target: Target) -> list[AuditCase]:
+    """For every model, format and token count the best fused kernel by the model of times, and what
+    makes numbers of the largest weight."""
+    cases: list[AuditCase] = []
+    for model in MODELS[:4]:
+        for fmt in MODEL_FORMATS.get(model.name, OTHERS):
+            call, name = prepare(arguments(quantized(model, fmt))), f"{model.name} {fmt}"
+            for tokens in QUANTIZED_COUNTS:
+                cases += _best_fused(f"{name} T={tokens}", call, tokens, target)
+            choice = library_choice(call.problem, QUANTIZED_COUNTS[-1], target, True, None)
+            numbers = _kernels(call, choice, target)[0]
+            cases.append(AuditCase(f"{name}: numbers", numbers, Expectations()))
+    return distinct(cases)
+
+
+def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iterator[AuditCase]:
+    """The kernels of the best fused lowering by the model of times, where there is one."""
+    ranked = sorted(
+        (estimate(call.problem, config, tokens, target), str(config), config)
+        for config in candidates(call.problem, tokens, target)
+    )
+    if ranked:
+        choice = fused_choice(call.problem, ranked[0][2], target, 0.0, measured=False)
+        for spec in _kernels(call, choice, target):
+            yield AuditCase(f"{name}: {spec.kernel}", spec, fused_claims(spec, tokens))
+
+
+def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
+    """What a kernel that projects has to show; one that puts x in order, only the chip's limits."""
+    constants = dict(spec.constants)
+    operand = dict(spec.signature)["x_ptr"].removeprefix("*")
+    if spec.kernel == "qkv_projection":
+        specialised = bool(constants["WARP_SPECIALIZE"])
+        stack = SPECIALISED_STACK_BYTES if specialised else 0
+        return Expectations(
+            mma=operand, tma_loads=True, warp_specialized=specialised, stack_bytes=stack
+        )
+    if spec.kernel == "qkv_projection_swapped":
+        short = 2 * int(str(constants["BLOCK_P"])) < MMA_ROWS
+        reason = SHORT_TILE_REASON if short else ""
+        return Expectations(mma=operand, legacy_mma_reason=reason, memory_bound=True)
+    if spec.kernel == "qkv_quantized":
+        return Expectations(
+            mma=operand,
+            memory_bound=tokens <= MEMORY_BOUND_TOKENS,
+            stack_bytes=SPECIALISED_STACK_BYTES,
+            fresh_sums_reason=fresh_sums_reason(constants),
+        )
+    return Expectations()
+
+
+def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
+    """Why a kernel with these constants reads its sums at every step; "" where it does not."""
+    widths = [constants.get(name) for name in ("SCALE_COLUMNS", "X_SCALE_BLOCK")]
+    hidden = constants.get("HIDDEN")
+    grouped = any(
+        isinstance(width, int) and isinstance(hidden, int) and width < hidden for width in widths
+    )
+    return SCALED_SUMS_REASON if grouped else ""
+
+
+def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditCase:
+    """The kernel after the library's GEMMs, with the tiles for so many tokens."""
+    choice = library_choice(call.problem, tokens, target, call.rows is not None, None)
+    return AuditCase(f"{name}: epilogue", _kernels(call, choice, target)[-1], Expectations())
+
+
+def _apart(call: FusedCall) -> FusedCall:
+    """The same call with a tensor for each weight."""
+    weights = {name: getattr(call.a, name) for name in ("q_weight", "k_weight", "v_weight")}
+    return prepare(replace(call.a, **{name: w.contiguous() for name, w in weights.items()}))
+
+
+def _kernels(call: FusedCall, choice: LoweringChoice, target: Target) -> tuple[KernelSpec, ...]:
+    return drive(choice_steps(call, choice, target), Planner(target), keep=True).specs
