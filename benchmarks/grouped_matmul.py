@@ -31,26 +31,17 @@ from tune_qkv import compile_quietly
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig
-from tilewright.codegen.grouped.plan import DECODED_ROWS, grouped_config
-from tilewright.codegen.grouped.specs import (
-    DequantizeConfig,
-    GemmConfig,
-    dequantize_grid,
-    dequantize_spec,
-    dequantized,
-    gemm_grid,
-    grouped_spec,
-)
+from tilewright.codegen.grouped.plan import DECODED_ROWS, GroupedPlan, grouped_config
+from tilewright.codegen.grouped.specs import DequantizeConfig, GemmConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
-from tilewright.ops.grouped.lowering import chosen, kernel_values
-from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments, fake
-from tilewright.ops.grouped.operands import grouped_problem
+from tilewright.ops.grouped.lowering import grouped_matmul_steps
+from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments
 from tilewright.ops.grouped.quantize_nvfp4 import OP as QUANTIZE
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments, quantize_nvfp4_steps
-from tilewright.ops.runtime.launch import launch, machine_of
-from tilewright.ops.runtime.program import drive
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Planner, drive
 
 KEPT = (
     "qwen3/up/dense/1,16,128,1024,8192", "qwen3/down/dense/1,16,128,1024,8192",
@@ -157,42 +148,30 @@ def arguments(case: Case, given: dict[str, Any]) -> list[GroupedMatmulArguments]
     return made
 
 
-def kernel(a: GroupedMatmulArguments, config: GemmConfig) -> Call:
-    spec = grouped_spec(grouped_problem(a), config, SM90.name)
-
-    def call() -> None:
-        launch(spec, gemm_grid(config, SM90.num_sms), kernel_values(a, fake(a)), DEVICE)
-
-    return call
-
-
-def decoded(a: GroupedMatmulArguments, tiles: DequantizeConfig, config: GemmConfig) -> Call:
-    """All weights decoded, then the dense GEMM."""
-    problem = grouped_problem(a)
-    decode = dequantize_spec(problem, tiles, SM90.name)
-    gemm = grouped_spec(dequantized(problem), config, SM90.name)
-    dense = torch.empty(a.experts.shape, dtype=a.x.dtype, device=DEVICE)
-
-    def call() -> None:
-        values = kernel_values(a, fake(a))
-        grid = dequantize_grid(problem, tiles)
-        launch(decode, grid, values | {"out_ptr": dense}, DEVICE)
-        launch(gemm, gemm_grid(config, SM90.num_sms), values | {"weight_ptr": dense}, DEVICE)
-
-    return call
+def forced(a: GroupedMatmulArguments, plan: GroupedPlan) -> Call:
+    """A call in other tiles than the planner's."""
+    machine = machine_of(DEVICE)
+    return lambda: drive(grouped_matmul_steps(a, SM90, plan), machine)
 
 
 def peer(a: GroupedMatmulArguments) -> Call:
     return lambda: torch.nn.functional.grouped_mm(a.x, a.weight.mT, offs=a.group_offsets)
 
 
-def configs_of(case: Case) -> tuple[GemmConfig, ...]:
-    return candidates(-(-case.rows // case.shape.num_experts)) if case.sweep else ()
-
-
-def dense_config(case: Case) -> GemmConfig:
-    """What the planner takes for decoded weights."""
-    return grouped_config(-(-next_power_of_2(case.rows) // case.shape.num_experts), dense=True)
+def forced_plans(case: Case) -> dict[str, GroupedPlan]:
+    """What is timed beside the op: other tiles; all weights decoded first, by other tiles."""
+    if not case.sweep:
+        return {}
+    rows = -(-case.rows // case.shape.num_experts)
+    plans = {str(config): GroupedPlan(config, None, "") for config in candidates(rows)}
+    if case.form not in DECODED_ROWS:
+        return plans
+    # What the planner takes for decoded weights.
+    config = grouped_config(-(-next_power_of_2(case.rows) // case.shape.num_experts), dense=True)
+    for tiles in DECODERS:
+        name = f"decoded by {tiles.block_n}x{tiles.block_k} w{tiles.num_warps}"
+        plans[name] = GroupedPlan(config, tiles, "")
+    return plans
 
 
 def measure(case: Case, given: dict[str, Any]) -> dict[str, Any]:
@@ -205,17 +184,13 @@ def measure(case: Case, given: dict[str, Any]) -> dict[str, Any]:
         x_scale=None if x_scale is None else x_scale[:64],
     )  # fmt: skip
     want = OP.reference(few)
-    for config in configs_of(case):
+    for name, plan in forced_plans(case).items():
         try:
-            runs = [kernel(a, config) for a in sets]
-            graphs[str(config)] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
-        except Exception as error:  # what cannot be launched is a result here
-            print(f"    {config}: {type(error).__name__}: {str(error)[:150]}")
-    if case.form in DECODED_ROWS and case.sweep:
-        for tiles in DECODERS:
-            runs = [decoded(a, tiles, dense_config(case)) for a in sets[:2]]
-            name = f"decoded by {tiles.block_n}x{tiles.block_k} w{tiles.num_warps}"
+            # Each decodes into memory of its own.
+            runs = [forced(a, plan) for a in (sets[:2] if plan.decode else sets)]
             graphs[name] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
+        except Exception as error:  # what cannot be launched is a result here
+            print(f"    {name}: {type(error).__name__}: {str(error)[:150]}")
     got = OP.call(sets[0])[:64]
     error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
     graphs["op"] = capture([lambda i=i: OP.call(sets[i % len(sets)]) for i in range(calls)], 1)
@@ -324,12 +299,9 @@ def main() -> None:
         given = weights(cases[0])
         for case in cases:
             a = arguments(case, given)[0]
-            problem = grouped_problem(a)
-            wanted += chosen(problem, next_power_of_2(case.rows), SM90).specs
-            wanted += [grouped_spec(problem, config, SM90.name) for config in configs_of(case)]
-            if case.form in DECODED_ROWS and case.sweep:
-                wanted += [dequantize_spec(problem, tiles, SM90.name) for tiles in DECODERS]
-                wanted.append(grouped_spec(dequantized(problem), dense_config(case), SM90.name))
+            for plan in (None, *forced_plans(case).values()):
+                steps = grouped_matmul_steps(a, SM90, plan)
+                wanted += drive(steps, Planner(SM90), keep=True).specs
         del given, a
         torch.cuda.empty_cache()
     if any(text.startswith("quantise") for text in options.cases):

@@ -44,11 +44,9 @@ from moe_rows import chain, describe, measure, stored
 from timing import keep
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops.moe.lowering import cached_plan, specs
-from tilewright.ops.moe.operands import moe_problem
+from tilewright.ops.moe.moe import OP
 
 TOKENS = (1, 16, 64, 1024, 4096)
 MORE_TOKENS = (4, 256, 8192)
@@ -71,12 +69,8 @@ FORMAT_TOKENS = {
 def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec]:
     """What the op launches at these token counts."""
     experts = make_experts(shape, form, "meta")
-    found: set[KernelSpec] = set()
-    for num_tokens in tokens:
-        problem = moe_problem(arguments(shape, experts, num_tokens, device="meta"))
-        plan = cached_plan(problem, next_power_of_2(num_tokens), SM90)
-        found |= set(specs(problem, plan, SM90.name).values())
-    return found
+    calls = [arguments(shape, experts, num_tokens, device="meta") for num_tokens in tokens]
+    return {spec for a in calls for spec in OP.plan_for(a, SM90.name).specs}
 
 
 # --- a process for each model ---------------------------------------------------------------------

@@ -11,16 +11,21 @@ import torch
 from moe_layers import WEIGHT_BYTES, Experts, MoeShape, arguments, glu
 from timing import capture, cpu_us, interleaved_us
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.moe.plan import MoePlan
 from tilewright.codegen.targets import SM90
-from tilewright.ops.moe.lowering import Step, cached_plan, moe_steps
+from tilewright.ops.moe.lowering import fused_moe_steps
 from tilewright.ops.moe.moe import OP, FusedMoeArguments, reference
-from tilewright.ops.moe.operands import moe_problem
-from tilewright.ops.runtime.device import device_target
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Launch, drive
 
 MAX_SETS = 16
 # float64 of more routes than this takes longer than all the rest.
 CHECKED_TOKENS = 64
+# What the kernels of the two GEMMs are called here, whatever their tiles.
+GEMMS = {
+    **dict.fromkeys(("moe_up", "moe_up_codes", "moe_up_scaled"), "up"),
+    **dict.fromkeys(("grouped_gemm", "moe_down_codes", "grouped_scaled"), "down"),
+}
 
 
 def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
@@ -59,15 +64,13 @@ def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
     return (*pair, experts.gate_up_bias, experts.down_bias)
 
 
-def planned(a: FusedMoeArguments) -> dict[str, Step]:
-    """The launches that a call of the op makes, sorted and multiplied once."""
-    problem = moe_problem(a)
-    target = device_target(a.x.device) or SM90
-    plan = cached_plan(problem, next_power_of_2(a.x.shape[0]), target)
-    steps = moe_steps(a, problem, plan, target, torch.empty_like(a.x))
-    for step in steps.values():
-        step.run(a.x.device)
-    return steps
+def launches(a: FusedMoeArguments, plan: MoePlan | None = None) -> dict[str, Launch]:
+    """What a call of the op launches, after it ran once, by kernel; of one that is launched twice,
+    the last. plan: in place of the planner's."""
+    machine = machine_of(a.x.device)
+    program = drive(fused_moe_steps(a, machine.target, plan), machine, keep=True)
+    made = [step for step, _ in program.steps if isinstance(step, Launch)]
+    return {GEMMS.get(launch.spec.kernel, launch.spec.kernel): launch for launch in made}
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -81,13 +84,13 @@ def measure(
     """One row. bf16: the dense experts that a quantised row is compared with."""
     count = min(shape.argument_sets(num_tokens, form), MAX_SETS)
     calls = [arguments(shape, experts, num_tokens, kind) for _ in range(count)]
-    steps = [planned(a) for a in calls]
+    steps = [launches(a) for a in calls]
     split = [OP.split(a) for a in calls]
-    device = calls[0].x.device
+    machine = machine_of(calls[0].x.device)
     variants: dict[str, Callable[[int], Any]] = {
         "tilewright": lambda i: OP.torch_op(*split[i][0], **split[i][1]),
-        "up": lambda i: steps[i]["up"].run(device),
-        "down": lambda i: steps[i]["down"].run(device),
+        "up": lambda i: machine.perform(steps[i]["up"]),
+        "down": lambda i: machine.perform(steps[i]["down"]),
     }
     if stock is not None:
         weights = stored(shape, experts)
@@ -127,17 +130,13 @@ def measure(
         for name, v in variants.items()
     }
     row |= interleaved_us(graphs, per_graph, rounds=5, replays=2 if num_tokens <= 1024 else 1)
-    return row | rates(shape, form, row, copy) | {"lowering": _reason(calls[0])}
+    reason = OP.plan_for(calls[0], SM90.name).reason
+    return row | rates(shape, form, row, copy) | {"lowering": reason}
 
 
 def _no_scales() -> dict[str, None]:
     parts = ("gate", "up", "down")
     return {f"{part}_{kind}scale": None for part in parts for kind in ("", "expert_")}
-
-
-def _reason(a: FusedMoeArguments) -> str:
-    problem = moe_problem(a)
-    return cached_plan(problem, next_power_of_2(a.x.shape[0]), SM90).reason
 
 
 def rates(shape: MoeShape, form: str, row: dict[str, Any], copy: float) -> dict[str, Any]:

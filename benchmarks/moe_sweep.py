@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from moe_layers import BY_NAME, WEIGHT_BYTES, Experts, MoeShape, arguments, make_experts
+from moe_rows import launches
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
@@ -31,18 +32,21 @@ from tilewright.codegen.grouped.codes_specs import codes_config
 from tilewright.codegen.grouped.scaled_specs import (
     SCALED_K,
     ScaledConfig,
-    down_scaled_problem,
     grouped_scaled_spec,
     scaled_config,
-    up_scaled_spec,
 )
+from tilewright.codegen.grouped.specs import GemmConfig, gemm_grid
 from tilewright.codegen.moe import specs as kernels
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
-from tilewright.codegen.moe.specs import GemmConfig, MoeProblem, OrderConfig
+from tilewright.codegen.moe.problem import MoeProblem
+from tilewright.codegen.moe.scaled_specs import down_scaled_problem, up_scaled_spec
+from tilewright.codegen.moe.specs import OrderConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
-from tilewright.ops.moe.lowering import Step, as_words, moe_steps
+from tilewright.ops.grouped.lowering import as_words
 from tilewright.ops.moe.operands import moe_problem
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import Launch
 
 GEMM = re.compile(r"([stcdqr])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)(?:k(\d+))?(h?)(c?)")
 ORDER = re.compile(r"c(\d+)(k?)w(\d+)l(\d+)r(\d+)")
@@ -104,25 +108,27 @@ def stage_specs(case: Case, text: str, problem: MoeProblem) -> dict[str, KernelS
     return {case.stage: make(problem, config, SM90.name)}
 
 
-def stage_steps(case: Case, text: str, base: dict[str, Step], problem: MoeProblem) -> list[Step]:
+def stage_steps(
+    case: Case, text: str, base: dict[str, Launch], problem: MoeProblem
+) -> list[Launch]:
     """Its launches over the scratch of `base`, whose own configs are plain."""
     made = stage_specs(case, text, problem)
     if case.stage == "order":
-        values = base["order"].values
+        values = dict(base["moe_order"].values)
         counts = torch.empty(values["num_routes"] * problem.experts, dtype=torch.int32).cuda()
         grids = kernels.sort_grids(problem, order_config(text), values["num_routes"])
         values = values | {"counts_ptr": counts, "num_chunks": grids["count"][0]}
-        return [Step(spec, grids[name], values) for name, spec in made.items()]
+        return [Launch(spec, grids[name], values) for name, spec in made.items()]
     config = gemm_config(text, case.stage)
-    values = base[case.stage].values
+    values = dict(base[case.stage].values)
     if isinstance(config, ScaledConfig) and config.codes:
         tile = torch.empty(SM90.num_sms * config.programs_per_sm, config.block_m, config.block_n)
         values = values | {
-            "hidden_ptr": values["hidden_codes_ptr"],
+            "hidden_ptr": base["quantize_rows"].values["codes_ptr"],
             "tile_ptr": tile.bfloat16().cuda(),
         }
-    values = values | as_words(values, kernels.down_problem(problem), config)
-    return [Step(made[case.stage], kernels.gemm_grid(config, SM90.num_sms), values)]
+    values = as_words(values, problem.down, config)
+    return [Launch(made[case.stage], gemm_grid(config, SM90.num_sms), values)]
 
 
 def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
@@ -131,10 +137,10 @@ def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
     if problem.coded_rows:
         tiles = scaled_config(64, 64, 4, 4)
     plan = plan_moe(problem, case.tokens, SM90)
-    return replace(plan, up=tiles, down=tiles, decode=False)
+    return replace(plan, up=tiles, down=tiles, decode=None)
 
 
-def library(case: Case, experts: Experts, base: dict[str, Step]) -> Any:
+def library(case: Case, experts: Experts, base: dict[str, Launch]) -> Any:
     """torch._grouped_mm of the stage on sorted rows; None for codes."""
     if experts.gate_up is None or experts.down is None or case.stage == "order":
         return None
@@ -152,18 +158,14 @@ def library(case: Case, experts: Experts, base: dict[str, Step]) -> Any:
 
 
 def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None:
-    shape, device = case.shape, torch.device("cuda")
+    shape, machine = case.shape, machine_of(torch.device("cuda"))
     sets = [
         arguments(shape, experts, case.tokens)
         for _ in range(min(shape.argument_sets(case.tokens, case.form), 16))
     ]
     problem = moe_problem(sets[0])
     plan = plain_plan(problem, case)
-    bases = [moe_steps(a, problem, plan, SM90, torch.empty_like(a.x)) for a in sets]
-    for base in bases:
-        for name in ("quantize", "count", "scan", "order", "up", "quantize_hidden"):
-            if name in base:
-                base[name].run(device)
+    bases = [launches(a, plan) for a in sets]
     hit = sum(int(a.expert_ids.unique().numel()) for a in sets) / len(sets)
     calls = max(len(sets), 6 if case.tokens <= 1024 else 2)
     graphs: dict[str, Any] = {}
@@ -180,7 +182,7 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
             if got.dtype != torch.float8_e4m3fn:
                 got.fill_(0 if case.stage == "order" else torch.nan)
             for step in runs[0]:
-                step.run(device)
+                machine.perform(step)
             if got.dtype == torch.float8_e4m3fn:
                 got = got.view(-1, SCALED_K).float() * values["hidden_scale_ptr"].view(-1, 1)
                 got = got.flatten()[: want.numel()] if want is not None else got.flatten()
@@ -196,7 +198,7 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
 
             def call(i: int, runs: Any = runs) -> None:
                 for step in runs[i % len(runs)]:
-                    step.run(device)
+                    machine.perform(step)
 
             graphs[text] = capture([lambda i=i, c=call: c(i) for i in range(calls)], warmup=1)
         except Exception as error:  # what cannot be launched is a result here

@@ -1,11 +1,13 @@
-"""Kernel specs of the `moe_codes` template: expert GEMMs that stream weights of 4-bit codes."""
+"""Kernel specs of the `codes` template: expert GEMMs that stream weights of 4-bit codes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.specs import GemmConfig, GroupedProblem, make_spec
+from tilewright.codegen.grouped.problem import GroupedProblem, WeightOperands
+from tilewright.codegen.grouped.specs import Arguments, GemmConfig, gemm_spec
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # A word of the weight's storage is an int32.
@@ -48,128 +50,119 @@ def codes_config(
     )  # fmt: skip
 
 
-def part_columns(problem: GroupedProblem, config: CodesConfig) -> int:
+def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
     """Columns of a part: int4's are those of a scale."""
-    most = problem.scale_block[1] if problem.format == "int4" else config.part_k
+    most = weight.scale_block[1] if weight.format == "int4" else config.part_k
     return min(config.block_k // config.split, most)
 
 
-def scale_bytes(problem: GroupedProblem, config: CodesConfig) -> int:
+def scale_bytes(weight: WeightOperands, config: CodesConfig) -> int:
     """Bytes of E2M1 scales that a quarter of a part has."""
-    return part_columns(problem, config) // QUARTERS // problem.scale_block[1]
+    return part_columns(weight, config) // QUARTERS // weight.scale_block[1]
 
 
 def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
     """Why a GEMM cannot stream codes in these tiles; None where it can."""
-    width, block_k = problem.scale_block[1], config.block_k
-    if problem.format not in ("nvfp4", "mxfp4", "int4"):
-        return f"{problem.format} weights are no 4-bit codes"
-    if problem.weight.n_major or problem.weight.row_stride % WORD_BYTES:
+    weight, inner = problem.weight, problem.inner
+    width, block_k = weight.scale_block[1], config.block_k
+    if weight.format not in ("nvfp4", "mxfp4", "int4"):
+        return f"{weight.format} weights are no 4-bit codes"
+    if weight.n_major or weight.row_stride % WORD_BYTES:
         return "rows of the weight are not whole words"
-    if problem.inner % width or problem.scale_strides[2] != 1:
+    if inner % width or weight.scale_strides[2] != 1:
         return "scales do not lie as the columns do"
-    if config.ordered and problem.inner % part_columns(problem, config):
-        return f"{problem.inner} columns are not whole parts to put in order"
-    if problem.format == "int4":
-        if problem.scale_block[0] != 1 or block_k % width or block_k // width > 4:
-            return f"groups of {problem.scale_block} do not fit steps of {block_k} columns"
-        return None if problem.inner % WORD_CODES == 0 else "columns are not whole words"
-    size, part = scale_bytes(problem, config), part_columns(problem, config)
-    if size not in _INTEGERS or problem.inner * QUARTERS % part:
-        return f"{problem.inner} columns are not whole quarters of {part}"
-    if any(stride % size for stride in problem.scale_strides[:2]):
+    if config.ordered and inner % part_columns(weight, config):
+        return f"{inner} columns are not whole parts to put in order"
+    if weight.format == "int4":
+        if weight.scale_block[0] != 1 or block_k % width or block_k // width > 4:
+            return f"groups of {weight.scale_block} do not fit steps of {block_k} columns"
+        return None if inner % WORD_CODES == 0 else "columns are not whole words"
+    size, part = scale_bytes(weight, config), part_columns(weight, config)
+    if size not in _INTEGERS or inner * QUARTERS % part:
+        return f"{inner} columns are not whole quarters of {part}"
+    if any(stride % size for stride in weight.scale_strides[:2]):
         return f"scales do not lie in units of {size} bytes"
-    if problem.format == "mxfp4" and problem.dtype != "bf16":
-        return f"powers of two beyond those of {problem.dtype}"
+    if weight.format == "mxfp4" and problem.x.dtype != "bf16":
+        return f"powers of two beyond those of {problem.x.dtype}"
     return None
 
 
-def order_of(problem: GroupedProblem, config: GemmConfig) -> tuple[int, int]:
+def order_of(weight: WeightOperands, config: GemmConfig) -> tuple[int, int]:
     """(columns of a part, columns that a thread holds in a row) of the order in which a GEMM wants
     its rows, see `rows_in_order`; (0, 0): as they are."""
     if not (isinstance(config, CodesConfig) and config.ordered):
         return 0, 0
-    return part_columns(problem, config), thread_run(problem, config)
+    return part_columns(weight, config), thread_run(weight, config)
 
 
-def thread_run(problem: GroupedProblem, config: CodesConfig) -> int:
+def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
     """Columns that a thread of the tensor core holds in a row, as Triton lays out an operand that
     joins bring forth: twice as many as a register holds for the older instruction, four times
     where scales of one byte are loaded on the way to it. Another number would do, at the price of
     exchanges."""
     if config.swapped and config.split == 1:
         return 2
-    return 8 if problem.format != "int4" and scale_bytes(problem, config) == 1 else 4
+    return 8 if weight.format != "int4" and scale_bytes(weight, config) == 1 else 4
 
 
-def scale_type(problem: GroupedProblem, config: CodesConfig) -> str:
-    """Triton's type of what the kernel loads of the scales: E2M1's by the integer."""
-    if problem.format == "int4":
-        return problem.scale_dtype
-    return _INTEGERS[scale_bytes(problem, config)]
+def as_words(weight: WeightOperands, config: CodesConfig) -> WeightOperands:
+    """The weight as the kernel loads it: codes by the int32, E2M1's scales by the integer of those
+    that a quarter of a part has."""
+    expert, row, _ = weight.data.strides
+    words = replace(weight.data, dtype="i32", strides=(expert // WORD_BYTES, row // WORD_BYTES, 1))
+    assert weight.scale is not None
+    size = 1 if weight.format == "int4" else scale_bytes(weight, config)
+    dtype = weight.scale.dtype if weight.format == "int4" else _INTEGERS[size]
+    expert, row, _ = weight.scale.strides
+    scale = replace(weight.scale, dtype=dtype, strides=(expert // size, row // size, 1))
+    return replace(weight, data=words, scale=scale)
 
 
-def scale_steps(
-    problem: GroupedProblem, strides: tuple[int, int, int], config: CodesConfig
-) -> tuple[int, int, int]:
-    """Strides of scales in elements of `scale_type`."""
-    size = 1 if problem.format == "int4" else scale_bytes(problem, config)
-    return strides[0] // size, strides[1] // size, 1
-
-
-def storage_constants(problem: GroupedProblem, config: CodesConfig) -> dict[str, Constant]:
-    """What both kernels know of the weight's storage and of their tiles."""
+def codes_constants(weight: WeightOperands, config: CodesConfig) -> dict[str, Constant]:
+    """What both kernels know of a weight `as_words`, and of how its codes are multiplied."""
     return {
-        "EXPERT_STRIDE": problem.weight.expert_stride // WORD_BYTES,
-        "ROW_STRIDE": problem.weight.row_stride // WORD_BYTES,
-        "FORMAT": problem.format,
-        "PART_K": part_columns(problem, config),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "RUN": thread_run(problem, config),
-        "SWAPPED": config.swapped,
+        "EXPERT_STRIDE": weight.data.strides[0],
+        "ROW_STRIDE": weight.row_stride,
+        "FORMAT": weight.format,
+        "PART_K": part_columns(weight, config),
+        "RUN": thread_run(weight, config),
         "SPLIT": config.split,
     }
 
 
-def row_arguments(config: CodesConfig, id_dtype: str, ends_dtype: str) -> dict[str, str | None]:
-    """Types of what says which rows an expert has."""
+def row_arguments(
+    config: CodesConfig, ids: Operand | None, order: Operand | None, ends: Operand
+) -> dict[str, Operand | None]:
+    """What says which rows an expert has. ids: the experts of routes."""
     if config.by_route:
-        return {"ids_ptr": f"*{id_dtype}", "order_ptr": None, "ends_ptr": None}
-    return {"ids_ptr": None, "order_ptr": "*i32", "ends_ptr": f"*{ends_dtype}"}
+        return {"ids_ptr": ids, "order_ptr": None, "ends_ptr": None}
+    return {"ids_ptr": None, "order_ptr": order, "ends_ptr": ends}
 
 
 def down_codes_spec(
-    problem: GroupedProblem, config: CodesConfig, target: str, id_dtype: str = "i32"
+    problem: GroupedProblem, config: CodesConfig, target: str, ids: Operand | None = None
 ) -> KernelSpec:
-    """A grouped GEMM whose groups are the experts. id_dtype: of the experts of routes."""
-    groups = problem.num_groups
-    rows = row_arguments(config, id_dtype, problem.ends_dtype)
-    if not problem.ordered:
-        rows["order_ptr"] = None
-    arguments: dict[str, str | None] = {
-        "x_ptr": f"*{problem.dtype}",
-        **rows,
-        "weight_ptr": "*i32",
-        "scale_ptr": f"*{scale_type(problem, config)}",
-        "factor_ptr": "*fp32" if problem.factor else None,
-        "bias_ptr": None if problem.bias is None else f"*{problem.bias_dtype}",
-        "y_ptr": f"*{problem.out_dtype}",
+    """A grouped GEMM whose groups are the experts. ids: the experts of routes, by route."""
+    groups, weight = problem.num_groups, as_words(problem.weight, config)
+    arguments: Arguments = {
+        "x_ptr": problem.x,
+        **row_arguments(config, ids, problem.order, problem.ends),
+        "weight_ptr": weight.data,
+        "scale_ptr": weight.scale,
+        "factor_ptr": weight.factor,
+        "bias_ptr": weight.bias,
+        "y_ptr": problem.out,
         "num_rows": "i32",
     }
     constants: dict[str, Constant] = {
         "NUM_EXPERTS": groups,
-        "EXPERTS": next_power_of_2(groups if problem.ordered else groups + 1),
+        "EXPERTS": next_power_of_2(groups if problem.order else groups + 1),
         "HIDDEN": problem.rows,
         "INNER": problem.inner,
-        "X_STRIDE": problem.x_stride,
-        **storage_constants(problem, config),
-        "SCALE_STRIDES": scale_steps(problem, problem.scale_strides, config),
-        "BIAS_STRIDES": problem.bias or (0, 0),
+        "X_STRIDE": problem.x.strides[0],
+        **codes_constants(weight, config),
+        "SCALE_STRIDES": weight.scale_strides,
+        "BIAS_STRIDES": weight.bias_strides,
         "X_IN_ORDER": config.ordered,
     }
-    return make_spec(
-        "grouped.codes", "moe_down_codes", constants, arguments, problem.unaligned,
-        config.num_warps, config.num_stages, target, dependent=True,
-    )  # fmt: skip
+    return gemm_spec("grouped.codes", "moe_down_codes", constants, arguments, config, target)

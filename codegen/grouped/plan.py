@@ -1,19 +1,20 @@
-"""Which kernels a lone grouped GEMM runs: by the rows that a group gets on average.
+"""Which kernels `grouped_matmul` runs: by the rows that a group gets on average.
 
-Few rows: the time is that of streaming the weights in use. Many: tensor cores bound it. Codes are
-decoded in the GEMM, those of 4 bits as they lie where rows are few, or, where each weight would be
-decoded too often, all of them before it. The bounds are where the two took equal time on an H200.
+Few rows: the time is that of streaming the weights in use. Many: tensor cores bound it. Quantised
+weights are dequantised in the GEMM, codes of 4 bits as they lie where rows are few, or, where each
+weight would be dequantised too often, all of them before it. The bounds are where the two took
+equal time on an H200.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
-from tilewright.codegen.grouped.codes_plan import STREAMED_K, token_tile
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.grouped.codes_specs import CodesConfig, codes_config, codes_obstacle
+from tilewright.codegen.grouped.problem import TMA_BYTES, GroupedProblem, WeightOperands
 from tilewright.codegen.grouped.scaled_specs import ScaledConfig, scaled_config
-from tilewright.codegen.grouped.specs import TMA_BYTES, GemmConfig, GroupedProblem
+from tilewright.codegen.grouped.specs import DequantizeConfig, GemmConfig
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
@@ -23,20 +24,21 @@ SWAPPED_ROWS = 16
 WIDE_ROWS = 160
 WIDE_CODES_ROWS = 96
 LONG_ROWS = 512
-# Rows per group from which weights are decoded before the GEMM: on an H200 the two took equal time.
+# Rows per group from which weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
-# The same of 4-bit codes that are decoded by tile, which takes far longer.
+# The same of 4-bit codes that are dequantised by tile, which takes far longer.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
-# The inner dimension comes in blocks of so many, or of STREAMED_K.
+# The inner dimension comes in blocks of so many, or, where weights stream, of STREAMED_K.
 BLOCK_K = 64
+STREAMED_K = 128
 
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """decode: the weights' codes are decoded by a kernel of their own, before a dense GEMM."""
+    """decode: tiles of what dequantises all weights before a dense GEMM; None: the GEMM does."""
 
     gemm: GemmConfig
-    decode: bool
+    decode: DequantizeConfig | None
     reason: str
 
 
@@ -45,38 +47,42 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     rows = cdiv(num_rows, max(problem.num_groups, 1))
     if problem.x_scale is not None:
         codes_by_codes = scaled_gemm_config(rows, target)
-        return GroupedPlan(codes_by_codes, False, f"{rows} rows per group, {codes_by_codes}")
+        return GroupedPlan(codes_by_codes, None, f"{rows} rows per group, {codes_by_codes}")
     streams = not target.tmem_columns and streams_codes(problem)
+    form = problem.weight.format
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
-    decode = rows >= bounds.get(problem.format, rows + 1)
-    # Rows of numbers follow each other without a gap.
-    decode = decode and problem.inner * ELEMENT_BYTES[problem.dtype] % TMA_BYTES == 0
+    decode = rows >= bounds.get(form, rows + 1)
+    # Rows of dequantised weights follow each other without a gap.
+    decode = decode and problem.inner * ELEMENT_BYTES[problem.x.dtype] % TMA_BYTES == 0
     if streams and not decode:
-        codes = _codes_config(problem.format, rows)
-        return GroupedPlan(codes, False, f"{rows} rows per group, {codes}")
-    dense = decode or problem.format == "dense"
+        codes = _codes_config(form, rows)
+        return GroupedPlan(codes, None, f"{rows} rows per group, {codes}")
+    dense = decode or form == "dense"
     config = grouped_config(rows, dense=dense)
     how = ", weights decoded before it" if decode else ""
-    return GroupedPlan(config, decode, f"{rows} rows per group, {config}{how}")
+    reason = f"{rows} rows per group, {config}{how}"
+    return GroupedPlan(config, DequantizeConfig() if decode else None, reason)
 
 
 def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
-    """Tiles for so many rows per group; dense: of weights that need no decoding."""
+    """Tiles for so many rows per group; dense: of weights that need no dequantisation."""
     if rows <= SWAPPED_ROWS:
         # Two programs on a multiprocessor hide each other's ends.
         return GemmConfig(16, 64, STREAMED_K, True, 4, 4, 2)
     if rows < WIDE_ROWS:
         return GemmConfig(64, 128, BLOCK_K, False, 4, 3, 2)
     if not dense:
-        # Decoding takes registers.
+        # Dequantising takes registers.
         return GemmConfig(128, 128, BLOCK_K, False, 8, 3)
     return GemmConfig(128, 256, BLOCK_K, False, 8, 3, flatten=True)
 
 
 def streams_codes(problem: GroupedProblem) -> bool:
     """Whether the GEMM can read its weights by words of codes."""
-    plain = problem.ids_dtype is None and "scale_ptr" not in problem.unaligned
-    return plain and codes_obstacle(problem, _codes_config(problem.format, 1)) is None
+    scale = problem.weight.scale
+    if problem.expert_ids is not None or scale is None or not scale.aligned:
+        return False
+    return codes_obstacle(problem, _codes_config(problem.weight.format, 1)) is None
 
 
 def _codes_config(name: str, rows: int) -> CodesConfig:
@@ -99,14 +105,19 @@ def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
     if rows < WIDE_CODES_ROWS:
         return scaled_config(64, 128, 4, 4, 2)
     if rows < LONG_ROWS:
-        # Of 128-row tiles a group's last is mostly empty.
+        # With 128-row tiles a group's last is mostly padding.
         return scaled_config(64, 128, 4, 3, 3)
     return scaled_config(128, 128, 8, 3, 2, parts=2)
 
 
-def block_k_obstacle(problem: GroupedProblem) -> str | None:
+def token_tile(rows: int) -> int:
+    """Rows of a tile: an expert's number of rows varies around its average."""
+    return min(max(next_power_of_2(2 * rows - 1), 16), 64)
+
+
+def block_k_obstacle(weight: WeightOperands) -> str | None:
     """Why the scales do not fit the blocks of the inner dimension; None where they do."""
-    width = problem.scale_block[1]
+    width = weight.scale_block[1]
     if all(width % size == 0 or size % width == 0 for size in (BLOCK_K, STREAMED_K)):
         return None
     return f"scale_block: {width} columns neither divide {BLOCK_K} nor are divided by it"

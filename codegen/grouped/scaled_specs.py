@@ -1,21 +1,24 @@
-"""Kernel specs of the `grouped_scaled` template: e4m3 rows by e4m3 expert weights, as plain data.
+"""Kernel specs of the `scaled` template: e4m3 rows by e4m3 expert weights, as plain data.
 
 Both have scales by blocks of 128 columns (SCALED_K), which is a step of the inner dimension.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.grouped.problem import GroupedProblem
 from tilewright.codegen.grouped.specs import (
+    Arguments,
     GemmConfig,
-    GroupedProblem,
+    gemm_spec,
     grouped_arguments,
     grouped_constants,
-    make_spec,
+    storage_constants,
 )
-from tilewright.codegen.moe.specs import MoeProblem, down_problem, up_arguments, up_constants
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec
 
 # Columns that share a scale, and those of a step.
@@ -56,6 +59,33 @@ def scaled_config(
     )  # fmt: skip
 
 
+def scaled_spec(
+    kernel: str,
+    constants: Mapping[str, Constant],
+    arguments: Arguments,
+    config: ScaledConfig,
+    target: str,
+    divisible: tuple[str, ...] = (),
+) -> KernelSpec:
+    """One of the template's GEMMs."""
+    return gemm_spec(
+        "grouped.scaled", kernel, constants, arguments, config, target, divisible=divisible,
+        maxnreg=config.max_registers,
+    )  # fmt: skip
+
+
+def grouped_scaled_spec(problem: GroupedProblem, config: ScaledConfig, target: str) -> KernelSpec:
+    """A grouped GEMM whose x has scales."""
+    assert problem.x_scale is not None
+    constants = {
+        **grouped_constants(problem),
+        **storage_constants(problem.weight),
+        "X_SCALE_STRIDES": problem.x_scale.strides,
+        "PARTS": config.parts,
+    }
+    return scaled_spec("grouped_scaled", constants, grouped_arguments(problem), config, target)
+
+
 @dataclass(frozen=True)
 class QuantizeConfig:
     """Tiles of `quantize_rows`."""
@@ -65,93 +95,34 @@ class QuantizeConfig:
     num_warps: int = 4
 
 
-def quantize_rows_spec(
-    dtype: str, columns: int, stride: int, config: QuantizeConfig, target: str,
-    *, aligned: bool = True,
-) -> KernelSpec:  # fmt: skip
-    """Codes and scales of rows [M, columns], `stride` elements apart."""
-    constants: dict[str, Constant] = {
+def quantize_rows_spec(x: Operand, columns: int, config: QuantizeConfig, target: str) -> KernelSpec:
+    """Codes and scales of rows [M, columns]; x: strides (row,)."""
+    constants = {
         "COLUMNS": columns,
-        "X_STRIDE": stride,
+        "X_STRIDE": x.strides[0],
         "BLOCKS": cdiv(columns, SCALED_K),
         "GROUP": SCALED_K,
         "BLOCK_M": config.block_m,
         "BLOCK_K": config.block_k,
     }
-    arguments = {
-        "x_ptr": f"*{dtype}", "codes_ptr": f"*{CODE_TYPE}", "scale_ptr": "*fp32", "num_rows": "i32",
-    }  # fmt: skip
-    return make_spec(
-        "grouped.scaled", "quantize_rows", constants, arguments, () if aligned else ("x_ptr",),
-        config.num_warps, 1, target, dependent=True,
-    )  # fmt: skip
+    arguments: Arguments = {
+        "x_ptr": x,
+        "codes_ptr": Operand(CODE_TYPE),
+        "scale_ptr": Operand("fp32"),
+        "num_rows": "i32",
+    }
+    return KernelSpec.of(
+        "grouped.scaled",
+        "quantize_rows",
+        constants,
+        arguments,
+        target=target,
+        num_warps=config.num_warps,
+        num_stages=1,
+        dependent=True,
+    )
 
 
 def quantize_rows_grid(columns: int, config: QuantizeConfig, num_rows: int) -> tuple[int, int]:
     padded = cdiv(columns, SCALED_K) * SCALED_K
     return cdiv(num_rows, config.block_m), cdiv(padded, config.block_k)
-
-
-def grouped_scaled_spec(problem: GroupedProblem, config: ScaledConfig, target: str) -> KernelSpec:
-    """A grouped GEMM whose x has scales."""
-    constants: dict[str, Constant] = {
-        **grouped_constants(problem),
-        "X_SCALE_STRIDES": problem.x_scale,
-        **_tiles(config),
-        "PARTS": config.parts,
-    }
-    for name in ("N_MAJOR", "FORMAT", "PER_BYTE"):
-        del constants[name]
-    return make_spec(
-        "grouped.scaled", "grouped_scaled", constants, grouped_arguments(problem),
-        problem.unaligned, config.num_warps, config.num_stages, target, dependent=True,
-        max_registers=config.max_registers,
-    )  # fmt: skip
-
-
-def down_scaled_problem(problem: MoeProblem) -> GroupedProblem:
-    """The second GEMM, whose rows are codes in whole blocks of columns."""
-    blocks = cdiv(problem.inner, SCALED_K)
-    return replace(
-        down_problem(problem), dtype=CODE_TYPE, x_stride=blocks * SCALED_K, x_scale=(blocks, 1)
-    )
-
-
-def up_scaled_spec(problem: MoeProblem, config: ScaledConfig, target: str) -> KernelSpec:
-    """The first GEMM."""
-    codes = config.codes
-    arguments: dict[str, str | None] = {
-        "x_ptr": f"*{CODE_TYPE}",
-        "x_scale_ptr": "*fp32",
-        **{name: kind for name, kind in up_arguments(problem).items() if name != "x_ptr"},
-        "hidden_ptr": f"*{CODE_TYPE if codes else problem.dtype}",
-        "hidden_scale_ptr": "*fp32" if codes else None,
-        "tile_ptr": f"*{problem.dtype}" if codes else None,
-    }
-    constants: dict[str, Constant] = {
-        **up_constants(problem),
-        "EXPERT_STRIDE": problem.gate_up.expert_stride,
-        "ROW_STRIDE": problem.gate_up.row_stride,
-        "SCALE_BLOCK": problem.scale_block,
-        "GATE_SCALE_STRIDES": problem.scale_strides[0],
-        "UP_SCALE_STRIDES": problem.scale_strides[1],
-        **_tiles(config),
-    }
-    del constants["X_STRIDE"]
-    if problem.distance is not None:
-        constants["distance"] = problem.distance
-        del arguments["distance"]
-    return make_spec(
-        "grouped.scaled", "moe_up_scaled", constants, arguments, problem.unaligned,
-        config.num_warps, config.num_stages, target, dependent=True,
-        max_registers=config.max_registers,
-    )  # fmt: skip
-
-
-def _tiles(config: ScaledConfig) -> dict[str, Constant]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "SWAPPED": config.swapped,
-    }

@@ -10,26 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_plan import (
+from tilewright.codegen.grouped.codes_specs import CodesConfig
+from tilewright.codegen.grouped.plan import scaled_gemm_config, token_tile
+from tilewright.codegen.grouped.scaled_specs import scaled_config
+from tilewright.codegen.grouped.specs import DequantizeConfig, GemmConfig
+from tilewright.codegen.moe.codes_plan import (
     SHORT_INNER,
     STREAMING_TILES,
     WIDE_ROWS,
     codes_configs,
     few_tiles,
     streams_codes,
-    token_tile,
 )
-from tilewright.codegen.grouped.codes_specs import CodesConfig
-from tilewright.codegen.grouped.plan import scaled_gemm_config
-from tilewright.codegen.grouped.scaled_specs import scaled_config
 from tilewright.codegen.moe.decode import decodable, decoded_problem
-from tilewright.codegen.moe.specs import (
-    CombineConfig,
-    GemmConfig,
-    MoeProblem,
-    OrderConfig,
-    order_config,
-)
+from tilewright.codegen.moe.problem import MoeProblem
+from tilewright.codegen.moe.specs import CombineConfig, OrderConfig, order_config
 from tilewright.codegen.targets import Target
 
 # Rows per expert up to which weights stand on the tensor core's M side.
@@ -37,7 +32,8 @@ SWAPPED_ROWS = 16
 # The first two on chips with tensor memory.
 STREAMED_BY_TENSOR_MEMORY = 48
 WIDE_BY_TENSOR_MEMORY = 192
-# Rows per expert from which weights are decoded before the GEMMs: on an H200 as fast as in them.
+# Rows per expert from which weights are dequantised before the GEMMs: on an H200 as fast as in
+# them.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
 # Rows of a tile whose warps are specialised.
 SPECIALISED_ROWS = 128
@@ -45,15 +41,15 @@ SPECIALISED_ROWS = 128
 
 @dataclass(frozen=True)
 class MoePlan:
-    """The configs of one call, and why. decode: the weights' codes are decoded by kernels of their
-    own, before dense GEMMs."""
+    """The configs of one call, and why. decode: of the kernel that dequantises all weights before
+    dense GEMMs; None: the GEMMs do."""
 
     order: OrderConfig
     up: GemmConfig
     down: GemmConfig
     combine: CombineConfig
     reason: str
-    decode: bool = False
+    decode: DequantizeConfig | None = None
 
     @property
     def by_route(self) -> bool:
@@ -65,8 +61,9 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
     """The kernels for `num_tokens` tokens on a target."""
     routes = num_tokens * problem.num_slots
     rows = cdiv(routes, problem.num_experts)
-    decode = decodable(problem) and rows >= DECODED_ROWS[problem.format]
-    problem = decoded_problem(problem) if decode else problem
+    decode = None
+    if decodable(problem) and rows >= DECODED_ROWS[problem.format]:
+        decode, problem = DequantizeConfig(), decoded_problem(problem)
     if problem.coded_rows:
         up, down = _by_codes(problem, rows, target)
     elif target.tmem_columns:

@@ -46,7 +46,7 @@ def check_expert_values(op: str, name: str, ids: torch.Tensor, num_experts: int)
         raise ArgumentError(op, name, expected, f"{int(ids[tuple(place)])} at {place}")
 
 
-def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor as kernels read one of a number per group or expert: one after the other."""
     return None if tensor is None else tensor.contiguous()
 

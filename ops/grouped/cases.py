@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats import fp8_block
-from tilewright.ops.moe.cases import quantize_weight
+from tilewright.ops.formats import fp4, fp8_block, mxfp4, nvfp4
+from tilewright.ops.formats.division import divided
+from tilewright.ops.formats.expert_weight import INT4_ZERO, ExpertWeight
 from tilewright.ops.qkv.samples import Sampler
+
+INT4_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -66,24 +69,48 @@ def sample_grouped(case: GroupedCase, device: str | torch.device, seed: int) -> 
     if case.transposed:
         weight = weight.mT.contiguous().mT
     offsets = torch.tensor([0, *case.sizes]).cumsum(0).to(case.index)
+    coded = quantized_weight(case.weight_format, weight)
     made: dict[str, Any] = {
         "x": sampler.normal(num_rows, case.inner, dtype=case.dtype),
-        "weight": weight,
+        "weight": coded.data,
         "group_offsets": (offsets[1:] if case.end_offsets else offsets).to(device),
         "end_offsets": case.end_offsets,
         "weight_format": case.weight_format,
+        "scale_block": coded.scale_block,
+        "weight_scale": coded.scale,
+        "weight_expert_scale": coded.expert_scale,
         "out_dtype": case.out_dtype,
     }
     if case.ids is not None:
         made["expert_ids"] = torch.tensor(case.ids, dtype=case.index, device=device)
     if case.bias:
         made["bias"] = sampler.normal(case.num_experts, case.rows, dtype=case.dtype)
-    if case.weight_format != "dense":
-        data, scale, block = quantize_weight(case.weight_format, weight)
-        made |= {"weight": data, "weight_scale": scale, "scale_block": block}
-    if case.weight_format == "nvfp4":
-        factors = 1 + torch.arange(case.num_experts, device=device) / case.num_experts
-        made["weight_expert_scale"] = factors.float()
     if case.coded_rows:
         made["x"], made["x_scale"] = fp8_block.quantize_rows(made["x"])
     return made
+
+
+def quantized_weight(name: str, dense: torch.Tensor) -> ExpertWeight:
+    """A dense weight [E, N, K] in a format of ops.formats.expert_weight.
+
+    Made on the CPU, so that codes are the same wherever they go.
+    """
+    if name == "dense":
+        return ExpertWeight(dense)
+    (data, scale, block), factor = _quantized(name, dense.cpu()), None
+    if name == "nvfp4":
+        factor = (1 + torch.arange(len(dense)) / len(dense)).float().to(dense.device)
+    return ExpertWeight(data.to(dense.device), name, scale.to(dense.device), block, factor)
+
+
+def _quantized(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    if name == "fp8":
+        codes, scale = fp8_block.quantize_blocks(dense)
+        return codes, scale, [fp8_block.BLOCK, fp8_block.BLOCK]
+    if name in ("nvfp4", "mxfp4"):
+        data, scale = (nvfp4 if name == "nvfp4" else mxfp4).quantize(dense)
+        return data, scale, []
+    groups = dense.float().unflatten(-1, (-1, INT4_GROUP))
+    scale = divided(groups.abs().amax(-1), 7)
+    codes = (groups / scale[..., None]).round().clamp(-8, 7) + INT4_ZERO
+    return fp4.pack(codes.flatten(-2).to(torch.uint8)), scale.to(dense.dtype), [1, INT4_GROUP]

@@ -1,120 +1,129 @@
-"""The CUDA implementation of `grouped_matmul`: one persistent kernel, or two."""
+"""The CUDA lowering of `grouped_matmul`: one persistent kernel, or two."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.codes_specs import CodesConfig, down_codes_spec
+from tilewright.codegen.grouped.codes_specs import (
+    WORD_BYTES,
+    CodesConfig,
+    down_codes_spec,
+    scale_bytes,
+)
 from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
+from tilewright.codegen.grouped.problem import GroupedProblem, WeightOperands
 from tilewright.codegen.grouped.scaled_specs import ScaledConfig, grouped_scaled_spec
 from tilewright.codegen.grouped.specs import (
-    TMA_BYTES,
-    DequantizeConfig,
-    GroupedProblem,
+    GemmConfig,
     dequantize_grid,
     dequantize_spec,
-    dequantized,
     gemm_grid,
     grouped_spec,
 )
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90, TARGETS, Target
-from tilewright.ops.contract import LoweringReport
-from tilewright.ops.formats.row_groups import dense
-from tilewright.ops.grouped.matmul import GroupedMatmulArguments, fake, reference
+from tilewright.codegen.targets import Target
+from tilewright.ops.formats.row_groups import contiguous
+from tilewright.ops.grouped.matmul import GroupedMatmulArguments, reference
 from tilewright.ops.grouped.operands import grouped_problem, unsupported
-from tilewright.ops.moe.lowering import as_words
-from tilewright.ops.runtime.device import device_target
-from tilewright.ops.runtime.launch import launch
+from tilewright.ops.runtime.operands import is_aligned
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    NotRepeatable,
+    Outcome,
+    Steps,
+)
 
-
-@dataclass(frozen=True)
-class Chosen:
-    """The kernels of a call. decode: decodes the weights first; None: the GEMM does."""
-
-    plan: GroupedPlan
-    gemm: KernelSpec
-    decode: KernelSpec | None = None
-
-    @property
-    def specs(self) -> tuple[KernelSpec, ...]:
-        return (self.gemm,) if self.decode is None else (self.decode, self.gemm)
-
-
-DECODE = DequantizeConfig()
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @cache
-def chosen(problem: GroupedProblem, num_rows: int, target: Target) -> Chosen:
-    """Plan and kernels for up to `num_rows` rows."""
-    plan = plan_grouped(problem, num_rows, target)
+def _chosen(
+    problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
+) -> tuple[GroupedPlan, KernelSpec | None, KernelSpec]:
+    """For up to `num_rows` rows: plan, what dequantises the weights, where they are before, GEMM.
+    plan: in place of the planner's."""
+    plan = plan or plan_grouped(problem, num_rows, target)
     if isinstance(plan.gemm, CodesConfig):
-        return Chosen(plan, down_codes_spec(problem, plan.gemm, target.name))
+        return plan, None, down_codes_spec(problem, plan.gemm, target.name)
     if isinstance(plan.gemm, ScaledConfig):
-        return Chosen(plan, grouped_scaled_spec(problem, plan.gemm, target.name))
-    if not plan.decode:
-        return Chosen(plan, grouped_spec(problem, plan.gemm, target.name))
-    gemm = grouped_spec(dequantized(problem), plan.gemm, target.name)
-    return Chosen(plan, gemm, dequantize_spec(problem, DECODE, target.name))
+        return plan, None, grouped_scaled_spec(problem, plan.gemm, target.name)
+    decode = None
+    if plan.decode is not None:
+        decode = dequantize_spec(problem, plan.decode, target.name)
+        problem = problem.dequantized()
+    return plan, decode, grouped_spec(problem, plan.gemm, target.name)
 
 
-def launch_grouped_matmul(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`grouped_matmul` on CUDA tensors; see GroupedMatmulArguments."""
-    a = GroupedMatmulArguments(*args, **kwargs)
-    if any(tensor.data_ptr() % TMA_BYTES for tensor in (a.x, a.weight)):
+def grouped_matmul_steps(
+    a: GroupedMatmulArguments, target: Target, plan: GroupedPlan | None = None
+) -> Steps:
+    """The steps of a call. plan: in place of the planner's."""
+    result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
+    if not (is_aligned(a.x) and is_aligned(a.weight)):
         a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
-        if unsupported(a) is not None:  # a copy has strides of its own
-            return reference(a)
-    out, device = fake(a), a.x.device
-    if out.numel() == 0:
-        return out
-    if a.ends.shape[0] == 0:
-        return out.zero_()
-    target = device_target(device) or SM90
+        obstacle = unsupported(a)  # a copy has strides of its own
+        if obstacle is not None:
+            return (yield from reference_steps(partial(reference, a), result, obstacle))
+    out = yield result
+    if out.numel() == 0 or a.ends.shape[0] == 0:
+        yield Library(torch.Tensor.zero_, (out,))
+        return Outcome(out, "nothing", "no rows, columns or groups, nothing is launched")
     problem = grouped_problem(a)
-    made = chosen(problem, next_power_of_2(a.x.shape[0]), target)
-    values = kernel_values(a, out)
-    if made.decode is not None:
-        decoded = torch.empty(a.experts.shape, dtype=a.x.dtype, device=device)
-        launch(made.decode, dequantize_grid(problem, DECODE), values | {"out_ptr": decoded}, device)
-        values["weight_ptr"] = decoded
-    values |= as_words(values, problem, made.plan.gemm)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    launch(made.gemm, gemm_grid(made.plan.gemm, sms), values, device)
-    return out
-
-
-def _for_tma(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, in memory of its own where TMA cannot start where it does."""
-    return tensor.clone() if tensor.data_ptr() % TMA_BYTES else tensor
-
-
-def kernel_values(a: GroupedMatmulArguments, out: torch.Tensor) -> dict[str, Any]:
-    """The run-time arguments of the kernel by name."""
-    return {
+    plan, decode, gemm = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
+    weight = {"weight_ptr": a.weight, "scale_ptr": a.weight_scale}
+    if decode is not None and plan.decode is not None:
+        decoded = yield Buffer(a.experts.shape, a.x.dtype)
+        grid = dequantize_grid(problem, plan.decode)
+        yield Launch(decode, grid, weight | {"out_ptr": decoded})
+        weight = {"weight_ptr": decoded}
+    values = {
         "x_ptr": a.x,
         "x_scale_ptr": a.x_scale,
-        "ends_ptr": dense(a.ends),
-        "expert_ids_ptr": dense(a.expert_ids),
-        "weight_ptr": a.weight,
-        "scale_ptr": a.weight_scale,
-        "factor_ptr": dense(a.weight_expert_scale),
+        "ends_ptr": contiguous(a.ends),
+        "expert_ids_ptr": contiguous(a.expert_ids),
+        **as_words(weight, problem.weight, plan.gemm),
+        "factor_ptr": contiguous(a.weight_expert_scale),
         "bias_ptr": a.bias,
         "y_ptr": out,
         "num_rows": a.x.shape[0],
     }
+    yield Launch(gemm, gemm_grid(plan.gemm, target.num_sms), values)
+    return Outcome(out, "grouped kernel", plan.reason)
 
 
-def plan_grouped_matmul(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target; `a` may hold meta tensors."""
-    reason = unsupported(a)
-    if reason is not None:
-        return LoweringReport("reference", reason)
-    num_rows = next_power_of_2(max(a.x.shape[0], 1))
-    made = chosen(grouped_problem(a), num_rows, TARGETS[target])
-    return LoweringReport("grouped kernel", made.plan.reason, made.specs)
+def _for_tma(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, in memory of its own where TMA cannot start where it does."""
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def reference_steps(reference: Callable[[], torch.Tensor], result: Buffer, reason: str) -> Steps:
+    """A call that its op's reference computes after all, since addresses are not as the kernels
+    need them: nothing that is remembered by metadata."""
+    yield NotRepeatable(reason)
+    out = yield Library(reference, (), makes=result)
+    return Outcome(out, "reference", reason)
+
+
+def as_words(
+    values: Mapping[str, Any], weight: WeightOperands, config: GemmConfig
+) -> dict[str, Any]:
+    """A weight and its scales, and how far up lies from gate, as a kernel in these tiles reads
+    them: one that streams codes by words."""
+    made = dict(values)
+    if not isinstance(config, CodesConfig):
+        return made
+    made["weight_ptr"] = made["weight_ptr"].view(torch.int32)
+    if "distance" in made:
+        made["distance"] //= WORD_BYTES
+    for name in ("scale_ptr", "gate_scale_ptr", "up_scale_ptr"):
+        if weight.format != "int4" and made.get(name) is not None:
+            made[name] = made[name].view(_INTEGERS[scale_bytes(weight, config)])
+    return made

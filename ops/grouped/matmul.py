@@ -192,16 +192,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.grouped.lowering:launch_grouped_matmul",
+                None,
                 frozenset({"cuda"}),
                 unsupported,
+                build="tilewright.ops.grouped.lowering:grouped_matmul_steps",
             ),
         ),
         cases=GROUPED_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.grouped.lowering:plan_grouped_matmul",
     )
 )
 

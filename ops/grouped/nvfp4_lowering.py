@@ -13,7 +13,7 @@ from tilewright.codegen.grouped.specs import GemmConfig, gemm_grid
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.formats.row_groups import dense
+from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.nvfp4_matmul import Nvfp4MatmulArguments, fake
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import is_aligned
@@ -57,10 +57,10 @@ def grouped_nvfp4_steps(a: Nvfp4MatmulArguments, target: Target) -> Steps:
         "b_ptr": a.b,
         "a_scales_ptr": a.a_scales,
         "b_scales_ptr": a.b_scales,
-        "offsets_ptr": dense(a.group_offsets),
-        "deltas_ptr": dense(a.group_scale_offsets),
-        "expert_ids_ptr": dense(a.expert_ids),
-        "expert_scales_ptr": dense(a.expert_scales),
+        "offsets_ptr": contiguous(a.group_offsets),
+        "deltas_ptr": contiguous(a.group_scale_offsets),
+        "expert_ids_ptr": contiguous(a.expert_ids),
+        "expert_scales_ptr": contiguous(a.expert_scales),
         "out_ptr": out,
         "num_rows": a.a.shape[0],
         "num_scale_blocks": a.a_scales.shape[0],

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.grouped.specs import TMA_BYTES
+from tilewright.codegen.grouped.problem import TMA_BYTES
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,

@@ -7,14 +7,18 @@ from typing import Any
 import torch
 
 from tilewright.codegen.grouped.plan import block_k_obstacle
-from tilewright.codegen.grouped.specs import (
+from tilewright.codegen.grouped.problem import (
     TMA_BYTES,
     GroupedProblem,
+    WeightOperands,
     weight_obstacle,
 )
-from tilewright.ops.moe.operands import KERNEL_DTYPES, expert_layout, scattered
-from tilewright.ops.qkv.operands import unaligned
+from tilewright.codegen.operand import Operand
+from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.operands import operand
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def unsupported(a: Any) -> str | None:
@@ -25,40 +29,72 @@ def unsupported(a: Any) -> str | None:
         return f"no kernel that stores {a.result_dtype}"
     if a.x.shape[1] == 0:
         return "no inner columns"
-    problem = grouped_problem(a)
-    if problem.x_stride * a.x.element_size() % TMA_BYTES:
-        return f"x: rows {problem.x_stride} elements apart are not whole {TMA_BYTES} bytes"
-    obstacle = scattered("weight", a.weight)
-    obstacle = obstacle or weight_obstacle("weight", problem.weight, problem.dtype, problem.format)
-    return obstacle or block_k_obstacle(problem)
+    weight, stride = grouped_problem(a).weight, a.x.stride(0)
+    if stride * a.x.element_size() % TMA_BYTES:
+        return f"x: rows {stride} elements apart are not whole {TMA_BYTES} bytes"
+    obstacle = scattered("weight", a.weight) or weight_obstacle("weight", weight)
+    return obstacle or block_k_obstacle(weight)
+
+
+def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
+    """Why a kernel cannot step through [E, N, K]; None where it can. row_step: elements from one
+    row to the next where rows are contiguous."""
+    _, row, column = weight.stride()
+    if column == 1 or row == row_step or weight.shape[1] <= 1:
+        return None
+    return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
 
 
 def grouped_problem(a: Any) -> GroupedProblem:
     """The problem of a call; `a` is a GroupedMatmulArguments. Metadata and addresses only."""
-    num_experts, rows, inner = a.experts.shape
-    tensors = {
-        "x_ptr": a.x, "x_scale_ptr": a.x_scale, "weight_ptr": a.weight, "bias_ptr": a.bias,
-        "scale_ptr": a.weight_scale, "factor_ptr": a.weight_expert_scale,
-    }  # fmt: skip
-    scale = a.weight_scale
+    weight, scale, ids = a.experts, a.x_scale, a.expert_ids
+    num_experts, rows, inner = weight.shape
     return GroupedProblem(
-        dtype=TRITON_TYPES[a.x.dtype],
-        out_dtype=TRITON_TYPES[a.result_dtype],
         num_groups=a.ends.shape[0],
         num_experts=num_experts,
         rows=rows,
         inner=inner,
-        x_stride=a.x.stride(0),
-        x_scale=None if a.x_scale is None else a.x_scale.stride(),
-        weight=expert_layout(a.weight),
-        format=a.weight_format,
-        scale_block=(1, 1) if scale is None else a.experts.block,
-        scale_dtype="fp32" if scale is None else TRITON_TYPES[scale.dtype],
-        scale_strides=(0, 0, 0) if scale is None else scale.stride(),
-        factor=a.weight_expert_scale is not None,
-        bias=None if a.bias is None else a.bias.stride(),
-        bias_dtype="bf16" if a.bias is None else TRITON_TYPES[a.bias.dtype],
-        ends_dtype=TRITON_TYPES[a.group_offsets.dtype],
-        ids_dtype=None if a.expert_ids is None else TRITON_TYPES[a.expert_ids.dtype],
-        unaligned=(*unaligned(tensors), "ends_ptr", "expert_ids_ptr"),
+        x=operand(a.x, a.x.stride(0)),
+        weight=weight_operands(
+            a.weight,
+            a.weight_format,
+            scale_block(weight),
+            a.weight_scale,
+            a.weight_expert_scale,
+            a.bias,
+        ),
+        ends=index_operand(a.group_offsets),
+        out=Operand(TRITON_TYPES[a.result_dtype]),
+        x_scale=None if scale is None else operand(scale, *scale.stride()),
+        expert_ids=None if ids is None else index_operand(ids),
     )
+
+
+def index_operand(tensor: torch.Tensor) -> Operand:
+    """A number per group, which kernels load one by one."""
+    return Operand(TRITON_TYPES[tensor.dtype], aligned=False)
+
+
+def weight_operands(
+    data: torch.Tensor,
+    form: str,
+    block: tuple[int, int],
+    scale: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> WeightOperands:
+    """A weight [E, N, K] as kernels see it. K counts as contiguous where both N and K could."""
+    expert, row, column = data.stride()
+    return WeightOperands(
+        operand(data, *((expert, row, 1) if column == 1 else (expert, 1, column))),
+        form,
+        block,
+        None if scale is None else operand(scale, *scale.stride()),
+        operand(factor),
+        None if bias is None else operand(bias, *bias.stride()),
+    )
+
+
+def scale_block(weight: ExpertWeight) -> tuple[int, int]:
+    """Rows and columns that share a scale; of weights without scales (1, 1)."""
+    return (1, 1) if weight.scale is None else weight.block

@@ -36,7 +36,7 @@ from tilewright.ops.contract import (
     register,
 )
 from tilewright.ops.formats import nvfp4
-from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, dense
+from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, contiguous
 from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, Steps
@@ -163,8 +163,8 @@ def quantize_nvfp4_steps(
     problem = quantize_problem(a)
     values = {
         "x_ptr": a.x,
-        "offsets_ptr": dense(a.group_offsets),
-        "tensor_scales_ptr": dense(a.tensor_scales),
+        "offsets_ptr": contiguous(a.group_offsets),
+        "tensor_scales_ptr": contiguous(a.tensor_scales),
         "packed_ptr": packed,
         "scales_ptr": scales,
         "num_rows": a.x.shape[0],

@@ -12,7 +12,7 @@ from tilewright.codegen.lora.expand_specs import ExpandProblem, Projection
 from tilewright.codegen.lora.plan import UNSORTED_ROWS
 from tilewright.codegen.lora.shrink_specs import ShrinkProblem
 from tilewright.codegen.lora.specs import RowCounts, RowForm
-from tilewright.ops.formats.row_groups import dense
+from tilewright.ops.formats.row_groups import contiguous as dense
 from tilewright.ops.lora.expand import ExpandArguments
 from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments

@@ -1,5 +1,4 @@
-"""Sample inputs for the grouped GEMM and mixture-of-experts ops: small, random, and together
-reaching every option."""
+"""Sample inputs of `fused_moe`: small, random, and together reaching every option."""
 
 from __future__ import annotations
 
@@ -8,11 +7,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats import fp4, fp8_block, mxfp4, nvfp4
-from tilewright.ops.formats.division import divided
+from tilewright.ops.grouped.cases import quantized_weight
 from tilewright.ops.qkv.samples import Sampler
-
-INT4_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -112,36 +108,13 @@ def _joint_weights(case: MoeCase, sampler: Sampler) -> dict[str, Any]:
 
 def _weight(case: MoeCase, sampler: Sampler, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     dense = sampler.normal(*shape, dtype=case.dtype, scale=shape[-1] ** -0.5)
-    if case.weight_format == "dense":
-        return {f"{name}_weight": dense}
-    data, scale, block = quantize_weight(case.weight_format, dense)
-    made: dict[str, Any] = {f"{name}_weight": data, f"{name}_scale": scale, "scale_block": block}
-    if case.weight_format == "nvfp4":
-        factor = 1 + torch.arange(shape[0], device=dense.device) / shape[0]
-        made[f"{name}_expert_scale"] = factor.float()
-    return made
-
-
-def quantize_weight(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """(data, scale, scale_block) of dense [E, N, K] in a format of ops.formats.expert_weight.
-
-    Made on the CPU, so that codes are the same wherever they go.
-    """
-    data, scale, block = _quantized(name, dense.cpu())
-    return data.to(dense.device), scale.to(dense.device), block
-
-
-def _quantized(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    if name == "fp8":
-        codes, scale = fp8_block.quantize_blocks(dense)
-        return codes, scale, [fp8_block.BLOCK, fp8_block.BLOCK]
-    if name in ("nvfp4", "mxfp4"):
-        data, scale = (nvfp4 if name == "nvfp4" else mxfp4).quantize(dense)
-        return data, scale, []
-    groups = dense.float().unflatten(-1, (-1, INT4_GROUP))
-    scale = divided(groups.abs().amax(-1), 7)
-    codes = (groups / scale[..., None]).round().clamp(-8, 7) + 8
-    return fp4.pack(codes.flatten(-2).to(torch.uint8)), scale.to(dense.dtype), [1, INT4_GROUP]
+    weight = quantized_weight(case.weight_format, dense)
+    return {
+        f"{name}_weight": weight.data,
+        f"{name}_scale": weight.scale,
+        f"{name}_expert_scale": weight.expert_scale,
+        "scale_block": weight.scale_block,
+    }
 
 
 def _laid_out(layout: str, made: dict[str, Any]) -> dict[str, Any]:

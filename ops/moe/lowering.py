@@ -1,305 +1,267 @@
-"""The CUDA implementation of `fused_moe`: sort the routes, two grouped GEMMs, combine."""
+"""The CUDA lowering of `fused_moe`: sort the routes, two grouped GEMMs, combine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_specs import (
-    WORD_BYTES,
-    CodesConfig,
-    order_of,
-    scale_bytes,
-)
+from tilewright.codegen.grouped.codes_specs import order_of
 from tilewright.codegen.grouped.scaled_specs import (
     SCALED_K,
     QuantizeConfig,
     ScaledConfig,
-    down_scaled_problem,
     grouped_scaled_spec,
     quantize_rows_grid,
     quantize_rows_spec,
-    up_scaled_spec,
 )
-from tilewright.codegen.grouped.specs import GemmConfig, GroupedProblem
-from tilewright.codegen.moe import specs as kernels
-from tilewright.codegen.moe.decode import (
-    decode_grids,
-    decode_specs,
-    decoded_elements,
-    decoded_problem,
+from tilewright.codegen.grouped.specs import (
+    DequantizeConfig,
+    dequantize_grid,
+    dequantize_spec,
+    gemm_grid,
 )
+from tilewright.codegen.moe.decode import decoded_elements, decoded_problem, decoded_weights
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
-from tilewright.codegen.moe.specs import MoeProblem
-from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90, TARGETS, Target
-from tilewright.ops.contract import LoweringReport
-from tilewright.ops.formats.row_groups import dense
-from tilewright.ops.moe.moe import FusedMoeArguments, reference
-from tilewright.ops.moe.operands import (
-    lower_weight,
-    moe_problem,
-    out_of_reach,
-    unsupported,
-    up_distance,
+from tilewright.codegen.moe.problem import MoeProblem, address_obstacle
+from tilewright.codegen.moe.scaled_specs import down_scaled_problem, up_scaled_spec
+from tilewright.codegen.moe.specs import (
+    combine_grid,
+    combine_spec,
+    down_spec,
+    sort_grids,
+    sort_specs,
+    up_spec,
 )
-from tilewright.ops.runtime.device import device_target
-from tilewright.ops.runtime.launch import launch
-from tilewright.ops.runtime.recording import noted_scratch, noting_launches
-from tilewright.ops.runtime.replay import Again, call_again
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.formats.row_groups import contiguous
+from tilewright.ops.grouped.lowering import as_words, reference_steps
+from tilewright.ops.moe.moe import FusedMoeArguments, reference
+from tilewright.ops.moe.operands import moe_problem, up_distance
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Parts of scratch memory begin at whole multiples of this.
 SCRATCH_ALIGNMENT = 256
 QUANTIZE = QuantizeConfig()
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+Kernels = dict[str, KernelSpec]
+# Parts of a call's scratch memory by name.
+Memory = dict[str, torch.Tensor]
+Sizes = dict[str, tuple[int, torch.dtype]]
+# Arguments of launches by parameter name.
+Values = dict[str, Any]
+Launches = Generator[Step, Any, None]
+
+
+@cache
+def _chosen(
+    problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | None
+) -> tuple[MoePlan, Kernels, str | None]:
+    """For up to `num_tokens` tokens: plan, kernels, and why they cannot take the call after all.
+    plan: in place of the planner's."""
+    plan = plan or plan_moe(problem, num_tokens, target)
+    obstacle = address_obstacle(problem, decoded=plan.decode is not None)
+    return plan, _kernels(problem, plan, target.name), obstacle
+
+
+def _kernels(problem: MoeProblem, plan: MoePlan, target: str) -> Kernels:
+    """The kernels of a plan, by what they do."""
+    made = {}
+    if plan.decode:
+        for name, weight in decoded_weights(problem).items():
+            made[f"decode {name}"] = dequantize_spec(weight, plan.decode, target)
+        problem = decoded_problem(problem)
+    if not plan.by_route:
+        made |= sort_specs(problem, plan.order, target)
+    made["combine"] = combine_spec(problem, plan.combine, target)
+    up, down = plan.up, plan.down
+    if isinstance(up, ScaledConfig) and isinstance(down, ScaledConfig):
+        hidden = Operand(problem.dtype, (problem.inner,))
+        return made | {
+            "quantize x": quantize_rows_spec(problem.x, problem.hidden, QUANTIZE, target),
+            "up": up_scaled_spec(problem, up, target),
+            "quantize hidden": quantize_rows_spec(hidden, problem.inner, QUANTIZE, target),
+            "down": grouped_scaled_spec(down_scaled_problem(problem), down, target),
+        }
+    made["up"] = up_spec(problem, up, target, order_of(problem.down, down))
+    return made | {"down": down_spec(problem, down, target)}
+
+
+def fused_moe_steps(a: FusedMoeArguments, target: Target, plan: MoePlan | None = None) -> Steps:
+    """The steps of a call. plan: in place of the planner's."""
+    result = Buffer(a.x.shape, a.x.dtype)
+    if a.expert_ids.numel() == 0 or a.x.numel() == 0:
+        out = yield result
+        yield Library(torch.Tensor.zero_, (out,))
+        return Outcome(out, "nothing", "no routes, nothing is launched")
+    problem = moe_problem(a)
+    plan, kernels, obstacle = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
+    if obstacle is not None:
+        return (yield from reference_steps(partial(reference, a), result, obstacle))
+    out = yield result
+    memory = yield from _scratch(_sizes(a, problem, plan, target))
+    yield from _launches(_Call(a, problem, plan, kernels, memory), out, target.num_sms)
+    return Outcome(out, "grouped kernels", plan.reason)
 
 
 @dataclass(frozen=True)
-class Step:
-    """One launch of a call."""
+class _Call:
+    """The arguments of a call with its kernels, and with scratch memory for them."""
 
-    spec: KernelSpec
-    grid: tuple[int, ...]
-    values: dict[str, Any]
-
-    def run(self, device: torch.device) -> None:
-        launch(self.spec, self.grid, self.values, device)
-
-
-@cache
-def specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
-    """The kernels of a call by step, in order."""
-    if problem.coded_rows:
-        return _scaled_specs(problem, plan, target)
-    decode = decode_specs(problem, target) if plan.decode else {}
-    problem = decoded_problem(problem) if plan.decode else problem
-    order = order_of(kernels.down_problem(problem), plan.down)
-    sort = {} if plan.by_route else kernels.sort_specs(problem, plan.order, target)
-    return (
-        decode
-        | sort
-        | {
-            "up": kernels.up_spec(problem, plan.up, target, order),
-            "down": kernels.down_spec(problem, plan.down, target),
-            "combine": kernels.combine_spec(problem, plan.combine, target),
-        }
-    )
+    a: FusedMoeArguments
+    problem: MoeProblem
+    plan: MoePlan
+    kernels: Kernels
+    memory: Memory
 
 
-def _scaled_specs(problem: MoeProblem, plan: MoePlan, target: str) -> dict[str, KernelSpec]:
-    """The same where activations are quantised."""
-    up, down = plan.up, plan.down
-    assert isinstance(up, ScaledConfig)
-    assert isinstance(down, ScaledConfig)
-    made = {
-        "quantize": quantize_rows_spec(
-            problem.dtype, problem.hidden, problem.x_stride, QUANTIZE, target,
-            aligned="x_ptr" not in problem.unaligned,
-        ),
-        **kernels.sort_specs(problem, plan.order, target),
-        "up": up_scaled_spec(problem, up, target),
-    }  # fmt: skip
-    if not up.codes:
-        made["quantize_hidden"] = quantize_rows_spec(
-            problem.dtype, problem.inner, problem.inner, QUANTIZE, target
-        )
-    made["down"] = grouped_scaled_spec(down_scaled_problem(problem), down, target)
-    return made | {"combine": kernels.combine_spec(problem, plan.combine, target)}
-
-
-@cache
-def cached_plan(problem: MoeProblem, bucket: int, target: Target) -> MoePlan:
-    return plan_moe(problem, bucket, target)
-
-
-def launch_fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`fused_moe` on CUDA tensors; see FusedMoeArguments."""
-    return repeatable_fused_moe(*args, **kwargs)[0]
-
-
-def repeatable_fused_moe(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Again | None]:
-    """Also what makes the same call again."""
-    a = FusedMoeArguments(*args, **kwargs)
-    if a.expert_ids.numel() == 0 or a.x.numel() == 0:
-        return torch.zeros_like(a.x), None
-    out = torch.empty_like(a.x)
-    problem = moe_problem(a)
-    target = device_target(a.x.device) or SM90
-    plan = cached_plan(problem, next_power_of_2(a.x.shape[0]), target)
-    if out_of_reach(a, problem, decoded=plan.decode):
-        return reference(a), None
-    with noting_launches() as noted:
-        for step in moe_steps(a, problem, plan, target, out).values():
-            step.run(a.x.device)
-    return out, call_again(noted, args, kwargs, out)
-
-
-def moe_steps(
-    a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target, out: torch.Tensor
-) -> dict[str, Step]:
-    """The launches of a call with at least one route, in order, over scratch of their own."""
-    num_routes, num_tokens = a.expert_ids.numel(), a.x.shape[0]
-    grids = kernels.sort_grids(problem, plan.order, num_routes)
-    sms = torch.cuda.get_device_properties(a.x.device).multi_processor_count
-    values = {**_tensors(a, problem, plan, grids["count"][0]), "out_ptr": out}
-    grids |= {
-        "up": kernels.gemm_grid(plan.up, sms),
-        "down": kernels.gemm_grid(plan.down, sms),
-        "combine": kernels.combine_grid(problem, plan.combine, num_tokens),
-        "quantize": quantize_rows_grid(problem.hidden, QUANTIZE, num_tokens),
-        "quantize_hidden": quantize_rows_grid(problem.inner, QUANTIZE, num_routes),
-        **(decode_grids(problem) if plan.decode else {}),
-    }
-    own = _own_values(a, problem, plan, values)
-    return {
-        name: Step(spec, grids[name], own.get(name, values))
-        for name, spec in specs(problem, plan, target.name).items()
-    }
-
-
-def _own_values(
-    a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, values: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Values of the steps whose arguments have other steps' names."""
-    storage = kernels.down_problem(problem)
-    num_routes = a.expert_ids.numel()
-    down = {
-        "x_ptr": values["hidden_ptr"],
+def _launches(call: _Call, out: torch.Tensor, num_sms: int) -> Launches:
+    """From tokens to `out`."""
+    num_tokens, num_routes, memory = call.a.x.shape[0], call.a.expert_ids.numel(), call.memory
+    gate_up, down = _weights(call.a, call.problem)
+    if call.plan.decode is not None:
+        yield from _dequantize(call, call.plan.decode, gate_up, down)
+    if call.problem.coded_rows:
+        yield _quantize(call, "x", call.a.x)
+    routes = {
+        "ids_ptr": contiguous(call.a.expert_ids),
+        "order_ptr": memory["order"],
+        "ends_ptr": memory["ends"],
+        "num_routes": num_routes,
         "num_rows": num_routes,
+        "num_tokens": num_tokens,
+    }
+    if not call.plan.by_route:
+        yield from _sort(call, routes)
+    coded_by_up = isinstance(call.plan.up, ScaledConfig) and call.plan.up.codes
+    hidden = {
+        "hidden_ptr": memory["hidden_codes" if coded_by_up else "hidden"],
+        "hidden_scale_ptr": memory.get("hidden_scale"),
+        "tile_ptr": memory.get("tile"),
+    }
+    gate_up = as_words(gate_up, call.problem.gate, call.plan.up)
+    values = {**_rows(memory, "x", call.a.x), **routes, **gate_up, **hidden}
+    yield Launch(call.kernels["up"], gemm_grid(call.plan.up, num_sms), values)
+    if call.problem.coded_rows and not coded_by_up:
+        yield _quantize(call, "hidden", memory["hidden"].view(num_routes, -1))
+    down = as_words(down, call.problem.down, call.plan.down)
+    y = {"y_ptr": memory["y"]}
+    values = {**_rows(memory, "hidden", memory["hidden"]), **routes, **down, **y}
+    yield Launch(call.kernels["down"], gemm_grid(call.plan.down, num_sms), values)
+    values = {**routes, **y, "weights_ptr": call.a.expert_weights, "out_ptr": out}
+    grid = combine_grid(call.problem, call.plan.combine, num_tokens)
+    yield Launch(call.kernels["combine"], grid, values)
+
+
+def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]:
+    """What the two GEMMs read of the weights. Of gate and up that at the lower address is given:
+    the other's rows lie at a distance from it."""
+    gate_up = {
+        "weight_ptr": a.up_weight if problem.up_first else a.gate_weight,
+        "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,
+        "gate_scale_ptr": a.gate_scale,
+        "up_scale_ptr": a.up_scale,
+        "gate_factor_ptr": contiguous(a.gate_expert_scale),
+        "up_factor_ptr": contiguous(a.up_expert_scale),
+        "gate_bias_ptr": a.gate_bias,
+        "up_bias_ptr": a.up_bias,
+    }
+    down = {
         "weight_ptr": a.down_weight,
         "scale_ptr": a.down_scale,
-        "factor_ptr": dense(a.down_expert_scale),
+        "factor_ptr": contiguous(a.down_expert_scale),
+        "bias_ptr": a.down_bias,
     }
+    return gate_up, down
+
+
+def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Values) -> Launches:
+    """gate_up, down get the dequantised weights, of which up's follow gate's without a gap."""
+    weights = decoded_weights(call.problem)
+    parts = call.memory["decoded"].view(len(weights), -1)
+    for (name, weight), part in zip(weights.items(), parts, strict=True):
+        data, scale = getattr(call.a, f"{name}_weight"), getattr(call.a, f"{name}_scale")
+        values = {"weight_ptr": data, "scale_ptr": scale, "out_ptr": part}
+        yield Launch(call.kernels[f"decode {name}"], dequantize_grid(weight, config), values)
+    gate_up["weight_ptr"], down["weight_ptr"] = parts[0], parts[-1]
+
+
+def _quantize(call: _Call, name: str, rows: torch.Tensor) -> Launch:
+    """name: "x" or "hidden"."""
+    num_rows, columns = rows.shape
+    values = {
+        "x_ptr": rows,
+        "codes_ptr": call.memory[f"{name}_codes"],
+        "scale_ptr": call.memory[f"{name}_scale"],
+        "num_rows": num_rows,
+    }
+    grid = quantize_rows_grid(columns, QUANTIZE, num_rows)
+    return Launch(call.kernels[f"quantize {name}"], grid, values)
+
+
+def _rows(memory: Memory, name: str, rows: torch.Tensor) -> Values:
+    """Rows as a GEMM reads them: their codes where the call quantises them."""
+    codes = memory.get(f"{name}_codes")
+    return {"x_ptr": rows if codes is None else codes, "x_scale_ptr": memory.get(f"{name}_scale")}
+
+
+def _sort(call: _Call, routes: Values) -> Launches:
+    """Fills order and ends: the routes of each expert, one expert after the other."""
+    grids = sort_grids(call.problem, call.plan.order, routes["num_routes"])
+    counts = {"counts_ptr": call.memory.get("counts"), "total_ptr": call.memory.get("total")}
+    values = {**routes, **counts, "num_chunks": grids["count"][0]}
+    for name, grid in grids.items():
+        if name in call.kernels:
+            yield Launch(call.kernels[name], grid, values)
+
+
+# --- scratch memory -------------------------------------------------------------------------------
+
+
+def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target) -> Sizes:
+    """Elements and dtype of each part of a call's scratch memory."""
+    num_routes, dtype, up = a.expert_ids.numel(), a.x.dtype, plan.up
+    made = {
+        "order": (num_routes, torch.int32),
+        # The second half is for the first block of each expert.
+        "ends": (2 * problem.num_experts, torch.int32),
+        "hidden": (num_routes * problem.inner, dtype),
+        "y": (num_routes * problem.hidden, dtype),
+    }
+    if plan.order.counted:
+        (num_chunks,) = sort_grids(problem, plan.order, num_routes)["count"]
+        made["counts"] = (num_chunks * problem.experts, torch.int32)
+        made["total"] = (problem.experts, torch.int32)
     if plan.decode:
-        names = [name.removeprefix("decode_") for name in decode_grids(problem)]
-        parts = values["numbers_ptr"].view(len(names), -1)
-        numbers = dict(zip(names, parts, strict=True))
-        decode = {
-            f"decode_{name}": {
-                "weight_ptr": getattr(a, f"{name}_weight"),
-                "scale_ptr": getattr(a, f"{name}_scale"),
-                "out_ptr": out,
-            }
-            for name, out in numbers.items()
-        }
-        up = values | {"weight_ptr": numbers["gate"]}
-        return decode | {"up": up, "down": values | down | {"weight_ptr": numbers["down"]}}
-    if not problem.coded_rows:
-        return {
-            "up": values | as_words(values, storage, plan.up),
-            "down": values | down | as_words(down, storage, plan.down),
-        }
-    x = {"codes_ptr": values["x_codes_ptr"], "scale_ptr": values["x_scale_ptr"]}
-    hidden = {"codes_ptr": values["hidden_codes_ptr"], "scale_ptr": values["hidden_scale_ptr"]}
-    rows = {"x_ptr": hidden["codes_ptr"], "x_scale_ptr": hidden["scale_ptr"]}
-    return {
-        "quantize": x | {"x_ptr": a.x, "num_rows": a.x.shape[0]},
-        "up": values | {"x_ptr": x["codes_ptr"], "hidden_ptr": values["up_result_ptr"]},
-        "quantize_hidden": hidden | {"x_ptr": values["hidden_ptr"], "num_rows": num_routes},
-        "down": values | down | rows,
-    }
-
-
-def as_words(
-    values: Mapping[str, Any], storage: GroupedProblem, config: GemmConfig
-) -> dict[str, Any]:
-    """Weights and scales as a kernel that streams codes reads them."""
-    if not isinstance(config, CodesConfig):
-        return {}
-    made = {"weight_ptr": values["weight_ptr"].view(torch.int32)}
-    if "distance" in values:
-        made["distance"] = values["distance"] // WORD_BYTES
-    for name in ("scale_ptr", "gate_scale_ptr", "up_scale_ptr"):
-        if storage.format != "int4" and values.get(name) is not None:
-            made[name] = values[name].view(_INTEGERS[scale_bytes(storage, config)])
+        num_decoded = len(decoded_weights(problem))
+        made["decoded"] = (num_decoded * decoded_elements(problem), dtype)
+    if not isinstance(up, ScaledConfig):
+        return made
+    rows = {"x": (a.x.shape[0], problem.hidden), "hidden": (num_routes, problem.inner)}
+    for name, (count, columns) in rows.items():  # in whole blocks of columns
+        blocks = count * cdiv(columns, SCALED_K)
+        made[f"{name}_codes"] = (blocks * SCALED_K, torch.float8_e4m3fn)
+        made[f"{name}_scale"] = (blocks, torch.float32)
+    if up.codes:  # a tile of every program, in place of the hidden rows
+        (programs,) = gemm_grid(up, target.num_sms)
+        made |= {"tile": (programs * up.block_m * up.block_n, dtype), "hidden": (0, dtype)}
     return made
 
 
-def scratch_tensors(
-    device: torch.device, sizes: Mapping[str, tuple[int, torch.dtype]]
-) -> dict[str, torch.Tensor]:
-    """Flat tensors by name, all parts of one new tensor of torch's allocator."""
+def _scratch(sizes: Sizes) -> Generator[Step, Any, Memory]:
+    """Flat tensors by name, all parts of one buffer."""
     bounds = [0]
     for count, dtype in sizes.values():
         units = cdiv(count * dtype.itemsize, SCRATCH_ALIGNMENT)
         bounds.append(bounds[-1] + units * SCRATCH_ALIGNMENT)
-    memory = noted_scratch(torch.empty(bounds[-1], dtype=torch.uint8, device=device))
+    memory = yield Buffer((bounds[-1],), torch.uint8)
     return {
         name: memory[first : first + count * dtype.itemsize].view(dtype)
         for first, (name, (count, dtype)) in zip(bounds, sizes.items(), strict=False)
     }
-
-
-def _scaled_sizes(
-    problem: MoeProblem, up: ScaledConfig, x: torch.Tensor
-) -> dict[str, tuple[int, torch.dtype]]:
-    """Scratch for codes and scales of x and of the hidden rows, in whole blocks of columns, and
-    for a tile of every program."""
-    counts = {"x": (x.shape[0], problem.hidden)}
-    counts["hidden"] = (x.shape[0] * problem.num_slots, problem.inner)
-    made = {}
-    for name, (rows, columns) in counts.items():
-        blocks = cdiv(columns, SCALED_K)
-        made[f"{name}_codes_ptr"] = (rows * blocks * SCALED_K, torch.float8_e4m3fn)
-        made[f"{name}_scale_ptr"] = (rows * blocks, torch.float32)
-    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    (programs,) = kernels.gemm_grid(up, sms) if up.codes else (0,)
-    made["tile_ptr"] = (programs * up.block_m * up.block_n, x.dtype)
-    return made
-
-
-def _tensors(
-    a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, num_chunks: int
-) -> dict[str, Any]:
-    """Tensors and counts by the kernels' parameter names."""
-    num_routes = a.expert_ids.numel()
-    num_decoded = len(decode_grids(problem)) if plan.decode else 0
-    scaled = plan.up if isinstance(plan.up, ScaledConfig) else None
-    fused = scaled is not None and scaled.codes
-    sizes = {
-        "counts_ptr": (num_chunks * problem.experts, torch.int32),
-        "total_ptr": (problem.experts, torch.int32),
-        "order_ptr": (num_routes, torch.int32),
-        # The second half is for the first block of each expert.
-        "ends_ptr": (2 * problem.num_experts, torch.int32),
-        "hidden_ptr": (0 if fused else num_routes * problem.inner, a.x.dtype),
-        "y_ptr": (num_routes * problem.hidden, a.x.dtype),
-        **(_scaled_sizes(problem, scaled, a.x) if scaled else {}),
-        "numbers_ptr": (num_decoded * decoded_elements(problem), a.x.dtype),
-    }
-    scratch = scratch_tensors(a.x.device, sizes)
-    return {
-        **scratch,
-        "up_result_ptr": scratch["hidden_codes_ptr" if fused else "hidden_ptr"],
-        "x_ptr": a.x,
-        "ids_ptr": dense(a.expert_ids),
-        "weights_ptr": a.expert_weights,
-        "weight_ptr": lower_weight(a),
-        "distance": abs(up_distance(a)),
-        "gate_scale_ptr": a.gate_scale,
-        "up_scale_ptr": a.up_scale,
-        "gate_factor_ptr": dense(a.gate_expert_scale),
-        "up_factor_ptr": dense(a.up_expert_scale),
-        "gate_bias_ptr": a.gate_bias,
-        "up_bias_ptr": a.up_bias,
-        "bias_ptr": a.down_bias,
-        "num_routes": num_routes,
-        "num_tokens": a.x.shape[0],
-        "num_chunks": num_chunks,
-    }
-
-
-def plan_fused_moe(a: Any, target: str) -> LoweringReport:
-    """What a call will run on a target; `a` may hold meta tensors."""
-    reason = unsupported(a)
-    if reason is not None:
-        return LoweringReport("reference", reason)
-    problem = moe_problem(a)
-    plan = plan_moe(problem, max(a.x.shape[0], 1), TARGETS[target])
-    kinds = specs(problem, plan, target)
-    return LoweringReport("grouped kernels", plan.reason, tuple(kinds.values()))

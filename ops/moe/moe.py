@@ -270,17 +270,16 @@ OP = register(
         lowerings=(
             Lowering(
                 "emitted_kernel",
-                "tilewright.ops.moe.lowering:launch_fused_moe",
+                None,
                 frozenset({"cuda"}),
                 unsupported,
-                repeatable="tilewright.ops.moe.lowering:repeatable_fused_moe",
+                build="tilewright.ops.moe.lowering:fused_moe_steps",
             ),
         ),
         cases=MOE_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.moe.lowering:plan_fused_moe",
     )
 )
 

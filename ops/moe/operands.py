@@ -7,18 +7,9 @@ from typing import Any
 import torch
 
 from tilewright.codegen.grouped.plan import block_k_obstacle
-from tilewright.codegen.grouped.specs import TMA_BYTES
-from tilewright.codegen.moe.specs import (
-    STORED,
-    ExpertLayout,
-    MoeProblem,
-    down_problem,
-    gemm_obstacle,
-)
-from tilewright.ops.qkv.operands import unaligned
-from tilewright.ops.runtime.dtypes import TRITON_TYPES
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+from tilewright.codegen.moe.problem import MoeProblem, gemm_obstacle
+from tilewright.ops.grouped.operands import KERNEL_DTYPES, scale_block, scattered, weight_operands
+from tilewright.ops.runtime.operands import operand
 
 
 def unsupported(a: Any) -> str | None:
@@ -31,10 +22,9 @@ def unsupported(a: Any) -> str | None:
     if obstacle is not None:
         return obstacle
     problem = moe_problem(a)
-    for name in ("gate_weight", "down_weight"):
-        woven = problem.interleaved and name == "gate_weight"
-        obstacle = obstacle or scattered(name, getattr(a, name), 2 if woven else 1)
-    return obstacle or gemm_obstacle(problem) or block_k_obstacle(down_problem(problem))
+    obstacle = scattered("gate_weight", a.gate_weight, 2 if problem.interleaved else 1)
+    obstacle = obstacle or scattered("down_weight", a.down_weight)
+    return obstacle or gemm_obstacle(problem) or block_k_obstacle(problem.down)
 
 
 def _uneven(a: Any) -> str | None:
@@ -56,81 +46,41 @@ def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(size <= 1 or step == also for size, step, also in sizes)
 
 
-def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
-    """Why a layout cannot say how [E, N, K] lies; None where it can. row_step: elements from one
-    row to the next where rows are contiguous."""
-    _, row, column = weight.stride()
-    if column == 1 or row == row_step or weight.shape[1] <= 1:
-        return None
-    return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
-
-
-def out_of_reach(a: Any, problem: MoeProblem, *, decoded: bool) -> bool:
-    """Whether addresses, of which no metadata tells, keep a GEMM from a weight, which it reads by
-    TMA or by words; decoded: neither, as the weights are decoded before."""
-    if gemm_obstacle(problem) is not None:  # two weights of one storage, at an odd distance
-        return True
-    apart = problem.gated and problem.distance is None
-    gate_up = [a.gate_weight, a.up_weight] if apart else [lower_weight(a)]
-    return not decoded and any(w.data_ptr() % TMA_BYTES for w in (*gate_up, a.down_weight))
-
-
 def moe_problem(a: Any) -> MoeProblem:
     """The problem of a call; `a` is a FusedMoeArguments. Metadata and addresses only."""
-    gate, up, down = a.gate_weight, a.up_weight, a.down_weight
-    per_byte = STORED[a.weight_format][1]
-    num_experts, inner, stored = gate.shape
-    hidden = stored * per_byte
+    gate_weight, form = a.experts("gate"), a.weight_format
+    (num_experts, inner, hidden), block = gate_weight.shape, scale_block(gate_weight)
+    gate = weight_operands(
+        a.gate_weight, form, block, a.gate_scale, a.gate_expert_scale, a.gate_bias
+    )
+    up = None
+    if a.up_weight is not None:
+        up = weight_operands(a.up_weight, form, block, a.up_scale, a.up_expert_scale, a.up_bias)
+    down = weight_operands(
+        a.down_weight, form, block, a.down_scale, a.down_expert_scale, a.down_bias
+    )
     distance = up_distance(a)
-    layout = expert_layout(gate)
-    # One weight's rows where the other's would leave a gap.
-    woven = up is not None and _woven(gate) and abs(distance) == row_step(gate) // 2
-    if woven:
-        row = layout.row_stride if layout.n_major else row_step(gate) // 2
-        layout = ExpertLayout(layout.expert_stride, row, layout.n_major)
-    static = up is None or one_storage(gate, up)
-    scales = (a.gate_scale, a.up_scale, a.down_scale)
-    factors = (a.gate_expert_scale, a.up_expert_scale, a.down_expert_scale)
-    experts = a.experts("gate")
-    assert experts is not None
-    biases = (a.gate_bias, a.up_bias, a.down_bias)
-    bias_types = {TRITON_TYPES[b.dtype] for b in biases if b is not None}
-    tensors = {
-        "x_ptr": a.x, "weight_ptr": gate, "up_weight_ptr": up, "down_weight_ptr": down,
-        "bias_ptr": a.down_bias, "gate_bias_ptr": a.gate_bias, "up_bias_ptr": a.up_bias,
-        "ids_ptr": a.expert_ids, "weights_ptr": a.expert_weights,
-        "gate_scale_ptr": a.gate_scale, "up_scale_ptr": a.up_scale, "down_scale_ptr": a.down_scale,
-        "gate_factor_ptr": a.gate_expert_scale, "up_factor_ptr": a.up_expert_scale,
-        "down_factor_ptr": a.down_expert_scale,
-    }  # fmt: skip
+    interleaved = up is not None and _interleaved(a.gate_weight, abs(distance))
+    one = up is None or one_storage(a.gate_weight, a.up_weight)
     return MoeProblem(
-        dtype=TRITON_TYPES[a.x.dtype],
-        id_dtype=TRITON_TYPES[a.expert_ids.dtype],
-        weight_dtype=TRITON_TYPES[a.expert_weights.dtype],
         num_experts=num_experts,
         num_slots=a.expert_ids.shape[1],
         hidden=hidden,
         inner=inner,
-        x_stride=a.x.stride(0),
-        weight_strides=(a.expert_weights.stride(0), a.expert_weights.stride(1)),
-        gate_up=layout,
-        down=expert_layout(down),
-        gated=up is not None,
-        interleaved=woven,
-        distance=0 if woven else abs(distance) if static else None,
+        x=operand(a.x, a.x.stride(0)),
+        expert_ids=operand(a.expert_ids),
+        expert_weights=operand(a.expert_weights, *a.expert_weights.stride()),
+        gate=gate,
+        up=up,
+        down=down,
+        interleaved=interleaved,
+        distance=0 if interleaved else abs(distance) if one else None,
         up_first=distance < 0,
         activation=a.activation,
         alpha=a.alpha,
         limit=a.limit,
-        format=a.weight_format,
-        scale_block=(1, 1) if a.gate_scale is None else experts.block,
-        scale_dtype="fp32" if a.gate_scale is None else TRITON_TYPES[a.gate_scale.dtype],
-        scale_strides=tuple((0, 0, 0) if s is None else s.stride() for s in scales),
-        factors=tuple(f is not None for f in factors),
-        biases=tuple(None if b is None else (b.stride(0), b.stride(1)) for b in biases),
-        bias_dtype=bias_types.pop() if bias_types else "bf16",
         coded_rows=a.activation_format == "fp8",
-        unaligned=unaligned(tensors) + (("distance",) if distance % 16 else ()),
+        distance_divisible=interleaved or one or distance % 16 == 0,
     )
 
 
@@ -153,23 +103,8 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return address != 0 or one.storage_offset() != other.storage_offset()
 
 
-def lower_weight(a: Any) -> torch.Tensor:
-    """The gate or up weight, whichever lies at the lower address."""
-    return a.gate_weight if a.up_weight is None or up_distance(a) >= 0 else a.up_weight
-
-
-def expert_layout(weight: torch.Tensor) -> ExpertLayout:
-    """How [E, N, K] lies; see ExpertLayout. K counts as contiguous where both could."""
-    expert, row, column = weight.stride()
-    return ExpertLayout(expert, row, False) if column == 1 else ExpertLayout(expert, column, True)
-
-
-def row_step(weight: torch.Tensor) -> int:
-    """Elements from one row n of [E, N, K] to the next."""
-    return weight.stride(1)
-
-
-def _woven(gate: torch.Tensor) -> bool:
-    """Whether there is room for exactly one other row between two of gate's."""
-    n_major = gate.stride(2) != 1
-    return gate.stride(1) == (2 if n_major else 2 * gate.shape[2])
+def _interleaved(gate: torch.Tensor, distance: int) -> bool:
+    """Whether the up weight's rows lie between gate's: there is room for exactly one between two
+    of them, where its first one lies."""
+    _, row, column = gate.stride()
+    return row == (2 if column != 1 else 2 * gate.shape[2]) and distance == row // 2

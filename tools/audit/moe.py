@@ -4,26 +4,24 @@ format, each regime of rows per expert, and the NVFP4 x NVFP4 grouped GEMM in bo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.grouped.codes_specs import CodesConfig
-from tilewright.codegen.grouped.scaled_specs import CODE_TYPE
-from tilewright.codegen.moe import specs as kernels
-from tilewright.codegen.moe.decode import decode_specs, decoded_problem
-from tilewright.codegen.moe.plan import plan_moe
-from tilewright.codegen.moe.specs import ExpertLayout, GemmConfig, MoeProblem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.contract import FusedOp
+from tilewright.ops.formats.expert_weight import FORMATS
 from tilewright.ops.formats.scale_layout import layout_shape
-from tilewright.ops.grouped import nvfp4_matmul, quantize_nvfp4
-from tilewright.ops.grouped.lowering import chosen
+from tilewright.ops.grouped import matmul, nvfp4_matmul, quantize_nvfp4
+from tilewright.ops.grouped.matmul import GroupedMatmulArguments
 from tilewright.ops.grouped.nvfp4_matmul import Nvfp4MatmulArguments
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
-from tilewright.ops.moe.lowering import specs
+from tilewright.ops.moe import moe
+from tilewright.ops.moe.moe import FusedMoeArguments
 from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase
 
 # One token, decode batches, a chunk of a prefill, a whole one.
@@ -31,14 +29,17 @@ TOKEN_COUNTS = (1, 64, 1024, 8192)
 ROWS_PER_GROUP = (1, 64, 1024)
 # Up to so many rows per expert the time is that of streaming the weights.
 MEMORY_BOUND_ROWS = 16
-# format -> (rows, columns) that share a scale, its dtype.
+# format -> (rows, columns) that share a scale, the scales' dtype.
 SCALES = {
-    "dense": ((1, 1), "fp32"),
-    "fp8": ((128, 128), "fp32"),
-    "int4": ((1, 64), "bf16"),
-    "nvfp4": ((1, 16), "fp8e4nv"),
-    "mxfp4": ((1, 32), "u8"),
+    "fp8": ((128, 128), torch.float32),
+    "int4": ((1, 64), torch.bfloat16),
+    "nvfp4": ((1, 16), torch.float8_e4m3fn),
+    "mxfp4": ((1, 32), torch.uint8),
 }
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -57,52 +58,50 @@ class Mixture:
     formats: tuple[str, ...]
     gpt_oss: bool = False
 
-    def problem(self, weight_format: str, dtype: str = "bf16") -> MoeProblem:
-        hidden, inner = self.hidden, self.inner
-        per_byte = kernels.STORED[weight_format][1]
-        n_major = self.gpt_oss and weight_format == "dense"
-        both = 2 * inner * hidden // per_byte
-        rows = (2 * inner, hidden) if n_major else (hidden // per_byte, inner // per_byte)
-        block, scale_dtype = SCALES[weight_format]
-        return MoeProblem(
-            dtype=dtype,
-            id_dtype="i64",
-            weight_dtype=dtype,
-            num_experts=self.num_experts,
-            num_slots=self.num_slots,
-            hidden=hidden,
-            inner=inner,
-            x_stride=hidden,
-            weight_strides=(self.num_slots, 1),
-            gate_up=ExpertLayout(both, rows[0], n_major),
-            down=ExpertLayout(both // 2, rows[1], n_major),
-            gated=True,
-            interleaved=self.gpt_oss,
-            distance=0 if self.gpt_oss else both // 2,
-            up_first=False,
-            activation="clamped_swiglu" if self.gpt_oss else "silu",
-            alpha=1.702,
-            limit=7.0 if self.gpt_oss else 0.0,
-            format=weight_format,
-            scale_block=block,
-            scale_dtype=scale_dtype,
-            scale_strides=self._scale_strides(weight_format, block),
-            factors=(weight_format == "nvfp4",) * 3,
-            biases=((2 * inner, 2), (2 * inner, 2), (hidden, 1)) if self.gpt_oss else (None,) * 3,
-            bias_dtype=dtype,
-        )
+    def arguments(
+        self, tokens: int, weight_format: str, dtype: torch.dtype = torch.bfloat16, **more: Any
+    ) -> FusedMoeArguments:
+        """A call, without memory. gate and up are halves of one tensor, or its rows in turn; their
+        scales, and their biases, start at the same address."""
+        given: dict[str, Any] = {"weight_format": weight_format}
+        gate_up = self.weight(weight_format, 2 * self.inner, self.hidden, dtype)
+        down = self.weight(weight_format, self.hidden, self.inner, dtype)
+        if self.gpt_oss:
+            given |= {"activation": "clamped_swiglu", "limit": 7.0}
+            gate_up["bias"] = _empty(self.num_experts, 2 * self.inner, dtype=dtype)
+            down["bias"] = _empty(self.num_experts, self.hidden, dtype=dtype)
+        for what, tensor in gate_up.items():
+            whole = what == "expert_scale"
+            gate, up = (tensor, tensor) if whole else self._gate_and_up(tensor)
+            given |= {f"gate_{what}": gate, f"up_{what}": up if what == "weight" else gate}
+        given |= {f"down_{what}": tensor for what, tensor in down.items()}
+        if weight_format in ("fp8", "int4"):
+            given["scale_block"] = SCALES[weight_format][0]
+        x = _empty(tokens, self.hidden, dtype=dtype)
+        ids = _empty(tokens, self.num_slots, dtype=torch.int64)
+        return FusedMoeArguments(x, ids, ids.to(dtype), **given, **more)
 
-    def _scale_strides(
-        self, weight_format: str, block: tuple[int, int]
-    ) -> tuple[tuple[int, int, int], ...]:
-        if weight_format == "dense":
-            return ((0, 0, 0),) * 3
-        up = (cdiv(self.inner, block[0]), cdiv(self.hidden, block[1]))
-        down = (cdiv(self.hidden, block[0]), cdiv(self.inner, block[1]))
-        # Gate's and up's rows of one tensor: all of gate's first, or one by one.
-        step = 2 * up[1] if self.gpt_oss else up[1]
-        gate_up = (2 * up[0] * up[1], step, 1)
-        return gate_up, gate_up, (down[0] * down[1], down[1], 1)
+    def weight(
+        self, weight_format: str, rows: int, columns: int, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """A weight [E, rows, columns] with its scales, by what the arguments' names end in."""
+        experts, form = self.num_experts, FORMATS[weight_format]
+        if form.codes is None:
+            if self.gpt_oss:
+                return {"weight": _empty(experts, columns, rows, dtype=dtype).mT}
+            return {"weight": _empty(experts, rows, columns, dtype=dtype)}
+        block, scale_dtype = SCALES[weight_format]
+        blocks = cdiv(rows, block[0]), cdiv(columns, block[1])
+        made = {
+            "weight": _empty(experts, rows, columns // form.per_byte, dtype=form.codes[0]),
+            "scale": _empty(experts, *blocks, dtype=scale_dtype),
+        }
+        if weight_format == "nvfp4":
+            made["expert_scale"] = _empty(experts, dtype=torch.float32)
+        return made
+
+    def _gate_and_up(self, both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (both[:, 0::2], both[:, 1::2]) if self.gpt_oss else both.chunk(2, 1)
 
 
 MODELS = (
@@ -119,86 +118,69 @@ ROW_SCALES_REASON = "rows of a group in a tile of fewer than 128 are no blocks o
 
 def moe_cases(target: Target) -> list[AuditCase]:
     """For every model, format and token count the kernels that the planner picks."""
-    cases = [
-        case
-        for model in MODELS
-        for weight_format in model.formats
-        for case in _fused_cases(model.name, model.problem(weight_format), target)
-    ]
-    cases += _fused_cases(f"{MODELS[0].name} fp16", MODELS[0].problem("dense", "fp16"), target)
-    coded = replace(MODELS[2].problem("fp8"), coded_rows=True)
-    cases += _scaled_cases(MODELS[2].name, coded, target)
-    for weight_format, dtype in (("dense", "bf16"), ("dense", "fp16"), ("fp8", "bf16")):
-        cases += _grouped_cases(MODELS[2].problem(weight_format, dtype), target)
+    cases: list[AuditCase] = []
+    for model in MODELS:
+        for weight_format in model.formats:
+            cases += _fused_cases(model, target, weight_format)
+    cases += _fused_cases(MODELS[0], target, "dense", "fp16 ", dtype=torch.float16)
+    cases += _fused_cases(MODELS[2], target, "fp8", "by codes ", activation_format="fp8")
+    for weight_format, dtype in (
+        ("dense", torch.bfloat16), ("dense", torch.float16), ("fp8", torch.bfloat16),
+    ):  # fmt: skip
+        cases += _grouped_cases(MODELS[2], target, weight_format, dtype)
     cases += [case for rows, inner in NVFP4_SHAPES for case in _nvfp4_cases(rows, inner, target)]
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
 
 
-def _scaled_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
-    """Where activations are quantised too: every kernel of a call."""
+def _fused_cases(
+    model: Mixture, target: Target, weight_format: str, words: str = "", **options: Any
+) -> Iterator[AuditCase]:
     for tokens in TOKEN_COUNTS:
-        plan = plan_moe(problem, tokens, target)
-        few = tokens * problem.num_slots <= MEMORY_BOUND_ROWS * problem.num_experts
-        name = f"moe {model} {problem.format} by codes T={tokens}"
-        configs = {"up": plan.up, "down": plan.down}
-        for step, spec in specs(problem, plan, target.name).items():
-            if step in configs:
-                claims = gemm_claims(CODE_TYPE, configs[step], memory_bound=few)
-                yield AuditCase(f"{name} {step}: {configs[step]}", spec, claims)
-            else:
-                yield AuditCase(f"{name} {step}", spec, Expectations())
+        a = model.arguments(tokens, weight_format, **options)
+        few = a.expert_ids.numel() <= MEMORY_BOUND_ROWS * model.num_experts
+        name = f"moe {model.name} {weight_format} {words}T={tokens}"
+        yield from _planned(name, moe.OP, a, target, memory_bound=few)
 
 
-def _fused_cases(model: str, problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
-    coded = problem
-    for tokens in TOKEN_COUNTS:
-        plan = plan_moe(coded, tokens, target)
-        routes = tokens * problem.num_slots
-        name = f"moe {model} {coded.format} T={tokens}"
-        problem = decoded_problem(coded) if plan.decode else coded
-        for step, spec in decode_specs(coded, target.name).items() if plan.decode else ():
-            yield AuditCase(f"{name} {step}", spec, Expectations())
-        for step, spec in kernels.sort_specs(problem, plan.order, target.name).items():
-            yield AuditCase(f"{name} {step}", spec, Expectations())
-        few = cdiv(routes, problem.num_experts) <= MEMORY_BOUND_ROWS
-        claims = _fused_claims(problem, plan.up, few)
-        spec = kernels.up_spec(problem, plan.up, target.name)
-        yield AuditCase(f"{name} up: {plan.up}", spec, claims)
-        claims = _fused_claims(problem, plan.down, few)
-        spec = kernels.down_spec(problem, plan.down, target.name)
-        yield AuditCase(f"{name} down: {plan.down}", spec, claims)
-        spec = kernels.combine_spec(problem, plan.combine, target.name)
-        yield AuditCase(f"{name} combine", spec, Expectations())
-
-
-def _grouped_cases(problem: MoeProblem, target: Target) -> Iterator[AuditCase]:
+def _grouped_cases(
+    model: Mixture, target: Target, weight_format: str, dtype: torch.dtype
+) -> Iterator[AuditCase]:
     """The second GEMM of a mixture as `grouped_matmul`, whose rows stay where they are."""
-    alone = replace(kernels.down_problem(problem), ordered=False, ids_dtype="i32")
+    weight = model.weight(weight_format, model.hidden, model.inner, dtype)
+    block = SCALES[weight_format][0] if weight_format in SCALES else ()
+    ends = _empty(model.num_experts + 1, dtype=torch.int32)
     for rows in ROWS_PER_GROUP:
-        made = chosen(alone, rows * alone.num_groups, target)
-        name = f"grouped {problem.dtype} {problem.format} rows={rows}"
-        multiplied = replace(problem, format="dense") if made.decode else problem
-        claims = _fused_claims(multiplied, made.plan.gemm, rows <= MEMORY_BOUND_ROWS)
-        yield AuditCase(f"{name}: {made.plan.gemm}", made.gemm, claims)
-        if made.decode is not None:
-            yield AuditCase(f"{name} decoded", made.decode, Expectations())
+        a = GroupedMatmulArguments(
+            _empty(rows * model.num_experts, model.inner, dtype=dtype), weight["weight"], ends,
+            ends[1:], weight_format=weight_format, scale_block=block,
+            weight_scale=weight.get("scale"),
+        )  # fmt: skip
+        name = f"grouped {str(dtype).removeprefix('torch.')} {weight_format} rows={rows}"
+        few = rows <= MEMORY_BOUND_ROWS
+        yield from _planned(name, matmul.OP, a, target, memory_bound=few)
 
 
-def _fused_claims(problem: MoeProblem, config: GemmConfig, few: bool) -> Expectations:
-    claims = gemm_claims(problem.dtype, config, memory_bound=few)
+def _planned(
+    name: str, op: FusedOp, a: Any, target: Target, *, memory_bound: bool
+) -> Iterator[AuditCase]:
+    """The kernels of a call. memory_bound: its GEMMs stream weights."""
+    for spec in op.plan_for(a, target.name).specs:
+        claims = gemm_claims(spec, memory_bound) if "SWAPPED" in dict(spec.constants) else None
+        yield AuditCase(f"{name} {spec.kernel}", spec, claims or Expectations())
+
+
+def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
+    """What a grouped GEMM has to show."""
+    constants, types = dict(spec.constants), dict(spec.signature)
+    specialised = bool(constants.get("WARP_SPECIALIZE"))
     # What unpacks codes may keep as little on the stack as specialised warps do.
-    small = problem.format != "dense"
-    return replace(claims, stack_bytes=SPECIALISED_STACK_BYTES) if small else claims
-
-
-def gemm_claims(mma: str, config: GemmConfig, *, memory_bound: bool = False) -> Expectations:
-    """What a grouped GEMM with these tiles has to show."""
+    small = specialised or constants.get("FORMAT", "dense") != "dense"
     return Expectations(
-        mma=mma,
-        tma_loads=not isinstance(config, CodesConfig),
-        warp_specialized=config.warp_specialize,
-        stack_bytes=SPECIALISED_STACK_BYTES if config.warp_specialize else 0,
+        mma=types["x_ptr"].removeprefix("*"),
+        tma_loads="PART_K" not in constants,  # codes are streamed by words
+        warp_specialized=specialised,
+        stack_bytes=SPECIALISED_STACK_BYTES if small else 0,
         memory_bound=memory_bound,
     )
 

@@ -10,7 +10,7 @@ import torch
 from tests.interpreted import interpret
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.grouped.nvfp4_specs import nvfp4_spec
-from tilewright.codegen.moe.specs import GemmConfig
+from tilewright.codegen.grouped.specs import GemmConfig
 from tilewright.ops.grouped import nvfp4_matmul as op
 from tilewright.ops.grouped.nvfp4_lowering import nvfp4_problem
 

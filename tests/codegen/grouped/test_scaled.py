@@ -8,27 +8,30 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.codegen.grouped.test_templates import ONE_ROUNDING, as_double
+from tests.experts import ONE_ROUNDING, SMALL_SM100, as_double
+from tests.interpreted import Interpreter
 from tilewright.codegen.build import load_interpreted
+from tilewright.codegen.grouped.plan import GroupedPlan
 from tilewright.codegen.grouped.scaled_specs import (
     QuantizeConfig,
-    grouped_scaled_spec,
     quantize_rows_grid,
     quantize_rows_spec,
     scaled_config,
 )
-from tilewright.codegen.targets import TARGETS
+from tilewright.codegen.moe.plan import plan_moe
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.targets import SM90
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.grouped.cases import GROUPED_CASES
-from tilewright.ops.grouped.lowering import kernel_values
+from tilewright.ops.grouped.lowering import grouped_matmul_steps
 from tilewright.ops.grouped.matmul import reference, sample_inputs
-from tilewright.ops.grouped.operands import grouped_problem
-from tilewright.ops.moe import lowering as moe_lowerings
 from tilewright.ops.moe import moe
 from tilewright.ops.moe.cases import MoeCase
-from tilewright.ops.moe.lowering import cached_plan, moe_steps
+from tilewright.ops.moe.lowering import fused_moe_steps
 from tilewright.ops.moe.operands import moe_problem
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.program import drive
 
 SWAPPED = scaled_config(16, 64, 4, 2, swapped=True)
 TILED = scaled_config(64, 64, 4, 2)
@@ -37,18 +40,6 @@ HALVES = scaled_config(64, 256, 8, 2, parts=2)
 TWO_ROUNDINGS = {
     torch.bfloat16: Tolerance(2.0**-7, 2.0**-6), torch.float16: Tolerance(2.0**-10, 2.0**-9),
 }  # fmt: skip
-
-
-def launched(spec, grid, values, device):
-    full = (*grid, *(1,) * (3 - len(grid)))
-    load_interpreted(spec)[full](*(values[name] for name, _ in spec.signature))
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch):
-    few = type("Properties", (), {"multi_processor_count": 2})
-    monkeypatch.setattr(moe_lowerings, "launch", launched)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -62,10 +53,8 @@ def test_rows_are_quantised_to_the_bit(dtype):
     codes = torch.full((5, 384), 9.0).to(torch.float8_e4m3fn)
     scales = torch.full((5, 3), -1.0)
     config = QuantizeConfig(2, 256, 4)
-    spec = quantize_rows_spec("bf16" if dtype == torch.bfloat16 else "fp16", 300, 300, config,
-                              "sm100")  # fmt: skip
-    values = {"x_ptr": x, "codes_ptr": codes, "scale_ptr": scales, "num_rows": 5}
-    launched(spec, quantize_rows_grid(300, config, 5), values, None)
+    spec = quantize_rows_spec(Operand(TRITON_TYPES[dtype], (300,)), 300, config, "sm100")
+    load_interpreted(spec)[quantize_rows_grid(300, config, 5)](x, codes, scales, 5)
     want, want_scales = fp8_block.quantize_rows(x)
     assert torch.equal(scales, want_scales)
     assert torch.equal(codes[:, :300].view(torch.uint8), want.view(torch.uint8))
@@ -75,12 +64,11 @@ def test_rows_are_quantised_to_the_bit(dtype):
 @pytest.mark.parametrize("config", [SWAPPED, TILED, HALVES], ids=str)
 def test_grouped_codes_by_codes(config):
     a = sample_inputs(next(c for c in GROUPED_CASES if c.coded_rows))
-    out = torch.full((a.x.shape[0], a.weight.shape[1]), float("nan"), dtype=a.result_dtype)
-    launched(
-        grouped_scaled_spec(grouped_problem(a), config, "sm100"), (3,), kernel_values(a, out), None
-    )
+    steps = grouped_matmul_steps(a, SMALL_SM100, GroupedPlan(config, None, ""))
+    program = drive(steps, Interpreter())
+    assert [spec.kernel for spec in program.specs] == ["grouped_scaled"]
     exact = reference(as_double(a))
-    problem = ONE_ROUNDING[a.result_dtype].problem(out, exact)
+    problem = ONE_ROUNDING[a.result_dtype].problem(program.outcome.result, exact)
     assert problem is None, problem
 
 
@@ -101,12 +89,11 @@ CASES = [
 )
 def test_kernels_compute_the_op(case, up, down):
     a = moe.sample_inputs(case)
-    problem = moe_problem(a)
-    plan = replace(cached_plan(problem, 8, TARGETS["sm90"]), up=up, down=down)
-    out = torch.full_like(a.x, float("nan"))
-    for step in moe_steps(a, problem, plan, TARGETS["sm100"], out).values():
-        step.run(a.x.device)
-    wrong = TWO_ROUNDINGS[case.dtype].problem(out, moe.reference(a))
+    plan = replace(plan_moe(moe_problem(a), 8, SM90), up=up, down=down)
+    program = drive(fused_moe_steps(a, SMALL_SM100, plan), Interpreter())
+    kernels = [spec.kernel for spec in program.specs]
+    assert kernels.count("quantize_rows") == (1 if up.codes else 2)
+    wrong = TWO_ROUNDINGS[case.dtype].problem(program.outcome.result, moe.reference(a))
     assert wrong is None, wrong
 
 

@@ -3,50 +3,39 @@ interpreter. What runs is the very source emitted for SM100."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.grouped.plan import plan_grouped
-from tilewright.codegen.grouped.specs import GemmConfig, grouped_spec
+from tests.experts import ONE_ROUNDING, SMALL_SM100, as_double
+from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
+from tilewright.codegen.grouped.specs import GemmConfig
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops import ArgumentError
-from tilewright.ops.contract import Tolerance, get_op
-from tilewright.ops.grouped import lowering as grouped_lowerings
+from tilewright.ops.contract import get_op
 from tilewright.ops.grouped.cases import GROUPED_CASES, GroupedCase
-from tilewright.ops.grouped.lowering import kernel_values
+from tilewright.ops.grouped.lowering import grouped_matmul_steps
 from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments, reference, sample_inputs
 from tilewright.ops.grouped.operands import grouped_problem, unsupported
+from tilewright.ops.runtime.program import Buffer, drive
+from tilewright.ops.runtime.replay import repeat
 
 CONFIGS = {
     "swapped": GemmConfig(16, 64, 32, True, 4, 2),
     "tiled": GemmConfig(64, 32, 64, False, 4, 2),
 }
-CASES = [c for c in GROUPED_CASES if c.dtype in (torch.bfloat16, torch.float16) and c.sizes]
+CASES = [c for c in GROUPED_CASES if c.dtype in (torch.bfloat16, torch.float16) and any(c.sizes)]
 CASES = [c for c in CASES if not c.coded_rows]  # test_scaled.py has them
-# One rounding of the result, where the weights need none.
-ONE_ROUNDING = {
-    torch.bfloat16: Tolerance(2.0**-8, 2.0**-16),
-    torch.float16: Tolerance(2.0**-11, 2.0**-16),
-    torch.float32: Tolerance(2.0**-20, 2.0**-18),
-}
 
 
-def run(a: GroupedMatmulArguments, config: GemmConfig) -> torch.Tensor:
-    out = torch.full((a.x.shape[0], a.weight.shape[1]), float("nan"), dtype=a.result_dtype)
-    spec = grouped_spec(grouped_problem(a), config, "sm100")
-    values = kernel_values(a, out)
-    load_interpreted(spec)[(3,)](*(values[name] for name, _ in spec.signature))
-    return out
-
-
-def as_double(a: GroupedMatmulArguments) -> GroupedMatmulArguments:
-    values = {f.name: getattr(a, f.name) for f in fields(a)}
-    floats = ("bias", "x" if a.x_scale is None else "x_scale")
-    wide = {n: v.double() for n, v in values.items() if n in floats and v is not None}
-    return replace(a, **wide, out_dtype=torch.float64)
+def run(a: GroupedMatmulArguments, config: GemmConfig, machine=None) -> torch.Tensor:
+    """The call by `grouped_gemm` in such tiles."""
+    steps = grouped_matmul_steps(a, SMALL_SM100, GroupedPlan(config, None, ""))
+    program = drive(steps, machine or Interpreter())
+    assert [spec.kernel for spec in program.specs] == ["grouped_gemm"]
+    return program.outcome.result
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -60,18 +49,26 @@ def test_kernel_computes_the_op(case, config):
     assert problem is None, problem
 
 
+class Guarded(Interpreter):
+    """The result lies between rows of sevens."""
+
+    def perform(self, step):
+        if not isinstance(step, Buffer):
+            return super().perform(step)
+        rows, columns = step.shape
+        self.memory = torch.full((rows + 128, columns), 7.0, dtype=step.dtype)
+        return self.memory[64:-64]
+
+
 def test_offsets_out_of_order_reach_no_memory_outside():
     """On a GPU nobody looks at them: no row outside of x is read or written."""
     a = sample_inputs(GROUPED_CASES[0])
     for offsets in ([0, 9, 4, 500, -7, 79], [0, -3, 900, 2, 2, 2], [5, 1, 1, 1, 1, 1000]):
+        machine = Guarded()
         bad = replace(a, group_offsets=torch.tensor(offsets, dtype=torch.int32))
-        guarded = torch.full((a.x.shape[0] + 128, a.weight.shape[1]), 7.0, dtype=a.x.dtype)
-        out = guarded[64:-64]
-        spec = grouped_spec(grouped_problem(bad), CONFIGS["tiled"], "sm100")
-        values = kernel_values(bad, out)
-        load_interpreted(spec)[(3,)](*(values[name] for name, _ in spec.signature))
-        assert (guarded[:64] == 7).all()
-        assert (guarded[-64:] == 7).all()
+        run(bad, CONFIGS["tiled"], machine)
+        assert (machine.memory[:64] == 7).all()
+        assert (machine.memory[-64:] == 7).all()
 
 
 def every_other(tensor):
@@ -92,77 +89,68 @@ def test_weights_of_no_contiguous_dimension_are_left_to_the_reference():
     assert "neither rows nor columns" in unsupported(replace(a, weight=spread))
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Launches run the emitted source on the CPU; the names of their kernels, in order."""
-    names = []
-
-    def interpret(spec, grid, values, device):
-        names.append(spec.kernel)
-        full_grid = (*grid, *(1,) * (3 - len(grid)))
-        load_interpreted(spec)[full_grid](*(values[name] for name, _ in spec.signature))
-
-    few = type("Properties", (), {"multi_processor_count": 2})
-    monkeypatch.setattr(grouped_lowerings, "launch", interpret)
-    monkeypatch.setattr(grouped_lowerings, "device_target", lambda device: TARGETS["sm90"])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
-    return names
-
-
 @pytest.mark.parametrize("sizes", [(5, 0, 20), (130, 0, 280)], ids=["few", "some"])
 @pytest.mark.parametrize("form", ["int4", "nvfp4", "mxfp4"])
-def test_rows_have_their_codes_streamed(form, sizes, interpreted):
+def test_rows_have_their_codes_streamed(form, sizes):
     case = GroupedCase("case", sizes, None, 80, 256, 4, spare=3, weight_format=form)
     a = sample_inputs(case)
-    args, options = OP.split(replace(a, bias=torch.ones(4, 80, dtype=a.x.dtype)))
-    out = grouped_lowerings.launch_grouped_matmul(*args, **options)
-    assert interpreted == ["moe_down_codes"]
+    a = replace(a, bias=torch.ones(4, 80, dtype=a.x.dtype))
+    program = interpret(OP, a)
+    assert [spec.kernel for spec in program.specs] == ["moe_down_codes"]
     tolerance = (OP.tolerances if form == "int4" else ONE_ROUNDING)[torch.bfloat16]
-    exact = reference(as_double(OP.arguments(*args, **options)))
-    problem = tolerance.problem(out, exact)
+    problem = tolerance.problem(program.outcome.result, reference(as_double(a)))
     assert problem is None, problem
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4", "mxfp4"])
-def test_many_rows_have_their_weights_decoded_first(form, interpreted):
+def test_many_rows_have_their_weights_dequantised_first(form):
     case = GroupedCase("case", (300, 190), (1, 0), 80, 160, 2, spare=3, weight_format=form)
     a = sample_inputs(case)
-    args, options = OP.split(a)
-    out = grouped_lowerings.launch_grouped_matmul(*args, **options)
-    assert interpreted == ["dequantize_experts", "grouped_gemm"]
+    program = interpret(OP, a)
+    assert [spec.kernel for spec in program.specs] == ["dequantize_experts", "grouped_gemm"]
     tolerance = (OP.tolerances if form in ("int4", "fp8") else ONE_ROUNDING)[torch.bfloat16]
-    problem = tolerance.problem(out, reference(as_double(a)))
+    problem = tolerance.problem(program.outcome.result, reference(as_double(a)))
     assert problem is None, problem
 
 
-def test_rows_that_tma_could_not_step_through_are_not_decoded_first():
+def test_rows_that_tma_could_not_step_through_are_not_dequantised_first():
     a = sample_inputs(GroupedCase("case", (300,), None, 80, 128, 1, weight_format="fp8"))
     problem, target = grouped_problem(a), TARGETS["sm90"]
     assert plan_grouped(problem, 512, target).decode
     assert not plan_grouped(replace(problem, inner=36), 512, target).decode
 
 
-def test_a_tensor_that_tma_cannot_start_at_is_moved(interpreted):
+def test_a_tensor_that_tma_cannot_start_at_is_moved():
     a = sample_inputs(GROUPED_CASES[0])
     shifted = torch.zeros(a.x.numel() + 1, dtype=a.x.dtype)[1:].view(a.x.shape).copy_(a.x)
-    args, options = OP.split(replace(a, x=shifted))
-    assert torch.equal(
-        grouped_lowerings.launch_grouped_matmul(*args, **options),
-        run(a, plan_grouped(grouped_problem(a), 128, TARGETS["sm90"]).gemm),
-    )
+    moved, plain = (interpret(OP, each) for each in (replace(a, x=shifted), a))
+    assert moved.specs == plain.specs
+    assert torch.equal(moved.outcome.result, plain.outcome.result)
 
 
-def test_a_moved_tensor_that_tma_cannot_step_through_goes_to_the_reference(interpreted):
+def test_a_moved_tensor_that_tma_cannot_step_through_goes_to_the_reference():
     """Rows of 20 columns with a gap are whole 16 bytes apart, those of a copy are not."""
     a = sample_inputs(replace(GROUPED_CASES[0], inner=20))
     x = torch.zeros(a.x.shape[0], 32, dtype=a.x.dtype)[:, 4:24].copy_(a.x)
     weight = torch.zeros(5, 48, 24, dtype=a.x.dtype)[..., :20].copy_(a.weight)
     a = replace(a, x=x, weight=weight)
     assert unsupported(a) is None
-    args, options = OP.split(a)
-    out = grouped_lowerings.launch_grouped_matmul(*args, **options)
-    assert not interpreted
-    assert torch.equal(out, reference(a))
+    program = interpret(OP, a)
+    assert program.outcome.name == "reference"
+    assert not program.repeatable
+    assert not program.specs
+    assert torch.equal(program.outcome.result, reference(a))
+
+
+def test_a_call_is_remembered_unless_it_copied_an_argument():
+    """What filled a copy is not among its steps."""
+    a = sample_inputs(GROUPED_CASES[0])
+    machine = Interpreter(SMALL_SM100)
+    apart = replace(a, group_offsets=every_other(a.group_offsets))
+    for each, remembered in ((a, True), (apart, False)):
+        program = drive(grouped_matmul_steps(each, machine.target), machine)
+        again = repeat(program, *OP.split(each), machine)
+        assert (again is not None) == remembered
 
 
 def test_a_call_is_planned_for_both_chips():

@@ -1,24 +1,23 @@
-"""Weights decoded before the GEMMs of a mixture: the emitted kernels against the op's reference, on
-Triton's interpreter."""
+"""Weights dequantised before the GEMMs of a mixture: the emitted kernels against the reference of
+the op, on Triton's interpreter."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
 
-from tests.codegen.grouped.test_scaled import launched
-from tests.codegen.moe.test_templates import as_double
+from tests.experts import SMALL_SM100, as_double
+from tests.interpreted import Interpreter
+from tilewright.codegen.grouped.specs import GemmConfig
 from tilewright.codegen.moe.decode import DECODED_BYTES, decodable
 from tilewright.codegen.moe.plan import DECODED_ROWS, plan_moe
-from tilewright.codegen.moe.specs import GemmConfig
 from tilewright.codegen.targets import TARGETS
-from tilewright.ops.moe import lowering as moe_lowerings
 from tilewright.ops.moe import moe
 from tilewright.ops.moe.cases import MoeCase
-from tilewright.ops.moe.lowering import moe_steps
+from tilewright.ops.moe.lowering import fused_moe_steps
 from tilewright.ops.moe.operands import moe_problem
+from tilewright.ops.runtime.program import drive
 
 BASE = MoeCase("case", num_experts=3)
 CASES = [
@@ -30,20 +29,17 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.weight_format)
-def test_decoded_weights_compute_the_op(case, monkeypatch):
-    few = type("Properties", (), {"multi_processor_count": 2})
-    monkeypatch.setattr(moe_lowerings, "launch", launched)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+def test_dequantised_weights_compute_the_op(case):
     a = moe.sample_inputs(case)
-    problem, target = moe_problem(a), TARGETS["sm100"]
-    plan = plan_moe(problem, 2048, target)
+    problem = moe_problem(a)
+    plan = plan_moe(problem, 2048, SMALL_SM100)
     assert plan.decode
     tiles = GemmConfig(64, 32, 32, False, 4, 2)
-    order = plan_moe(problem, case.num_tokens, target).order
+    order = plan_moe(problem, case.num_tokens, SMALL_SM100).order
     plan = replace(plan, up=tiles, down=tiles, order=order)
-    out = torch.full_like(a.x, float("nan"))
-    for step in moe_steps(a, problem, plan, target, out).values():
-        step.run(a.x.device)
+    machine = Interpreter()
+    out = drive(fused_moe_steps(a, SMALL_SM100, plan), machine).outcome.result
+    assert machine.kernels.count("dequantize_experts") == (2 if a.up_weight is None else 3)
     wrong = moe.OP.tolerances[case.dtype].problem(out, moe.reference(as_double(a)))
     assert wrong is None, wrong
 

@@ -12,25 +12,26 @@ from tilewright.codegen.grouped.codes_specs import (
     codes_obstacle,
     order_of,
 )
-from tilewright.codegen.grouped.specs import ExpertLayout
+from tilewright.codegen.grouped.problem import WeightOperands
 from tilewright.codegen.moe.plan import plan_moe
-from tilewright.codegen.moe.specs import MoeProblem, down_problem, order_config
+from tilewright.codegen.moe.problem import MoeProblem, address_obstacle, down_problem
+from tilewright.codegen.moe.specs import order_config
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90, SM100
 
 K, N, EXPERTS = 2048, 768, 128
+X = Operand("bf16", (K,))
 DENSE = MoeProblem(
-    dtype="bf16",
-    id_dtype="i64",
-    weight_dtype="bf16",
     num_experts=EXPERTS,
     num_slots=8,
     hidden=K,
     inner=N,
-    x_stride=K,
-    weight_strides=(8, 1),
-    gate_up=ExpertLayout(2 * N * K, K, False),
-    down=ExpertLayout(N * K, N, False),
-    gated=True,
+    x=X,
+    expert_ids=Operand("i64"),
+    expert_weights=Operand("bf16", (8, 1)),
+    gate=WeightOperands(Operand("bf16", (2 * N * K, K, 1))),
+    up=WeightOperands(Operand("bf16", (2 * N * K, K, 1))),
+    down=WeightOperands(Operand("bf16", (N * K, N, 1))),
     interleaved=False,
     distance=N * K,
     up_first=False,
@@ -38,17 +39,25 @@ DENSE = MoeProblem(
     alpha=1.0,
     limit=0.0,
 )
+
+
+def nvfp4(rows, columns, halves=1):
+    """A weight [EXPERTS, rows, columns]; halves: of a tensor of so many such."""
+    expert = halves * rows * columns
+    data = Operand("u8", (expert // 2, columns // 2, 1))
+    scale = Operand("fp8e4nv", (expert // 16, columns // 16, 1))
+    return WeightOperands(data, "nvfp4", (1, 16), scale)
+
+
+def as_int4(weight):
+    scale = replace(weight.scale, dtype="bf16")
+    return replace(weight, format="int4", scale_block=(1, 128), scale=scale)
+
+
 NVFP4 = replace(
-    DENSE,
-    format="nvfp4",
-    scale_block=(1, 16),
-    scale_dtype="fp8e4nv",
-    gate_up=ExpertLayout(N * K, K // 2, False),
-    down=ExpertLayout(N * K // 2, N // 2, False),
-    scale_strides=((2 * N * K // 16, K // 16, 1),) * 2 + ((N * K // 16, N // 16, 1),),
-    distance=N * K // 2,
+    DENSE, gate=nvfp4(N, K, 2), up=nvfp4(N, K, 2), down=nvfp4(K, N), distance=N * K // 2
 )
-INT4 = replace(NVFP4, format="int4", scale_block=(1, 128), scale_dtype="bf16")
+INT4 = replace(NVFP4, gate=as_int4(NVFP4.gate), up=as_int4(NVFP4.up), down=as_int4(NVFP4.down))
 TILES = codes_config(16, 64, 128, 4, 4)
 
 
@@ -75,7 +84,7 @@ def test_codes_stream_and_few_hidden_rows_lie_in_their_order(problem, tokens):
     assert isinstance(plan.up, CodesConfig)
     assert isinstance(plan.down, CodesConfig)
     assert plan.down.ordered == (1 < tokens <= 64)
-    step, _ = order_of(down_problem(problem), plan.down)
+    step, _ = order_of(problem.down, plan.down)
     assert (step > 0) == plan.down.ordered
     assert not step or N % step == 0
 
@@ -98,58 +107,74 @@ def test_tensor_memory_takes_no_streamed_codes():
 
 
 def test_rows_that_are_no_whole_steps_stay_as_they_are():
-    ragged = replace(
-        NVFP4,
-        inner=N + 32,
-        down=ExpertLayout(K * (N + 32) // 2, (N + 32) // 2, False),
-        scale_strides=(*NVFP4.scale_strides[:2], (K * (N + 32) // 16, (N + 32) // 16, 1)),
-    )
+    ragged = replace(NVFP4, inner=N + 32, down=nvfp4(K, N + 32))
     down = plan_moe(ragged, 64, SM90).down
     assert isinstance(down, CodesConfig)
     assert not down.ordered
-    assert order_of(down_problem(ragged), down) == (0, 0)
+    assert order_of(ragged.down, down) == (0, 0)
 
 
 def test_scales_of_both_weights_lie_as_the_columns_do():
-    gate, _, down = NVFP4.scale_strides
-    turned = replace(NVFP4, scale_strides=(gate, (gate[0], 1, N), down))
+    turned = replace(NVFP4.up.scale, strides=(2 * N * K // 16, 1, N))
+    turned = replace(NVFP4, up=replace(NVFP4.up, scale=turned))
     assert not isinstance(plan_moe(turned, 16, SM90).up, CodesConfig)
 
 
 @pytest.mark.parametrize("inner", [N // 2, N + 128])
 def test_a_row_is_put_in_order_by_whole_parts(inner):
     """A part that a row ends in would be written into the next row."""
-    scales = (*NVFP4.scale_strides[:2], (K * inner // 16, inner // 16, 1))
-    down = ExpertLayout(K * inner // 2, inner // 2, False)
-    ragged = replace(NVFP4, inner=inner, num_experts=4, down=down, scale_strides=scales)
+    ragged = replace(NVFP4, inner=inner, num_experts=4, down=nvfp4(K, inner))
     plan = plan_moe(ragged, 1, SM90)
     assert isinstance(plan.down, CodesConfig)
-    step, _ = order_of(down_problem(ragged), plan.down)
+    step, _ = order_of(ragged.down, plan.down)
     assert plan.down.ordered
     assert inner % step == 0
 
 
+def scale_at(*strides):
+    return {"scale": Operand("fp8e4nv", strides)}
+
+
+# words -> (what differs of the weight, of the problem).
 OBSTACLES = {
-    "no 4-bit codes": {"format": "dense"},
-    "not whole words": {"weight": ExpertLayout(N * K // 2, N // 2 + 2, False)},
-    "do not lie as the columns do": {"scale_strides": (N * K // 16, 1, K)},
-    "not whole quarters": {"inner": N + 16},
-    "units of 2 bytes": {"scale_strides": (N * K // 16, N // 16 + 1, 1)},
-    "powers of two": {"format": "mxfp4", "scale_block": (1, 32), "dtype": "fp16"},
-    "do not fit steps": {"format": "int4", "scale_block": (1, 256)},
+    "no 4-bit codes": ({"format": "dense"}, {}),
+    "not whole words": ({"data": Operand("u8", (N * K // 2, N // 2 + 2, 1))}, {}),
+    "do not lie as the columns do": (scale_at(N * K // 16, 1, K), {}),
+    "not whole quarters": ({}, {"inner": N + 16}),
+    "units of 2 bytes": (scale_at(N * K // 16, N // 16 + 1, 1), {}),
+    "powers of two": ({"format": "mxfp4", "scale_block": (1, 32)}, {"x": Operand("fp16", (N,))}),
+    "do not fit steps": ({"format": "int4", "scale_block": (1, 256)}, {}),
 }
 
 
 @pytest.mark.parametrize("words", OBSTACLES)
 def test_what_codes_cannot_stream_is_said(words):
-    problem = down_problem(NVFP4)
+    problem, (of_weight, others) = down_problem(NVFP4), OBSTACLES[words]
     assert codes_obstacle(problem, TILES) is None
-    assert words in codes_obstacle(replace(problem, **OBSTACLES[words]), TILES)
+    other = replace(problem, weight=replace(problem.weight, **of_weight), **others)
+    assert words in codes_obstacle(other, TILES)
+
+
+def off(operand):
+    return replace(operand, aligned=False)
 
 
 def test_scales_off_their_units_are_no_codes_to_stream():
-    plan = plan_moe(replace(NVFP4, unaligned=("up_scale_ptr",)), 16, SM90)
-    assert not isinstance(plan.up, CodesConfig)
+    up = replace(NVFP4.up, scale=off(NVFP4.up.scale))
+    assert not isinstance(plan_moe(replace(NVFP4, up=up), 16, SM90).up, CodesConfig)
+
+
+@pytest.mark.parametrize("which", ["gate", "up", "down"])
+def test_a_weight_at_an_address_that_tma_cannot_reach_is_named(which):
+    """Of two weights in one tensor the lower address counts: the other is a distance from it."""
+    weight = getattr(DENSE, which)
+    moved = replace(DENSE, **{which: replace(weight, data=off(weight.data))})
+    apart = replace(moved, distance=None)
+    assert address_obstacle(apart, decoded=False).startswith(f"{which}_weight: ")
+    assert address_obstacle(apart, decoded=True) is None
+    assert (address_obstacle(moved, decoded=False) is None) == (which == "up")
+    other = replace(moved, up_first=True)
+    assert (address_obstacle(other, decoded=False) is None) == (which == "gate")
 
 
 @pytest.mark.parametrize("routes", [1, 16, 128, 500, 2048, 2049, 16384, 65536])

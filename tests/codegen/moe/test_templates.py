@@ -3,55 +3,60 @@ interpreter. What runs is the very source emitted for SM100."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from tests.experts import SMALL_SM100, as_double
+from tests.interpreted import Interpreter
 from tilewright.codegen.build import compile_for, load_interpreted
 from tilewright.codegen.build.interpreter import interpret
 from tilewright.codegen.emit import emit
-from tilewright.codegen.grouped.codes_specs import codes_config, codes_obstacle, order_of
-from tilewright.codegen.moe import specs as kernels
+from tilewright.codegen.grouped.codes_specs import codes_config, codes_obstacle
+from tilewright.codegen.grouped.specs import GemmConfig
+from tilewright.codegen.moe.plan import MoePlan
+from tilewright.codegen.moe.problem import down_problem
+from tilewright.codegen.moe.specs import (
+    CombineConfig,
+    OrderConfig,
+    down_spec,
+    order_config,
+    sort_grids,
+    sort_specs,
+    up_spec,
+)
 from tilewright.codegen.templates.expert_weights import e2m1_codes
 from tilewright.ops.formats import fp4
 from tilewright.ops.moe import moe
 from tilewright.ops.moe.cases import MOE_CASES, MoeCase
-from tilewright.ops.moe.lowering import as_words
-from tilewright.ops.moe.operands import lower_weight, moe_problem, up_distance
+from tilewright.ops.moe.lowering import fused_moe_steps
+from tilewright.ops.moe.operands import moe_problem
+from tilewright.ops.runtime.program import drive
 
 CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
 CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
 CASES = [c for c in CASES if c.activation_format == "dense"]  # ../grouped/test_scaled.py has them
-SWAPPED = kernels.GemmConfig(16, 64, 32, True, 4, 2)
-TILED = kernels.GemmConfig(64, 32, 32, False, 4, 2)
+SWAPPED = GemmConfig(16, 64, 32, True, 4, 2)
+TILED = GemmConfig(64, 32, 32, False, 4, 2)
 # Finds a tile's expert in memory; the interpreter knows nothing of warps.
-SPECIALISED = kernels.GemmConfig(16, 32, 32, False, 4, 2, flatten=True, warp_specialize=True)
-# Separate tensors lie anywhere; what TMA can reach is the launch's question.
-NUM_PROGRAMS = 3
-WIDENED = {"x", "expert_weights", "gate_bias", "up_bias", "down_bias"}
+SPECIALISED = GemmConfig(16, 32, 32, False, 4, 2, flatten=True, warp_specialize=True)
 
 
-def run(spec, grid, **values):
-    taken = {name: values[name] for name, _ in spec.signature}
-    load_interpreted(spec)[grid](**taken)
-
-
-def sorted_routes(problem, ids, config=None):
+def sorted_routes(problem, ids, config):
     """(order, ends) as the kernels make them."""
     num_routes = ids.numel()
-    config = config or kernels.order_config(problem, num_routes)
-    grids = kernels.sort_grids(problem, config, num_routes)
+    grids = sort_grids(problem, config, num_routes)
     sizes = {
         "counts_ptr": grids["count"][0] * problem.experts, "total_ptr": problem.experts,
         "order_ptr": num_routes, "ends_ptr": 2 * problem.num_experts,
     }  # fmt: skip
     values = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in sizes.items()}
     values |= {"ids_ptr": ids, "num_routes": num_routes, "num_chunks": grids["count"][0]}
-    for step, spec in kernels.sort_specs(problem, config, "sm100").items():
-        run(spec, grids[step], **values)
+    for step, spec in sort_specs(problem, config, "sm100").items():
+        load_interpreted(spec)[grids[step]](*(values[name] for name, _ in spec.signature))
     return values["order_ptr"], values["ends_ptr"]
 
 
@@ -60,7 +65,7 @@ def sorted_routes(problem, ids, config=None):
 @pytest.mark.parametrize("routing", ["random", "one", "none"])
 def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk, counted):
     a = moe.sample_inputs(MoeCase("case", num_tokens=37, num_experts=5, routing=routing))
-    config = kernels.OrderConfig(
+    config = OrderConfig(
         chunk,
         counted,
         routes_per_load=32,
@@ -80,41 +85,13 @@ def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk, counted):
 
 
 def fused(a, config):
-    problem = moe_problem(a)
-    num_tokens, num_routes = a.x.shape[0], a.expert_ids.numel()
-    sort = kernels.order_config(problem, num_routes)
-    row_block = config.block_m if config.warp_specialize else 0
-    order, ends = sorted_routes(problem, a.expert_ids, replace(sort, row_block=row_block))
-    hidden = torch.full((num_routes, problem.inner), float("nan"), dtype=a.x.dtype)
-    y = torch.full((num_routes, problem.hidden), float("nan"), dtype=a.x.dtype)
-    out = torch.full_like(a.x, float("nan"))
-    shared = {"order_ptr": order, "ends_ptr": ends, "hidden_ptr": hidden, "y_ptr": y}
-    shared |= {"ids_ptr": a.expert_ids, "num_routes": num_routes}
-    storage = kernels.down_problem(problem)
-    up = {
-        "weight_ptr": lower_weight(a), "gate_scale_ptr": a.gate_scale, "up_scale_ptr": a.up_scale,
-        "gate_factor_ptr": a.gate_expert_scale, "up_factor_ptr": a.up_expert_scale,
-        "gate_bias_ptr": a.gate_bias, "up_bias_ptr": a.up_bias, "distance": abs(up_distance(a)),
-    }  # fmt: skip
-    down = {
-        "num_rows": num_routes, "weight_ptr": a.down_weight, "scale_ptr": a.down_scale,
-        "factor_ptr": a.down_expert_scale, "bias_ptr": a.down_bias,
-    }  # fmt: skip
-    run(
-        kernels.up_spec(problem, config, "sm100", order_of(storage, config)), (NUM_PROGRAMS,),
-        **shared | up | as_words(up, storage, config), x_ptr=a.x,
-    )  # fmt: skip
-    run(
-        kernels.down_spec(problem, config, "sm100"), (NUM_PROGRAMS,),
-        **shared | down | as_words(down, storage, config), x_ptr=hidden,
-    )  # fmt: skip
-    combine = kernels.CombineConfig(2, 32)
-    run(
-        kernels.combine_spec(problem, combine, "sm100"),
-        kernels.combine_grid(problem, combine, num_tokens), **shared, out_ptr=out,
-        weights_ptr=a.expert_weights, num_tokens=num_tokens,
-    )  # fmt: skip
-    return out
+    """The call with both GEMMs in such tiles."""
+    sort = order_config(moe_problem(a), a.expert_ids.numel())
+    sort = replace(sort, row_block=config.block_m if config.warp_specialize else 0)
+    plan = MoePlan(sort, config, config, CombineConfig(2, 32), "")
+    program = drive(fused_moe_steps(a, SMALL_SM100, plan), Interpreter())
+    assert program.outcome.name == "grouped kernels"
+    return program.outcome.result
 
 
 @pytest.mark.parametrize("config", [SWAPPED, TILED], ids=["swapped", "tiled"])
@@ -130,7 +107,7 @@ def test_kernels_compute_the_op(case, config):
 def test_nan_passes_the_activation(activation):
     """Which the interpreter would not show: there every maximum of NaN is NaN."""
     a = moe.sample_inputs(MoeCase("case", activation=activation, limit=1.0, hidden=32, inner=32))
-    ptx = compile_for(kernels.up_spec(moe_problem(a), SWAPPED, "sm90")).ptx
+    ptx = compile_for(up_spec(moe_problem(a), SWAPPED, "sm90")).ptx
     assert "max.NaN." in ptx or "min.NaN." in ptx
     assert "min.f32" not in ptx
     assert "max.f32" not in ptx
@@ -152,7 +129,7 @@ def test_codes_stream_in_the_order_of_their_words(name, layout, ordered, swapped
     part_k = 128 if layout == "interleaved" else 256
     config = codes_config(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped, part_k=part_k)
     exact = moe.reference(as_double(a))
-    assert codes_obstacle(kernels.down_problem(moe_problem(a)), config) is None
+    assert codes_obstacle(down_problem(moe_problem(a)), config) is None
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
 
@@ -176,7 +153,7 @@ def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
         8, 64, split * part_k, split, 2, ordered=name == "mxfp4", part_k=part_k, split=split,
         by_route=by_route,
     )  # fmt: skip
-    assert codes_obstacle(kernels.down_problem(moe_problem(a)), config) is None
+    assert codes_obstacle(down_problem(moe_problem(a)), config) is None
     exact = moe.reference(as_double(a))
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
     assert problem is None, problem
@@ -204,16 +181,10 @@ def test_specialised_warps_find_the_expert_in_memory(routing):
     case = MoeCase("case", num_tokens=37, num_experts=5, routing=routing)
     test_kernels_compute_the_op(case, SPECIALISED)
     problem = moe_problem(moe.sample_inputs(case))
-    for spec in (kernels.up_spec, kernels.down_spec):
+    for spec in (up_spec, down_spec):
         loop = emit(spec(problem, SPECIALISED, "sm100")).partition("warp_specialize=True")[2]
         assert "tl.sum(" not in loop
         assert "tl.cumsum(" not in loop
-
-
-def as_double(a):
-    values = {f.name: getattr(a, f.name) for f in fields(a)}
-    floats = {n: v.double() for n, v in values.items() if n in WIDENED and v is not None}
-    return replace(a, **floats)
 
 
 @triton.jit

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.experts import as_double
 from tilewright.codegen.moe.plan import plan_moe
 from tilewright.codegen.targets import SM90
 from tilewright.ops.moe import moe
@@ -36,15 +37,6 @@ FORMS = {
 }
 # Root of the mean squared error over the rms: four roundings of a unit in the last place each.
 TYPICAL = {torch.bfloat16: 2.0**-7.5, torch.float16: 2.0**-10.5}
-WIDENED = {"x", "expert_weights", "gate_bias", "up_bias", "down_bias"}
-
-
-def as_double(a):
-    values = {f.name: getattr(a, f.name) for f in fields(a)}
-    widened = WIDENED
-    if a.weight_format == "dense":
-        widened = WIDENED | {"gate_weight", "up_weight", "down_weight"}
-    return replace(a, **{n: values[n].double() for n in widened if values[n] is not None})
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 300, 1300])

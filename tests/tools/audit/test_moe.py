@@ -23,17 +23,17 @@ from tilewright.tools.audit_matrix import audit_one
 
 # One kernel of each family and form.
 COMPILED = {
-    "sort": r"qwen3-30b-a3b dense .* order",
-    "weights stream": r"qwen3-30b-a3b dense T=64 up",
-    "gathered rows": r"qwen3-30b-a3b dense T=8192 up",
-    "specialised warps": r"gpt-oss-20b dense T=8192 down",
-    "codes stream": r"gpt-oss-20b mxfp4 T=64 down",
-    "codes in tiles": r"qwen3-30b-a3b int4 T=1024 down",
-    "rows by codes": r"deepseek-v3 of 8 fp8 by codes T=1024 up",
-    "weights stream by codes": r"deepseek-v3 of 8 fp8 by codes T=1 down",
-    "combine": r"qwen3-30b-a3b dense .* combine",
-    "alone": r"grouped bf16 dense rows=1024",
-    "nvfp4 weights as rows": r"nvfp4 2880x2880 rows=1:",
+    "sort": r"qwen3-30b-a3b dense .* moe_order",
+    "weights stream": r"qwen3-30b-a3b dense T=64 moe_up",
+    "gathered rows": r"qwen3-30b-a3b dense T=8192 moe_up",
+    "specialised warps": r"gpt-oss-20b dense T=8192 grouped_gemm",
+    "codes stream": r"gpt-oss-20b mxfp4 T=64 grouped_gemm",
+    "codes in tiles": r"qwen3-30b-a3b int4 T=1024 grouped_gemm",
+    "rows by codes": r"deepseek-v3 of 8 fp8 by codes T=1024 moe_up_scaled",
+    "weights stream by codes": r"deepseek-v3 of 8 fp8 by codes T=1 grouped_scaled",
+    "combine": r"qwen3-30b-a3b dense .* moe_combine",
+    "alone": r"grouped bfloat16 dense rows=1024",
+    "nvfp4 weights as rows": r"nvfp4 2880x2880 rows=1$",
     "nvfp4 tokens as rows": r"nvfp4 2880x2880 rows=1024",
 }
 PROBLEM = nvfp4_problem(nvfp4_arguments(1024, 2880, 2880))
@@ -63,16 +63,16 @@ def test_cases_cover_models_formats_and_kernels(cases):
     names = [case.name for case in cases]
     for model in MODELS:
         for weight_format in model.formats:
-            for step in ("up", "down"):
-                start = f"moe {model.name} {weight_format} "
-                assert any(n.startswith(start) and f" {step}: " in n for n in names), (start, step)
+            for step in ("moe_up", "grouped_gemm"):
+                start = f"moe {model.name} {weight_format} T="
+                assert any(n.startswith(start) and step in n.split() for n in names), (start, step)
     kernels = {case.spec.kernel for case in cases}
     assert {"moe_order", "moe_count", "moe_up", "grouped_gemm", "moe_combine"} <= kernels
     assert {"grouped_nvfp4", "quantize_nvfp4"} <= kernels
     claims = [case.expectations for case in cases if case.spec.kernel == "grouped_nvfp4"]
     assert {c.mma for c in claims} == {"nvfp4"}
     assert {bool(c.row_scales_reason) for c in claims} == {False, True}  # both tile orders
-    assert all(c.mma for c in claims + [c.expectations for c in cases if " up: " in c.name])
+    assert all(c.mma for c in claims + [c.expectations for c in cases if "moe_up" in c.name])
 
 
 def test_make_audit_has_them(cases):

@@ -1,18 +1,19 @@
-"""Tiles of expert GEMMs that stream weights of 4-bit codes, by the rows that an expert gets."""
+"""Tiles of a mixture's GEMMs that stream weights of 4-bit codes, by an expert's number of rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.grouped.codes_specs import (
     CodesConfig,
     codes_config,
     codes_obstacle,
     scale_bytes,
 )
+from tilewright.codegen.grouped.plan import STREAMED_K, token_tile
 from tilewright.codegen.grouped.specs import GemmConfig
-from tilewright.codegen.moe.specs import MoeProblem, down_problem, up_problem
+from tilewright.codegen.moe.problem import MoeProblem, down_problem, up_problem
 
 # Rows per expert from which 128-row tiles are taken.
 WIDE_ROWS = 96
@@ -22,8 +23,6 @@ STREAMING_TILES = 128
 SHORT_INNER = 768
 # Rows per expert up to which each warp has columns of its own, and tokens come by eight.
 SPLIT_ROWS = 4
-# Columns of a step where weights stream.
-STREAMED_K = 128
 
 
 def codes_configs(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
@@ -91,15 +90,15 @@ def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
     """Whether GEMMs in these tiles can stream the codes."""
     if problem.format == "int4" and up.part_k != STREAMED_K:
         return False  # its parts are its groups, whatever the tiles
-    gate = up_problem(problem)
-    weights = [("gate", gate, up), ("down", down_problem(problem), down)]
-    if problem.gated:
-        weights.append(("up", replace(gate, scale_strides=problem.scale_strides[1]), up))
-    for name, storage, config in weights:
-        if codes_obstacle(storage, config) is not None:
+    gate_up = [weight for weight in (problem.gate, problem.up) if weight is not None]
+    weights = [replace(problem.gate_up, scale=weight.scale) for weight in gate_up]
+    gemms = [(up_problem(problem, weight), up) for weight in weights]
+    for gemm, config in (*gemms, (down_problem(problem), down)):
+        if codes_obstacle(gemm, config) is not None:
             return False
-        wide = problem.format != "int4" and scale_bytes(storage, config) > 1
-        if wide and f"{name}_scale_ptr" in problem.unaligned:
+        scale = gemm.weight.scale
+        wide = problem.format != "int4" and scale_bytes(gemm.weight, config) > 1
+        if wide and not (scale and scale.aligned):
             return False
     return True
 
@@ -107,8 +106,3 @@ def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
 def few_tiles(problem: MoeProblem, routes: int) -> bool:
     """Whether tiles of 64 columns leave a part of the GPU without work."""
     return routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
-
-
-def token_tile(rows: int) -> int:
-    """Rows of a tile: an expert's number of rows varies around its average."""
-    return min(max(next_power_of_2(2 * rows - 1), 16), 64)

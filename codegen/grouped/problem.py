@@ -1,0 +1,94 @@
+"""One grouped GEMM over expert weights as plain data; nothing here touches torch or a GPU.
+
+It is `grouped_matmul` by itself and each of the two GEMMs of a mixture of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tilewright.codegen.arithmetic import ELEMENT_BYTES
+from tilewright.codegen.operand import Operand
+
+# TMA: strides and base addresses in whole 16 bytes.
+TMA_BYTES = 16
+# Weights in a stored element, by format; see ops.formats.expert_weight.
+PER_BYTE = {"dense": 1, "fp8": 1, "int4": 2, "nvfp4": 2, "mxfp4": 2}
+
+
+@dataclass(frozen=True)
+class WeightOperands:
+    """A weight [E, N, K] of E experts with all that belongs to it.
+
+    data: as it is stored, strides (expert, row, column), of which one of the last two is 1. format,
+    scale_block: see ops.formats.expert_weight. scale: strides (expert, row block, column block);
+    factor: one more fp32 factor per expert; bias [E, N]: strides (expert, column).
+    """
+
+    data: Operand
+    format: str = "dense"
+    scale_block: tuple[int, int] = (1, 1)
+    scale: Operand | None = None
+    factor: Operand | None = None
+    bias: Operand | None = None
+
+    @property
+    def n_major(self) -> bool:
+        """N is the contiguous dimension, else K is."""
+        return self.data.strides[2] != 1
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one contiguous row to the next: of n, or of k where N is contiguous."""
+        return self.data.strides[2 if self.n_major else 1]
+
+    @property
+    def scale_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0) if self.scale is None else self.scale.strides
+
+    @property
+    def bias_strides(self) -> tuple[int, ...]:
+        return (0, 0) if self.bias is None else self.bias.strides
+
+    def dequantized(self, dtype: str, rows: int, inner: int) -> WeightOperands:
+        """The weight [E, rows, inner] after `dequantize_experts`: without a gap, and without its
+        scales; the factors of the experts are left."""
+        data = Operand(dtype, (rows * inner, inner, 1))
+        return WeightOperands(data, factor=self.factor, bias=self.bias)
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """The static part of a grouped GEMM: x [M, K] in groups of rows, weights [E, N, K].
+
+    num_groups: how many ends there are; rows: N; inner: K. x: strides (row,). x_scale: of an x of
+    e4m3 codes, per row and 128 columns, strides (row, column block). ends, expert_ids: where the
+    groups end and their experts; None: group g's expert is g. order: rows of the result are stored
+    where it says.
+    """
+
+    num_groups: int
+    num_experts: int
+    rows: int
+    inner: int
+    x: Operand
+    weight: WeightOperands
+    ends: Operand
+    out: Operand
+    x_scale: Operand | None = None
+    expert_ids: Operand | None = None
+    order: Operand | None = None
+
+    def dequantized(self) -> GroupedProblem:
+        """The problem after `dequantize_experts`."""
+        return replace(self, weight=self.weight.dequantized(self.x.dtype, self.rows, self.inner))
+
+
+def weight_obstacle(name: str, weight: WeightOperands) -> str | None:
+    """Why TMA cannot reach the weight called `name`; None where it can. From metadata alone."""
+    steps = (weight.data.strides[0], weight.row_stride)
+    if any(step * ELEMENT_BYTES[weight.data.dtype] % TMA_BYTES for step in steps):
+        return f"{name}: strides {steps} are not whole {TMA_BYTES} bytes"
+    if weight.format != "dense" and weight.n_major:
+        return f"{weight.format} weights are not contiguous along the inner dimension"
+    return None

@@ -1,0 +1,128 @@
+"""Mixture-of-experts problems as plain data: what is static about one call site.
+
+Nothing here touches torch or a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
+from tilewright.codegen.grouped.problem import (
+    TMA_BYTES,
+    GroupedProblem,
+    WeightOperands,
+    weight_obstacle,
+)
+from tilewright.codegen.operand import Operand
+
+# What the kernels of a call write for each other, in memory of the call's own.
+INDICES = Operand("i32")
+
+
+@dataclass(frozen=True)
+class MoeProblem:
+    """The static part of a `fused_moe` call.
+
+    x: strides (row,); expert_weights: strides (token, slot). gate, up: weights [E, inner, hidden],
+    up None where the activation is not gated; down: [E, hidden, inner]; all of one format, biases
+    of one dtype. interleaved: up's rows lie between gate's, in one tensor; else up lies `distance`
+    stored elements from gate, up_first: before it. distance None: two tensors, whose distance is
+    known at the launch; distance_divisible: that 16 divides it. coded_rows: x and the hidden rows
+    are quantised to e4m3 before they are multiplied.
+    """
+
+    num_experts: int
+    num_slots: int
+    hidden: int
+    inner: int
+    x: Operand
+    expert_ids: Operand
+    expert_weights: Operand
+    gate: WeightOperands
+    up: WeightOperands | None
+    down: WeightOperands
+    interleaved: bool
+    distance: int | None
+    up_first: bool
+    activation: str
+    alpha: float
+    limit: float
+    coded_rows: bool = False
+    distance_divisible: bool = True
+
+    @property
+    def dtype(self) -> str:
+        """Of x, of the hidden rows and of the result."""
+        return self.x.dtype
+
+    @property
+    def format(self) -> str:
+        """Of the weights."""
+        return self.gate.format
+
+    @property
+    def gate_up(self) -> WeightOperands:
+        """gate's weight as the first GEMM steps through it: by the rows of both."""
+        expert, row, column = self.gate.data.strides
+        if not self.interleaved or self.gate.n_major:
+            return self.gate
+        data = replace(self.gate.data, strides=(expert, row // 2, column))
+        return replace(self.gate, data=data)
+
+    @property
+    def experts(self) -> int:
+        return next_power_of_2(self.num_experts)
+
+
+def up_problem(problem: MoeProblem, weight: WeightOperands) -> GroupedProblem:
+    """The first GEMM with one weight: gate's or up's."""
+    return replace(down_problem(problem), rows=problem.inner, inner=problem.hidden, weight=weight)
+
+
+def down_problem(problem: MoeProblem) -> GroupedProblem:
+    """The second GEMM alone: its rows are the sorted routes, which it stores in their own order."""
+    return GroupedProblem(
+        num_groups=problem.num_experts,
+        num_experts=problem.num_experts,
+        rows=problem.hidden,
+        inner=problem.inner,
+        x=Operand(problem.dtype, (problem.inner,)),
+        weight=problem.down,
+        ends=INDICES,
+        out=Operand(problem.dtype),
+        order=INDICES,
+    )
+
+
+def gemm_obstacle(problem: MoeProblem) -> str | None:
+    """Why TMA cannot reach the operands; None where it can. From metadata alone."""
+    obstacle = weight_obstacle("gate_weight", problem.gate_up)
+    obstacle = obstacle or weight_obstacle("down_weight", problem.down)
+    if obstacle is not None:
+        return obstacle
+    distance = problem.distance or 0
+    if distance * ELEMENT_BYTES[problem.gate.data.dtype] % TMA_BYTES:
+        return f"up_weight: {distance} elements from gate_weight are not whole {TMA_BYTES} bytes"
+    if not problem.coded_rows and problem.inner * ELEMENT_BYTES[problem.dtype] % TMA_BYTES:
+        return f"{problem.inner} inner columns are not whole {TMA_BYTES} bytes"
+    return None
+
+
+def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
+    """Why the GEMMs cannot reach a weight by TMA or by words, from what calls of the same metadata
+    may differ in: addresses, and how far up lies from gate. decoded: they read dequantised weights.
+    """
+    obstacle = gemm_obstacle(problem)
+    if obstacle is not None or decoded:
+        return obstacle
+    read: dict[str, WeightOperands | None] = {"down_weight": problem.down}
+    # Of one tensor that at the lower address is read; the other's rows lie at a distance from it.
+    if problem.distance is None or not problem.up_first:
+        read["gate_weight"] = problem.gate
+    if problem.distance is None or problem.up_first:
+        read["up_weight"] = problem.up
+    for name, weight in read.items():
+        if weight is not None and not weight.data.aligned:
+            return f"{name}: its address is not a whole number of {TMA_BYTES} bytes"
+    return None
