@@ -22,9 +22,9 @@ from pathlib import Path
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.heads import HeadEpilogue
 from tilewright.codegen.qkv.problem import (
     EpilogueProblem,
+    HeadEpilogue,
     QkvProblem,
     heads_fit,
     swapped_obstacle,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.heads import HeadEpilogue, Norm, Rope
-from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem
+from tilewright.codegen.qkv.problem import EpilogueProblem, HeadEpilogue, Norm, QkvProblem, Rope
 from tilewright.ops.cache.addressing import address_values, addressing_operands
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.weight_rows import WeightRows, weight_rows
