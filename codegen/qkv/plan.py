@@ -66,7 +66,8 @@ class LoweringChoice:
     """One lowering for up to `max_tokens` tokens (None: any number).
 
     name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
-    fused kernel; None for the library. epilogue: that of "library". specs: the kernels it builds.
+    fused kernel; None for the library. epilogue: the tiles of "library". specs: the kernels, of
+    "library" those expected (a call makes its own, over what the GEMMs did write).
     seconds: expected time; source: where that is from, one of SOURCES.
     """
 
