@@ -133,7 +133,7 @@ def head_epilogue(
         page_size=k_window.shape[1],
         k_cache=operand(k_window, *k_window.stride()),
         v_cache=None if v_window is None else operand(v_window, *v_window.stride()),
-        addressing=addressing_operands(a),
+        addressing=addressing_operands(a, values),
         rope=_rope(a),
         biases=tuple(
             None if bias is None else operand(bias, *bias.stride()[:-1])
