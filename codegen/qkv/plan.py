@@ -22,9 +22,9 @@ from pathlib import Path
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.heads import HeadEpilogue
 from tilewright.codegen.qkv.problem import (
     EpilogueProblem,
+    HeadEpilogue,
     QkvProblem,
     heads_fit,
     swapped_obstacle,
@@ -66,7 +66,8 @@ class LoweringChoice:
     """One lowering for up to `max_tokens` tokens (None: any number).
 
     name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
-    fused kernel; None for the library. epilogue: that of "library". specs: the kernels it builds.
+    fused kernel; None for the library. epilogue: the tiles of "library". specs: the kernels, of
+    "library" those expected (a call makes its own, over what the GEMMs did write).
     seconds: expected time; source: where that is from, one of SOURCES.
     """
 

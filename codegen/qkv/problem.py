@@ -1,7 +1,7 @@
 """QKV problems as plain data, and which of the fused kernels can take one.
 
-Nothing here touches torch or a GPU: a problem is what is static about one call site (dims, strides,
-dtypes, cache geometry).
+Nothing here touches torch or a GPU: a problem is what is static about one call site (dims, dtypes,
+cache geometry, strides in elements).
 """
 
 from __future__ import annotations
@@ -9,10 +9,217 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.heads import HeadEpilogue
+from tilewright.codegen.spec import Constant
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: style "half", "interleaved" or "interleaved_to_half".
+
+    full_width: the tables have `rotary_dim` columns, else half as many. cos, sin: strides (row,).
+    """
+
+    style: str
+    rotary_dim: int
+    full_width: bool
+    cos: Operand
+    sin: Operand
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norms of q and k; kind "rms" or "layer".
+
+    weights: of q and k, [head_dim] or [H, head_dim], None where there is none; strides (head,),
+    0 where the heads share one. row: over all heads of a projection together. offset is added to
+    the weights. weightless: q and k are normed also without a weight.
+    """
+
+    weights: tuple[Operand | None, Operand | None] = (None, None)
+    kind: str = "rms"
+    row: bool = False
+    after_rope: bool = False
+    offset: float = 0.0
+    weightless: bool = False
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class HeadEpilogue:
+    """What is done to projected heads: bias, delta, clip, norm, RoPE; then q is stored to the
+    result, k and v to the slots of a cache.
+
+    q_out: None where there is no q (num_heads is 0 then). num_kv_heads: of the projection; each is
+    stored to kv_repeat heads of the cache. group: q heads in a group where q's weight, its bias and
+    the product of a GEMM have an axis for groups, else 0.
+    k_cache, v_cache: windows [page, slot, head, dim] with those strides; v_cache None: there is no
+    v. page_size: slots in a page.
+    biases: of q, k, v, strides (head,), of a grouped q (group, head). delta: strides (row,).
+    clip 0: none. cache_scales: fp32, of k and v, strides (head,), 0 where the heads share one.
+    num_tokens: T where it is a constant of the graph, with rope_tokens (rows of the tables) and
+    sequence_tokens (tokens per page for per-sequence slots); None: known at the launch.
+    """
+
+    q_out: Operand | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    k_cache: Operand
+    v_cache: Operand | None
+    addressing: Addressing
+    rope: Rope | None = None
+    biases: tuple[Operand | None, ...] = (None, None, None)
+    delta: Operand | None = None
+    norm: Norm = Norm()
+    kv_repeat: int = 1
+    group: int = 0
+    clip: float = 0.0
+    cache_scales: tuple[Operand | None, Operand | None] = (None, None)
+    scale_multiplies: bool = False
+    num_tokens: int | None = None
+    rope_tokens: int | None = None
+    sequence_tokens: int | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Of q."""
+        assert self.q_out is not None
+        return self.q_out.dtype
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the partners of a pair are neighbours before the rotation."""
+        return self.rope is not None and self.rope.style != "half"
+
+    @property
+    def halves(self) -> int:
+        """Distance between partners after the rotation where it differs from before, else 0."""
+        if self.rope is not None and self.rope.style == "interleaved_to_half":
+            return self.rope.rotary_dim // 2
+        return 0
+
+    @property
+    def pair_half(self) -> int:
+        """Distance between the partners of a pair that are not neighbours."""
+        if self.rope is not None and self.rope.style == "half":
+            return self.rope.rotary_dim // 2
+        return (self.head_dim + 1) // 2
+
+    @property
+    def pairs_per_head(self) -> int:
+        """Pairs that cover a head; the last ones may reach past it."""
+        if self.interleaved:
+            return (self.head_dim + 1) // 2
+        return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
+
+    @property
+    def has_norm(self) -> bool:
+        return self.norm.weightless or any(self.norm.weights)
+
+    @property
+    def row_norm(self) -> bool:
+        """Whether a norm spans all heads of a projection."""
+        return self.has_norm and self.norm.row
+
+    @property
+    def norm_after_rope(self) -> bool:
+        return self.has_norm and self.norm.after_rope and self.rope is not None
+
+    @property
+    def kinds(self) -> int:
+        """How many of q, k and v there are."""
+        return 1 + (self.num_heads > 0) + (self.v_cache is not None)
+
+    @property
+    def heads_in_all(self) -> int:
+        return self.num_heads + self.num_kv_heads * (1 if self.v_cache is None else 2)
+
+    def constants(self) -> dict[str, Constant]:
+        """The constexpr parameters that every kernel of the family takes."""
+        rope, q_bias = self.rope, self.biases[0]
+        v_cache = self.v_cache or self.k_cache
+        return {
+            "NUM_HEADS": self.num_heads,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "GROUP": self.group,
+            "KV_REPEAT": self.kv_repeat,
+            "PAIR_HALF": self.pair_half,
+            "INTERLEAVED": self.interleaved,
+            "HALVES": self.halves,
+            "ROTARY_DIM": rope.rotary_dim if rope else 0,
+            "ROPE_FULL_WIDTH": rope.full_width if rope else False,
+            "COS_STRIDE": rope.cos.strides[0] if rope else 0,
+            "SIN_STRIDE": rope.sin.strides[0] if rope else 0,
+            "BIAS_STRIDES": (
+                q_bias.strides[0] if q_bias and len(q_bias.strides) == 2 else 0,
+                *(bias.strides[-1] if bias else 0 for bias in self.biases),
+            ),
+            "DELTA_STRIDE": self.delta.strides[0] if self.delta else 0,
+            "CLIP": self.clip,
+            **self._norm_constants(),
+            "PAGE_SIZE": self.page_size,
+            **self.addressing.constants(),
+            "K_STRIDES": self.k_cache.strides,
+            "V_STRIDES": v_cache.strides,
+            "ROW_UNIT": self.row_unit,
+            "SCALE_STRIDES": tuple(s.strides[0] if s else 0 for s in self.cache_scales),
+            "SCALE_MULTIPLIES": self.scale_multiplies,
+        }
+
+    def _norm_constants(self) -> dict[str, Constant]:
+        norm = self.norm
+        kind = norm.kind if self.has_norm else "none"
+        return {
+            "NORM_BEFORE": "none" if self.norm_after_rope else kind,
+            "NORM_AFTER": kind if self.norm_after_rope else "none",
+            "NORMED": tuple(w is not None or norm.weightless for w in norm.weights),
+            "NORM_EPS": norm.eps,
+            "NORM_OFFSET": norm.offset,
+            "NORM_HALVES": self.halves if self.norm_after_rope else 0,
+            "NORM_STRIDES": tuple(w.strides[0] if w else 0 for w in norm.weights),
+        }
+
+    @property
+    def row_unit(self) -> int:
+        """Elements that divide every row's offset; 1 where a cache of one slot has no strides."""
+        caches = (self.k_cache, self.v_cache or self.k_cache)
+        strides = [stride for cache in caches for stride in cache.strides[:2]]
+        # A q of another dtype has a target of its own.
+        shared = self.q_out is not None and self.q_out.dtype == self.k_cache.dtype
+        return math.gcd(self.num_heads * self.head_dim if shared else 0, *strides) or 1
+
+    def pointers(self) -> dict[str, Operand | None]:
+        """The tensors that every kernel of the family takes, in their order."""
+        rope = self.rope
+        return {
+            "q_out_ptr": self.q_out,
+            "k_cache_ptr": self.k_cache,
+            "v_cache_ptr": self.v_cache,
+            **self.addressing.pointers(),
+            **dict(zip(("k_cache_scale_ptr", "v_cache_scale_ptr"), self.cache_scales, strict=True)),
+            **dict(zip(("q_bias_ptr", "k_bias_ptr", "v_bias_ptr"), self.biases, strict=True)),
+            "delta_ptr": self.delta,
+            **dict(zip(("q_norm_ptr", "k_norm_ptr"), self.norm.weights, strict=True)),
+            "cos_ptr": rope.cos if rope else None,
+            "sin_ptr": rope.sin if rope else None,
+        }
+
+    def counts(self) -> dict[str, str | int | None]:
+        """The counts that every kernel takes: the number where it is static, else a type."""
+        static = {
+            "num_tokens": self.num_tokens,
+            "sequence_tokens": self.sequence_tokens,
+            "rope_tokens": self.rope_tokens,
+            "num_pages": None,
+        }
+        counts = {name: "i32" if known is None else known for name, known in static.items()}
+        return {**counts, **self.addressing.counts()}
 
 
 @dataclass(frozen=True)

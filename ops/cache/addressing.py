@@ -13,6 +13,7 @@ negative index counts from the end, as PyTorch's does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -93,19 +94,6 @@ def address_tensors(
     return slots, sequences, positions
 
 
-def addressing_operands(a: AddressArguments) -> Addressing:
-    """The static part of the arguments."""
-    slots, sequences, positions = address_tensors(a)
-    return Addressing(
-        form=a.slots,
-        slots=operand(slots, slots.stride(-1)),
-        sequences=None if sequences is None else operand(sequences, sequences.stride(0)),
-        positions=None if positions is None else operand(positions, positions.stride(0)),
-        wrap_negative=a.indexing == "torch",
-        search_steps=slots.shape[0].bit_length() if a.slots == "ragged" else 0,
-    )
-
-
 def address_values(a: AddressArguments) -> dict[str, Any]:
     """Tensors and counts of the kernels, by parameter name."""
     slots, sequences, positions = address_tensors(a)
@@ -120,6 +108,19 @@ def address_values(a: AddressArguments) -> dict[str, Any]:
     rows, columns = slots.shape
     counts = {"num_sequences": rows, "lookup_columns": columns, "lookup_stride": slots.stride(0)}
     return {**values, **counts}
+
+
+def addressing_operands(a: AddressArguments, values: Mapping[str, Any]) -> Addressing:
+    """The static part of the arguments; values: those of `address_values`."""
+    slots, sequences, positions = (values[f"{x}_ptr"] for x in ("slots", "sequences", "positions"))
+    return Addressing(
+        form=a.slots,
+        slots=operand(slots, slots.stride(-1)),
+        sequences=None if sequences is None else operand(sequences, sequences.stride(0)),
+        positions=None if positions is None else operand(positions, positions.stride(0)),
+        wrap_negative=a.indexing == "torch",
+        search_steps=slots.shape[0].bit_length() if a.slots == "ragged" else 0,
+    )
 
 
 def check_addressing(

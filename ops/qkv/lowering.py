@@ -12,14 +12,13 @@ from functools import cache
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.qkv.heads import HeadEpilogue
 from tilewright.codegen.qkv.plan import (
     LoweringChoice,
     LoweringPlan,
     epilogue_config,
     plan_fused_qkv,
 )
-from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem
 from tilewright.codegen.qkv.specs import EpilogueConfig, epilogue_grid
 from tilewright.codegen.qkv.tune import bucket
 from tilewright.codegen.spec import KernelSpec

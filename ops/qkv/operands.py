@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.heads import HeadEpilogue, Norm, Rope
-from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem
+from tilewright.codegen.qkv.problem import EpilogueProblem, HeadEpilogue, Norm, QkvProblem, Rope
 from tilewright.ops.cache.addressing import address_values, addressing_operands
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.weight_rows import WeightRows, weight_rows
@@ -134,7 +133,7 @@ def head_epilogue(
         page_size=k_window.shape[1],
         k_cache=operand(k_window, *k_window.stride()),
         v_cache=None if v_window is None else operand(v_window, *v_window.stride()),
-        addressing=addressing_operands(a),
+        addressing=addressing_operands(a, values),
         rope=_rope(a),
         biases=tuple(
             None if bias is None else operand(bias, *bias.stride()[:-1])

@@ -109,8 +109,8 @@ class FusedQkvArguments:
     cache_scale_multiplies, and for 8-bit floats the largest number stands for all beyond it.
 
     slots, indexing, slot_mapping [T] or [T / num_pages], lookup_table [B, columns], sequence_ids
-    and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.addressing`; int32 or
-    int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
+    and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.cache.addressing`; int32
+    or int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
     kernel may be built for it alone. tune: measure the lowerings on the GPU at first need.
 
     Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,

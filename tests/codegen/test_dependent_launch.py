@@ -9,8 +9,7 @@ import pytest
 from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.emit import emit
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.heads import HeadEpilogue, Rope
-from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, Rope
 from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
 from tilewright.codegen.spec import KernelSpec
 

@@ -10,8 +10,7 @@ from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.build.interpreter import interpret
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.heads import HeadEpilogue, Norm, Rope
-from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem
+from tilewright.codegen.qkv.problem import EpilogueProblem, HeadEpilogue, Norm, QkvProblem, Rope
 from tilewright.codegen.qkv.specs import (
     EpilogueConfig,
     SwappedConfig,

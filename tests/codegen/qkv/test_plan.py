@@ -9,9 +9,8 @@ import pytest
 from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv import plan as qkv_plan
-from tilewright.codegen.qkv.heads import HeadEpilogue, Norm, Rope
 from tilewright.codegen.qkv.plan import TOKEN_BUCKETS, candidates, choose, fits, plan_fused_qkv
-from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.problem import HeadEpilogue, Norm, QkvProblem, Rope
 from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig
 from tilewright.codegen.qkv.time import estimate, shared_bytes
 from tilewright.codegen.targets import SM90, SM100

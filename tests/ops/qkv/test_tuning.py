@@ -22,15 +22,18 @@ CASE = AttentionCase(
 
 
 class Bench:
-    """Stands for the GPU: times by trial name, and what was asked."""
+    """Stands for the GPU: times by trial name, what was asked, and in which modes of torch."""
 
     def __init__(self):
         self.fastest = "library"
         self.asked = []
+        self.modes = []
         self.error = None
+        self.capturing = False
 
     def __call__(self, a, case, index, choices):
         self.asked.append((a, case, index))
+        self.modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
         if self.error is not None:
             raise self.error
         return [1e-6 if name_of(choice) == self.fastest else 2e-6 for choice in choices]
@@ -45,8 +48,8 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "gpu_index", lambda device: 0)
     monkeypatch.setattr(tuning, "device_for", lambda target: 0 if target == "sm90" else None)
     monkeypatch.setattr(lowering, "target_of", lambda device: SM90)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     bench = Bench()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bench.capturing)
     monkeypatch.setattr(tuning, "_time", bench)
     return bench
 
@@ -83,23 +86,22 @@ def test_a_static_count_is_measured_as_it_is(bench):
     assert [case.num_tokens for _, case, _ in bench.asked] == [5]
 
 
-def test_the_next_process_reads_what_was_measured(bench, monkeypatch):
+def test_the_next_process_reads_what_was_measured(bench):
     first = measured()
-    monkeypatch.setattr(tuning, "_known", {})
+    tuning._known.clear()
     assert measured() == first
     assert len(bench.asked) == 1
 
 
-def test_nothing_is_measured_while_a_graph_is_captured(bench, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert measured() is None
+def test_nothing_is_measured_while_a_graph_is_captured(bench):
+    bench.capturing = True
+    assert measured() is None
     assert bench.asked == []
+    bench.capturing = False
     assert measured().source == HERE
-    with monkeypatch.context() as patched:  # a process that finds it on disk
-        patched.setattr(tuning, "_known", {})
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert measured().source == HERE
+    bench.capturing = True
+    tuning._known.clear()  # a process that finds it on disk
+    assert measured().source == HERE
     assert len(bench.asked) == 1
 
 
@@ -112,17 +114,10 @@ def test_where_measuring_fails_the_plan_stands_and_it_is_said_once(bench, caplog
     assert "no room" in record.message
 
 
-def test_measuring_has_a_thread_without_the_callers_modes(bench, monkeypatch):
-    seen = []
-
-    def spy(a, case, index, choices):
-        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-        return bench(a, case, index, choices)
-
-    monkeypatch.setattr(tuning, "_time", spy)
+def test_measuring_has_a_thread_without_the_callers_modes(bench):
     with torch.inference_mode():
         measured()
-    assert seen == [(False, False)]
+    assert bench.modes == [(False, False)]
 
 
 def test_a_report_tells_measured_from_not_yet_measured(bench):
