@@ -45,7 +45,9 @@ class Access:
 
 _NONE = Access()
 T = TypeVar("T")
-_remembered: dict[Any, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
+# Which of a call's tensors it writes, and which it reshapes.
+_Places = tuple[tuple[int, ...], tuple[int, ...]]
+_remembered: dict[Any, _Places | None] = {}
 
 
 def remembered(known: dict[Any, T], key: Any, answer: Callable[[], T]) -> T:
@@ -198,20 +200,18 @@ def _writes_outside(body: fx.GraphModule) -> bool:
 def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
     """What a call writes when run on stand-ins; all that it is given where it cannot be run."""
     torchs = _is_torchs(node)
-    places = (
-        remembered(_remembered, call_key(node), lambda: _places(node, tensors, torchs))
-        if torchs
-        else _places(node, tensors, torchs)
-    )
+
+    def answer() -> _Places | None:
+        return _places(node, tensors, torchs)
+
+    places = remembered(_remembered, call_key(node), answer) if torchs else answer()
     if places is None:
         return Access(tuple(tensors), everything=not torchs)
-    written, reshaped = ([tensors[i] for i in at] for at in places)
-    return Access(tuple(written), reshaped=tuple(reshaped))
+    written, reshaped = (tuple(tensors[i] for i in at) for at in places)
+    return Access(written, reshaped=reshaped)
 
 
-def _places(
-    node: fx.Node, tensors: list[torch.Tensor], torchs: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places | None:
     """Which of `tensors` a call writes, and of which it changes the shape, strides or storage; None
     where that is unknown."""
     if not torchs and _has_symbols(node):
@@ -221,17 +221,13 @@ def _places(
         written, reshaped = _compat.run_recorded(node.target, args, kwargs)
     except Exception:  # whatever it raises, it is not known what the call writes
         return None
-    found = []
-    for group in (written, reshaped):
-        ids = {id(part) for part in group}
-        found.append(
-            tuple(
-                i
-                for i, tensor in enumerate(tensors)
-                if not ids.isdisjoint(map(id, _compat.parts_of(tensor)))
-            )
-        )
-    return found[0], found[1]
+
+    def places(group: list[torch.Tensor]) -> tuple[int, ...]:
+        ids = set(map(id, group))
+        parts = [set(map(id, _compat.parts_of(tensor))) for tensor in tensors]
+        return tuple(i for i, own in enumerate(parts) if own & ids)
+
+    return places(written), places(reshaped)
 
 
 def _has_symbols(node: fx.Node) -> bool:
