@@ -48,13 +48,11 @@ def match_product(view: View) -> Product | None:
 
 
 def _of_one(view: View) -> Product | None:
-    columns = match_columns(view)
+    columns = match_columns(view, bare=True)
     if columns is None or columns.rank != len(view.shape) - 1 or not columns.all_tokens:
         return None
-    linear, gemm = columns.linear, columns.linear.gemm
-    if linear.value is not gemm.value or gemm.bias is not None or gemm.x_scale is not None:
-        return None
-    if not _is_matrix(gemm.weight):
+    gemm = columns.linear.gemm
+    if gemm.bias is not None or gemm.x_scale is not None or not _is_matrix(gemm.weight):
         return None
     weight = columns.weight
     stack = weight.unsqueeze(0)

@@ -156,8 +156,8 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
     """(product, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of a product."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
-    columns = match_columns(view)
-    if columns is not None and columns.linear.value is columns.linear.gemm.value:
+    columns = match_columns(view, bare=True)
+    if columns is not None:
         gemm, layout = columns.linear.gemm, columns.layout
         rows = heads_of(layout, gemm.feature, None)
         if columns.rank == 2 and rows and rows.dims(gemm.feature) == layout.dims[2:]:

@@ -129,15 +129,21 @@ class LinearColumns:
         return holds_all_tokens(self.layout, self.rank, self.linear.gemm.shape[:-1])
 
 
-def match_columns(view: View) -> LinearColumns | None:
+def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
     """The columns of one linear that `view` [tokens..., columns...] is; None for another view.
 
-    Raises InexpressibleError where the views between are.
+    bare: of a product alone, or `F.linear`. Raises InexpressibleError where the views between are.
     """
-    try:
-        linear = match_linear(view.value, _UNNAMED)
-    except Reject:
+    gemm = match_gemm(view.value)
+    if gemm is not None:
+        linear = _of_gemm(gemm)
+    elif bare:
         return None
+    else:
+        try:
+            linear = match_linear(view.value, _UNNAMED)
+        except Reject:
+            return None
     layout = effects.compose(view.effect, linear.layout)
     axes = [{a.axis for a in dim} for dim in layout.dims]
     feature = linear.gemm.feature

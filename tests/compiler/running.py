@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.found import matches_of
+from tests.found import patterns_in
 from tests.models import qkv_idioms
 from tilewright.compiler import reports
 
@@ -43,5 +43,7 @@ def assert_close(model, args, **options):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def patterns_used():
-    return [site.pattern for report in reports() for site in matches_of(report, "qkv")]
+def patterns_used(*names):
+    """The pattern of every match in all reports, of the patterns or families named: see
+    tests/found.py."""
+    return [pattern for report in reports() for pattern in patterns_in(report, *names or ("qkv",))]

@@ -81,7 +81,7 @@ def test_lower_refuses_a_bad_pattern_or_target():
 @pytest.mark.parametrize("fuel", [0, 1, 2, 9, None])
 def test_fuel_limits_the_rewrites_in_program_order(fuel):
     model, args = build("page_offset", num_layers=3)
-    assert_close(model, args, fuel=fuel)
+    assert_close(model, args, fuel=fuel, patterns=["qkv_cache"])
     scopes = [site.scope for site in matches_of(reports()[-1], "qkv")]
     everything = [f"layers.{i}.self_attn" for i in range(3)]
     assert scopes == everything[:fuel]
@@ -149,7 +149,7 @@ def test_settings_of_inductor_reach_it_and_go_before_its_mode(monkeypatch):
 @pytest.mark.parametrize("tune", [True, False])
 def test_tune_asks_the_op_and_says_what_there_is_to_measure_on(tune):
     model, inputs = build("static_cache")
-    lowered = lower(model, inputs, tune=tune)
+    lowered = lower(model, inputs, tune=tune, patterns=["qkv_cache"])
     notes = [line for line in str(lowered).splitlines() if line.startswith("tune: ")]
     if not tune:
         assert notes == []

@@ -35,6 +35,6 @@ def test_a_result_that_lies_otherwise_is_not_written(after, fused):
     eager, ours = cloned(args), cloned(args)
     expected, actual = module(*eager), compiled(module)(*ours)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert ("mla_prefill" in patterns_used()) == fused
+    assert ("mla_prefill" in patterns_used("mla")) == fused
     codes = [m.code for m in reports()[-1].misses if m.pattern == "mla_prefill"]
     assert codes == ([] if fused else ["INPUT_MUTATED"])
