@@ -144,6 +144,9 @@ def test_a_call_that_says_so_is_not_made_again():
 
     assert not is_repeated(steps(), X)
     assert drive(steps(), Recorder()).steps == ()
+    kept = drive(steps(), Recorder(), keep=True)
+    assert len(kept.steps) == 2
+    assert repeat(kept, (X,), {}, Recorder()) is None
 
 
 def copied(x, out):
