@@ -27,8 +27,15 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.contract import FusedOp, Lowering, register
 from tilewright.ops.lora.cases import EXPAND_CASES, LoraCase, sample_expand
-from tilewright.ops.lora.rows import adapter_of_rows, check_row_values, check_rows
-from tilewright.ops.lora.shrink import DTYPES, ERROR_MODEL, KERNEL_DTYPES, LETTERS, TOLERANCES
+from tilewright.ops.lora.rows import (
+    DTYPES,
+    ERROR_MODEL,
+    TOLERANCES,
+    adapter_of_rows,
+    check_row_values,
+    check_rows,
+    no_kernel_for,
+)
 
 NAME = "lora_expand_add"
 SCHEMA = (
@@ -112,7 +119,7 @@ def validate(a: ExpandArguments) -> None:
     check_last_dim_dense(NAME, "s", a.s)
     first = next(weight for weight in a.weights if weight is not None)
     num_adapters = first.shape[0] if first.dim() else None
-    for letter, weight, base in zip(LETTERS, a.weights, a.bases, strict=True):
+    for letter, weight, base in zip("qkv", a.weights, a.bases, strict=True):
         if weight is not None:
             _check_weight(a, f"{letter}_weight", weight, num_adapters)
         if base is not None:
@@ -216,11 +223,9 @@ def _deltas(
 
 def unsupported(a: ExpandArguments) -> str | None:
     """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
-    if a.s.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.s.dtype}"
     if a.scales is not None and a.scales.dtype == torch.float64:
-        return "no kernel for scales of torch.float64"
-    return None
+        return no_kernel_for(a.s.dtype) or "no kernel for scales of torch.float64"
+    return no_kernel_for(a.s.dtype)
 
 
 def sample_inputs(

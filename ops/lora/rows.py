@@ -1,4 +1,5 @@
-"""Which adapter each row of a batch has, in the forms that engines and models give it.
+"""What both LoRA ops share: dtypes, tolerances, and which adapter each row of a batch has, in the
+forms that engines and models give it.
 
     a_offsets   expert_ids
     none        none          one adapter, of all rows
@@ -25,6 +26,7 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
+from tilewright.ops.contract import Tolerance
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
     check_expert_values,
@@ -33,6 +35,20 @@ from tilewright.ops.formats.row_groups import (
 )
 
 OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
+    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+}
+ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"
+
+
+def no_kernel_for(dtype: torch.dtype) -> str | None:
+    """Why the emitted kernels do not take calls of a dtype; None where they do."""
+    return None if dtype in KERNEL_DTYPES else f"no kernel for {dtype}"
 
 
 def num_groups(a: Any) -> Any:

@@ -23,9 +23,17 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.contract import FusedOp, Lowering, register
 from tilewright.ops.lora.cases import SHRINK_CASES, LoraCase, sample_shrink
-from tilewright.ops.lora.rows import adapter_of_rows, check_row_values, check_rows
+from tilewright.ops.lora.rows import (
+    DTYPES,
+    ERROR_MODEL,
+    TOLERANCES,
+    adapter_of_rows,
+    check_row_values,
+    check_rows,
+    no_kernel_for,
+)
 
 NAME = "shrink_qkv_permute_3mn"
 SCHEMA = (
@@ -34,16 +42,6 @@ SCHEMA = (
     "bool inclusive_offsets=False, SymInt? num_active_experts=None, SymInt? num_rows=None) "
     "-> Tensor"
 )
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-}
-ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"
-LETTERS = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
@@ -164,9 +162,7 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
 
 def unsupported(a: ShrinkArguments) -> str | None:
     """Why the emitted kernels cannot take a call; None where they can. Metadata only."""
-    if a.a.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.a.dtype}"
-    return None
+    return no_kernel_for(a.a.dtype)
 
 
 def sample_inputs(
