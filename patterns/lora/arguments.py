@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.lora.plan import takes_row_kernel
-from tilewright.ops.lora.shrink import KERNEL_DTYPES
+from tilewright.ops.lora.rows import KERNEL_DTYPES
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.language import Stage, reject

@@ -13,7 +13,6 @@ from tests.ops.qkv import plain
 from tilewright.ops import ArgumentError, contract, fused_qkv_matmul_kv_cache_paged_ragged
 from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, RaggedCase
-from tilewright.ops.runtime import replay
 
 OP = get_op("fused_qkv_matmul_kv_cache_paged_ragged")
 CASES = {case.name: case for case in RAGGED_CASES}
@@ -99,7 +98,6 @@ def test_a_call_is_repeated_where_its_scales_are_views(name, calls, interpreter,
     op = replace(OP, validate_values=whole.append)
     run, a = contract._implementation(op, "cuda"), OP.sample_inputs(CASES[name])
     monkeypatch.setattr(interpreter, "launcher", lambda launch: lambda values: None)
-    monkeypatch.setattr(replay, "split_k_scratch", lambda *_: (torch.empty(0),) * 2)
     args, kwargs = OP.split(a)
     first, second = run(*args, **kwargs), run(*args, **kwargs)
     assert len(whole) == calls
