@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -35,8 +36,13 @@ class Interpreter:
             case Library(function, tensors):
                 return function(*tensors)
             case Launch(_, grid) if 0 not in grid:
-                self.launcher(step)(step.given)
+                launch = self.launcher(step)
+                launch(step.given)
+                return launch
         return None
+
+    def maker(self, buffer):
+        return partial(self.perform, buffer)
 
     def launcher(self, launch):
         spec, grid = launch.spec, (*launch.grid, *(1,) * (3 - len(launch.grid)))

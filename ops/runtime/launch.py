@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,11 +19,9 @@ from tilewright.codegen.build import (
 from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.runtime import recording
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.isolation import apart
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Machine, SplitK, Step
-from tilewright.ops.runtime.recording import note_launch
 
 # Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
@@ -47,7 +45,9 @@ class Gpu:
     def perform(self, step: Step) -> Any:
         match step:
             case Launch(spec, grid) if 0 not in grid:
-                launcher(spec, grid, self.device)(step.given)
+                made = launcher(spec, grid, self.device)
+                made(step.given)
+                return made
             case Buffer(shape, dtype):
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)
             case SplitK(num_tiles, elements):
@@ -56,8 +56,8 @@ class Gpu:
                 return function(*tensors)
         return None
 
-    def launcher(self, launch: Launch) -> Callable[[Sequence[Any]], None]:
-        return launcher(launch.spec, launch.grid, self.device)
+    def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
+        return partial(torch.empty, tuple(buffer.shape), dtype=buffer.dtype, device=self.device)
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -95,21 +95,6 @@ def launcher(spec: KernelSpec, grid: Sequence[int], device: torch.device) -> Lau
         return Launcher(kernel[full_grid], index, bool(kernel.metadata.global_scratch_size))
 
 
-def launch(
-    spec: KernelSpec, grid: Sequence[int], values: Mapping[str, Any], device: torch.device
-) -> None:
-    """Runs a spec's kernel on the current stream of `device`.
-
-    values: the run-time arguments by parameter name; names that the spec holds as constants are
-    not looked at. grid: one to three extents; nothing is launched where one of them is zero.
-    """
-    if 0 in grid:
-        return
-    made, given = launcher(spec, grid, device), tuple(values[name] for name, _ in spec.signature)
-    made(given)
-    note_launch(made, given)
-
-
 @cache
 def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
     """Triton's compiled kernel, exactly as the spec has it.
@@ -134,7 +119,7 @@ def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
     return compile_without_dead_barriers(source, target, options, keep_ttgir)
 
 
-def split_k_scratch(
+def _split_k_scratch(
     num_tiles: int, elements_per_tile: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp32 workspace, zeroed counters) for one launch of a split-K kernel.
@@ -143,14 +128,6 @@ def split_k_scratch(
     left at zero by every launch, so that a stream reuses its own; a captured launch gets counters
     that no other launch has, since its graph may be replayed on any stream.
     """
-    made = _split_k_scratch(num_tiles, elements_per_tile, device)
-    note_launch(recording.SplitK(num_tiles, elements_per_tile), made)
-    return made
-
-
-def _split_k_scratch(
-    num_tiles: int, elements_per_tile: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
     workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     capturing = torch.cuda.is_current_stream_capturing()

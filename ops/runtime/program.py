@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +47,9 @@ class SplitK:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """An emitted kernel. grid: one to three extents; nothing runs where one of them is zero.
-    values: by parameter name; names that the spec holds as constants are not looked at."""
+    values: by parameter name; names that the spec holds as constants are not looked at. Answer:
+    what makes the same launch with other run-time arguments (tensors, addresses or numbers, in the
+    kernel's order); None where nothing ran."""
 
     spec: KernelSpec
     grid: Sequence[int]
@@ -102,8 +105,8 @@ class Machine(Protocol):
     def perform(self, step: Step) -> Any:
         """The step's answer."""
 
-    def launcher(self, launch: Launch) -> Callable[[Sequence[Any]], None]:
-        """Makes the same launch with other run-time arguments: tensors, addresses or numbers."""
+    def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
+        """Makes such memory at each call."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,10 @@ def drive(steps: Steps, machine: Machine, *, keep: bool = False) -> Program:
     kept, so that their memory may be freed, unless `keep`."""
     done: list[Done] = []
     repeatable, answer = True, None
+    perform, send = machine.perform, steps.send
     while True:
         try:
-            step = steps.send(answer)
+            step = send(answer)
         except StopIteration as stop:
             return Program(stop.value, tuple(done), repeatable)
         if isinstance(step, NotRepeatable):
@@ -136,7 +140,7 @@ def drive(steps: Steps, machine: Machine, *, keep: bool = False) -> Program:
             if not keep:
                 done.clear()
             continue
-        answer = machine.perform(step)
+        answer = perform(step)
         if repeatable or keep:
             done.append((step, answer))
 
@@ -158,8 +162,8 @@ class Planner:
                 return _on_meta(made)
         return None
 
-    def launcher(self, launch: Launch) -> Callable[[Sequence[Any]], None]:
-        raise TypeError("a plan launches nothing")
+    def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
+        return partial(_on_meta, buffer)
 
 
 def _on_meta(made: Buffer) -> torch.Tensor:

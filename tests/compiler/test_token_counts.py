@@ -21,6 +21,7 @@ from tilewright.compiler import backend, reports
 from tilewright.ops.qkv import launch as launches
 from tilewright.ops.runtime import launch as kernel_launch
 from tilewright.ops.runtime.device import device_target
+from tilewright.ops.runtime.program import SplitK
 
 K, HQ, HKV, D, LAYERS = 2048, 4, 1, 128, 2
 PAGES, PAGE, CONTEXT = 64, 16, 512
@@ -251,10 +252,11 @@ class TestGraphs:
 
     def test_captured_launches_share_no_counters(self):
         device = torch.device("cuda", torch.cuda.current_device())
-        taken = [kernel_launch.split_k_scratch(48, 16, device)[1]]
+        machine, split = kernel_launch.machine_of(device), SplitK(48, 16)
+        taken = [machine.perform(split)[1]]
         for _ in range(2):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                taken += [kernel_launch.split_k_scratch(48, 16, device)[1] for _ in range(2)]
+                taken += [machine.perform(split)[1] for _ in range(2)]
         places = sorted(t.data_ptr() for t in taken)
         assert all(b - a >= 48 * 4 for a, b in pairwise(places))
         assert all(int(t.sum()) == 0 for t in taken)

@@ -1,6 +1,7 @@
 """The same call again: found by addresses, launched as at first, and never where it may not be.
 
-The implementation for CUDA runs here on CPU tensors, its launches noted instead of made.
+The implementation for CUDA runs here on CPU tensors: its kernels on Triton's interpreter, or named
+and not run.
 """
 
 from __future__ import annotations
@@ -13,65 +14,140 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright.codegen.qkv.plan import candidates, fused_choice
+from tests.interpreted import Interpreter, steps_of
 from tilewright.codegen.targets import SM90
 from tilewright.ops import contract
 from tilewright.ops.checks import ArgumentError
-from tilewright.ops.contract import FusedOp, Lowering, get_op
-from tilewright.ops.qkv import launch as launches
-from tilewright.ops.qkv import lowering as lowerings
+from tilewright.ops.contract import FusedOp, Lowering, all_ops, get_op
+from tilewright.ops.lora.cases import LoraCase
 from tilewright.ops.qkv.samples import AttentionCase
-from tilewright.ops.runtime import replay
-from tilewright.ops.runtime.recording import SplitK, address_key, note_launch
+from tilewright.ops.runtime.program import Buffer, Library, SplitK, drive
+from tilewright.ops.runtime.recording import address_key
+from tilewright.ops.runtime.replay import repeat
 
-NAMES = ("fused_qkv_paged", "paged_kv_store")
-
-
-class Launcher:
-    """Stands for a compiled kernel: notes the values of every launch."""
-
-    def __init__(self, names, log):
-        self.names = names
-        self.log = log
-
-    def __call__(self, values):
-        self.log.append(tuple(v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values))
+KEYED = ("fused_qkv_paged", "paged_kv_store")
 
 
-def split_scratch(tiles, elements, device):
-    """Split-K scratch of a CPU, noted as that of a GPU is."""
-    made = torch.empty(tiles * elements), torch.zeros(tiles, dtype=torch.int32)
-    note_launch(SplitK(tiles, elements), made)
-    return made
+class Recorder(Interpreter):
+    """Runs no kernel. launches: each kernel's name and values, with addresses for tensors; own: the
+    new memory by address."""
+
+    def __init__(self):
+        super().__init__(SM90, runs=False)
+        self.launches = []
+        self.own = {}
+
+    def perform(self, step):
+        answer = super().perform(step)
+        if isinstance(step, (Buffer, SplitK)) or (isinstance(step, Library) and step.makes):
+            for tensor in answer if isinstance(answer, tuple) else (answer,):
+                self.own[tensor.data_ptr()] = tensor
+        return answer
+
+    def launcher(self, launch):
+        def note(values):
+            addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+            self.launches.append((launch.spec.kernel, addresses))
+
+        return note
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what would make the CPU wait for a GPU, or read from it."""
+
+    BANNED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_to_copy", "unique")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if any(name.startswith(banned) for banned in self.BANNED):
+            raise AssertionError(f"{name} would wait for the GPU")
+        return function(*args, **(kwargs or {}))
+
+
+def test_waiting_would_be_noticed():
+    with NoWaiting(), pytest.raises(AssertionError, match="would wait"):
+        torch.ones(1).item()
+
+
+BUILT = [
+    op
+    for op in all_ops()
+    if op.namespace == "tilewright" and any(lowering.build for lowering in op.lowerings)
+]
+
+
+@pytest.mark.parametrize("op", BUILT, ids=lambda op: op.name)
+def test_a_repeat_launches_what_the_first_call_launched(op):
+    """Whatever lay at one place of the call's own memory lies at one place of the new; arguments
+    lie where they lay. Nothing in either call waits for the GPU."""
+    repeated = [case for case in op.cases if is_repeated(op, op.sample_inputs(case))]
+    assert len(repeated) >= 3
+
+
+def is_repeated(op, a):
+    if op.choose("cuda", a).lowering.build is None:
+        return False
+    machine, (args, kwargs) = Recorder(), op.split(a)
+    with NoWaiting():
+        program = drive(steps_of(op, a, machine.target), machine)
+        again = repeat(program, args, kwargs, machine)
+        if again is None:
+            return False
+        first, before = machine.launches.copy(), list(machine.own)
+        machine.launches.clear()
+        result = again(*args, **kwargs)
+    assert [kernel for kernel, _ in first] == [kernel for kernel, _ in machine.launches]
+    moved = {}
+    for (_, old), (_, new) in zip(first, machine.launches, strict=True):
+        for one, other in zip(old, new, strict=True):
+            if one != other:
+                assert moved.setdefault(one, other) == other
+                assert any(0 <= one - start < machine.own[start].nbytes for start in before)
+    pairs = zip(results_of(program.outcome.result), results_of(result), strict=True)
+    for old, new in pairs:
+        assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
+        if old.numel():
+            assert new.data_ptr() != old.data_ptr()
+            assert moved.get(old.data_ptr(), new.data_ptr()) == new.data_ptr()
+    return True
+
+
+def results_of(result):
+    return () if result is None else result if isinstance(result, tuple) else (result,)
+
+
+SHRINK = get_op("shrink_qkv_permute_3mn")
+ROWS = LoraCase("rows", num_rows=6, num_adapters=3, hidden=24, ranks=(2, 3, 0))
+
+
+class Breakable(Interpreter):
+    """Its kernels fail on request."""
+
+    broken = False
+
+    def launcher(self, launch):
+        run = super().launcher(launch)
+
+        def checked(values):
+            if self.broken:
+                raise RuntimeError("no such kernel any more")
+            run(values)
+
+        return checked
 
 
 @pytest.fixture
-def log(monkeypatch):
-    """Launches on a pretended H200: (values of each), and how often values were checked."""
-    found = []
-
-    def launch(spec, grid, values, device):
-        names = tuple(name for name, _ in spec.signature)
-        given = tuple(values[name] for name in names)
-        launcher = Launcher(names, found)
-        launcher(given)
-        note_launch(launcher, given)
-
-    monkeypatch.setattr(lowerings, "device_target", lambda device: SM90)
-    monkeypatch.setattr(lowerings, "launch", launch)
-    for module in (lowerings, replay):
-        monkeypatch.setattr(module, "split_k_scratch", split_scratch)
-    properties = type("P", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return found
+def machine(monkeypatch):
+    made = Breakable()
+    monkeypatch.setattr(contract, "machine_of", lambda device: made)
+    return made
 
 
 class Checked:
     """An op for CUDA that counts how often it checks values."""
 
-    def __init__(self, name):
+    def __init__(self, op=SHRINK):
         self.checks = 0
-        op = get_op(name)
 
         def validate_values(arguments):
             self.checks += 1
@@ -86,75 +162,26 @@ class Checked:
             return self.run(*args, **kwargs)
 
 
-def fused(case):
-    """Arguments that a single fused kernel takes."""
-    return get_op("fused_qkv_paged").sample_inputs(case)
-
-
-PLAIN = AttentionCase("plain", hidden=256, head_dim=64, rope_style="half", rotary_dim=64, bias=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_repeat_launches_what_the_first_call_launched(name, log):
-    repeated = 0
-    for case in get_op(name).cases:
-        run = Checked(name)
-        arguments = run.op.sample_inputs(case)
-        if arguments.k_cache.dtype == torch.float64:
-            continue
-        log.clear()
-        first = run(arguments)
-        second = run(arguments)
-        if run.checks == 2:
-            continue  # more than one kernel, or none
-        repeated += 1
-        assert len(log) == 2, case
-        differing = [(a, b) for a, b in zip(*log, strict=True) if a != b]
-        if first is None:
-            assert differing == []
-        else:
-            assert (first.data_ptr(), second.data_ptr()) in differing
-            assert (second.shape, second.dtype) == (first.shape, first.dtype)
-            assert second.stride() == first.stride()
-            assert len(differing) <= 3  # split-K workspace and counters beside the result
-    assert repeated >= 5
-
-
-def test_split_k_scratch_is_new_each_time(log, monkeypatch):
-    made = []
-
-    def scratch(tiles, elements, device):
-        made.append((tiles, elements))
-        return split_scratch(tiles, elements, device)
-
-    def split(call):
-        configs = candidates(call.problem, 16, SM90)
-        config = next(c for c in configs if getattr(c, "split_k", 1) > 1)
-        return fused_choice(call.problem, config, SM90, 0.0, measured=False)
-
-    for module in (lowerings, replay):
-        monkeypatch.setattr(module, "split_k_scratch", scratch)
-    monkeypatch.setattr(launches, "planned_lowering", split)
-    case = replace(PLAIN, hidden=4096, head_dim=128, rotary_dim=128)
-    run, arguments = Checked("fused_qkv_paged"), fused(case)
-    run(arguments)
-    run(arguments)
+def test_a_known_call_is_neither_checked_nor_planned_again(machine):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
+    first = run(a)
+    a.a.neg_()
+    assert torch.equal(run(a), -first)
     assert run.checks == 1
-    assert len(made) == 2
-    assert made[0] == made[1]
+    assert machine.kernels == ["lora_shrink_row"] * 2
 
 
-def test_other_addresses_and_other_metadata_go_the_whole_way(log):
-    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
+def test_other_addresses_and_other_metadata_go_the_whole_way(machine):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
     changed = [
         a,
-        replace(a, x=a.x.clone()),
-        replace(a, slot_mapping=a.slot_mapping.clone()),
-        replace(a, x=a.x[:4], slot_mapping=a.slot_mapping[:4], cos=a.cos[:4], sin=a.sin[:4]),
-        replace(a, q_bias=None),
-        replace(a, indexing="torch"),
-        replace(a, norm_eps=1e-5),
-        replace(a, k_window=a.v_window, v_window=a.k_window, k_cache=a.v_cache, v_cache=a.k_cache),
+        replace(a, a=a.a.clone()),
+        replace(a, expert_ids=a.expert_ids.clone()),
+        replace(a, a=a.a[:3], expert_ids=a.expert_ids[:3]),
+        replace(a, expert_ids=a.expert_ids[:3]),
+        replace(a, num_rows=3, expert_ids=a.expert_ids[:3]),
+        replace(a, q_weight=a.k_weight, k_weight=a.q_weight),
+        replace(a, k_weight=None),
     ]
     for count, arguments in enumerate(changed, 1):
         run(arguments)
@@ -162,14 +189,17 @@ def test_other_addresses_and_other_metadata_go_the_whole_way(log):
     for arguments in changed:
         run(arguments)
     assert run.checks == len(changed)
-    assert len(log) == 2 * len(changed)
+    assert len(machine.kernels) == 2 * len(changed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KEYED)
 def test_the_key_tells_every_argument(name):
     """Leaving any argument out of the key, or taking one for another, would show here."""
     op = get_op(name)
-    a = op.sample_inputs(replace(PLAIN, qk_norm=True))
+    a = op.sample_inputs(
+        AttentionCase("plain", hidden=256, head_dim=64, rope_style="half", rotary_dim=64,
+                      bias=True, qk_norm=True)
+    )  # fmt: skip
     known = address_key(*op.split(a))
     assert known == address_key(*op.split(a))
     for field in fields(a):
@@ -184,18 +214,18 @@ def test_the_key_tells_every_argument(name):
             assert address_key(*op.split(replace(a, **{field.name: other}))) != known, field.name
 
 
-def test_values_are_checked_each_time_when_debugging(log, monkeypatch):
-    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
+def test_values_are_checked_each_time_when_debugging(machine, monkeypatch):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
     run(a)
-    a.slot_mapping[0] = 10**6
+    a.expert_ids[0] = 7
     monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
-    with pytest.raises(ArgumentError, match="slot_mapping"):
+    with pytest.raises(ArgumentError, match="expert_ids"):
         run(a)
-    assert len(log) == 1
+    assert len(machine.kernels) == 1
 
 
-def test_a_repeat_loses_no_gradient_silently(log):
-    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
+def test_a_repeat_loses_no_gradient_silently(machine):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
     run(a)
     a.q_weight.requires_grad_(True)
     args, kwargs = run.op.split(a)
@@ -205,34 +235,26 @@ def test_a_repeat_loses_no_gradient_silently(log):
     assert run.checks == 1
 
 
-def test_a_library_and_what_is_not_measured_yet_are_not_repeated(log, monkeypatch):
-    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
-    monkeypatch.setattr(launches, "measured_choice", lambda *a: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for _ in range(2):
-        run(replace(a, tune=True))
+def test_a_repeat_that_fails_goes_the_whole_way(machine):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
+    run(a)
+    machine.broken = True
+    want = SHRINK.reference(a)
+    assert torch.equal(run(a), want)
     assert run.checks == 2
-    library = Checked("fused_qkv_paged")
-    monkeypatch.setattr(lowerings, "device_target", lambda device: None)
-    for _ in range(2):
-        library(a)
-    assert library.checks == 2
-    assert len(log) == 4
 
 
-def test_what_reads_a_tensor_the_call_made_is_not_repeated(log, monkeypatch):
-    prepare = lowerings.prepare
-
-    def with_a_copy(a):
-        call = prepare(a)
-        call.values["x_ptr"] = a.x.clone()  # as if it were cast first
-        return call
-
-    monkeypatch.setattr(lowerings, "prepare", with_a_copy)
-    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
-    for _ in range(2):
-        run(a)
-    assert run.checks == 2
+def test_what_is_remembered_keeps_no_tensor_alive(machine):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
+    run(a)
+    run(a)
+    assert run.checks == 1
+    watched = [
+        weakref.ref(v) for f in fields(a) if isinstance(v := getattr(a, f.name), torch.Tensor)
+    ]
+    del a
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
 
 
 def test_on_the_cpu_nothing_is_repeated():
@@ -288,65 +310,3 @@ def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another():
     del xs
     gc.collect()
     assert [ref() for ref in watched] == [None, None]
-
-
-def test_a_repeat_that_fails_goes_the_whole_way(log, monkeypatch):
-    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
-    run(a)
-
-    def broken(self, values):
-        raise RuntimeError("no such kernel any more")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Launcher, "__call__", broken)
-        want = get_op("fused_qkv_paged").reference(fused(PLAIN))
-        torch.testing.assert_close(run(a), want, rtol=2e-2, atol=2e-2)
-    assert run.checks == 2
-
-
-def test_what_is_remembered_keeps_no_tensor_alive(log):
-    run, a = Checked("fused_qkv_paged"), fused(PLAIN)
-    run(a)
-    run(a)
-    assert run.checks == 1
-    watched = [
-        weakref.ref(v) for f in fields(a) if isinstance(v := getattr(a, f.name), torch.Tensor)
-    ]
-    del a
-    gc.collect()
-    assert [ref() for ref in watched] == [None] * len(watched)
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses what would make the CPU wait for a GPU, or read from it."""
-
-    BANNED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_to_copy", "unique")
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        if any(name.startswith(banned) for banned in self.BANNED):
-            raise AssertionError(f"{name} would wait for the GPU")
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_in_a_launch_waits_for_the_gpu(name, log, monkeypatch):
-    op = get_op(name)
-    launch = {"fused_qkv_paged": launches.repeatable_fused_qkv_paged}.get(
-        name, launches.repeatable_paged_kv_store
-    )
-    for case in op.cases:
-        arguments = op.sample_inputs(case)
-        if arguments.k_cache.dtype == torch.float64:
-            continue
-        args, kwargs = op.split(arguments)
-        with NoWaiting():
-            _, again = launch(*args, **kwargs)
-            if again is not None:
-                again()
-    assert log
-
-
-def test_waiting_would_be_noticed():
-    with NoWaiting(), pytest.raises(AssertionError, match="would wait"):
-        torch.ones(1).item()

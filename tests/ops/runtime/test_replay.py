@@ -5,64 +5,148 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM90, Target
 from tilewright.ops.runtime import launch as kernel_launch
 from tilewright.ops.runtime import replay
-from tilewright.ops.runtime.recording import (
-    address_key,
-    call_library,
-    made_by_library,
-    note_launch,
-    noted_scratch,
-    noting_launches,
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    NotRepeatable,
+    Outcome,
+    SplitK,
+    drive,
 )
-from tilewright.ops.runtime.replay import call_again
+from tilewright.ops.runtime.recording import address_key
+from tilewright.ops.runtime.replay import repeat
 
 
-def noted(reads, out, scratch=None):
-    """What a call notes that has one launch."""
-    with noting_launches() as calls:
-        if scratch is not None:
-            noted_scratch(scratch)
-        note_launch(lambda values: None, (reads, out))
-    return calls
+@dataclass
+class Recorder:
+    """Runs no kernel; launches: the values of each; made: all new memory, in order."""
+
+    target: Target = SM90
+    launches: list[tuple] = field(default_factory=list)
+    made: list[torch.Tensor] = field(default_factory=list)
+    slab: torch.Tensor = field(default_factory=lambda: torch.zeros(64, dtype=torch.int32))
+
+    def perform(self, step):
+        match step:
+            case Buffer(shape, dtype):
+                self.made.append(torch.empty(tuple(shape), dtype=dtype))
+                return self.made[-1]
+            case SplitK(tiles, elements):
+                counters = self.slab[:tiles]
+                self.slab = self.slab[tiles:]
+                self.made += (torch.empty(tiles * elements), counters)
+                return tuple(self.made[-2:])
+            case Library(function, tensors):
+                return function(*tensors)
+            case Launch() if 0 not in step.grid:
+                self.launches.append(step.given)
+                return self.launches.append
+        return None
+
+    def maker(self, buffer):
+        return partial(self.perform, buffer)
+
+
+def launch(*values, grid=(1,)):
+    kinds = {
+        f"v{n}": "*fp32" if isinstance(v, torch.Tensor) else "i32" for n, v in enumerate(values)
+    }
+    spec = KernelSpec.make("test.kernel", "kernel", {}, kinds)
+    return Launch(spec, grid, dict(zip(kinds, values, strict=True)))
+
+
+def made_again(steps, *args, machine=None):
+    """(the result of a call, what makes it again)"""
+    machine = machine or Recorder()
+    program = drive(steps, machine)
+    return program.outcome.result, repeat(program, args, {}, machine)
+
+
+def is_repeated(steps, *args):
+    return made_again(steps, *args)[1] is not None
+
+
+X = torch.ones(4)
+
+
+def reading(read):
+    """One launch, of what `read` makes of the call's own scratch memory."""
+    out = yield Buffer((4,), torch.float32)
+    own = yield Buffer((8,), torch.float32)
+    yield launch(read(own), out)
+    return Outcome(out, "")
 
 
 def test_memory_of_unknown_content_is_not_read_again():
-    x, out, own = torch.ones(4), torch.empty(4), torch.empty(8)
-    assert call_again(noted(x, out), (x,), {}, out) is not None
-    assert call_again(noted(x.clone(), out), (x,), {}, out) is None
-    assert call_again(noted(own[4:], out, scratch=own), (x,), {}, out) is not None
+    assert is_repeated(reading(lambda own: X), X)
+    assert is_repeated(reading(lambda own: X[2:]), X)
+    assert is_repeated(reading(lambda own: own[4:]), X)
+    assert not is_repeated(reading(lambda own: X.clone()), X)
 
 
 def test_a_library_may_make_the_result():
     x = torch.ones(4)
-    with noting_launches() as calls:
-        out = made_by_library(torch.neg, x)
-    again = call_again(calls, (x,), {}, out.view(2, 2))
+
+    def steps():
+        out = yield Library(torch.neg, (x,), Buffer.like(x))
+        return Outcome(out.view(2, 2), "")
+
+    _, again = made_again(steps(), x)
     x.mul_(3)
     assert torch.equal(again(x), torch.full((2, 2), -3.0))
-    with noting_launches() as calls:
-        half = made_by_library(torch.neg, x)
-    assert call_again(calls, (x,), {}, half.clone()) is None
+
+
+def test_what_a_library_makes_is_the_whole_result_and_made_last():
+    def copied_then():
+        out = yield Library(torch.neg, (X,), Buffer.like(X))
+        return Outcome(out.clone(), "")
+
+    def launched_then():
+        out = yield Library(torch.neg, (X,), Buffer.like(X))
+        yield launch(X, out)
+        return Outcome(out, "")
+
+    assert not is_repeated(copied_then(), X)
+    assert not is_repeated(launched_then(), X)
 
 
 def test_a_result_that_no_launch_fills_is_not_made_again():
-    x, out = torch.ones(4), torch.empty(4)
-    assert call_again(noted(x, x), (x,), {}, out) is None
-    assert call_again([], (x,), {}, out) is None
+    def steps(into_result, grid):
+        out = yield Buffer((4,), torch.float32)
+        yield launch(X, out if into_result else X, grid=grid)
+        return Outcome(out, "")
+
+    assert is_repeated(steps(True, (1,)), X)
+    assert not is_repeated(steps(False, (1,)), X)
+    assert not is_repeated(steps(True, (0, 1)), X)
 
 
-def test_a_launch_of_a_result_that_a_library_makes_is_not_made_again():
-    x = torch.ones(4)
-    with noting_launches() as calls:
-        out = made_by_library(torch.neg, x)
-    calls.insert(0, (lambda values: None, (x, out)))
-    assert call_again(calls, (x,), {}, out) is None
+def test_a_call_that_says_so_is_not_made_again():
+    """And its steps are not kept, so that their memory may be freed."""
+
+    def steps():
+        out = yield Buffer((4,), torch.float32)
+        yield NotRepeatable("tuning may choose another kernel for the next call")
+        yield launch(X, out)
+        return Outcome(out, "")
+
+    assert not is_repeated(steps(), X)
+    assert drive(steps(), Recorder()).steps == ()
+    kept = drive(steps(), Recorder(), keep=True)
+    assert len(kept.steps) == 2
+    assert repeat(kept, (X,), {}, Recorder()) is None
 
 
 def copied(x, out):
@@ -76,11 +160,14 @@ def test_a_library_sees_an_argument_whose_storage_begins_elsewhere_by_then(share
     whole = torch.frombuffer(memory.numpy(), dtype=torch.float32)
     x, other = whole[8:12], whole[:4]
     args = (other, x) if shared else (x,)
-    out = torch.empty(4)
-    with noting_launches() as calls:
-        call_library(copied, x.as_strided((2,), (2,), 9), out[:2])
-        call_library(copied, x[2:], out[2:])
-    again = call_again(calls, args, {}, out)
+
+    def steps():
+        out = yield Buffer((4,), torch.float32)
+        yield Library(copied, (x.as_strided((2,), (2,), 9), out[:2]))
+        yield Library(copied, (x[2:], out[2:]))
+        return Outcome(out, "")
+
+    out, again = made_again(steps(), *args)
     assert torch.equal(again(*args), out)
     moved = torch.frombuffer(memory.numpy()[8:], dtype=torch.float32)[:4]
     late = (other, moved) if shared else (moved,)
@@ -91,98 +178,120 @@ def test_a_library_sees_an_argument_whose_storage_begins_elsewhere_by_then(share
     assert second.tolist() == [109.0, 111.0, 110.0, 111.0]
 
 
-def addresses_of(result, scratch, x, empty):
-    """What a launch of these gets when it is made again, and the new result."""
-    seen = []
-    with noting_launches() as calls:
-        noted_scratch(scratch)
-        noted_scratch(empty)
-        note_launch(seen.append, (x, scratch[2:], empty, result, 7))
-    again = call_again(calls, (x,), {}, result)
-    return again(x), seen
+def test_a_launch_gets_arguments_as_they_lay_and_all_else_anew():
+    machine = Recorder()
+
+    def steps():
+        scratch = yield Buffer((8,), torch.float32)
+        empty = yield Buffer((0,), torch.float32)
+        more = yield Buffer((5,), torch.float64)
+        out = yield Buffer((3,), torch.float32)
+        yield launch(X, scratch[2:], empty, more, out, 7)
+        return Outcome(out, "")
+
+    first, again = made_again(steps(), X, machine=machine)
+    machine.made.clear()
+    out = again(X)
+    result, scratch = machine.made
+    assert out is result is not first
+    assert scratch.nbytes == 2 * replay.ALIGNMENT
+    start = scratch.data_ptr()
+    own = [start + 8, 0, start + replay.ALIGNMENT, result.data_ptr()]
+    assert machine.launches[1] == [X.data_ptr(), *own, 7]
 
 
-def test_a_launch_gets_arguments_as_they_lay_and_all_else_anew(monkeypatch):
-    made = []
-    empty = torch.empty
+def test_what_fills_no_result_may_have_scratch_memory():
+    machine = Recorder()
 
-    def kept(*args, **kwargs):
-        made.append(empty(*args, **kwargs))
-        return made[-1]
+    def steps():
+        own = yield Buffer((2,), torch.float32)
+        yield launch(X, own)
+        return Outcome(None, "")
 
-    x, old, own, nothing = torch.ones(4), torch.empty(3), torch.empty(8), torch.empty(0)
-    monkeypatch.setattr(torch, "empty", kept)
-    out, (values,) = addresses_of(old, own, x, nothing)
-    result, scratch = made
-    assert out is result
-    assert scratch.nbytes == replay.ALIGNMENT
-    assert values == [x.data_ptr(), scratch.data_ptr() + 8, 0, result.data_ptr(), 7]
+    _, again = made_again(steps(), X, machine=machine)
+    assert again(X) is None
+    assert machine.launches[1] == [X.data_ptr(), machine.made[-1].data_ptr()]
 
 
-def test_split_k_scratch_is_asked_for_at_each_launch(monkeypatch):
+def test_split_k_scratch_is_asked_for_at_each_launch():
     """In a captured graph each launch must have counters of its own."""
-    slab = torch.zeros(64, dtype=torch.int32)
-    taken = []
+    machine = Recorder()
 
-    def scratch(tiles, elements, device):
-        taken.append((torch.empty(tiles * elements), slab[len(taken) * 8 :][:tiles]))
-        return taken[-1]
+    def steps():
+        parts = []
+        for size in (2, 0, 3):
+            parts.append((yield Buffer((size,), torch.float32)))
+        for part in parts[::2]:
+            workspace, counters = yield SplitK(2, 5)
+            yield launch(X, workspace, counters, part)
+        return Outcome(tuple(parts), "")
 
-    monkeypatch.setattr(kernel_launch, "_split_k_scratch", scratch)
-    seen, x, out = [], torch.ones(4), (torch.empty(2), torch.empty(0), torch.empty(3))
-    with noting_launches() as calls:
-        for part in (out[0], out[2]):
-            workspace, counters = kernel_launch.split_k_scratch(2, 5, x.device)
-            note_launch(seen.append, (x, workspace, counters, part))
-    again = call_again(calls, (x,), {}, out)
-    result = again(x)
-    assert [t.shape for t in result] == [t.shape for t in out]
-    assert len(taken) == 4
-    for values, (workspace, counters), part in zip(seen, taken[2:], result[::2], strict=True):
-        want = [x, workspace, counters, part]
-        assert values == [t.data_ptr() for t in want]
+    first, again = made_again(steps(), X, machine=machine)
+    machine.made.clear()
+    result = again(X)
+    assert [t.shape for t in result] == [t.shape for t in first]
+    taken = machine.made[3:]
+    assert [t.numel() for t in taken] == [10, 2, 10, 2]
+    for values, split, part in zip(
+        machine.launches[2:], (taken[:2], taken[2:]), result[::2], strict=True
+    ):
+        assert values == [t.data_ptr() for t in (X, *split, part)]
+    assert len({values[2] for values in machine.launches[2:]}) == 2
 
 
-@pytest.mark.parametrize("out", [torch.empty(4, 4).t(), torch.empty(8)[4:]])
-def test_a_result_unlike_a_new_one_is_not_made_again(out):
-    x = torch.ones(4)
-    assert call_again(noted(x, out), (x,), {}, out) is None
+@pytest.mark.parametrize(
+    ("size", "seen"),
+    [((4, 4), torch.t), ((8,), lambda t: t[4:]), ((8,), lambda t: t[:4])],
+    ids=["transposed", "from the middle", "a part"],
+)
+def test_a_result_unlike_a_new_one_is_not_made_again(size, seen):
+    def steps(see):
+        out = yield Buffer(size, torch.float32)
+        yield launch(X, out)
+        return Outcome(see(out), "")
+
+    assert is_repeated(steps(lambda out: out), X)
+    assert not is_repeated(steps(seen), X)
 
 
 def test_each_result_must_be_filled():
-    x, out = torch.ones(4), (torch.empty(4), torch.empty(4))
-    assert call_again(noted(x, out[0]), (x,), {}, out) is None
+    def steps(filled):
+        one = yield Buffer((4,), torch.float32)
+        other = yield Buffer((4,), torch.float32)
+        for out in (one, other)[:filled]:
+            yield launch(X, out)
+        return Outcome((one, other), "")
+
+    assert not is_repeated(steps(1), X)
+    assert is_repeated(steps(2), X)
 
 
 def test_what_makes_a_call_again_holds_no_tensor():
-    x, out, own = torch.ones(4), torch.empty(4), torch.empty(8)
-    with noting_launches() as calls:
-        noted_scratch(own)
-        call_library(copied, x, own[:4])
-        note_launch(list, (own, out))
-    again = call_again(calls, (x,), {}, out)
+    watched = []
+
+    def steps(x):
+        own = yield Buffer((8,), torch.float32)
+        out = yield Buffer((4,), torch.float32)
+        yield Library(copied, (x, own[:4]))
+        yield launch(own, x[2:], out)
+        watched.extend(weakref.ref(tensor) for tensor in (x, out, own))
+        return Outcome(out, "")
+
+    class Forgetful(Recorder):
+        """Keeps no memory."""
+
+        def perform(self, step):
+            answer = super().perform(step)
+            self.made.clear()
+            self.launches.clear()
+            return answer
+
+    x = torch.ones(4)
+    again = made_again(steps(x), x, machine=Forgetful())[1]
     assert again is not None
-    watched = [weakref.ref(tensor) for tensor in (x, out, own)]
-    del x, out, own, calls
+    del x
     gc.collect()
     assert [ref() for ref in watched] == [None] * 3
-
-
-def fails_half_way(x):
-    with noting_launches():
-        noted_scratch(x)
-        raise ValueError("half way")
-
-
-def test_what_a_call_noted_before_it_failed_is_forgotten():
-    x = torch.ones(4)
-    with noting_launches() as outer:
-        with pytest.raises(ValueError, match="half way"):
-            fails_half_way(x)
-        note_launch(list, (x,))
-    assert [values for _, values in outer] == [(x,)]
-    note_launch(list, (x,))
-    assert len(outer) == 1
 
 
 def test_the_key_tells_devices_apart():
@@ -204,8 +313,8 @@ class Compiled:
         return lambda *values: self.log.append((grid, values))
 
 
-def test_what_is_launched_and_noted_is_launched_again(monkeypatch):
-    """From `launch` on, nothing but the compiled kernel and the CUDA runtime is replaced."""
+def test_what_a_gpu_launched_it_launches_again(monkeypatch):
+    """Nothing but the compiled kernel and the CUDA runtime is replaced."""
     log = []
     cuda = {
         "current_device": lambda: 0,
@@ -213,23 +322,23 @@ def test_what_is_launched_and_noted_is_launched_again(monkeypatch):
         "current_stream": lambda index: SimpleNamespace(cuda_stream=0),
         "is_current_stream_capturing": lambda: False,
     }
-    for name, stand_in in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(kernel_launch, "compiled_kernel", lambda spec, index: Compiled(log))
-    monkeypatch.setattr(kernel_launch, "_slabs", {0: torch.zeros(4096, dtype=torch.int32)})
-    monkeypatch.setattr(kernel_launch, "_counters", {})
-    spec = SimpleNamespace(signature=(("x", "*fp32"), ("w", ""), ("c", ""), ("out", ""), ("n", "")))
-    x, out = torch.ones(4), torch.empty(4)
-    with noting_launches() as calls:
-        workspace, counters = kernel_launch.split_k_scratch(3, 2, x.device)
-        values = {"x": x, "w": workspace, "c": counters, "out": out, "n": 5}
-        kernel_launch.launch(spec, (7,), values, x.device)
-        kernel_launch.launch(spec, (0, 2), values, x.device)
-    first = x.data_ptr(), counters.data_ptr()
-    again = call_again(calls, (x,), {}, out)
-    result = again(x)
+    state = {"compiled_kernel": lambda spec, index: Compiled(log), "_counters": {}}
+    state["_slabs"] = {0: torch.zeros(4096, dtype=torch.int32)}
+    stand_ins = [(torch.cuda, cuda), (kernel_launch, state)]
+    for module, name, value in [(m, n, v) for m, named in stand_ins for n, v in named.items()]:
+        monkeypatch.setattr(module, name, value)
+
+    def steps():
+        out = yield Buffer((4,), torch.float32)
+        workspace, counters = yield SplitK(3, 2)
+        yield launch(X, workspace, counters, out, 5, grid=(7,))
+        yield launch(X, out, grid=(0, 2))
+        return Outcome(out, "")
+
+    first, again = made_again(steps(), X, machine=kernel_launch.machine_of(X.device))
+    result = again(X)
     (grid, given), (same, addresses) = log
     assert grid == same == (7, 1, 1)
-    assert [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in given][::2] == [*first, 5]
-    assert addresses[::2] == (*first, 5)
-    assert addresses[3] == result.data_ptr() != out.data_ptr()
+    assert [v.data_ptr() for v in given[:4:2]] == list(addresses[:4:2])
+    assert given[4] == addresses[4] == 5
+    assert addresses[3] == result.data_ptr() != first.data_ptr()
