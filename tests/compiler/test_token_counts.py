@@ -20,10 +20,6 @@ from tilewright.codegen.qkv.plan import candidates, fused_choice
 from tilewright.compiler import backend, reports
 from tilewright.ops.qkv import lowering
 from tilewright.ops.runtime import launch as kernel_launch
-<<<<<<< HEAD
-=======
-from tilewright.ops.runtime.device import device_target
->>>>>>> refs/heads/lora-final
 from tilewright.ops.runtime.program import SplitK
 
 K, HQ, HKV, D, LAYERS = 2048, 4, 1, 128, 2
