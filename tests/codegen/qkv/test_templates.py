@@ -41,7 +41,7 @@ from tilewright.ops.qkv.library import project, project_packed
 from tilewright.ops.qkv.operands import epilogue_problem, prepare, prepare_store
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
-from tilewright.ops.runtime.program import Launch, drive
+from tilewright.ops.runtime.program import Launch, SplitK, drive
 
 LLAMA = AttentionCase(
     "llama",
@@ -208,10 +208,10 @@ def run_fused(a: FusedQkvArguments, config: Config) -> torch.Tensor:
     """q by a fused kernel of this config; new memory holds NaN."""
     machine = Interpreter(replace(SM100, num_sms=3))
     choice = fused_choice(problem_of(a), config, machine.target, 0.0, measured=False)
-    q = choices.run(a, choice, machine)
-    counters = [t for t in machine.known.values() if t.dtype == torch.int32]
+    program = drive(choices.choice_steps(prepare(a), choice, machine.target), machine)
+    counters = [answer[1] for step, answer in program.steps if isinstance(step, SplitK)]
     assert not any(t.any() for t in counters), "the next launch would find counters in use"
-    return q
+    return program.outcome.result
 
 
 def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
