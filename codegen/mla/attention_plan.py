@@ -61,8 +61,12 @@ def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
     """Whether producers and consumers are better apart, on Hopper.
 
     Triton 3.6 does not compile it with a reduction over rows or sequences before the loop: of
-    positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor.
+    positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor. A
+    result in fp32 (of one chunk of several) gets 64 KiB of shared memory there that the tiles of
+    queries and keys do not leave.
     """
+    if problem.out.dtype == "fp32":
+        return False
     if problem.is_fp8 or problem.attn_mask is not None or problem.query_positions is not None:
         return False
     if not problem.ragged:

@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from tilewright.codegen.build import compile_for
 from tilewright.codegen.mla.attention_plan import attention_config
-from tilewright.codegen.mla.attention_specs import AttentionProblem, AttentionSizes
+from tilewright.codegen.mla.attention_specs import (
+    AttentionProblem,
+    AttentionSizes,
+    attention_spec,
+)
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90
 
-BF16 = Operand("bf16")
+BF16, FP32 = Operand("bf16"), Operand("fp32")
 DENSE = AttentionProblem(
     num_heads=16, nope=128, rope=64, v_dim=128, q=BF16, k=Operand("bf16", (4096,)), v=BF16,
     out=BF16, q_rope=BF16, k_rope=Operand("bf16", (64, 0)), tma=True, rope_tma=True, joint=True,
@@ -36,6 +41,7 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         (replace(RAGGED, sequences=128), sizes(100, 409600), "128x64 w8 s3 chained"),
         (replace(RAGGED, tma=False), sizes(6, 12288), "128x64 w8 s3 chained"),
         (replace(DENSE, attn_mask=Operand("u8")), sizes(1, 4096), "128x64 w8 s3 chained"),
+        (replace(DENSE, out=FP32), sizes(1, 4096), "128x64 w8 s3 chained"),
     ],
 )
 def test_tiles_by_the_keys_of_a_sequence(problem, given, tiles):
@@ -48,3 +54,13 @@ def test_wider_heads_get_tiles_that_fit():
     nope, rope, v = wide.blocks
     held = config.block_m * (nope + rope) + config.num_stages * config.block_n * (nope + rope + v)
     assert 2 * held < SM90.max_shared_bytes
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_a_part_of_several_chunks_fits_shared_memory(tokens, tmp_path, monkeypatch):
+    """Its result is in fp32, which the compiler may give shared memory of its own."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    part = replace(RAGGED, num_heads=128, sequences=1, out=FP32, lse=FP32)
+    config = attention_config(part, sizes(1, tokens), SM90)
+    audit = compile_for(attention_spec(part, config, "sm90")).audit
+    assert audit.shared_bytes <= SM90.max_shared_bytes
