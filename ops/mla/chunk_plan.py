@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.ops.cache.address_checks import first
 from tilewright.ops.cache.checks import readable
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
@@ -19,6 +18,7 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_shape,
+    first,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, register
 from tilewright.ops.mla.cases import PLAN_CASES, PlanCase

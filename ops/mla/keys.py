@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.address_checks import first
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     INT32_MAX,
@@ -25,6 +24,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_last_dim_dense,
     check_shape,
+    first,
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow

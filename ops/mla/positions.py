@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.address_checks import first
-from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import ArgumentError, first
 
 
 def token_sequences(

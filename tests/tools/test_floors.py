@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +76,8 @@ EDGES = {
     ("qkv", "lora"),
     ("projection", "lora"),
 }
-# What lies in a family's folder and belongs into a shared room: taken by others all the same.
-MISPLACED = {}
+# Modules of `ops/` that import each other in a row.
+LONGEST_CHAIN = 9
 
 
 def family_of(module: str) -> str | None:
@@ -103,14 +104,28 @@ BELOW = [
 ]
 
 
-def test_families_take_from_each_other_along_the_known_edges_only():
+@pytest.mark.parametrize("path", BELOW, ids=lambda path: str(path.relative_to(ROOT)))
+def test_families_take_from_each_other_along_the_known_edges_only(path):
     """And shared rooms from no family."""
-    found: dict[str, set[str]] = {}
-    for path in BELOW:
-        for name in sideways(path):
-            module, _, last = name.rpartition(".")
-            found.setdefault(module, set()).add(last)
-    assert found == MISPLACED
+    assert sideways(path) == []
+
+
+def test_nobody_climbs_more_than_so_many_modules_of_ops():
+    graph = networkx.DiGraph()
+    for path in (ROOT / "ops").rglob("*.py"):
+        if path.name != "__init__.py":
+            own = ".".join(("tilewright", *path.relative_to(ROOT).with_suffix("").parts))
+            graph.add_edges_from((own, module_of(name)) for name in imported(path))
+    ours = graph.subgraph(n for n in graph if n.startswith("tilewright.ops."))
+    longest = networkx.dag_longest_path(ours)  # raises where there is a cycle
+    assert len(longest) <= LONGEST_CHAIN, longest
+
+
+def module_of(name: str) -> str:
+    """The module of an imported name, which may be a module itself."""
+    parts = name.split(".")
+    file = ROOT.joinpath(*parts[1:]).with_suffix(".py")
+    return name if file.is_file() else ".".join(parts[:-1])
 
 
 def test_every_known_edge_is_one():
