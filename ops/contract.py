@@ -26,7 +26,7 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.launch import machine_of
-from tilewright.ops.runtime.program import Planner, Steps, drive
+from tilewright.ops.runtime.program import Planner, Steps, drive, perform
 from tilewright.ops.runtime.recording import address_key
 from tilewright.ops.runtime.replay import repeat
 
@@ -64,13 +64,17 @@ class Lowering:
             raise ValueError(f"lowering {self.name!r}: expected one of entry and build")
 
     def call(
-        self, arguments: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, arguments: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seen: bool = True
     ) -> tuple[Any, OpCallable | None]:
         """The result, and what makes the same call again. arguments: the record of args and
-        kwargs."""
+        kwargs. seen: whether such a call was made before; it is not prepared to be made again
+        otherwise."""
         if self.build is not None:
             machine = machine_of(_device(arguments))
-            program = drive(_loaded(self.build)(arguments, machine.target), machine)
+            steps = _loaded(self.build)(arguments, machine.target)
+            if not seen:
+                return perform(steps, machine).result, None
+            program = drive(steps, machine)
             return program.outcome.result, repeat(program, args, kwargs, machine)
         if self.repeatable is None:
             return _loaded(self.entry)(*args, **kwargs), None
@@ -296,7 +300,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
     values_of = attrgetter(*(field.name for field in fields(op.arguments)))
     lists = _list_names(op)
     entries: dict[Any, OpCallable] = {}
-    repeats: dict[Any, OpCallable] = {}
+    repeats: dict[Any, OpCallable | None] = {}  # None: seen once
     # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
     repeatable = device_type == "cuda" and any(low.repeatable or low.build for low in op.lowerings)
     repeatable = repeatable and not _takes_tensor_lists(op)
@@ -316,18 +320,19 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
                 raise
             except Exception:  # the whole way says what is wrong, or goes on by the reference
                 repeats.pop(place, None)
-        result, again = whole(args, kwargs)
-        if again is not None and repeatable:
+        seen = place in repeats
+        result, again = whole(args, kwargs, seen)
+        if repeatable and (again is not None or not seen):
             _remember(repeats, place, again)
         return result
 
-    def whole(args: Any, kwargs: Any) -> tuple[Any, OpCallable | None]:
+    def whole(args: Any, kwargs: Any, seen: bool) -> tuple[Any, OpCallable | None]:
         arguments = op.arguments(*args, **kwargs)
         key = _metadata(values_of(arguments))
         entry = entries.get(key)
         if entry is None:
             if _lacks_list(lists, arguments):  # never remembered: no other call looks for it
-                return whole(*op.split(_with_lists(lists, arguments)))
+                return whole(*op.split(_with_lists(lists, arguments)), seen)
             _check_tensors_given(op, arguments)
             op.validate(arguments)
             entry = _guarded(op, op.choose(device_type, arguments).lowering)
@@ -335,7 +340,7 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _check_needs_no_grad(op, arguments)
         op.validate_values(arguments)
-        return entry(arguments, args, kwargs)
+        return entry(arguments, args, kwargs, seen)
 
     return run
 
@@ -401,10 +406,10 @@ def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
     """
     failed: list[Exception] = []
 
-    def run(arguments: Any, args: Any, kwargs: Any) -> Any:
+    def run(arguments: Any, args: Any, kwargs: Any, seen: bool) -> Any:
         if not failed:
             try:
-                return lowering.call(arguments, args, kwargs)
+                return lowering.call(arguments, args, kwargs, seen)
             except (ArgumentError, torch.OutOfMemoryError):
                 raise
             except Exception as error:

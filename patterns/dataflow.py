@@ -55,7 +55,7 @@ class Value:
         """All views among the arguments, in order."""
         return tuple(iter_views((*self.args, *self.kwargs.values())))
 
-    @property
+    @cached_property
     def whole(self) -> View:
         return View(self, effects.identity(self.shape))
 

@@ -124,15 +124,26 @@ class Program:
         return tuple(step.spec for step, _ in self.steps if isinstance(step, Launch))
 
 
+def perform(steps: Steps, machine: Machine) -> Outcome:
+    """Performs the steps of a call, and keeps none."""
+    answer = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as stop:
+            outcome: Outcome = stop.value
+            return outcome
+        answer = None if isinstance(step, NotRepeatable) else machine.perform(step)
+
+
 def drive(steps: Steps, machine: Machine, *, keep: bool = False) -> Program:
-    """Performs the steps of a call. Those of a call that says that it is not repeatable are not
+    """Performs the steps of a call and keeps them. Those of a call that says that it is not repeatable are not
     kept, so that their memory may be freed, unless `keep`."""
     done: list[Done] = []
     repeatable, answer = True, None
-    perform, send = machine.perform, steps.send
     while True:
         try:
-            step = send(answer)
+            step = steps.send(answer)
         except StopIteration as stop:
             return Program(stop.value, tuple(done), repeatable)
         if isinstance(step, NotRepeatable):
@@ -140,7 +151,7 @@ def drive(steps: Steps, machine: Machine, *, keep: bool = False) -> Program:
             if not keep:
                 done.clear()
             continue
-        answer = perform(step)
+        answer = machine.perform(step)
         if repeatable or keep:
             done.append((step, answer))
 

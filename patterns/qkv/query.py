@@ -93,7 +93,11 @@ def _query_at(
     flow: Dataflow, product: Value, k: Heads, v: Heads, inside: frozenset[Value]
 ) -> Query | None:
     """Q computed from this product: the furthest value downstream with K's rotation and clamp."""
-    taken = [h.rows.indices() for h in (k, v) if h.product is product]
+    sharing = [h for h in (k, v) if h.product is product]
+    taken = [h.rows.indices() for h in sharing]
+    num_rows = sharing[0].linear.gemm.weight.shape[0] if sharing else None
+    if isinstance(num_rows, int) and len(frozenset().union(*taken)) == num_rows:
+        return None  # the product has K's and V's rows only
     first: Query | None = None
     for end in _ends(flow, product):
         try:
