@@ -90,7 +90,8 @@ class KernelSpec:
         constants: (constexpr parameter, value), sorted by name.
         signature: (run-time parameter, Triton type), in the kernel's own order.
         divisible16: sorted run-time parameters that are divisible by 16 (pointers: aligned to 16
-            bytes). The caller promises it; the emitter and Triton build on it.
+            bytes). The caller promises it. Triton builds on it, as `tt.divisibility`; the emitter
+            on that of integers.
         num_warps, num_stages: Triton's compile options.
         target: name in TARGETS.
         grid: launch grid where it is static, else None (the caller computes it). A promise too:

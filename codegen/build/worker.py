@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,8 +49,9 @@ def load_source(path: str) -> Any:
     return module
 
 
-def attributes(signature: dict[str, str], divisible16: list[str]) -> dict:
-    """Triton's argument attributes: divisibility by 16 of the named arguments."""
+def attributes(signature: Mapping[str, str], divisible16: Sequence[str]) -> dict:
+    """Triton's argument attributes: divisibility by 16 of the named arguments. Of a spec where a
+    kernel is launched, of the emitted file's DIVISIBLE16 where one is cross-compiled."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(signature)

@@ -110,8 +110,11 @@ def gemm_obstacle(problem: MoeProblem) -> str | None:
 
 
 def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
-    """Why the GEMMs cannot reach a weight by TMA or by words, from what calls of the same metadata
-    may differ in: addresses, and how far up lies from gate. decoded: they read dequantised weights.
+    """Why the GEMMs cannot reach a weight by TMA or by 32-bit words; None where they can.
+
+    Asked at each call, since calls of the same metadata may differ in it: in addresses, and in how
+    far up lies from gate. decoded: weights are dequantised first, by a kernel that loads them from
+    any address, and the GEMMs read the call's own memory.
     """
     obstacle = gemm_obstacle(problem)
     if obstacle is not None or decoded:

@@ -160,7 +160,11 @@ def _up_codes_spec(
 
 
 def up_arguments(problem: MoeProblem) -> Arguments:
-    """The first GEMM's run-time arguments; a distance that is known beforehand is a constant."""
+    """The first GEMM's run-time arguments; a distance that is known beforehand is a constant.
+
+    weight_ptr is gate's or up's weight, whichever lies lower in a tensor of both. It is aligned as
+    gate is: `gemm_obstacle` wants whole 16 bytes between them.
+    """
     gate, up = problem.gate, problem.up
     up_operands = (None, None, None) if up is None else (up.scale, up.factor, up.bias)
     up_scale, up_factor, up_bias = up_operands

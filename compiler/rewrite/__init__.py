@@ -84,7 +84,7 @@ def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewrit
         op = get_op(match.op if "::" in match.op else f"tilewright::{match.op}")
         with graph.inserting_before(last):
             node = _insert(op, match, materialiser)
-            if match.needs_kernel and match.anchor.device.type == "cuda":
+            if match.needs_kernel and _device_type(match) == "cuda":
                 _check_kernel(op, node)
             replacements = [pair for r in match.results for pair in _restate(r, node, materialiser)]
     except Exception as error:
@@ -156,6 +156,10 @@ def arguments_of(op: FusedOp, node: fx.Node) -> Any:
     tensors = _compat.as_meta([*args, *kwargs.values()])
     named = dict(zip(kwargs, tensors[len(args) :], strict=True))
     return op.arguments(*tensors[: len(args)], **named)
+
+
+def _device_type(match: Match) -> str:
+    return match.anchor.device.type
 
 
 def _check_kernel(op: FusedOp, node: fx.Node) -> None:

@@ -67,6 +67,7 @@ def grouped_matmul_steps(
 ) -> Steps:
     """The steps of a call. plan: in place of the planner's."""
     result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
+    # One weight is copied; a mixture's two or three are not, as they may fill the GPU's memory.
     if not (is_aligned(a.x) and is_aligned(a.weight)):
         a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
         obstacle = unsupported(a)  # a copy has strides of its own

@@ -13,7 +13,11 @@ from tilewright.ops.runtime.operands import operand
 
 
 def unsupported(a: Any) -> str | None:
-    """Why the emitted kernels cannot take a call; None where they can. Metadata only."""
+    """Why the emitted kernels cannot take a call; None where they can.
+
+    From metadata alone: the answer is kept for all calls of the same metadata. What addresses
+    forbid is asked at each call, by `address_obstacle`.
+    """
     if a.x.dtype not in KERNEL_DTYPES:
         return f"no kernel for {a.x.dtype}"
     if a.weight_on_input:

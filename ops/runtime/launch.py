@@ -16,6 +16,7 @@ from tilewright.codegen.build import (
     keep_ttgir,
     load_jit,
 )
+from tilewright.codegen.build.worker import attributes
 from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
@@ -107,12 +108,12 @@ def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
 
     launchable = load_jit(spec)
     find_triton_a_cache()
-    names = [name for name, _ in spec.signature]
+    signature = dict(spec.signature)
     source = ASTSource(
         fn=launchable.function,
-        signature=dict(spec.signature),
+        signature=signature,
         constexprs={},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible16},
+        attrs=attributes(signature, spec.divisible16),
     )
     target = triton.runtime.driver.active.get_current_target()
     options = dict(launchable.options)

@@ -17,7 +17,8 @@ _made = cache(Operand)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the first element lies at whole 16 bytes; that of a meta tensor does."""
+    """Whether the first element lies at whole 16 bytes. The address of a meta tensor is its offset
+    in bytes: its allocation counts as aligned."""
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
@@ -32,4 +33,4 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     tensor."""
     if tensor is None:
         return None
-    return _made(TRITON_TYPES[tensor.dtype], strides, tensor.data_ptr() % ALIGNMENT == 0)
+    return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
