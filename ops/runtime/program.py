@@ -137,8 +137,8 @@ def perform(steps: Steps, machine: Machine) -> Outcome:
 
 
 def drive(steps: Steps, machine: Machine, *, keep: bool = False) -> Program:
-    """Performs the steps of a call and keeps them. Those of a call that says that it is not repeatable are not
-    kept, so that their memory may be freed, unless `keep`."""
+    """Performs the steps of a call and keeps them. Those of a call that says that it is not
+    repeatable are not kept, so that their memory may be freed, unless `keep`."""
     done: list[Done] = []
     repeatable, answer = True, None
     while True:
