@@ -2,8 +2,9 @@
 
     python benchmarks/compile_time.py [--layers 8 16 32 80]
 
-Dynamo's time is from the call to the backend being called; ours is all of `fuse`: copy, view, match,
-rewrite, lint and the plans of the report. Needs no GPU. Results go to benchmarks/results/compile_time.json.
+Dynamo's time is from the call to the backend being called; ours is all of `fuse`: copy, view,
+match, rewrite, lint and the plans of the report. Needs no GPU. Results go to
+benchmarks/results/compile_time.json.
 """
 
 from __future__ import annotations
