@@ -65,6 +65,8 @@ def _gated(value: Value) -> Activation | None:
 
 def _unary(value: Value) -> tuple[str, View, tuple[Value, ...]] | None:
     """(name, argument, values) of an activation of one argument."""
+    if not value.args or not isinstance(value.args[0], View):  # 2 ** x
+        return None
     if value.op in _NAMES:
         gate, casts = strip_casts(value.args[0])
         return _NAMES[value.op], gate, (value, *casts)

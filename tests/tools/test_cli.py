@@ -226,6 +226,9 @@ def test_a_zoo_model_in_full_size():
     sites = done.stdout.partition("Fused: 32 sites\n")[2].partition("    lowering")[0]
     assert sites.strip()
     assert sites in readme
+    names = [word for word in done.stdout.split() if word.startswith("qkv_projection")]
+    assert names
+    assert all(name in readme for name in names)
 
 
 ERRORS = [
