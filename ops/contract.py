@@ -26,7 +26,7 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.launch import machine_of
-from tilewright.ops.runtime.program import Planner, Steps, drive, perform
+from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
 from tilewright.ops.runtime.replay import repeat
 
@@ -72,13 +72,23 @@ class Lowering:
         if self.build is not None:
             machine = machine_of(_device(arguments))
             steps = _loaded(self.build)(arguments, machine.target)
-            if not seen:
-                return perform(steps, machine).result, None
-            program = drive(steps, machine)
+            program = drive(steps, machine, keep=None if seen else False)
             return program.outcome.result, repeat(program, args, kwargs, machine)
         if self.repeatable is None:
             return _loaded(self.entry)(*args, **kwargs), None
         return _loaded(self.repeatable)(*args, **kwargs)
+
+
+def _anything(arguments: Any) -> str | None:
+    return None
+
+
+def emitted_kernel(
+    build: Callable[[Any, Target], Steps] | str,
+    unsupported: Callable[[Any], str | None] = _anything,
+) -> Lowering:
+    """The lowering whose steps launch emitted kernels; see Lowering."""
+    return Lowering("emitted_kernel", None, frozenset({"cuda"}), unsupported, build=build)
 
 
 @dataclass(frozen=True)
@@ -239,7 +249,7 @@ class FusedOp:
         def run(*args: Any, **kwargs: Any) -> Any:
             return self.reference(self.arguments(*args, **kwargs))
 
-        return Lowering("reference", run, frozenset({"cpu", "cuda"}), lambda arguments: None)
+        return Lowering("reference", run, frozenset({"cpu", "cuda"}), _anything)
 
 
 class OpConflictError(RuntimeError):

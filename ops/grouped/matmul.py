@@ -23,7 +23,7 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, debug_values, register
+from tilewright.ops.contract import FusedOp, Tolerance, debug_values, emitted_kernel, register
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, expert_of_rows
 from tilewright.ops.grouped.cases import GROUPED_CASES, GroupedCase, sample_grouped
@@ -190,13 +190,7 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                unsupported,
-                build="tilewright.ops.grouped.lowering:grouped_matmul_steps",
-            ),
+            emitted_kernel("tilewright.ops.grouped.lowering:grouped_matmul_steps", unsupported),
         ),
         cases=GROUPED_CASES,
         sample_inputs=sample_inputs,

@@ -26,7 +26,7 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, debug_values, register
+from tilewright.ops.contract import FusedOp, Tolerance, debug_values, emitted_kernel, register
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.formats.row_groups import (
@@ -250,12 +250,8 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                unsupported,
-                build="tilewright.ops.grouped.nvfp4_lowering:grouped_nvfp4_steps",
+            emitted_kernel(
+                "tilewright.ops.grouped.nvfp4_lowering:grouped_nvfp4_steps", unsupported
             ),
         ),
         cases=CASES,

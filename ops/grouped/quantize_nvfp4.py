@@ -28,13 +28,7 @@ from tilewright.ops.checks import (
     check_tensor,
     holds,
 )
-from tilewright.ops.contract import (
-    FusedOp,
-    Lowering,
-    Tolerance,
-    debug_values,
-    register,
-)
+from tilewright.ops.contract import FusedOp, Tolerance, debug_values, emitted_kernel, register
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, contiguous
 from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
@@ -227,15 +221,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                lambda arguments: None,
-                build=quantize_nvfp4_steps,
-            ),
-        ),
+        lowerings=(emitted_kernel(quantize_nvfp4_steps),),
         cases=CASES,
         sample_inputs=sample_inputs,
         tolerances={torch.uint8: EXACT, torch.float8_e4m3fn: EXACT},

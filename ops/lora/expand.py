@@ -25,7 +25,7 @@ from tilewright.ops.checks import (
     check_tensor,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.lora.cases import EXPAND_CASES, LoraCase, sample_expand
 from tilewright.ops.lora.rows import (
     DTYPES,
@@ -244,15 +244,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                unsupported,
-                build="tilewright.ops.lora.lowering:expand_steps",
-            ),
-        ),
+        lowerings=(emitted_kernel("tilewright.ops.lora.lowering:expand_steps", unsupported),),
         cases=EXPAND_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

@@ -23,7 +23,7 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.lora.cases import SHRINK_CASES, LoraCase, sample_shrink
 from tilewright.ops.lora.rows import (
     DTYPES,
@@ -181,15 +181,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                unsupported,
-                build="tilewright.ops.lora.lowering:shrink_steps",
-            ),
-        ),
+        lowerings=(emitted_kernel("tilewright.ops.lora.lowering:shrink_steps", unsupported),),
         cases=SHRINK_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

@@ -21,7 +21,7 @@ import torch
 
 from tilewright.ops.cache.checks import readable
 from tilewright.ops.checks import ArgumentError, in_words_of
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.branch_checks import (
     NAME,
@@ -214,15 +214,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                branch_obstacle,
-                build="tilewright.ops.mla.lowering:branch_steps",
-            ),
-        ),
+        lowerings=(emitted_kernel("tilewright.ops.mla.lowering:branch_steps", branch_obstacle),),
         cases=BRANCH_CASES,
         sample_inputs=sample_inputs,
         tolerances=BRANCH_TOLERANCES,

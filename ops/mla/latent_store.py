@@ -26,7 +26,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_shape,
 )
-from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import STORE_CASES, StoreCase
 from tilewright.ops.mla.checks import store_obstacle
@@ -177,13 +177,7 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                store_obstacle,
-                build="tilewright.ops.mla.lowering:latent_store_steps",
-            ),
+            emitted_kernel("tilewright.ops.mla.lowering:latent_store_steps", store_obstacle),
         ),
         cases=STORE_CASES,
         sample_inputs=sample_inputs,

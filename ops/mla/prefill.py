@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, get_op, register
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, get_op, register
 from tilewright.ops.mla.cases import PREFILL_CASES, PrefillCase
 from tilewright.ops.mla.checks import check_prefill, check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.latents import pool_windows
@@ -185,15 +185,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                prefill_obstacle,
-                build="tilewright.ops.mla.lowering:prefill_steps",
-            ),
-        ),
+        lowerings=(emitted_kernel("tilewright.ops.mla.lowering:prefill_steps", prefill_obstacle),),
         cases=PREFILL_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

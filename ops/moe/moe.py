@@ -30,7 +30,7 @@ from tilewright.ops.checks import (
     check_number,
     check_shape,
 )
-from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
@@ -267,15 +267,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            Lowering(
-                "emitted_kernel",
-                None,
-                frozenset({"cuda"}),
-                unsupported,
-                build="tilewright.ops.moe.lowering:fused_moe_steps",
-            ),
-        ),
+        lowerings=(emitted_kernel("tilewright.ops.moe.lowering:fused_moe_steps", unsupported),),
         cases=MOE_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

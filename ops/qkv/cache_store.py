@@ -19,10 +19,10 @@ from tilewright.ops.cache.address_checks import check_values
 from tilewright.ops.cache.checks import HeadValues, check_caches, window_integers
 from tilewright.ops.cache.writes import write_kv
 from tilewright.ops.checks import check_device, check_dtype, check_shape
-from tilewright.ops.contract import FusedOp, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv.cases import ATTENTION_CASES
-from tilewright.ops.qkv.obstacles import emitted_kernel
+from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
@@ -130,7 +130,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("paged_kv_store_steps"),),
+        lowerings=(emitted_kernel(f"{STEPS}:paged_kv_store_steps", kernel_obstacle),),
         cases=(*ATTENTION_CASES, AttentionCase("k_only", writes_v=False)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewright.ops.contract import Lowering
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.qkv.quantized_operands import differences
 
@@ -26,12 +24,3 @@ def kernel_obstacle(arguments: Any) -> str | None:
     if getattr(arguments, "weight_format", "dense") != "dense":
         return differences(arguments) or None
     return None
-
-
-def emitted_kernel(
-    steps: str, unsupported: Callable[[Any], str | None] = kernel_obstacle
-) -> Lowering:
-    """The lowering whose steps that function of the module generates."""
-    return Lowering(
-        "emitted_kernel", None, frozenset({"cuda"}), unsupported, build=f"{STEPS}:{steps}"
-    )

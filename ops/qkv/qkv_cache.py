@@ -31,7 +31,7 @@ from tilewright.ops.cache.checks import (
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.cache.writes import write_kv
 from tilewright.ops.checks import ArgumentError, check_number, check_tensor
-from tilewright.ops.contract import FusedOp, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
 from tilewright.ops.qkv.cases import QKV_CASES
@@ -41,7 +41,7 @@ from tilewright.ops.qkv.checks import (
     check_projection,
     value_dtype,
 )
-from tilewright.ops.qkv.obstacles import STEPS, emitted_kernel
+from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.sample_weights import sample_projection
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.norm import apply_norm, check_norm, check_norm_weight
@@ -318,7 +318,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("fused_qkv_paged_steps"),),
+        lowerings=(emitted_kernel(f"{STEPS}:fused_qkv_paged_steps", kernel_obstacle),),
         cases=(*QKV_CASES, AttentionCase("k_only", writes_v=False, bias=True)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

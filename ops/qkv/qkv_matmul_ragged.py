@@ -22,11 +22,11 @@ from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.checks import check_aliases, readable
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.checks import ArgumentError, in_words_of
-from tilewright.ops.contract import FusedOp, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.gptq_buffer import SYMMETRIC_ZERO, sections
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv import qkv_cache
-from tilewright.ops.qkv.obstacles import STEPS, emitted_kernel, kernel_obstacle
+from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.ragged_checks import NAME, check_metadata, kv_rows
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_inputs
@@ -307,7 +307,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("ragged_steps", _unsupported),),
+        lowerings=(emitted_kernel(f"{STEPS}:ragged_steps", _unsupported),),
         cases=RAGGED_CASES,
         sample_inputs=lambda case, device="cpu", seed=0: RaggedQkvArguments(
             **sample_inputs(case, device, seed)

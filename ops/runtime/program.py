@@ -124,23 +124,14 @@ class Program:
         return tuple(step.spec for step, _ in self.steps if isinstance(step, Launch))
 
 
-def perform(steps: Steps, machine: Machine) -> Outcome:
-    """Performs the steps of a call, and keeps none."""
-    answer = None
-    while True:
-        try:
-            step = steps.send(answer)
-        except StopIteration as stop:
-            outcome: Outcome = stop.value
-            return outcome
-        answer = None if isinstance(step, NotRepeatable) else machine.perform(step)
+def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
+    """Performs the steps of a call.
 
-
-def drive(steps: Steps, machine: Machine, *, keep: bool = False) -> Program:
-    """Performs the steps of a call and keeps them. Those of a call that says that it is not
-    repeatable are not kept, so that their memory may be freed, unless `keep`."""
+    keep: all steps, or none, are in the program; None: all while the call is repeatable, so that
+    the memory of one that is not may be freed. A program without its steps is not repeatable.
+    """
     done: list[Done] = []
-    repeatable, answer = True, None
+    repeatable, answer = keep is not False, None
     while True:
         try:
             step = steps.send(answer)
