@@ -33,7 +33,7 @@ def test_every_argument_of_every_op_is_bent_at_every_entry():
         case = op.cases[0]
         arguments = op.sample_inputs(case)
         bents = list(bent_arguments.bent_calls(op, case, arguments))
-        schema = torch._C.parse_schema(op.name + op.schema)
+        schema = torch._C.parse_schema(op.declaration)
         names = {argument.name for argument in schema.arguments}
         assert bent_arguments.kinds(op).keys() == names, op.name
         for entry in ("torch.ops", "fake"):
