@@ -6,11 +6,13 @@ no list for a default.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
+from inspect import get_annotations
 from string import ascii_lowercase
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 import torch
 
@@ -39,7 +41,8 @@ def schema_of(arguments: type[Any], returns: str) -> str:
     these `| None`, or a Sequence or list of one; a list's default is a tuple. Raises ValueError
     naming any other field. returns: the result as the schema has it.
     """
-    hints = get_type_hints(arguments, include_extras=True)
+    # typing.get_type_hints takes no KW_ONLY before Python 3.11.
+    hints = ChainMap(*(get_annotations(owner, eval_str=True) for owner in arguments.__mro__))
     letters = iter(ascii_lowercase)
     words: list[str] = []
     for field in fields(arguments):
