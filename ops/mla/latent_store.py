@@ -44,16 +44,9 @@ from tilewright.ops.mla.latents import (
 )
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_latent_store"
-SCHEMA = (
-    "(Tensor latent, Tensor k_rope, Tensor(a!) latent_cache, Tensor(b!)? rope_cache, "
-    "Tensor? slot_mapping, SymInt[] latent_window, SymInt[] rope_window, *, "
-    "Tensor? norm_weight=None, float norm_eps=1e-06, Tensor? cos=None, Tensor? sin=None, "
-    'str rope_style="none", bool rope_by_position=False, str slots="flat", '
-    'str indexing="paged", Tensor? lookup_table=None, Tensor? sequence_ids=None, '
-    "Tensor? positions=None, Tensor? row_offsets=None, Tensor? cache_lengths=None) -> ()"
-)
 
 
 @dataclass(frozen=True)
@@ -81,11 +74,11 @@ class LatentStoreArguments:
 
     latent: torch.Tensor
     k_rope: torch.Tensor
-    latent_cache: torch.Tensor
-    rope_cache: torch.Tensor | None
+    latent_cache: Written
+    rope_cache: Written | None
     slot_mapping: torch.Tensor | None
-    latent_window: Sequence[Any]
-    rope_window: Sequence[Any]
+    latent_window: Sequence[SymInt]
+    rope_window: Sequence[SymInt]
     _: KW_ONLY
     norm_weight: torch.Tensor | None = None
     norm_eps: float = 1e-06
@@ -170,8 +163,8 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=LatentStoreArguments,
+        returns="()",
         validate=validate,
         validate_values=validate_values,
         fake=fake,
