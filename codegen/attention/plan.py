@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.problem import LISTED_KEYS, CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles
@@ -13,11 +15,14 @@ MOST_GROUP = 128
 # Shared memory for the weights, barriers and reductions.
 SPARE_BYTES = 8192
 MOST_SPLITS = 64
-# What a program costs besides its blocks of keys, in blocks: its start, and handing over a part.
-START_BLOCKS = 2.0
-HANDOVER_BLOCKS = 1.0
-# What merging costs, in blocks, for each part.
-MERGE_BLOCKS = 0.15
+# What a split costs, in the time that a multiprocessor takes for a block of keys: handing over a
+# part, and merging it.
+HANDOVER_BLOCKS = 1.5
+MERGE_BLOCKS = 0.05
+# Stages of the pipeline: one more each where a block's number, or its page, is loaded first, and
+# one because the loads that depend on it start later.
+STAGES = 3
+INDIRECT_STAGES = 5
 
 
 def decode_rows(group: int, num_queries: int) -> tuple[int, int]:
@@ -35,29 +40,31 @@ def decodes(group: int, num_queries: int) -> bool:
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
     """The tiles of a call; sizes: rounded to what plans are made for."""
     tokens, rows = decode_rows(problem.group, sizes.num_queries)
-    stages, resident = _stages(problem, rows, target)
+    stages = _stages(problem, rows, target)
     config = DecodeConfig(tokens, rows, 1, num_stages=stages)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    splits = _splits(tiles, cdiv(sizes.num_keys, LISTED_KEYS), resident * target.num_sms)
-    return DecodeConfig(tokens, rows, splits, num_stages=stages)
+    splits = _splits(tiles, cdiv(sizes.num_keys, LISTED_KEYS), target.num_sms)
+    return replace(config, splits=splits)
 
 
-def _stages(problem: CacheProblem, rows: int, target: Target) -> tuple[int, int]:
-    """(pipeline stages, programs of a multiprocessor at once)."""
-    stage = LISTED_KEYS * problem.key_bytes
+def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
+    """As many stages as are useful and fit shared memory."""
+    indirect = problem.mask_blocks is not None or problem.block_table is not None
+    wanted = INDIRECT_STAGES if indirect else STAGES
     fixed = 2 * rows * (problem.blocks[0] + LISTED_KEYS) + SPARE_BYTES
-    for stages, resident in ((4, 2), (3, 2), (2, 2), (3, 1), (2, 1)):
-        if resident * (stages * stage + fixed) <= target.max_shared_bytes:
-            return stages, resident
-    return 1, 1
+    fitting = (target.max_shared_bytes - fixed) // (LISTED_KEYS * problem.key_bytes)
+    return max(min(wanted, fitting), 1)
 
 
-def _splits(tiles: int, blocks: int, slots: int) -> int:
-    """Into how many parts the keys of each tile fall, for the least time."""
+def _splits(tiles: int, blocks: int, num_sms: int) -> int:
+    """Into how many parts the keys of each tile fall, for the least time.
+
+    One program keeps a multiprocessor's share of the memory busy, so what counts is how many blocks
+    of keys the busiest one takes.
+    """
 
     def time(splits: int) -> float:
-        waves = cdiv(tiles * splits, slots)
         shared = HANDOVER_BLOCKS + MERGE_BLOCKS * splits if splits > 1 else 0.0
-        return waves * (cdiv(blocks, splits) + START_BLOCKS) + shared
+        return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) + shared
 
     return min(range(1, max(min(blocks, MOST_SPLITS), 1) + 1), key=time)

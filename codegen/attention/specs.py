@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.problem import LISTED_KEYS, LISTED_QUERIES, CacheProblem
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
@@ -22,6 +22,8 @@ TENSORS = {
     "k_scale_ptr": "k_scale",
     "v_scale_ptr": "v_scale",
 }
+# fp32 numbers that a warp of the merging program holds: 64 a thread.
+MERGED_NUMBERS = 64 * 32
 COUNTS = ("num_queries", "num_keys", "num_pages", "row_tiles")
 STRIDES = (
     "q_token_stride",
@@ -58,17 +60,16 @@ class DecodeConfig:
         tile = f"{self.rows} rows ({self.tokens} queries) x {self.block_n} keys"
         return f"{tile} /{self.splits} w{self.num_warps} s{self.num_stages}"
 
-    @property
-    def elements_per_row(self) -> int:
-        """Of split-K workspace, beside the values: the largest logit and the sum of weights."""
-        return 2
+    def real_rows(self, group: int) -> int:
+        """The first rows, a power of two, that hold all queries of `group` heads."""
+        return next_power_of_2(self.tokens * group)
 
 
 def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
     """The `attention_decode` kernel of a problem."""
     p = problem
     head_block, v_block = p.blocks
-    split = config.splits > 1
+    split, real = config.splits > 1, config.real_rows(p.group)
     return KernelSpec.of(
         "attention.decode",
         "attention_decode",
@@ -90,8 +91,10 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "LISTED_QUERIES": LISTED_QUERIES if p.mask_blocks is not None else 0,
             "TOKENS": config.tokens,
             "ROWS": config.rows,
+            "REAL": real,
             "BLOCK_N": config.block_n,
             "SPLITS": config.splits,
+            "CHUNK": _merged_at_once(real, v_block, config),
             "STAGES": config.num_stages,
         },
         {
@@ -120,3 +123,14 @@ def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, 
     """Tiles of a call with (sequences, queries of each)."""
     sequences, queries = sizes
     return sequences * cdiv(queries, config.tokens) * problem.num_kv_heads
+
+
+def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
+    """fp32 numbers of a tile whose keys are split: values, largest logits, sums of weights."""
+    return config.splits * config.real_rows(problem.group) * (problem.blocks[1] + 2)
+
+
+def _merged_at_once(rows: int, v_block: int, config: DecodeConfig) -> int:
+    """Parts that the merging program holds in registers at once."""
+    fitting = MERGED_NUMBERS * config.num_warps // (rows * v_block)
+    return max(min(next_power_of_2(config.splits), fitting), 1)

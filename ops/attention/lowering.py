@@ -8,7 +8,12 @@ from typing import Any
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.plan import decode_config
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import DecodeConfig, decode_spec, decode_tiles
+from tilewright.codegen.attention.specs import (
+    DecodeConfig,
+    decode_spec,
+    decode_tiles,
+    workspace_elements,
+)
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.operands import cache_problem, cache_sizes
@@ -36,8 +41,8 @@ def attention_steps(a: Any, target: Target, config: DecodeConfig | None = None) 
         spec = decode_spec(problem, config, target.name)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
     if config.splits > 1:
-        elements = config.splits * config.rows * (problem.blocks[1] + config.elements_per_row)
-        values["workspace_ptr"], values["counters_ptr"] = yield SplitK(tiles, elements)
+        scratch = yield SplitK(tiles, workspace_elements(problem, config))
+        values["workspace_ptr"], values["counters_ptr"] = scratch
     values |= {"out_ptr": out, "row_tiles": cdiv(sizes.num_queries, config.tokens)}
     yield Launch(spec, (tiles * config.splits,), values)
     return Outcome(out, "decode kernel", config)

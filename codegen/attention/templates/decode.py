@@ -151,44 +151,84 @@ def attend_block(
 
 
 @triton.jit
-def merge_splits(
-    output, top, total, workspace_ptr, counters_ptr, tile, split, real,
-    V_BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+def hand_over(
+    output, top, total, parts, counter_ptr, split, real,
+    V_BLOCK: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(output, top, total, whether this program has those of all SPLITS programs of a tile)."""
+    """Writes one program's result to `parts`: values [SPLITS, REAL, V_BLOCK], then the largest
+    logits and the sums of weights, [SPLITS, REAL] each. Whether it is the last of SPLITS to do so;
+    the counter is left at zero for the next launch."""
     rows = tl.arange(0, ROWS)
-    offsets = tl.arange(0, V_BLOCK)[:, None] + rows[None, :] * V_BLOCK
-    parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * ROWS * (V_BLOCK + 2))
-    tops = parts + SPLITS * ROWS * V_BLOCK
-    totals = tops + SPLITS * ROWS
+    dims = tl.arange(0, V_BLOCK)
     # A program whose rows saw no key has nothing to hand over but that.
-    tl.store(
-        parts + split * (ROWS * V_BLOCK) + offsets, output,
-        mask=(real & (top > float("-inf")))[None, :],
-    )  # fmt: skip
-    tl.store(tops + split * ROWS + rows, top)
-    tl.store(totals + split * ROWS + rows, total)
+    places = (split * REAL + rows)[None, :] * V_BLOCK + dims[:, None]
+    tl.store(parts + places, output, mask=(real & (top > float("-inf")))[None, :])
+    numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
+    tl.store(numbers, top, mask=rows < REAL)
+    tl.store(numbers + SPLITS * REAL, total, mask=rows < REAL)
     # All threads' stores come before the one thread's atomic.
     tl.debug_barrier()
-    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        for index in tl.static_range(SPLITS):
-            top = tl.maximum(top, tl.load(tops + index * ROWS + rows, cache_modifier=".cg"))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        output = tl.zeros((V_BLOCK, ROWS), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        for index in tl.range(0, SPLITS, loop_unroll_factor=4):
-            own = tl.load(tops + index * ROWS + rows, cache_modifier=".cg")
-            weight = tl.exp2(own - base)
-            part = tl.load(
-                parts + index * (ROWS * V_BLOCK) + offsets,
-                mask=(real & (own > float("-inf")))[None, :], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            output += part * weight[None, :]
-            total += tl.load(totals + index * ROWS + rows, cache_modifier=".cg") * weight
-        tl.store(counters_ptr + tile, 0)
-    return output, top, total, is_last
+        tl.store(counter_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def merged(
+    parts, V_BLOCK: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """(output [REAL, V_BLOCK], top, total) of SPLITS parts, CHUNK of them loaded at once."""
+    rows = tl.arange(0, REAL)
+    dims = tl.arange(0, V_BLOCK)
+    numbers = parts + SPLITS * REAL * V_BLOCK
+    top = tl.full((REAL,), float("-inf"), tl.float32)
+    total = tl.zeros((REAL,), tl.float32)
+    output = tl.zeros((REAL, V_BLOCK), tl.float32)
+    for first in tl.static_range(0, SPLITS, CHUNK):
+        splits = first + tl.arange(0, CHUNK)
+        own = splits[:, None] * REAL + rows[None, :]
+        there = (splits < SPLITS)[:, None]
+        tops = tl.load(numbers + own, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(numbers + SPLITS * REAL + own, mask=there, other=0.0, cache_modifier=".cg")
+        # What was not handed over is not yet known to be so: all are loaded, some for nothing.
+        values = tl.load(
+            parts + own[:, :, None] * V_BLOCK + dims[None, None, :], mask=there[:, :, None],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(tops - base[None, :])
+        values = tl.where((tops > float("-inf"))[:, :, None], values * weights[:, :, None], 0.0)
+        decay = tl.exp2(top - base)
+        output = output * decay[:, None] + tl.sum(values, axis=0)
+        total = total * decay + tl.sum(totals * weights, axis=0)
+        top = new_top
+    return output, top, total
+
+
+@triton.jit
+def finish(
+    output, top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head, real,
+    kv_head, scale_stride,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes rows of output [rows, V_BLOCK], divided by their sums of weights."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        scale = tl.exp2(top - new_top)
+        output *= scale[:, None]
+        total = total * scale + tl.exp2(sink - new_top)
+    output /= tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale_ptr is not None:
+        output *= tl.load(v_scale_ptr + kv_head * scale_stride)
+    dims = tl.arange(0, V_BLOCK)
+    places = ((first_token + query) * HEADS + head) * V_DIM
+    tl.store(
+        out_ptr + places[:, None] + dims[None, :], output.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (dims < V_DIM)[None, :],
+    )  # fmt: skip
 
 
 @triton.jit
@@ -205,8 +245,9 @@ def attention_decode(
     HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
-    LISTED_QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    LISTED_QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -216,8 +257,9 @@ def attention_decode(
     what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED_QUERIES: of so many queries each row of
     mask_blocks lists the blocks of BLOCK_N keys that some query sees; those that all see whole come
-    first. With SPLITS > 1, workspace has SPLITS * ROWS * (V_BLOCK + 2) numbers for each tile, and
-    counters one zero.
+    first. REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace
+    has SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
+    merged at once.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -300,26 +342,24 @@ def attention_decode(
             V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
             CAPPED, True, BLOCK_N,
         )  # fmt: skip
-    is_last = True
-    if SPLITS > 1:
-        output, top, total, is_last = merge_splits(
-            output, top, total, workspace_ptr, counters_ptr, tile, split, real, V_BLOCK, ROWS,
-            SPLITS,
+    if SPLITS == 1:
+        finish(
+            tl.trans(output), top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head,
+            real, kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
         )  # fmt: skip
-    if is_last:
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E
-            new_top = tl.maximum(top, sink)
-            scale = tl.exp2(top - new_top)
-            output *= scale[None, :]
-            total = total * scale + tl.exp2(sink - new_top)
-        output /= tl.where(total == 0.0, 1.0, total)[None, :]
-        if v_scale_ptr is not None:
-            output *= tl.load(v_scale_ptr + kv_head * scale_stride)
-        v_dims = tl.arange(0, V_BLOCK)
-        out_places = (token * (NUM_KV_HEADS * GROUP) + head) * V_DIM
-        tl.store(
-            out_ptr + out_places[None, :] + v_dims[:, None],
-            output.to(out_ptr.dtype.element_ty),
-            mask=real[None, :] & (v_dims < V_DIM)[:, None],
+    else:
+        parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
+        is_last = hand_over(
+            output, top, total, parts, counters_ptr + tile, split, real, V_BLOCK, ROWS, REAL, SPLITS
         )
+        if is_last:
+            _, query, head, _, real, _, _ = rows_of_tile(
+                row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
+                num_queries, positions_sequence_stride, positions_stride, GROUP, TOKENS, RAGGED,
+                "none", REAL,
+            )  # fmt: skip
+            output, top, total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
+            finish(
+                output, top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head, real,
+                kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
+            )  # fmt: skip
