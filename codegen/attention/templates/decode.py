@@ -353,13 +353,13 @@ def attention_decode(
             output, top, total, parts, counters_ptr + tile, split, real, V_BLOCK, ROWS, REAL, SPLITS
         )
         if is_last:
-            _, query, head, _, real, _, _ = rows_of_tile(
+            _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
                 row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
                 num_queries, positions_sequence_stride, positions_stride, GROUP, TOKENS, RAGGED,
                 "none", REAL,
             )  # fmt: skip
-            output, top, total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
+            m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
             finish(
-                output, top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head, real,
-                kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
+                m_output, m_top, m_total, out_ptr, sinks_ptr, v_scale_ptr, first_token, m_query,
+                m_head, m_real, kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
             )  # fmt: skip
