@@ -196,6 +196,8 @@ def merged(
             parts + own[:, :, None] * V_BLOCK + dims[None, None, :], mask=there[:, :, None],
             other=0.0, cache_modifier=".cg",
         )  # fmt: skip
+        # Else the largest logits are waited for before the values are asked for.
+        tl.debug_barrier()
         new_top = tl.maximum(top, tl.max(tops, axis=0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(tops - base[None, :])
@@ -263,6 +265,8 @@ def attention_decode(
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
+        # The next kernel waits for this one's end, but its programs may take their places now.
+        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
     kv_head = tile % NUM_KV_HEADS
