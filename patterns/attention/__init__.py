@@ -1,0 +1,1 @@
+"""Pattern `cache_attention`."""
