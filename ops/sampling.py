@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-
-from tilewright.ops.cache.addressing import SLOT_FORMS
 
 
 class Sampler:
@@ -58,15 +57,17 @@ class PagedBatch:
     cached_tokens: tuple[int, ...] = ()
 
 
-def sample_table(batch: PagedBatch, sampler: Sampler) -> dict[str, torch.Tensor]:
-    """A block table whose unassigned entries lie outside the pool, and what goes with it."""
+def sample_table(
+    batch: PagedBatch, sampler: Sampler, names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """A block table and what goes with it: these of `sample_places`, as the batch has them."""
     places = sample_places(batch, sampler)
-    named = SLOT_FORMS[batch.slots]
-    return {name: places[name].to(batch.slot_dtype).to(sampler.device) for name in named}
+    return {name: places[name].to(batch.slot_dtype).to(sampler.device) for name in names}
 
 
 def sample_places(batch: PagedBatch, sampler: Sampler) -> dict[str, torch.Tensor]:
-    """The tensors of all forms by table, for the same places; int64 on the CPU."""
+    """A block table whose unassigned entries lie outside the pool, and what any form goes by
+    beside it; int64 on the CPU."""
     new = torch.tensor(batch.new_tokens, dtype=torch.int64)
     cached = torch.tensor(batch.cached_tokens, dtype=torch.int64)
     columns = (-(-(new + cached) // batch.page_size)).tolist()
