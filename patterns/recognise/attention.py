@@ -112,6 +112,34 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
                 yield (k.unsqueeze(0),)
 
 
+@dataclass(frozen=True)
+class Sketch:
+    """What is seen of an attention at first sight: q [B, S, H, d], k [B, K, H or fewer, d], and
+    whether it has a mask tensor."""
+
+    q: View
+    k: View
+    masked: bool
+
+
+def sketch_of(value: Value) -> Sketch | None:
+    """None for a value that is no attention of whole heads to as many sequences of keys."""
+    if value.op == _SDPA:
+        given = _named(value)
+        q, k = given.get("query"), given.get("key")
+        if not (isinstance(q, View) and isinstance(k, View)):
+            return None
+        if len(q.shape) != len(k.shape) or len(q.shape) not in (3, 4):
+            return None
+        q, k = (_token_major(view, view.shape) for view in (q, k))
+        return Sketch(q, k, given.get("attn_mask") is not None)
+    logits = logits_of(value) if value.op == "aten.softmax" else None
+    if logits is None or len(logits.terms) != 1:
+        return None
+    ((q, k),) = logits.terms
+    return Sketch(q, k, bool(logits.seen or logits.hidden or logits.added))
+
+
 _SDPA = "aten.scaled_dot_product_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -131,6 +159,8 @@ def _scaled_dot_product(value: Value) -> Attention:
     batch = (q.shape[0],) if rank == 4 else ()
     # A batch of one is broadcast by the product; heads are not.
     q, k, v = (_token_major(view, (*batch, *view.shape[len(batch) :])) for view in (q, k, v))
+    if given.get("enable_gqa"):
+        k, v = (_with_heads(view, q.shape[2]) for view in (k, v))
     if len({view.shape[2] for view in (q, k, v)}) != 1:
         refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
     scale = given.get("scale")
@@ -155,6 +185,16 @@ def _scaled_dot_product(value: Value) -> Attention:
         width=v.shape[-1],
         absorbed=(value,),
     )
+
+
+def _with_heads(view: View, count: Size) -> View:
+    """[B, K, H, D] with each head repeated, side by side, so that there are `count`."""
+    batch, keys, heads, width = view.effect.dims
+    group = effects.divides(view.shape[2], count)
+    if group is None:
+        return view
+    heads = effects.coalesce((*heads, Atom(None, 0, group)))
+    return view.with_dims(batch, keys, heads, width)
 
 
 def _token_major(view: View, shape: tuple[Size, ...]) -> View:
