@@ -109,6 +109,8 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
         "scale": attention.scale,
         "num_sequences": attention.queries[0],
         **visible_keys(attention),
+        "softcap": attention.softcap,
+        "sinks": attention.sinks,
     }
 
 
@@ -128,6 +130,8 @@ def _facts(attention: Attention, arguments: dict[str, Any]) -> dict[str, Any]:
         "queries": _size(queries),
         "keys": _size(k.shape[1]),
         "mask": mask_fact(arguments),
+        **({"softcap": attention.softcap} if attention.softcap else {}),
+        **({"sinks": "yes"} if attention.sinks is not None else {}),
         "q": dtype_name(attention.end.dtype),
     }
 

@@ -25,7 +25,7 @@ def _repeats(view: View) -> int:
 
 
 def once(view: View, group: int) -> View:
-    """[B, K, H / group, D] of [B, K, H, D]: of every `group` heads, which are the same, the first."""
+    """[B, K, H / group, D] of [B, K, H, D]: the first of every `group` equal heads."""
     if group == 1:
         return view
     batch, length, heads, width = view.effect.dims

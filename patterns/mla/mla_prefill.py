@@ -27,6 +27,7 @@ from tilewright.patterns.recognise.attention import (
     Attention,
     keys_of,
     match_attention,
+    refuse,
     without_padding,
 )
 from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
@@ -79,6 +80,8 @@ def _is_latent(value: Value, flow: Dataflow) -> bool:
 
 
 def _guard(attention: Attention, keys: LatentKeys) -> None:
+    if attention.softcap or attention.sinks is not None:
+        refuse("its logits are capped, or have sinks", attention.end)
     queries = (q for q, _ in attention.terms)
     codes = () if keys.scales else (keys.latents, keys.weight)
     dtypes = {keys.dtype, *(view.value.dtype for view in (*queries, keys.rope_keys, *codes))}

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 #: Models whose second layer is another than the first: a sliding window, chunks.
 UNLIKE_LAYERS = ("gemma2", "gemma3", "gpt_oss", "llama4")
 NAMES = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "olmo2", "cohere",
+    "llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "llama4",
+    "granite", "cohere", "olmo2", "gpt2", "falcon_7b",
 )  # fmt: skip
 
 
