@@ -34,3 +34,8 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     if tensor is None:
         return None
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
+
+
+def operand_of(tensor: torch.Tensor | None, *dims: int) -> Operand | None:
+    """The tensor as an operand of a kernel that builds on the strides of these dimensions."""
+    return None if tensor is None else operand(tensor, *(tensor.stride(dim) for dim in dims))

@@ -9,14 +9,7 @@ are not visited; blocks that every query sees whole are not masked.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.mla.templates.loads import (
-    load_queries,
-    load_rotation,
-    load_rows,
-    rope_rows,
-    rotated_queries,
-)
-from tilewright.codegen.mla.templates.tiles import (
+from tilewright.codegen.attention.templates.tiles import (
     base_of,
     block_of_step,
     block_range,
@@ -24,6 +17,13 @@ from tilewright.codegen.mla.templates.tiles import (
     query_positions,
     tile_place,
     visible,
+)
+from tilewright.codegen.mla.templates.loads import (
+    load_queries,
+    load_rotation,
+    load_rows,
+    rope_rows,
+    rotated_queries,
 )
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
