@@ -34,3 +34,8 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     if tensor is None:
         return None
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
+
+
+def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as a kernel reads it: booleans as bytes, numbers as they are."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
