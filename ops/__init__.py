@@ -1,6 +1,7 @@
 """Fused ops: schema, fake, validation, reference and lowerings, one file per op."""
 
 from tilewright.ops.attention import mask_blocks as _mask_blocks  # noqa: F401  registers it
+from tilewright.ops.attention.cache_attention import cache_attention
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.grouped.matmul import grouped_matmul
@@ -21,6 +22,7 @@ from tilewright.ops.qkv.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged
 __all__ = [
     "ArgumentError",
     "CacheWindow",
+    "cache_attention",
     "fused_moe",
     "fused_qkv_matmul_kv_cache_paged_ragged",
     "fused_qkv_paged",

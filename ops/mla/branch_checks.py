@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.positions import check_positions, token_positions
 from tilewright.ops.cache.ragged_batch import check_batch, check_layer, check_row_offsets
 from tilewright.ops.checks import (
     ArgumentError,
@@ -23,7 +24,6 @@ from tilewright.ops.checks import (
 from tilewright.ops.mla.checks import check_prefill
 from tilewright.ops.mla.keys import FP8
 from tilewright.ops.mla.latents import DTYPES
-from tilewright.ops.mla.positions import check_positions, token_positions
 from tilewright.ops.reference.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.positions import check_positions, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS
 from tilewright.ops.cache.checks import check_aliases, readable
@@ -28,9 +29,9 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.keys import (
     FP8,
+    check_key_mask,
     check_key_values,
     check_keys,
-    check_mask,
     sequences,
     widths,
 )
@@ -42,7 +43,6 @@ from tilewright.ops.mla.latents import (
     check_latents,
     check_write,
 )
-from tilewright.ops.mla.positions import check_positions, positions_of
 
 INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
 ROPE_ON = ("qk", "q", "k")
@@ -72,7 +72,7 @@ def check_prefill(op: str, a: Any) -> None:
         raise ArgumentError(op, "latent_scale", "None, since latent is None", "a tensor")
     _check_cache(op, a, rank, rope_dim, num_tokens)
     check_keys(op, a)
-    check_mask(op, a)
+    check_key_mask(op, a)
     if a.attention_dtype not in (None, a.q.dtype, FP8):
         expected = f"None, {a.q.dtype} or {FP8}"
         raise ArgumentError(op, "attention_dtype", expected, a.attention_dtype)

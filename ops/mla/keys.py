@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.masks import check_attn_mask, check_mask
+from tilewright.ops.attention.positions import token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
-    INT32_MAX,
     ArgumentError,
     check_choice,
     check_device,
@@ -28,11 +29,9 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.positions import token_sequences
 
 FP8 = torch.float8_e4m3fn
 KEY_FORMS = ("given", "pages", "table", "slots")
-MASKS = ("causal", "none", "sliding_window", "chunked")
 
 
 def sequences(a: Any) -> Any:
@@ -133,35 +132,19 @@ def _check_index(op: str, a: Any, name: str, letters: str, shape: tuple[Any, ...
         check_device(op, name, tensor, a.q.device)
 
 
-def check_mask(op: str, a: Any) -> None:
+def check_key_mask(op: str, a: Any) -> None:
     """Checks mask, window and attn_mask. Metadata only; raises ArgumentError."""
-    check_choice(op, "mask", a.mask, MASKS)
-    windowed = a.mask in ("sliding_window", "chunked")
-    if windowed and not 1 <= a.window <= INT32_MAX:
-        expected = f"at least 1 and at most {INT32_MAX}, since mask is {a.mask!r}"
-        raise ArgumentError(op, "window", expected, a.window)
-    if not windowed and a.window != 0:
-        raise ArgumentError(op, "window", f"0, since mask is {a.mask!r}", a.window)
-    mask = a.attn_mask
-    if mask is None:
+    check_mask(op, a)
+    if a.attn_mask is None:
         return
-    if a.row_offsets is not None:
-        expected = "None, since row_offsets is given"
-        raise ArgumentError(op, "attn_mask", expected, "a tensor")
-    if row_key_offsets(a) is not None:
-        expected = "None, since key_offsets is given"
-        raise ArgumentError(op, "attn_mask", expected, "a tensor")
-    check_dtype(op, "attn_mask", mask, (torch.bool, a.q.dtype, torch.float32))
-    check_device(op, "attn_mask", mask, a.q.device)
-    batch, heads, queries = a.num_sequences, a.q.shape[1], a.q.shape[0] // a.num_sequences
-    keys = buffer_rows(a) // a.num_sequences
-    fits = mask.dim() == 4 and all(
-        holds(have == want) or holds(have == 1)
-        for have, want in zip(mask.shape[:3], (batch, heads, queries), strict=True)
-    )
-    if not fits or not holds(mask.shape[3] >= keys):
-        expected = f"shape [{batch} or 1, {heads} or 1, {queries} or 1, {keys}]"
-        raise ArgumentError(op, "attn_mask", expected, f"shape {list(mask.shape)}")
+    for name, given in (
+        ("row_offsets", a.row_offsets is not None),
+        ("key_offsets", row_key_offsets(a) is not None),
+    ):
+        if given:
+            raise ArgumentError(op, "attn_mask", f"None, since {name} is given", "a tensor")
+    batch = a.num_sequences
+    check_attn_mask(op, a.attn_mask, a.q, batch, buffer_rows(a) // batch)
 
 
 def check_key_values(op: str, a: Any) -> None:
@@ -232,16 +215,3 @@ def gathered_keys(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
         slots = entry * size + place % size
     slots = slots.clamp(0, max(pages * size - 1, 0))
     return latent[slots // size, slots % size], rope[slots // size, slots % size]
-
-
-def visible(
-    a: Any, queries: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None
-) -> torch.Tensor:
-    """Whether the query at each position [S] sees the key at each position [K]: [S, K]."""
-    p, j = queries[:, None], keys[None, :]
-    seen = torch.ones_like(p - j, dtype=torch.bool) if a.mask == "none" else j <= p
-    if a.mask == "sliding_window":
-        seen = seen & (j > p - a.window)
-    elif a.mask == "chunked":
-        seen = seen & (j // a.window == p.div(a.window, rounding_mode="floor"))
-    return seen if limit is None else seen & (j < limit)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.positions import check_positions, token_positions
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS
 from tilewright.ops.cache.checks import check_aliases, readable
@@ -41,7 +42,6 @@ from tilewright.ops.mla.latents import (
     pool_windows,
     write_latents,
 )
-from tilewright.ops.mla.positions import check_positions, token_positions
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.masks import mask_numbers, visible
+from tilewright.ops.attention.positions import positions_of, token_sequences
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
-from tilewright.ops.mla.keys import FP8, gathered_keys, key_places, sequences, visible, widths
+from tilewright.ops.mla.keys import FP8, gathered_keys, key_places, sequences, widths
 from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
-from tilewright.ops.mla.positions import positions_of, token_sequences
 
 # Logits made at once.
 LOGITS = 1 << 26
@@ -44,7 +45,7 @@ def prefill_reference(a: Any) -> torch.Tensor:
         used = int(seen.any(0).nonzero().max()) + 1 if bool(seen.any()) else 0
         rows = keys.nonzero().flatten()[:used]
         kv = _up_projected(a, latent[rows], weight)
-        bias = None if a.attn_mask is None else _bias(a, b, used)
+        bias = None if a.attn_mask is None else mask_numbers(a.attn_mask, b, used, q.dtype)
         out[queries] = _attention(a, q[queries], kv, k_rope[rows], seen[:, :used], bias)
     return out
 
@@ -86,17 +87,6 @@ def _up_projected(a: Any, latent: torch.Tensor, weight: torch.Tensor) -> torch.T
     if a.attention_dtype != FP8:
         kv = kv.to(a.q.dtype).to(compute)
     return kv.unflatten(-1, (a.q.shape[1], -1))
-
-
-def _bias(a: Any, b: int, keys: int) -> torch.Tensor:
-    """attn_mask of sequence b as numbers to add, [H or 1, S or 1, K]."""
-    mask = a.attn_mask[b if a.attn_mask.shape[0] > 1 else 0, :, :, :keys]
-    compute = torch.promote_types(a.q.dtype, torch.float32)
-    if mask.dtype != torch.bool:
-        return mask.to(compute)
-    return torch.zeros(mask.shape, dtype=compute, device=mask.device).masked_fill(
-        ~mask, float("-inf")
-    )
 
 
 def _attention(

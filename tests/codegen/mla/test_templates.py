@@ -15,6 +15,7 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import key_specs as kernels
 from tilewright.codegen.mla.key_specs import UpConfig
 from tilewright.codegen.targets import SM100
+from tilewright.ops.attention.positions import positions_of
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.mla.branch import OP as BRANCH
 from tilewright.ops.mla.branch import as_mla_prefill, with_all_keys
@@ -24,7 +25,6 @@ from tilewright.ops.mla.keys import FP8, buffer_rows, gathered_keys, row_key_off
 from tilewright.ops.mla.latent_store import OP as STORE
 from tilewright.ops.mla.latents import finished_latents
 from tilewright.ops.mla.operands import Chunk, key_buffers, latent_call, up_problem
-from tilewright.ops.mla.positions import positions_of
 from tilewright.ops.mla.prefill import OP as PREFILL
 from tilewright.ops.mla.reference import _key_latents, _up_projected, up_weight
 

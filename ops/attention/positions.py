@@ -1,4 +1,4 @@
-"""Which sequence a query of an MLA op belongs to, and at which position of its keys it stands."""
+"""Which sequence a query belongs to, and at which position of its keys it stands."""
 
 from __future__ import annotations
 

@@ -1,0 +1,176 @@
+"""Checks of the arguments of `cache_attention`, and why no kernel takes a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.attention.masks import check_attn_mask, check_mask
+from tilewright.ops.attention.positions import positions_of, token_sequences
+from tilewright.ops.cache.checks import readable
+from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
+from tilewright.ops.checks import (
+    INT32_MAX,
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_number,
+    check_shape,
+    first,
+    holds,
+)
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# What the kernels take, and how wide a head.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+MAX_WIDTH = 512
+INDICES = ("row_offsets", "block_table", "key_lengths", "positions", "cache_lengths")
+
+
+def sequences(a: Any) -> Any:
+    """B."""
+    return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
+
+
+def room(a: Any) -> Any:
+    """K: how many keys a sequence has room for."""
+    return a.k.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
+
+
+def check_attention(op: str, a: Any) -> None:
+    """Checks an AttentionArguments. Metadata only; raises ArgumentError."""
+    check_shape(op, "q", a.q, "[T, Hq, D]", (None, None, None))
+    check_dtype(op, "q", a.q, DTYPES)
+    check_last_dim_dense(op, "q", a.q)
+    _check_cache(op, a)
+    _check_batch(op, a)
+    check_mask(op, a)
+    check_number(op, "scale", a.scale)
+    check_number(op, "softcap", a.softcap, 0)
+    if a.attn_mask is not None:
+        if a.row_offsets is not None:
+            raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
+        check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
+    if a.sinks is not None:
+        check_shape(op, "sinks", a.sinks, "[Hq]", (a.q.shape[1],))
+        check_dtype(op, "sinks", a.sinks, (a.q.dtype, torch.float32))
+        check_device(op, "sinks", a.sinks, a.q.device)
+
+
+def _check_cache(op: str, a: Any) -> None:
+    heads, width = a.q.shape[1], a.q.shape[2]
+    check_shape(op, "k", a.k, "[N, P, Hkv, D]", (None, None, None, width))
+    num_kv_heads = a.k.shape[2]
+    check_shape(op, "v", a.v, "[N, P, Hkv, V]", (*a.k.shape[:3], None))
+    check_dtype(op, "k", a.k, (a.q.dtype, *FP8_DTYPES))
+    check_dtype(op, "v", a.v, (a.k.dtype,))
+    for name, tensor in (("k", a.k), ("v", a.v)):
+        check_device(op, name, tensor, a.q.device)
+        check_last_dim_dense(op, name, tensor)
+    if not (holds(num_kv_heads >= 1) and holds(heads % num_kv_heads == 0)):
+        expected = f"a number of heads that divides the {heads} of q"
+        raise ArgumentError(op, "k", expected, f"{num_kv_heads} heads")
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(a, name)
+        if scale is None:
+            continue
+        if a.k.dtype not in FP8_DTYPES:
+            raise ArgumentError(op, name, f"None, since the cache has {a.k.dtype}", "a tensor")
+        check_dtype(op, name, scale, (torch.float32,))
+        check_device(op, name, scale, a.q.device)
+        if scale.numel() != 1 or scale.dim() > 1:
+            check_shape(op, name, scale, "[Hkv]", (num_kv_heads,))
+
+
+def _check_batch(op: str, a: Any) -> None:
+    num_tokens = a.q.shape[0]
+    if a.row_offsets is not None:
+        check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))
+        if not holds(a.row_offsets.shape[0] >= 1):
+            raise ArgumentError(op, "row_offsets", "B + 1 offsets", "none")
+    elif not (
+        holds(a.num_sequences >= 1)
+        and holds(a.num_sequences <= INT32_MAX)
+        and holds(num_tokens % a.num_sequences == 0)
+    ):
+        expected = f"a divisor of T = {num_tokens}, since row_offsets is None"
+        raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
+    batch = sequences(a)
+    if a.block_table is not None:
+        check_shape(op, "block_table", a.block_table, "[B, columns]", (batch, None))
+        check_last_dim_dense(op, "block_table", a.block_table)
+    elif not holds(a.k.shape[0] == batch):
+        expected = f"keys of B = {batch} sequences, since block_table is None"
+        raise ArgumentError(op, "k", expected, f"those of {a.k.shape[0]}")
+    for name in ("key_lengths", "cache_lengths"):
+        if getattr(a, name) is not None:
+            check_shape(op, name, getattr(a, name), "[B]", (batch,))
+    if a.positions is not None:
+        _check_positions(op, a, num_tokens, batch)
+    for name in INDICES:
+        if getattr(a, name) is not None:
+            check_dtype(op, name, getattr(a, name), INDEX_DTYPES)
+            check_device(op, name, getattr(a, name), a.q.device)
+
+
+def _check_positions(op: str, a: Any, num_tokens: Any, batch: Any) -> None:
+    rows = a.positions.shape[0] if a.positions.dim() == 1 else None
+    shared = a.row_offsets is None
+    fits = rows is not None and (
+        holds(rows == num_tokens) or (shared and holds(rows * batch == num_tokens))
+    )
+    if not fits:
+        expected = f"shape [T] = [{num_tokens}]" + (f" or [T / {batch}]" if shared else "")
+        raise ArgumentError(op, "positions", expected, f"shape {list(a.positions.shape)}")
+
+
+def check_attention_values(op: str, a: Any) -> None:
+    """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
+    if not readable(getattr(a, name) for name in INDICES):
+        return
+    if a.row_offsets is not None:
+        check_row_offsets(op, "row_offsets", a.row_offsets, a.q.shape[0], "the number of tokens")
+    keys = room(a)
+    for name in ("key_lengths", "cache_lengths"):
+        lengths = getattr(a, name)
+        where = None if lengths is None else first((lengths < 0) | (lengths > keys))
+        if lengths is not None and where is not None:
+            expected = f"lengths from 0 to {keys}, the keys that a sequence has room for"
+            raise ArgumentError(op, name, expected, f"{int(lengths[where])} at {where}")
+    if a.block_table is not None:
+        _check_pages(op, a, keys)
+
+
+def _check_pages(op: str, a: Any, keys: int) -> None:
+    """Every key that a query may see by its position lies on a page of the pool."""
+    batch, device = sequences(a), a.q.device
+    used = torch.full((batch,), keys, device=device)
+    if a.key_lengths is not None:
+        used = used.minimum(a.key_lengths.to(torch.int64))
+    if a.mask != "none":
+        sequence, _ = token_sequences(a.q.shape[0], a.row_offsets, a.num_sequences, device)
+        last = torch.zeros(batch, dtype=torch.int64, device=device)
+        last.scatter_reduce_(0, sequence, positions_of(a) + 1, "amax")
+        used = used.minimum(last)
+    columns = torch.arange(a.block_table.shape[1], device=device) * a.k.shape[1]
+    table = a.block_table.to(torch.int64)
+    bad = (columns < used[:, None]) & ((table < 0) | (table >= a.k.shape[0]))
+    where = first(bad)
+    if where is not None:
+        b, column = divmod(where, table.shape[1])
+        expected = f"pages from 0 to {a.k.shape[0] - 1} where a key may be seen"
+        actual = f"{int(table[b, column])} for sequence {b}, column {column}"
+        raise ArgumentError(op, "block_table", expected, actual)
+
+
+def attention_obstacle(a: Any) -> str | None:
+    """Why no kernel takes a call; None where one does. Metadata only."""
+    if a.q.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {a.q.dtype}"
+    if not a.scale > 0:  # the largest logit is that of the largest product
+        return f"no kernel for a scale of {a.scale}"
+    width = max(a.q.shape[2], a.v.shape[3])
+    return None if width <= MAX_WIDTH else f"no kernel for heads of {width} columns"

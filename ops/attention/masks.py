@@ -1,0 +1,69 @@
+"""Which keys a query sees: by their positions, and by a mask tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    INT32_MAX,
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    holds,
+)
+
+MASKS = ("causal", "none", "sliding_window", "chunked")
+WINDOWED = ("sliding_window", "chunked")
+
+
+def check_mask(op: str, a: Any) -> None:
+    """Checks mask and window. Metadata only; raises ArgumentError."""
+    check_choice(op, "mask", a.mask, MASKS)
+    windowed = a.mask in WINDOWED
+    if windowed and not 1 <= a.window <= INT32_MAX:
+        expected = f"at least 1 and at most {INT32_MAX}, since mask is {a.mask!r}"
+        raise ArgumentError(op, "window", expected, a.window)
+    if not windowed and a.window != 0:
+        raise ArgumentError(op, "window", f"0, since mask is {a.mask!r}", a.window)
+
+
+def check_attn_mask(op: str, mask: torch.Tensor, q: torch.Tensor, batch: Any, keys: Any) -> None:
+    """Checks a mask tensor [B or 1, H or 1, S or 1, K or more] of `batch` equal runs of the queries
+    q [T, H, ...]. Metadata only; raises ArgumentError."""
+    check_dtype(op, "attn_mask", mask, (torch.bool, q.dtype, torch.float32))
+    check_device(op, "attn_mask", mask, q.device)
+    heads, queries = q.shape[1], q.shape[0] // batch
+    fits = mask.dim() == 4 and all(
+        holds(have == want) or holds(have == 1)
+        for have, want in zip(mask.shape[:3], (batch, heads, queries), strict=True)
+    )
+    if not fits or not holds(mask.shape[3] >= keys):
+        expected = f"shape [{batch} or 1, {heads} or 1, {queries} or 1, {keys}]"
+        raise ArgumentError(op, "attn_mask", expected, f"shape {list(mask.shape)}")
+
+
+def visible(
+    a: Any, queries: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None
+) -> torch.Tensor:
+    """Whether the query at each position [S] sees the key at each position [K]: [S, K]."""
+    p, j = queries[:, None], keys[None, :]
+    seen = torch.ones_like(p - j, dtype=torch.bool) if a.mask == "none" else j <= p
+    if a.mask == "sliding_window":
+        seen = seen & (j > p - a.window)
+    elif a.mask == "chunked":
+        seen = seen & (j // a.window == p.div(a.window, rounding_mode="floor"))
+    return seen if limit is None else seen & (j < limit)
+
+
+def mask_numbers(
+    mask: torch.Tensor, sequence: int, keys: int, compute: torch.dtype
+) -> torch.Tensor:
+    """attn_mask of a sequence as numbers to add, [H or 1, S or 1, keys]."""
+    own = mask[sequence if mask.shape[0] > 1 else 0, :, :, :keys]
+    if own.dtype != torch.bool:
+        return own.to(compute)
+    zeros = torch.zeros(own.shape, dtype=compute, device=own.device)
+    return zeros.masked_fill(~own, float("-inf"))

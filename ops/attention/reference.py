@@ -1,0 +1,88 @@
+"""What `cache_attention` means, in plain PyTorch; fp32, or float64 where q is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.attention.checks import room, sequences
+from tilewright.ops.attention.masks import mask_numbers, visible
+from tilewright.ops.attention.positions import positions_of, token_sequences
+
+# Logits made at once.
+LOGITS = 1 << 26
+
+
+def attention_reference(a: Any) -> torch.Tensor:
+    """[T, Hq, V]."""
+    out = a.q.new_zeros((*a.q.shape[:2], a.v.shape[3]))
+    if out.numel() == 0:
+        return out
+    device, compute = a.q.device, torch.promote_types(a.q.dtype, torch.float32)
+    positions = positions_of(a)
+    sequence, _ = token_sequences(a.q.shape[0], a.row_offsets, a.num_sequences, device)
+    places = torch.arange(room(a), device=device)
+    for b in range(sequences(a)):
+        queries = sequence == b
+        limit = None if a.key_lengths is None else a.key_lengths[b].to(torch.int64)
+        seen = visible(a, positions[queries], places, limit)[None]
+        added = None
+        if a.attn_mask is not None:
+            added = mask_numbers(a.attn_mask, b, room(a), compute)
+            seen = seen & (added != float("-inf"))
+        # Keys that no query may see are not looked at: their rows may hold anything.
+        used = seen.flatten(0, 1).any(0).nonzero().flatten()
+        k, v = (_keys(a, tensor, b, used, compute) for tensor in (a.k, a.v))
+        k, v = _scaled(k, a.k_scale), _scaled(v, a.v_scale)
+        added = None if added is None else added[..., used]
+        q = a.q[queries].to(compute)
+        out[queries] = _attention(a, q, k, v, seen[..., used], added).to(out.dtype)
+    return out
+
+
+def _keys(
+    a: Any, tensor: torch.Tensor, b: int, used: torch.Tensor, compute: torch.dtype
+) -> torch.Tensor:
+    """The keys (or values) `used` of a sequence, [K, Hkv, width]."""
+    if a.block_table is None:
+        return tensor[b, used].to(compute)
+    size = tensor.shape[1]
+    pages = a.block_table[b].to(torch.int64)[used // size]
+    return tensor[pages, used % size].to(compute)
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return x if scale is None else x * scale.to(x.dtype).reshape(-1, 1)
+
+
+def _attention(
+    a: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    added: torch.Tensor | None,
+) -> torch.Tensor:
+    """[S, Hq, V] of q [S, Hq, D], k [K, Hkv, D], v [K, Hkv, V]; of seen and added [Hq or 1, S or 1,
+    K]."""
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    out = q.new_zeros((*q.shape[:2], v.shape[2]))
+    step = max(LOGITS // max(q.shape[0] * k.shape[0], 1), 1)
+    for first in range(0, heads, step):
+        part = torch.arange(first, min(first + step, heads), device=q.device)
+        own = part // group
+        logits = torch.einsum("shd,khd->hsk", q[:, part], k[:, own]) * a.scale
+        if a.softcap:
+            logits = a.softcap * (logits / a.softcap).tanh()
+        if added is not None:
+            logits = logits + (added if added.shape[0] == 1 else added[part])
+        visible_here = seen if seen.shape[0] == 1 else seen[part]
+        logits = logits.masked_fill(~visible_here, float("-inf"))
+        if a.sinks is not None:
+            sinks = a.sinks[part].to(logits.dtype).reshape(-1, 1, 1).expand(*logits.shape[:2], 1)
+            logits = torch.cat((logits, sinks), -1)
+        blind = (logits == float("-inf")).all(-1, keepdim=True)
+        weights = torch.where(blind, 0.0, logits.softmax(-1))[..., : k.shape[0]]
+        out[:, part] = torch.einsum("hsk,khd->shd", weights, v[:, own])
+    return out
