@@ -8,6 +8,7 @@ whole. All layers of a model share one list.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,10 +26,18 @@ from tilewright.codegen.attention.mask_specs import (
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.checks import ArgumentError, check_dtype, check_shape, holds
+from tilewright.ops.cache.checks import readable
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.runtime.operands import mask_bytes, operand
-from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Steps
+from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
 SCHEMA = "(Tensor attn_mask) -> Tensor"
@@ -42,8 +51,7 @@ class MaskBlocksArguments:
     """The arguments of `mask_blocks`: B sequences, H heads, S queries, K keys.
 
     attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
-    added to logits, of which -inf alone hides. A dimension that is expanded counts as long as it
-    is: narrow it to one first.
+    added to logits, of which -inf alone hides.
 
     Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries how many
     blocks of 64 keys some query of it sees, then those blocks in ascending order, then zeros. A
@@ -171,6 +179,42 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
     }
     yield Launch(_spec(problem, config, target.name), (tiles, config.parts), values)
     return Outcome(out, "mask blocks", str(config))
+
+
+def list_steps(mask: torch.Tensor, target: Target) -> Generator[Step, Any, torch.Tensor]:
+    """The steps that make the list of blocks of a mask, for a call that was given none. Dimensions
+    that a mask is expanded along have one element there."""
+    for dim in range(3):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
+    done = yield from mask_blocks_steps(MaskBlocksArguments(mask), target)
+    assert isinstance(done.result, torch.Tensor)
+    return done.result
+
+
+def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None) -> None:
+    """Checks a list of blocks that is given beside its mask. Metadata only; raises
+    ArgumentError."""
+    if blocks is None:
+        return
+    if mask is None:
+        raise ArgumentError(op, "mask_blocks", "None, since attn_mask is None", "a tensor")
+    shape = blocks_shape(mask)
+    check_shape(op, "mask_blocks", blocks, "of mask_blocks(attn_mask)", shape)
+    check_dtype(op, "mask_blocks", blocks, (torch.int32,))
+    check_device(op, "mask_blocks", blocks, mask.device)
+    check_last_dim_dense(op, "mask_blocks", blocks)
+
+
+def check_mask_blocks_values(
+    op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None
+) -> None:
+    """Checks that a list is that of its mask, where it is on the CPU, or under TILEWRIGHT_DEBUG=1.
+    Raises ArgumentError."""
+    if mask is None or blocks is None or not readable((blocks,)):
+        return
+    if not torch.equal(blocks, reference(MaskBlocksArguments(mask))):
+        raise ArgumentError(op, "mask_blocks", "mask_blocks(attn_mask)", "another list")
 
 
 # --- samples --------------------------------------------------------------------------------------

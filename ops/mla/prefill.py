@@ -39,7 +39,7 @@ SCHEMA = (
     'bool rope_by_position=False, str mask="causal", int window=0, Tensor? attn_mask=None, '
     "Tensor? kv_b_scale=None, int[] scale_block=[], bool quantize_latent=False, "
     "float latent_scale_cap=0.0, Tensor? latent_scale=None, ScalarType? attention_dtype=None, "
-    "float q_scale=1.0, float k_scale=1.0, float v_scale=1.0) -> Tensor"
+    "float q_scale=1.0, float k_scale=1.0, float v_scale=1.0, Tensor? mask_blocks=None) -> Tensor"
 )
 ERROR_MODEL = (
     "fp32 accumulation; latents, keys and values are rounded to the values' dtype, as are a "
@@ -84,7 +84,8 @@ class MlaPrefillArguments:
     "causal" (j <= p), "none", "sliding_window" (p - window < j <= p), "chunked" (j <= p, and
     j // window == p // window). attn_mask [B or 1, H or 1, T / B or 1, K / B]: bool, True is seen,
     or numbers (of q's dtype or float32) that are added to the scaled logits, -inf hides; only
-    for equal runs. A query that sees no key gives zeros.
+    for equal runs. mask_blocks: what `mask_blocks` gives for this attn_mask; made by the call where
+    it is None. A query that sees no key gives zeros.
 
     norm_weight, norm_eps, cos, sin, rope_style, rope_by_position: as for `mla_latent_store`;
     rope_on: "qk", "q" or "k" is rotated.
@@ -140,6 +141,7 @@ class MlaPrefillArguments:
     q_scale: float = 1.0
     k_scale: float = 1.0
     v_scale: float = 1.0
+    mask_blocks: torch.Tensor | None = None
 
 
 def validate(a: MlaPrefillArguments) -> None:
