@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.problem import LISTED_KEYS, CacheProblem, CacheSizes
+from tilewright.codegen.attention.blocks import KEYS
+from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles
 from tilewright.codegen.targets import Target
 
@@ -43,7 +44,7 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
     stages = _stages(problem, rows, target)
     config = DecodeConfig(tokens, rows, 1, num_stages=stages)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    splits = _splits(tiles, cdiv(sizes.num_keys, LISTED_KEYS), target.num_sms)
+    splits = _splits(tiles, cdiv(sizes.num_keys, KEYS), target.num_sms)
     return replace(config, splits=splits)
 
 
@@ -51,8 +52,8 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
     indirect = problem.mask_blocks is not None or problem.block_table is not None
     wanted = INDIRECT_STAGES if indirect else STAGES
-    fixed = 2 * rows * (problem.blocks[0] + LISTED_KEYS) + SPARE_BYTES
-    fitting = (target.max_shared_bytes - fixed) // (LISTED_KEYS * problem.key_bytes)
+    fixed = 2 * rows * (problem.blocks[0] + KEYS) + SPARE_BYTES
+    fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
     return max(min(wanted, fitting), 1)
 
 

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.operand import Operand
 
-# Queries of a row of mask_blocks, and keys of a block.
-LISTED_QUERIES = 128
-LISTED_KEYS = 64
-
 
 @dataclass(frozen=True)
 class CacheProblem:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.problem import LISTED_KEYS, LISTED_QUERIES, CacheProblem
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.problem import CacheProblem
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 
@@ -40,7 +41,7 @@ STRIDES = (
     "mask_row_stride",
     "mask_column_stride",
     "blocks_sequence_stride",
-    "blocks_stride",
+    "blocks_tile_stride",
     "scale_stride",
 )
 
@@ -54,7 +55,7 @@ class DecodeConfig:
     splits: int
     num_warps: int = 4
     num_stages: int = 3
-    block_n: int = LISTED_KEYS
+    block_n: int = KEYS
 
     def __str__(self) -> str:
         tile = f"{self.rows} rows ({self.tokens} queries) x {self.block_n} keys"
@@ -88,7 +89,8 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "WINDOW": p.window,
             "MASK_KIND": p.mask_kind,
             "CAPPED": p.softcap,
-            "LISTED_QUERIES": LISTED_QUERIES if p.mask_blocks is not None else 0,
+            "LISTED": p.mask_blocks is not None,
+            "QUERIES": QUERIES,
             "TOKENS": config.tokens,
             "ROWS": config.rows,
             "REAL": real,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,8 +18,9 @@ from tilewright.codegen.attention.specs import (
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.operands import cache_problem, cache_sizes
-from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Steps
+from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
 
 
 @cache
@@ -33,6 +36,7 @@ def attention_steps(a: Any, target: Target, config: DecodeConfig | None = None) 
     out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v.shape[3]), a.q.dtype)
     if out.numel() == 0:
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
+    a = yield from _with_list(a, target)
     problem, values = cache_problem(a)
     sizes = cache_sizes(a)
     if config is None:
@@ -46,6 +50,18 @@ def attention_steps(a: Any, target: Target, config: DecodeConfig | None = None) 
     values |= {"out_ptr": out, "row_tiles": cdiv(sizes.num_queries, config.tokens)}
     yield Launch(spec, (tiles * config.splits,), values)
     return Outcome(out, "decode kernel", config)
+
+
+def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:
+    """The same call with the list of blocks of its mask. Heads that share keys are one tile, so
+    none where each head has a mask of its own."""
+    if a.attn_mask is None:
+        return a
+    if a.attn_mask.shape[1] > 1:
+        return replace(a, mask_blocks=None)
+    if a.mask_blocks is not None:
+        return a
+    return replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
 
 
 def _bucket(sizes: CacheSizes) -> CacheSizes:

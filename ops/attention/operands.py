@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import STRIDES, TENSORS
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.checks import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.operands import mask_bytes, operand
 
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
@@ -30,8 +28,8 @@ def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
     """The problem of a call, and its values but for the result and the tiles."""
     strides = _strides(a)
     tensors = {name: getattr(a, field) for name, field in TENSORS.items()}
-    if a.attn_mask is not None and a.attn_mask.dtype == torch.bool:
-        tensors["mask_ptr"] = a.attn_mask.view(torch.uint8)
+    if a.attn_mask is not None:
+        tensors["mask_ptr"] = mask_bytes(a.attn_mask)
     given: Any = {TENSORS[name]: operand(tensor) for name, tensor in tensors.items()}
     problem = CacheProblem(
         num_kv_heads=a.k.shape[2],
