@@ -112,7 +112,7 @@ def _flat(item: Any) -> Any:
 
 def _mask(attention: Attention) -> dict[str, Any]:
     """The mask's arguments: causal or by position where that is proven, else the tensor."""
-    numbers = {} if attention.added is None else {"attn_mask": attention.added}
+    numbers = {} if attention.added is None else _tensor(attention.added)
     if attention.row_offsets is not None:
         return _ragged_mask(attention)
     if attention.mask is None:
@@ -127,7 +127,12 @@ def _mask(attention: Attention) -> dict[str, Any]:
         return {"mask": "causal", **positions, **numbers}
     if numbers or not attention.sees:
         refuse("its mask says which keys are hidden, not which are seen", attention.end)
-    return {"mask": "none", "attn_mask": attention.mask}
+    return {"mask": "none", **_tensor(attention.mask)}
+
+
+def _tensor(mask: View) -> dict[str, Any]:
+    """A mask tensor with its list of blocks: layers of one mask share the list's node."""
+    return {"attn_mask": mask, "mask_blocks": Computed("mask_blocks", (mask,))}
 
 
 def _ragged_mask(attention: Attention) -> dict[str, Any]:
