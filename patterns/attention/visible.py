@@ -1,5 +1,6 @@
 """Which keys an attention lets a query see, as arguments of an op: `mask`, `positions`, `window`,
-`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`.
+`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`, with
+the list of its blocks, `mask_blocks`.
 
 Dimension letters: as in `patterns/recognise/attention.py`.
 """
@@ -22,14 +23,14 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
         refuse("it has a mask besides is_causal", attention.end)
-    numbers = {} if attention.added is None else {"attn_mask": attention.added}
+    numbers = {} if attention.added is None else _tensor(attention.added)
     found = causal_of(attention.mask, *attention.queries[:2], sees=attention.sees)
     if found is True:
         return {"mask": "none", **numbers}
     if isinstance(found, Causal):
         positions = {} if found.positions is None else {"positions": found.positions}
         return {"mask": "causal", **positions, **numbers}
-    return {"mask": "none", "attn_mask": _one_tensor(attention)}
+    return {"mask": "none", **_tensor(_one_tensor(attention))}
 
 
 def mask_fact(arguments: dict[str, Any]) -> str:
@@ -40,6 +41,11 @@ def mask_fact(arguments: dict[str, Any]) -> str:
     if "attn_mask" in arguments:
         kinds.append("tensor")
     return " and ".join(kinds) or "none"
+
+
+def _tensor(mask: View | Computed) -> dict[str, Any]:
+    """A mask tensor with its list of blocks: layers of one mask share the list's node."""
+    return {"attn_mask": mask, "mask_blocks": Computed("mask_blocks", (mask,))}
 
 
 def _one_tensor(attention: Attention) -> View | Computed:

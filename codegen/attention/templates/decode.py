@@ -10,40 +10,12 @@ their results in a fixed order, so the sum does not depend on which was last.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.attention.templates.block_list import tile_list
+from tilewright.codegen.attention.templates.block_list import listed_key, listed_range, tile_list
 from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Below the logarithm of any weight that counts; lower finite masks would overflow in base 2.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
-
-
-LOADED: tl.constexpr = tl.constexpr(256)
-
-
-@triton.jit
-def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks):
-    """TEMPORARY"""
-    first = 0
-    end = 0
-    run = count
-    run_end = count
-    for loaded in range(0, count, LOADED):
-        places = loaded + tl.arange(0, LOADED)
-        real = places < count
-        entry = tl.load(entries + places, mask=real, other=0)
-        block = entry >> 1
-        real = real & (block < first_block + num_blocks)
-        first += tl.sum((real & (block < first_block)).to(tl.int32), axis=0)
-        end += tl.sum(real.to(tl.int32), axis=0)
-        whole = real & ((entry & 1) != 0) & (block >= whole_block)
-        whole = whole & (block < whole_block + num_whole)
-        run = tl.minimum(run, tl.min(tl.where(whole, places, count), axis=0))
-        after = (places > run) & (not whole)
-        run_end = tl.minimum(run_end, tl.min(tl.where(after, places, count), axis=0))
-    # Where none is whole, the others start at the first.
-    found = run < end
-    return first, tl.where(found, run, first), tl.where(found, run_end - run, 0), end - first
 
 
 @triton.jit
@@ -332,7 +304,7 @@ def attention_decode(
     # The blocks of the tile; with a list from here on places on it. Whole ones come first, and this
     # program takes those from `begin` to `end`.
     first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, 0, own_keys, 0, MASK, WINDOW, MASK_KIND != "none" and not LISTED, BLOCK_N
+        lowest, highest, 0, own_keys, 0, MASK, WINDOW, BLOCK_N
     )
     entries = mask_blocks_ptr
     if LISTED:
@@ -343,6 +315,10 @@ def attention_decode(
         first, whole, num_whole, num_blocks = listed_range(
             entries, count, first, whole, num_whole, num_blocks
         )
+    elif MASK_KIND != "none":
+        # Nobody has said which blocks the mask lets all rows see whole.
+        whole = first
+        num_whole = 0
     each = (num_blocks + SPLITS - 1) // SPLITS
     begin = tl.minimum(split * each, num_blocks)
     end = tl.minimum(begin + each, num_blocks)
@@ -352,11 +328,11 @@ def attention_decode(
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((V_BLOCK, ROWS), tl.float32)
     for step in tl.range(begin, middle, num_stages=STAGES):
-        block = whole + step
+        first_key = (whole + step) * BLOCK_N
         if LISTED:
-            block = tl.load(entries + block) >> 1
+            first_key = listed_key(entries, whole + step, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
-            block * BLOCK_N, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
+            first_key, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
             num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
             mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
             V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
@@ -364,10 +340,11 @@ def attention_decode(
         )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
         block = block_of_step(step, first, whole, num_whole)
+        first_key = block * BLOCK_N
         if LISTED:
-            block = tl.load(entries + block) >> 1
+            first_key = listed_key(entries, block, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
-            block * BLOCK_N, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
+            first_key, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
             num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
             mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
             V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,

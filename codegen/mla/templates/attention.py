@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.block_list import (
-    listed_block,
+    listed_key,
     listed_range,
     tile_list,
 )
@@ -81,12 +81,11 @@ def block_scores(
 @triton.jit
 def mask_scores(
     scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
-    whole, mask_row_stride, mask_column_stride, steepness,
+    mask_row_stride, mask_column_stride, steepness,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
     EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added. whole: the
-    mask hides nothing here and adds nothing, so it is not read."""
+    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
     keys = tl.arange(0, BLOCK_N)
     if EVERY_BLOCK:
         # The offset goes to the rows: the column numbers are then the same for every block.
@@ -102,9 +101,9 @@ def mask_scores(
             + keys.to(tl.int64)[None, :] * mask_column_stride
         )  # fmt: skip
         inside = (rows < own_queries)[:, None] & (keys < own_keys)[None, :]
-        given = tl.load(places, mask=inside & (not whole), other=0)
+        given = tl.load(places, mask=inside, other=0)
         if MASK_KIND == "bool":
-            seen = seen & ((given != 0) | whole)
+            seen = seen & (given != 0)
         else:
             scores = scores * steepness + given.to(tl.float32) * LOG2E
     return tl.where(seen, scores, float("-inf"))
@@ -283,20 +282,22 @@ def mla_attention(
         factor *= tl.load(k_scale_ptr)
     LISTED: tl.constexpr = MASK_KIND != "none"
     first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, key_start, own_keys, lead, MASK, WINDOW, LISTED,
-        KEYS if LISTED else BLOCK_N,
-    )  # fmt: skip
+        lowest, highest, key_start, own_keys, lead, MASK, WINDOW, KEYS if LISTED else BLOCK_N
+    )
     if LISTED:
-        # Parts of a block that are visited one after the other.
-        PARTS: tl.constexpr = KEYS // BLOCK_N
         entries, count = tile_list(
             mask_blocks_ptr, sequence, head, first_row, blocks_sequence_stride,
             blocks_head_stride, blocks_tile_stride, QUERIES,
         )  # fmt: skip
-        count = tl.where(own_keys > 0, count, 0)
-        if MASK != "none":
-            first, count = listed_range(entries, count, first, first + num_blocks)
-        num_blocks = count * PARTS
+        # From here on these are places on the list, and of parts of its blocks.
+        first, whole, num_whole, num_blocks = listed_range(
+            entries, count, first, whole, num_whole, num_blocks
+        )
+        PARTS: tl.constexpr = KEYS // BLOCK_N
+        first *= PARTS
+        whole *= PARTS
+        num_whole *= PARTS
+        num_blocks *= PARTS
     if TMA:
         # A descriptor needs a row; without keys no block is read.
         tma_keys = tl.maximum(own_keys, 1)
@@ -326,9 +327,12 @@ def mla_attention(
     # The factors that take scores to the base-2 domain: in whole blocks, and in masked ones.
     steepness = factor if CHAINED else 1.0
     masked_steepness = 1.0 if MASK_KIND == "additive" else steepness
-    if not (ONE_LOOP or LISTED):
+    if not ONE_LOOP:
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
-            key = (whole + step) * BLOCK_N
+            if LISTED:
+                key = listed_key(entries, whole + step, KEYS, BLOCK_N)
+            else:
+                key = (whole + step) * BLOCK_N
             scores = block_scores(
                 q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
                 key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
@@ -341,16 +345,12 @@ def mla_attention(
             )  # fmt: skip
             output = add_values(output, decay, weights, values, PROMOTE)
     masked = 0
-    if not (ONE_LOOP or LISTED):
+    if not ONE_LOOP:
         masked = num_whole
-    whole_block = False
     for step in tl.range(masked, num_blocks, warp_specialize=WARP_SPECIALIZE):
         if LISTED:
-            place = step // PARTS
-            if MASK != "none":
-                place += first
-            block, whole_block = listed_block(entries, place)
-            key = block * KEYS + step % PARTS * BLOCK_N
+            place = first + step if ONE_LOOP else block_of_step(step, first, whole, num_whole)
+            key = listed_key(entries, place, KEYS, BLOCK_N)
         elif ONE_LOOP:
             key = (first + step) * BLOCK_N
         else:
@@ -362,8 +362,8 @@ def mla_attention(
         )  # fmt: skip
         scores = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, key_start, lead, mask_base,
-            whole_block, mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND,
-            LED, ONE_LOOP or LISTED, BLOCK_M, BLOCK_N,
+            mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, LED,
+            ONE_LOOP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         weights, decay, top, total = online_softmax_step(
             scores, top, total, masked_steepness, SHIFT
