@@ -145,7 +145,9 @@ def test_padding_is_a_mask_that_is_read():
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     logits = compiled(*args, **keywords).logits
     expected = model(*args, **keywords).logits
-    assert {m.shapes["mask"] for m in matches_of(reports()[-1], "mla", "qkv")} == {"causal and tensor"}
+    assert {m.shapes["mask"] for m in matches_of(reports()[-1], "mla", "qkv")} == {
+        "causal and tensor"
+    }
     seen = padding.bool()
     torch.testing.assert_close(logits[seen], expected[seen], rtol=0.1, atol=0.03)
 
