@@ -91,8 +91,7 @@ def _strides(a: Any) -> dict[str, int]:
     if mask is not None:
         masks = [s if n > 1 else 0 for n, s in zip(mask.shape, mask.stride(), strict=True)]
     if blocks is not None:
-        listed = [blocks.stride(d) if blocks.shape[d] > 1 else 0 for d in (0, 1)]
-        listed += [blocks.stride(2)]
+        listed = [blocks.stride(d) if blocks.shape[d] > 1 else 0 for d in range(3)]
     each = positions is not None and positions.shape[0] == a.q.shape[0] != 0
     step = 0 if positions is None else positions.stride(0)
     own_run = step * (a.q.shape[0] // max(sequences(a), 1)) if each else 0
