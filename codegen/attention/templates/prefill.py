@@ -184,7 +184,7 @@ def attention_prefill(
         scores = tl.dot(q, k.to(q.dtype).T)
         if CAPPED:
             scores = capped(scores, factor, softcap)
-        scores = mask_scores(
+        scores, seen = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, 0, 0, mask_base,
             mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, False, False,
             BLOCK_M, BLOCK_N,
@@ -193,7 +193,7 @@ def attention_prefill(
             scores = tl.where(exists[None, :], scores, float("-inf"))
         weights, decay, top, total = online_softmax_step(scores, top, total, masked_steepness, 0.0)
         # NaN times a weight of zero is NaN: values that no query sees count as zeros.
-        needed = tl.max(weights, axis=0) > 0.0
+        needed = tl.max(seen.to(tl.int32), axis=0) > 0
         if TMA:
             v = v_source.load([key, 0])
             v = tl.where(needed[:, None], v, 0.0)

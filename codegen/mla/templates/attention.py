@@ -306,7 +306,7 @@ def mla_attention(
             key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
             ROPE_BLOCK, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
         )  # fmt: skip
-        scores = mask_scores(
+        scores, _ = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, key_start, lead, mask_base,
             mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, LED,
             ONE_LOOP, BLOCK_M, BLOCK_N,
