@@ -1,5 +1,5 @@
-"""Kernels of attention over a cache that every compiler release is tried on: published shapes, masks
-as `generate()` hands them over."""
+"""Kernels of attention over a cache that every compiler release is tried on: published shapes, and
+masks as `generate()` hands them over."""
 
 from __future__ import annotations
 
