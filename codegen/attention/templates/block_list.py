@@ -48,7 +48,7 @@ def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks
         whole = real & ((entry & 1) != 0) & (block >= whole_block)
         whole = whole & (block < whole_block + num_whole)
         run = tl.minimum(run, tl.min(tl.where(whole, places, count), axis=0))
-        after = (places > run) & (not whole)
+        after = (places > run) & ~whole
         run_end = tl.minimum(run_end, tl.min(tl.where(after, places, count), axis=0))
     # Where none is whole, the others start at the first.
     found = run < end
