@@ -13,7 +13,7 @@ class Addressing:
     """The static part of the arguments that name the slots; `ops.cache.addressing` has their
     meaning.
 
-    form: "flat", "per_sequence", "block_table" or "ragged".
+    form: "flat", "per_sequence", "block_table" or "ragged"; "none": nothing is written.
     slots: the slot of each token, or the lookup table of pages; strides (step,), of a table that
     from column to column.
     sequences, positions: of each token, where there is a table; "ragged": row offsets and cache
@@ -22,8 +22,8 @@ class Addressing:
     search_steps: 2 ** search_steps is more than the number of sequences ("ragged").
     """
 
-    form: str
-    slots: Operand
+    form: str = "none"
+    slots: Operand | None = None
     sequences: Operand | None = None
     positions: Operand | None = None
     wrap_negative: bool = False
@@ -50,3 +50,6 @@ class Addressing:
         """Sizes of the table, known at the launch; None where there is none."""
         kind = "i32" if self.sequences else None
         return dict.fromkeys(("num_sequences", "lookup_columns", "lookup_stride"), kind)
+
+
+NOWHERE = Addressing()

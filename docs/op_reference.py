@@ -36,7 +36,7 @@ def section(op: FusedOp) -> str:
     )
     parts = [
         f"## {op.name}",
-        f"```\n{op.name}{op.schema}\n```",
+        f"```\n{op.declaration}\n```",
         _text(op.arguments.__doc__),
         f"**Computes.** {_text(op.reference.__doc__)}",
         f"**Writes.** {', '.join(f'`{name}`' for name in op.mutated) or 'nothing'}.",

@@ -70,7 +70,6 @@ contract.register(
     FusedOp(
         namespace="examples",
         name=NAME,
-        schema="(Tensor y, Tensor s, Tensor weight, float eps) -> Tensor",
         arguments=AddRmsNormArguments,
         validate=validate,
         validate_values=lambda a: None,

@@ -85,7 +85,6 @@ contract.register(
     FusedOp(
         namespace="examples",
         name="swiglu",
-        schema="(Tensor x, Tensor gate_weight, Tensor up_weight) -> Tensor",
         arguments=SwigluArguments,
         validate=validate,
         validate_values=lambda a: None,  # no index, no alias: the metadata says it all

@@ -1,10 +1,10 @@
 """What every fused op declares, and how a declaration becomes `torch.ops.<namespace>.<name>`.
 
-An op is one frozen record: schema, fake, validation, reference, lowerings, sample inputs and
+An op is one frozen record: arguments, fake, validation, reference, lowerings, sample inputs and
 tolerances, so that tests, benchmarks and verification are written once for all ops. A user's own
 op registers as ours do, from one file anywhere:
 
-    register(FusedOp(name="my_op", schema="(Tensor x) -> Tensor", ...))
+    register(FusedOp(name="my_op", arguments=MyArguments, ...))
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +29,7 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
 from tilewright.ops.runtime.replay import repeat
+from tilewright.ops.schema import schema_of
 
 log = logging.getLogger("tilewright")
 
@@ -153,9 +154,8 @@ class Tolerance:
 class FusedOp:
     """Everything there is to know about one fused op.
 
-    schema: arguments and result, without the name: "(Tensor x, Tensor(a!) cache) -> Tensor".
-    arguments: a dataclass with the schema's arguments as fields, in order and with its defaults;
-        the callables below take one instance of it.
+    arguments: a dataclass whose fields are the op's arguments, typed as `ops.schema` says; the
+        callables below take one instance of it.
     validate: checks metadata and nothing else, raises ArgumentError; also runs on fake tensors,
         adds no guard. Accepted metadata is remembered.
     validate_values: checks what only real memory shows (index values, aliases), before any write.
@@ -168,10 +168,12 @@ class FusedOp:
     error_model: in words, what `tolerances` follow from.
     plan: plan(arguments, target name) gives a LoweringReport, also for fake arguments and without a
         GPU; may be "module:function". None: what the lowering's `build` generates.
+    returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
+    schema: "(Tensor x, Tensor(a!) cache) -> Tensor", in place of what the fields and `returns` say,
+        for what they cannot.
     """
 
     name: str
-    schema: str
     arguments: type[Any]
     validate: Callable[[Any], None]
     validate_values: Callable[[Any], None]
@@ -184,6 +186,8 @@ class FusedOp:
     error_model: str
     namespace: str = "tilewright"
     plan: Callable[[Any, str], LoweringReport] | str | None = None
+    returns: str = "Tensor"
+    schema: str | None = None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""
@@ -210,10 +214,15 @@ class FusedOp:
         """`torch.ops.<namespace>.<name>.default`; the op must be registered."""
         return getattr(getattr(torch.ops, self.namespace), self.name).default
 
+    @cached_property
+    def declaration(self) -> str:
+        """Name and schema, as `torch.library.Library.define` takes them."""
+        return self.name + (self.schema or schema_of(self.arguments, self.returns))
+
     @property
     def mutated(self) -> tuple[str, ...]:
         """Names of the arguments the schema declares as written."""
-        schema = torch._C.parse_schema(self.name + self.schema)
+        schema = torch._C.parse_schema(self.declaration)
         return tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
 
     def call(self, arguments: Any) -> Any:
@@ -284,7 +293,7 @@ def register(op: FusedOp) -> FusedOp:
         library = _libraries[op.namespace] = torch.library.Library(op.namespace, "FRAGMENT")
     # Strides carry the cache's geometry: Inductor must hand over the tensors as they are.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-    library.define(op.name + op.schema, tags=tags)
+    library.define(op.declaration, tags=tags)
     library.impl(op.name, _implementation(op, "cpu"), "CPU")
     library.impl(op.name, _implementation(op, "cuda"), "CUDA")
     library.impl(op.name, _transformed(op), "FuncTorchDynamicLayerFrontMode")
@@ -363,7 +372,7 @@ def _takes_tensor_lists(op: FusedOp) -> bool:
 
 def _kinds(op: FusedOp) -> dict[str, str]:
     """PyTorch's name for the type of each argument: "Tensor", "Optional[Tensor]", "List[int]"."""
-    schema = torch._C.parse_schema(op.name + op.schema)
+    schema = torch._C.parse_schema(op.declaration)
     return {argument.name: str(argument.type) for argument in schema.arguments}
 
 
@@ -545,7 +554,7 @@ def _defined_elsewhere(op: FusedOp) -> bool:
 
 def _identity(op: FusedOp) -> tuple[Any, ...]:
     code = (op.validate, op.validate_values, op.fake, op.reference)
-    return (op.schema, tuple((f.__module__, f.__qualname__) for f in code))
+    return (op.declaration, tuple((f.__module__, f.__qualname__) for f in code))
 
 
 def _where(op: FusedOp) -> str:
@@ -561,7 +570,7 @@ def _default(argument: Any) -> Any:
 
 
 def _check_arguments(op: FusedOp) -> None:
-    schema = torch._C.parse_schema(op.name + op.schema)
+    schema = torch._C.parse_schema(op.declaration)
     declared = [(a.name, a.kwarg_only, _default(a)) for a in schema.arguments]
     written = [(f.name, f.kw_only, f.default) for f in fields(op.arguments)]
     if written != declared:

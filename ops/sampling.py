@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -57,8 +57,17 @@ class PagedBatch:
     cached_tokens: tuple[int, ...] = ()
 
 
-def sample_table(batch: PagedBatch, sampler: Sampler) -> dict[str, Any]:
-    """A block table whose unassigned entries lie outside the pool, and what goes with it."""
+def sample_table(
+    batch: PagedBatch, sampler: Sampler, names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """A block table and what goes with it: these of `sample_places`, as the batch has them."""
+    places = sample_places(batch, sampler)
+    return {name: places[name].to(batch.slot_dtype).to(sampler.device) for name in names}
+
+
+def sample_places(batch: PagedBatch, sampler: Sampler) -> dict[str, torch.Tensor]:
+    """A block table whose unassigned entries lie outside the pool, and what any form goes by
+    beside it; int64 on the CPU."""
     new = torch.tensor(batch.new_tokens, dtype=torch.int64)
     cached = torch.tensor(batch.cached_tokens, dtype=torch.int64)
     columns = (-(-(new + cached) // batch.page_size)).tolist()
@@ -68,11 +77,13 @@ def sample_table(batch: PagedBatch, sampler: Sampler) -> dict[str, Any]:
         for column in range(count):
             table[row, column] = next(free)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
-    if batch.slots == "ragged":
-        tensors = {"lookup_table": table, "row_offsets": offsets, "cache_lengths": cached}
-    else:
-        sequences = torch.arange(len(new)).repeat_interleave(new)
-        positions = torch.arange(batch.num_tokens) - offsets[sequences] + cached[sequences]
-        sequences[: batch.skipped] = -1
-        tensors = {"lookup_table": table, "sequence_ids": sequences, "positions": positions}
-    return {name: t.to(batch.slot_dtype).to(sampler.device) for name, t in tensors.items()}
+    sequences = torch.arange(len(new)).repeat_interleave(new)
+    positions = torch.arange(len(sequences)) - offsets[sequences] + cached[sequences]
+    sequences[: batch.skipped] = -1
+    return {
+        "lookup_table": table,
+        "row_offsets": offsets,
+        "cache_lengths": cached,
+        "sequence_ids": sequences,
+        "positions": positions,
+    }

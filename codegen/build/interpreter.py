@@ -188,7 +188,7 @@ def _bind_method(self: JITFunction, instance: Any, owner: Any = None) -> Any:
 
 
 def _nothing_to_wait_for() -> None:
-    """`gdc_wait`: interpreted kernels run one after the other."""
+    """`gdc_wait` and `gdc_launch_dependents`: interpreted kernels run one after the other."""
 
 
 class _Outputs(list[TensorHandle]):
@@ -228,6 +228,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (reductions, "apply", _reduction(reductions.apply)),
         (interpreter, "_patch_lang_tensor", _scalar_index(interpreter._patch_lang_tensor)),
         (cuda, "gdc_wait", _nothing_to_wait_for),
+        (cuda, "gdc_launch_dependents", _nothing_to_wait_for),
         (JITFunction, "__call__", _call_helper),
         (JITFunction, "__get__", _bind_method),
         (InterpretedFunction, "__call__", _call_helper),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tilewright.codegen.addressing import NOWHERE, Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
 from tilewright.codegen.operand import Operand
@@ -19,14 +20,14 @@ from tilewright.codegen.spec import KernelSpec
 # whose strides are constants of the kernel.
 LATENT_TENSORS: dict[str, tuple[int, ...]] = {
     "latent": (0,), "k_rope": (0,), "norm": (), "latent_cache": (0, 1, 2), "rope_cache": (0, 1, 2),
-    "slots": (-1,), "sequences": (0,), "positions": (0,), "row_offsets": (0,), "lengths": (0,),
-    "token_positions": (0,), "lookup": (1,), "key_offsets": (0,), "key_starts": (0,),
-    "key_slots": (0,), "latent_out": (0,), "rope_out": (), "scale_out": (),
+    "row_offsets": (0,), "lengths": (0,), "token_positions": (0,), "lookup": (1,),
+    "key_offsets": (0,), "key_starts": (0,), "key_slots": (0,), "latent_out": (0,), "rope_out": (),
+    "scale_out": (),
 }  # fmt: skip
 LATENT_COUNTS = (
     "num_tokens", "num_rows", "row_programs", "rope_rows", "token_run", "key_run",
-    "sequence_tokens", "num_pages", "num_sequences", "table_rows", "table_width", "table_stride",
-    "lookup_columns", "lookup_stride", "scale_stride",
+    "sequence_tokens", "num_pages", "num_sequences", "lookup_columns", "lookup_stride",
+    "scale_stride",
 )  # fmt: skip
 
 
@@ -38,17 +39,16 @@ class LatentProblem:
     rank, rope_dim: columns of a latent and of its rope part. norm_eps: of the RMS norm.
     rotation: of the new tokens' rope part. neighbours: the members of a rotated pair lie side by
     side in the cache and the buffers.
-    page_size: slots of a page. addressing: how new tokens find their slot, as
-    `places.cache_places` has it, "none" where none are stored; wrap_negative: negative slots count
-    from the end. search_steps: of a binary search for a token's sequence.
+    page_size: slots of a page. addressing: how new tokens find their slot.
+    search_steps: of a binary search for a token's or a key's sequence.
     keys: where keys are gathered from, as `key_places` has it, "none" where they are not.
     group: columns that share a scale of quantised latents, 0 for none; cap: of a group's largest
     magnitude, 0 for none. rope_scale: divides the rope columns of the buffer.
 
     latent, k_rope: the new tokens, strides (row,). norm: the norm's weight. latent_cache,
-    rope_cache: strides (page, slot, column). slots, sequences, positions: where new tokens go,
-    strides (element,). row_offsets, lengths, token_positions: the positions of new tokens. lookup:
-    the page table, strides (column,). key_offsets, key_starts, key_slots: where keys are.
+    rope_cache: strides (page, slot, column). row_offsets, lengths, token_positions: the positions
+    of new tokens. lookup: the page table of keys, strides (column,). key_offsets, key_starts,
+    key_slots: where keys are.
     latent_out [rows, >= rank] strides (row,), rope_out [rows, rope_dim], scale_out [groups, >=
     rows]: the buffers that are filled.
     """
@@ -59,8 +59,7 @@ class LatentProblem:
     rotation: Rotation = NO_ROTATION
     neighbours: bool = False
     page_size: int = 1
-    addressing: str = "none"
-    wrap_negative: bool = False
+    addressing: Addressing = NOWHERE
     search_steps: int = 0
     keys: str = "none"
     group: int = 0
@@ -71,9 +70,6 @@ class LatentProblem:
     norm: Operand | None = None
     latent_cache: Operand | None = None
     rope_cache: Operand | None = None
-    slots: Operand | None = None
-    sequences: Operand | None = None
-    positions: Operand | None = None
     row_offsets: Operand | None = None
     lengths: Operand | None = None
     token_positions: Operand | None = None
@@ -87,7 +83,7 @@ class LatentProblem:
 
     @property
     def store(self) -> bool:
-        return self.addressing != "none"
+        return self.addressing.form != "none"
 
     @property
     def gather(self) -> bool:
@@ -123,10 +119,11 @@ def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> Ke
     (row,) = first_strides(p.latent_out)
     latent_strides = p.latent_cache.strides if p.latent_cache else (0, 0, 0)
     rope_strides = p.rope_cache.strides if p.rope_cache else (0, 0, 0)
-    # The tables lie behind the norm's weight in the kernel's signature.
     tensors = {f"{name}_ptr": getattr(p, name) for name in LATENT_TENSORS}
-    before = ("latent_ptr", "k_rope_ptr", "norm_ptr")
-    tensors = {name: tensors[name] for name in before} | p.rotation.tensors | tensors
+    # In the order of the kernel's signature.
+    first = {name: tensors.pop(name) for name in ("latent_ptr", "k_rope_ptr", "norm_ptr")}
+    caches = {name: tensors.pop(name) for name in ("latent_cache_ptr", "rope_cache_ptr")}
+    tensors = first | p.rotation.tensors | caches | p.addressing.pointers() | tensors
     return KernelSpec.of(
         "mla.latent",
         "mla_latents",
@@ -143,9 +140,7 @@ def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> Ke
             "PAGE_SIZE": p.page_size,
             "LATENT_STRIDES": latent_strides,
             "ROPE_STRIDES": rope_strides,
-            "ADDRESSING": p.addressing,
-            "WRAP_NEGATIVE": p.wrap_negative,
-            "ADDRESS_STRIDES": first_strides(p.slots, p.sequences, p.positions),
+            **p.addressing.constants(),
             "SEARCH_STEPS": p.search_steps,
             "BATCH_STRIDES": first_strides(p.row_offsets, p.lengths, p.token_positions),
             "KEYS": p.keys,

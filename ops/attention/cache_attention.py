@@ -21,15 +21,9 @@ from tilewright.ops.attention.checks import (
 )
 from tilewright.ops.attention.reference import attention_reference
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.schema import SymInt
 
 NAME = "cache_attention"
-SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, *, float scale, SymInt num_sequences=1, "
-    "Tensor? row_offsets=None, Tensor? block_table=None, Tensor? key_lengths=None, "
-    "Tensor? positions=None, Tensor? cache_lengths=None, str mask='causal', int window=0, "
-    "Tensor? attn_mask=None, Tensor? mask_blocks=None, float softcap=0.0, Tensor? sinks=None, "
-    "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
-).replace("'", '"')
 ERROR_MODEL = (
     "fp32 accumulation; a kernel's softmax weights are rounded to the queries' dtype: errors of "
     "half a unit in the last place of the terms of each sum, measured against the rms of the "
@@ -79,7 +73,7 @@ class AttentionArguments:
     v: torch.Tensor
     _: KW_ONLY
     scale: float
-    num_sequences: Any = 1
+    num_sequences: SymInt = 1
     row_offsets: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     key_lengths: torch.Tensor | None = None
@@ -129,7 +123,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=AttentionArguments,
         validate=validate,
         validate_values=validate_values,

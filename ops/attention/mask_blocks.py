@@ -40,7 +40,6 @@ from tilewright.ops.runtime.operands import mask_bytes, operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
-SCHEMA = "(Tensor attn_mask) -> Tensor"
 DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # A list holds 2 * block + whole, and kernels count keys in 32 bits.
 MOST_KEYS = 2**30
@@ -273,7 +272,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=MaskBlocksArguments,
         validate=validate,
         validate_values=validate_values,

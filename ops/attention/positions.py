@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.addressing import ragged_sequences
 from tilewright.ops.checks import ArgumentError, first
 
 
@@ -15,16 +16,12 @@ def token_sequences(
     num_sequences: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence and place in it for each token, int64 [T]. Equal runs without row_offsets; a token
-    outside the offsets gets a sequence outside [0, B)."""
+    """As `ragged_sequences`, but without row_offsets in equal runs."""
+    if row_offsets is not None:
+        return ragged_sequences(row_offsets, num_tokens)
     token = torch.arange(num_tokens, device=device)
-    if row_offsets is None:
-        run = max(num_tokens // max(num_sequences, 1), 1)
-        return token // run, token % run
-    offsets = row_offsets.to(torch.int64).contiguous()
-    # The last sequence that starts at or before the token: those of length zero are passed over.
-    sequence = torch.searchsorted(offsets, token, right=True) - 1
-    return sequence, token - offsets[sequence.clamp(0, max(offsets.shape[0] - 2, 0))]
+    run = max(num_tokens // max(num_sequences, 1), 1)
+    return token // run, token % run
 
 
 def token_positions(

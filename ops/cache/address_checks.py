@@ -14,6 +14,7 @@ import torch
 
 from tilewright.ops.cache.addressing import (
     ADDRESS_TENSORS,
+    SLOT_FORMS,
     AddressArguments,
     resolve_places,
     table_slots,
@@ -82,7 +83,7 @@ def check_address_values(
 ) -> None:
     """Checks that every token's place is in the cache and, where negative slots are skipped, that
     no two tokens have the same. `names`: the op's own words for `row_offsets` and its like."""
-    if a.slots in ("flat", "per_sequence"):
+    if "slot_mapping" in SLOT_FORMS[a.slots]:
         _check_slots(op, a, window)
         return
     named = _Names(names or {})

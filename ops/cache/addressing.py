@@ -29,7 +29,7 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.operands import operand_of
 
 INDEXINGS = ("paged", "torch")
 
@@ -85,18 +85,10 @@ class WriteArguments(AddressArguments, Protocol):
     def cache_scale_multiplies(self) -> bool: ...
 
 
-def address_tensors(
-    a: AddressArguments,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """slots_ptr, sequences_ptr and positions_ptr of the kernels."""
-    slots, *table = (getattr(a, name) for name in SLOT_FORMS[a.slots])
-    sequences, positions = table or (None, None)
-    return slots, sequences, positions
-
-
 def address_values(a: AddressArguments) -> dict[str, Any]:
     """Tensors and counts of the kernels, by parameter name."""
-    slots, sequences, positions = address_tensors(a)
+    slots, *table = (getattr(a, name) for name in SLOT_FORMS[a.slots])
+    sequences, positions = table or (None, None)
     values: dict[str, Any] = {
         "slots_ptr": slots,
         "sequences_ptr": sequences,
@@ -115,18 +107,25 @@ def addressing_operands(a: AddressArguments, values: Mapping[str, Any]) -> Addre
     slots, sequences, positions = (values[f"{x}_ptr"] for x in ("slots", "sequences", "positions"))
     return Addressing(
         form=a.slots,
-        slots=operand(slots, slots.stride(-1)),
-        sequences=None if sequences is None else operand(sequences, sequences.stride(0)),
-        positions=None if positions is None else operand(positions, positions.stride(0)),
+        slots=operand_of(slots, -1),
+        sequences=operand_of(sequences, 0),
+        positions=operand_of(positions, 0),
         wrap_negative=a.indexing == "torch",
         search_steps=slots.shape[0].bit_length() if a.slots == "ragged" else 0,
     )
 
 
 def check_addressing(
-    op: str, a: AddressArguments, num_tokens: Any, window: CacheWindow, device: torch.device
+    op: str,
+    a: AddressArguments,
+    num_tokens: Any,
+    window: CacheWindow,
+    device: torch.device,
+    *,
+    others: bool = False,
 ) -> None:
-    """Checks that exactly the tensors of the form are there, their shapes, dtypes and device."""
+    """Checks that the tensors of the form are there, their shapes, dtypes and device, and that no
+    tensors of other forms are, unless those have another use in the op (`others`)."""
     check_choice(op, "slots", a.slots, tuple(SLOT_FORMS))
     check_choice(op, "indexing", a.indexing, INDEXINGS)
     dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
@@ -134,8 +133,9 @@ def check_addressing(
         dtypes = (*dtypes, torch.uint32)
         if a.indexing != "paged":
             raise ArgumentError(op, "indexing", "'paged', since slots is 'ragged'", a.indexing)
-    for name in ADDRESS_TENSORS:
-        tensor, needed = getattr(a, name), name in SLOT_FORMS[a.slots]
+    named = SLOT_FORMS[a.slots]
+    for name in named if others else ADDRESS_TENSORS:
+        tensor, needed = getattr(a, name), name in named
         if (tensor is not None) != needed:
             expected = "a tensor" if needed else "None"
             actual = "None" if tensor is None else "a tensor"
@@ -143,7 +143,7 @@ def check_addressing(
         if tensor is not None:
             check_dtype(op, name, tensor, dtypes)
             check_device(op, name, tensor, device)
-    if a.slots in ("flat", "per_sequence"):
+    if "slot_mapping" in named:
         _check_slot_mapping(op, a, num_tokens, window)
     else:
         _check_table(op, a, num_tokens)
@@ -185,7 +185,8 @@ def _check_table(op: str, a: AddressArguments, num_tokens: Any) -> None:
 
 def resolve_places(a: AddressArguments, window: CacheWindow, num_tokens: int) -> Places:
     """Page, offset in the page and "is written" for every token; int64, int64, bool, each [T]."""
-    if a.slot_mapping is not None:
+    if "slot_mapping" in SLOT_FORMS[a.slots]:
+        assert a.slot_mapping is not None
         return resolve_slots(a.slot_mapping, window, a.slots, a.indexing)
     sequence, position, known = token_positions(a, num_tokens)
     slot, named = table_slots(a, sequence, position, window.page_size)
@@ -217,13 +218,22 @@ def token_positions(a: AddressArguments, num_tokens: int) -> Places:
         return sequence, position, torch.ones_like(sequence, dtype=torch.bool)
     assert a.row_offsets is not None
     assert a.cache_lengths is not None
-    offsets = a.row_offsets.to(torch.int64).contiguous()
+    sequence, place = ragged_sequences(a.row_offsets, num_tokens)
+    known = (sequence >= 0) & (sequence < a.cache_lengths.shape[0])
+    length = a.cache_lengths.to(torch.int64)[torch.where(known, sequence, 0)]
+    return sequence, length + place, known
+
+
+def ragged_sequences(
+    row_offsets: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequence and place in it for each token, int64 [T], by row_offsets [B + 1]; a token outside
+    the offsets gets a sequence outside [0, B)."""
+    offsets = row_offsets.to(torch.int64).contiguous()
     token = torch.arange(num_tokens, device=offsets.device)
     # The last sequence that starts at or before the token: those of length zero are passed over.
     sequence = torch.searchsorted(offsets, token, right=True) - 1
-    known = (sequence >= 0) & (sequence < a.cache_lengths.shape[0])
-    row = torch.where(known, sequence, 0)
-    return sequence, a.cache_lengths.to(torch.int64)[row] + token - offsets[row], known
+    return sequence, token - offsets[sequence.clamp(0, max(offsets.shape[0] - 2, 0))]
 
 
 def table_slots(

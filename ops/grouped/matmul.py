@@ -31,12 +31,6 @@ from tilewright.ops.grouped.operands import unsupported
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
 
 NAME = "grouped_matmul"
-SCHEMA = (
-    "(Tensor x, Tensor weight, Tensor group_offsets, Tensor? expert_ids=None, *, "
-    'Tensor? bias=None, bool end_offsets=False, str weight_format="dense", int[] scale_block=[], '
-    "Tensor? weight_scale=None, Tensor? weight_expert_scale=None, Tensor? x_scale=None, "
-    "ScalarType? out_dtype=None) -> Tensor"
-)
 X_BLOCK = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ERROR_MODEL = (
@@ -183,7 +177,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=GroupedMatmulArguments,
         validate=validate,
         validate_values=validate_values,

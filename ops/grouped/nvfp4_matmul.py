@@ -42,13 +42,9 @@ from tilewright.ops.formats.scale_layout import (
     unswizzle,
 )
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.schema import SymInt
 
 NAME = "grouped_matmul_dynamic_scaled_nvfp4"
-SCHEMA = (
-    "(Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor group_offsets, "
-    "Tensor group_scale_offsets, Tensor expert_ids, Tensor expert_scales, *, "
-    "SymInt? num_active_experts=None, ScalarType? out_dtype=None) -> Tensor"
-)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # MAX has the offsets in uint32.
 OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
@@ -76,7 +72,7 @@ class Nvfp4MatmulArguments:
     expert_ids: torch.Tensor
     expert_scales: torch.Tensor
     _: KW_ONLY
-    num_active_experts: int | None = None
+    num_active_experts: SymInt | None = None
     out_dtype: torch.dtype | None = None
 
     @property
@@ -243,7 +239,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=Nvfp4MatmulArguments,
         validate=validate,
         validate_values=validate_values,

@@ -36,7 +36,6 @@ from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, Steps
 
 NAME = "quantize_nvfp4"
-SCHEMA = "(Tensor x, Tensor? group_offsets=None, Tensor? tensor_scales=None) -> (Tensor, Tensor)"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -215,8 +214,8 @@ EXACT = Tolerance(relative=0.0, of_rms=0.0)
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=QuantizeNvfp4Arguments,
+        returns="(Tensor, Tensor)",
         validate=validate,
         validate_values=validate_values,
         fake=fake,

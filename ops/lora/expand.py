@@ -36,14 +36,9 @@ from tilewright.ops.lora.rows import (
     check_rows,
     no_kernel_for,
 )
+from tilewright.ops.schema import SymInt
 
 NAME = "lora_expand_add"
-SCHEMA = (
-    "(Tensor s, Tensor? q, Tensor? k, Tensor? v, Tensor? q_weight, Tensor? k_weight, "
-    "Tensor? v_weight, Tensor? a_offsets=None, Tensor? expert_ids=None, *, Tensor? scales=None, "
-    "float[] scale=[], bool inclusive_offsets=False, SymInt? num_active_experts=None, "
-    "bool packed=False) -> (Tensor, Tensor, Tensor)"
-)
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -76,7 +71,7 @@ class ExpandArguments:
     scales: torch.Tensor | None = None
     scale: Sequence[float] = ()
     inclusive_offsets: bool = False
-    num_active_experts: int | None = None
+    num_active_experts: SymInt | None = None
     packed: bool = False
 
     @property
@@ -238,8 +233,8 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=ExpandArguments,
+        returns="(Tensor, Tensor, Tensor)",
         validate=validate,
         validate_values=validate_values,
         fake=fake,

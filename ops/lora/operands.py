@@ -21,7 +21,7 @@ from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.lora.expand import ExpandArguments
 from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.operands import operand, operand_of
 
 # Rows of a sequence from which on its last tile, partly empty, costs little.
 LONG_SEQUENCE = 64
@@ -116,7 +116,7 @@ def expand_problem(
                 plane=plane,
                 scale=factor,
                 weight=None if w is None else operand(w, *w.stride()),
-                base=None if base is None else operand(base, base.stride(0)),
+                base=operand_of(base, 0),
                 out=operand(target, target.stride(0)),
             )
         plane += w is not None

@@ -34,14 +34,9 @@ from tilewright.ops.lora.rows import (
     check_rows,
     no_kernel_for,
 )
+from tilewright.ops.schema import SymInt
 
 NAME = "shrink_qkv_permute_3mn"
-SCHEMA = (
-    "(Tensor a, Tensor? b=None, Tensor? a_offsets=None, Tensor? expert_ids=None, *, "
-    "Tensor? q_weight=None, Tensor? k_weight=None, Tensor? v_weight=None, "
-    "bool inclusive_offsets=False, SymInt? num_active_experts=None, SymInt? num_rows=None) "
-    "-> Tensor"
-)
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,8 @@ class ShrinkArguments:
     k_weight: torch.Tensor | None = None
     v_weight: torch.Tensor | None = None
     inclusive_offsets: bool = False
-    num_active_experts: int | None = None
-    num_rows: int | None = None
+    num_active_experts: SymInt | None = None
+    num_rows: SymInt | None = None
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, ...]:
@@ -175,7 +170,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=ShrinkArguments,
         validate=validate,
         validate_values=validate_values,

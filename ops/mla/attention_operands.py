@@ -27,7 +27,7 @@ from tilewright.codegen.mla.query_specs import (
 from tilewright.codegen.operand import Operand
 from tilewright.ops.checks import ArgumentError, check_choice
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import mask_bytes, operand
+from tilewright.ops.runtime.operands import mask_bytes, operand, operand_of
 
 OP = "mla attention"
 # Softmax in powers of two.
@@ -36,11 +36,6 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.bfloat16, torch.float16, *FP8)
 # Tensors of a launch that a call has: parameter -> field of AttentionCall and AttentionProblem.
 GIVEN = {name: field for name, field in TENSORS.items() if field not in ("out", "lse")}
-
-
-def operand_of(tensor: torch.Tensor | None, *dims: int) -> Operand | None:
-    """The tensor as an operand of a kernel that builds on the strides of these dimensions."""
-    return None if tensor is None else operand(tensor, *(tensor.stride(dim) for dim in dims))
 
 
 @dataclass(frozen=True)

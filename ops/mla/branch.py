@@ -34,16 +34,8 @@ from tilewright.ops.mla.checks import branch_obstacle, check_prefill_values
 from tilewright.ops.mla.prefill import TOLERANCES, MlaPrefillArguments
 from tilewright.ops.mla.reference import prefill_reference
 from tilewright.ops.mla.samples import sample_branch
+from tilewright.ops.schema import SymInt, Written
 
-SCHEMA = (
-    "(Tensor q, Tensor latents, Tensor input_row_offsets, Tensor freqs_cis, "
-    "Tensor kv_norm_gamma, Tensor(a!) blocks, Tensor cache_lengths, Tensor lookup_table, "
-    "int layer_idx, float scale, float epsilon, Tensor buffer_row_offsets, Tensor cache_offsets, "
-    "SymInt[] buffer_length, Tensor kv_b_proj, Tensor kv_b_proj_scale, *, SymInt v_dim=128, "
-    'str mask="causal", int window=0, str rope_style="interleaved", int granularity=128, '
-    "ScalarType? attention_dtype=None, float q_scale=1.0, float k_scale=1.0, "
-    "float v_scale=1.0) -> Tensor"
-)
 SCALE_CAP = 1200.0
 ERROR_MODEL = (
     "as `mla_prefill`; and a latent next to the middle of two 8-bit codes may take either, after "
@@ -94,7 +86,7 @@ class MlaBranchArguments:
     input_row_offsets: torch.Tensor
     freqs_cis: torch.Tensor
     kv_norm_gamma: torch.Tensor
-    blocks: torch.Tensor
+    blocks: Written
     cache_lengths: torch.Tensor
     lookup_table: torch.Tensor
     layer_idx: int
@@ -102,11 +94,11 @@ class MlaBranchArguments:
     epsilon: float
     buffer_row_offsets: torch.Tensor
     cache_offsets: torch.Tensor
-    buffer_length: Sequence[Any]
+    buffer_length: Sequence[SymInt]
     kv_b_proj: torch.Tensor
     kv_b_proj_scale: torch.Tensor
     _: KW_ONLY
-    v_dim: Any = 128
+    v_dim: SymInt = 128
     mask: str = "causal"
     window: int = 0
     rope_style: str = "interleaved"
@@ -208,7 +200,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=MlaBranchArguments,
         validate=validate,
         validate_values=validate_values,

@@ -10,7 +10,7 @@ import torch
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.positions import check_positions, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
-from tilewright.ops.cache.addressing import ADDRESS_TENSORS
+from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
 from tilewright.ops.cache.checks import check_aliases, readable
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.cache.scale_values import check_scale_values
@@ -38,11 +38,9 @@ from tilewright.ops.mla.keys import (
 )
 from tilewright.ops.mla.latents import (
     DTYPES,
-    WritePlaces,
     check_finish,
     check_latent_cache,
     check_latents,
-    check_write,
 )
 
 INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
@@ -200,14 +198,10 @@ def _check_cache(op: str, a: Any, rank: Any, rope_dim: Any, num_tokens: Any) -> 
         if a.slots != "none":
             if a.latent is None:
                 raise ArgumentError(op, "slots", "'none', since latent is None", repr(a.slots))
-            check_write(op, a, num_tokens, window)
-    unused = {
-        "slot_mapping": a.slots not in ("flat", "per_sequence"),
-        "sequence_ids": a.slots != "block_table",
-        "lookup_table": a.slots not in ("block_table", "ragged") and a.keys != "table",
-    }
-    for name, superfluous in unused.items():
-        if superfluous and getattr(a, name) is not None:
+            check_addressing(op, a, num_tokens, window, a.q.device, others=True)
+    used = SLOT_FORMS.get(a.slots, ()) + (("lookup_table",) if a.keys == "table" else ())
+    for name in ("slot_mapping", "sequence_ids", "lookup_table"):
+        if name not in used and getattr(a, name) is not None:
             expected = f"None, since slots is {a.slots!r} and keys {a.keys!r}"
             raise ArgumentError(op, name, expected, "a tensor")
 
@@ -223,7 +217,7 @@ def check_prefill_values(op: str, a: Any) -> None:
         check_row_offsets(op, "row_offsets", a.row_offsets, num_tokens, "the number of tokens")
     if a.slots != "none":
         window = CacheWindow.from_ints(a.latent_window)
-        check_address_values(op, WritePlaces.of(a), window, num_tokens)
+        check_address_values(op, a, window, num_tokens)
     check_key_values(op, a)
     if a.slots == "ragged" and a.keys == "table" and a.key_offsets is not None:
         _check_room(op, a)

@@ -24,10 +24,6 @@ from tilewright.ops.contract import FusedOp, Tolerance, register
 from tilewright.ops.mla.cases import PLAN_CASES, PlanCase
 
 NAME = "mla_prefill_plan"
-SCHEMA = (
-    "(Tensor input_row_offsets, Tensor cache_lengths, int buffer_size, int max_chunks=16, "
-    "int page_size=1) -> (Tensor, Tensor, Tensor)"
-)
 Plan = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 #: The result has a row for every chunk, used or not.
 MAX_CHUNKS = 2**16
@@ -156,8 +152,8 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=PlanArguments,
+        returns="(Tensor, Tensor, Tensor)",
         validate=validate,
         validate_values=validate_values,
         fake=fake,

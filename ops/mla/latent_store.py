@@ -18,7 +18,7 @@ import torch
 
 from tilewright.ops.attention.positions import check_positions, token_positions
 from tilewright.ops.cache.address_checks import check_address_values
-from tilewright.ops.cache.addressing import ADDRESS_TENSORS
+from tilewright.ops.cache.addressing import ADDRESS_TENSORS, check_addressing
 from tilewright.ops.cache.checks import check_aliases, readable
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
 from tilewright.ops.checks import (
@@ -33,27 +33,18 @@ from tilewright.ops.mla.cases import STORE_CASES, StoreCase
 from tilewright.ops.mla.checks import store_obstacle
 from tilewright.ops.mla.latents import (
     DTYPES,
-    WritePlaces,
     check_finish,
     check_latent_cache,
     check_latents,
-    check_write,
     finished_latents,
     pool_windows,
     write_latents,
 )
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_latent_store"
-SCHEMA = (
-    "(Tensor latent, Tensor k_rope, Tensor(a!) latent_cache, Tensor(b!)? rope_cache, "
-    "Tensor? slot_mapping, SymInt[] latent_window, SymInt[] rope_window, *, "
-    "Tensor? norm_weight=None, float norm_eps=1e-06, Tensor? cos=None, Tensor? sin=None, "
-    'str rope_style="none", bool rope_by_position=False, str slots="flat", '
-    'str indexing="paged", Tensor? lookup_table=None, Tensor? sequence_ids=None, '
-    "Tensor? positions=None, Tensor? row_offsets=None, Tensor? cache_lengths=None) -> ()"
-)
 
 
 @dataclass(frozen=True)
@@ -81,11 +72,11 @@ class LatentStoreArguments:
 
     latent: torch.Tensor
     k_rope: torch.Tensor
-    latent_cache: torch.Tensor
-    rope_cache: torch.Tensor | None
+    latent_cache: Written
+    rope_cache: Written | None
     slot_mapping: torch.Tensor | None
-    latent_window: Sequence[Any]
-    rope_window: Sequence[Any]
+    latent_window: Sequence[SymInt]
+    rope_window: Sequence[SymInt]
     _: KW_ONLY
     norm_weight: torch.Tensor | None = None
     norm_eps: float = 1e-06
@@ -110,7 +101,7 @@ def validate(a: LatentStoreArguments) -> None:
     num_tokens = check_latents(NAME, a, rank, rope_dim, a.latent)
     check_finish(NAME, a, num_tokens, rank, rope_dim, a.latent)
     window = check_latent_cache(NAME, a, rank, rope_dim, a.latent)
-    check_write(NAME, a, num_tokens, window)
+    check_addressing(NAME, a, num_tokens, window, a.latent.device, others=True)
     if a.rope_by_position:
         if a.positions is None and a.slots != "ragged":
             raise ArgumentError(NAME, "positions", "a tensor, since rope_by_position", None)
@@ -130,10 +121,9 @@ def validate_values(a: LatentStoreArguments) -> None:
     written.append((*rope_base, a.rope_window))
     sources = {n: t for n, t in vars(a).items() if isinstance(t, torch.Tensor)}
     check_aliases(NAME, written, [(n, t) for n, t in sources.items() if not n.endswith("_cache")])
-    places = WritePlaces.of(a)
     if readable(getattr(a, name) for name in ADDRESS_TENSORS):
         window = CacheWindow.from_ints(a.latent_window)
-        check_address_values(NAME, places, window, a.latent.shape[0])
+        check_address_values(NAME, a, window, a.latent.shape[0])
         if a.rope_by_position and a.cos is not None:
             name = "cache_lengths" if a.positions is None else "positions"
             check_positions(NAME, name, _positions(a), a.cos.shape[0])
@@ -170,8 +160,8 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=LatentStoreArguments,
+        returns="()",
         validate=validate,
         validate_values=validate_values,
         fake=fake,

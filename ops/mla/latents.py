@@ -6,18 +6,11 @@ A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [..,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from tilewright.ops.cache.addressing import (
-    ADDRESS_TENSORS,
-    SLOT_FORMS,
-    AddressArguments,
-    check_addressing,
-    resolve_places,
-)
+from tilewright.ops.cache.addressing import AddressArguments, resolve_places
 from tilewright.ops.cache.checks import check_window
 from tilewright.ops.cache.writes import write_rows
 from tilewright.ops.checks import (
@@ -65,25 +58,6 @@ class LatentArguments(AddressArguments, Protocol):
     def rope_style(self) -> str: ...
     @property
     def rope_by_position(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class WritePlaces:
-    """Just the address tensors that the form of writing reads."""
-
-    slots: str
-    indexing: str
-    slot_mapping: torch.Tensor | None = None
-    lookup_table: torch.Tensor | None = None
-    sequence_ids: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    row_offsets: torch.Tensor | None = None
-    cache_lengths: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, a: AddressArguments) -> WritePlaces:
-        named = SLOT_FORMS.get(a.slots, ADDRESS_TENSORS)
-        return cls(a.slots, a.indexing, **{name: getattr(a, name) for name in named})
 
 
 def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
@@ -177,12 +151,6 @@ def check_latent_cache(
     return latent
 
 
-def check_write(op: str, a: LatentArguments, num_tokens: Any, window: CacheWindow) -> None:
-    """Checks the address tensors of the form of writing."""
-    assert a.latent_cache is not None
-    check_addressing(op, WritePlaces.of(a), num_tokens, window, a.latent_cache.device)
-
-
 def rotated(a: LatentArguments, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """x [T, H, R] rotated in its dtype; positions [T] where the tables go by position."""
     if a.cos is None or a.sin is None:
@@ -217,7 +185,7 @@ def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor
     """Writes finished latents to their places."""
     assert a.latent_cache is not None
     window = CacheWindow.from_ints(a.latent_window)
-    places = resolve_places(WritePlaces.of(a), window, latent.shape[0])
+    places = resolve_places(a, window, latent.shape[0])
     write_rows(latent.unsqueeze(1), a.latent_cache, window, places)
     base = a.latent_cache if a.rope_cache is None else a.rope_cache
     write_rows(k_rope.unsqueeze(1), base, CacheWindow.from_ints(a.rope_window), places)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.addressing import NOWHERE, Addressing
 from tilewright.codegen.mla.key_specs import (
     LATENT_TENSORS,
     LatentProblem,
@@ -16,11 +17,11 @@ from tilewright.codegen.mla.key_specs import (
 )
 from tilewright.codegen.mla.query_specs import NO_ROTATION
 from tilewright.codegen.operand import Operand
-from tilewright.ops.cache.addressing import address_tensors
-from tilewright.ops.mla.attention_operands import RopeTables, operand_of
+from tilewright.ops.cache.addressing import address_values, addressing_operands
+from tilewright.ops.mla.attention_operands import RopeTables
 from tilewright.ops.mla.keys import FP8, cache_views, sequences, widths
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import is_aligned, operand
+from tilewright.ops.runtime.operands import is_aligned, operand, operand_of
 from tilewright.ops.runtime.program import Buffer
 
 
@@ -138,8 +139,7 @@ def latent_call(
     keep = chunk is not None and not gather
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(LATENT_TENSORS)
     tables = None
-    counts = dict.fromkeys(("sequence_tokens", "table_rows", "table_width", "table_stride"), 1)
-    counts |= {"num_pages": 1, "lookup_columns": 1, "lookup_stride": 1}
+    counts = {"num_pages": 1, "sequence_tokens": 1, "lookup_columns": 1, "lookup_stride": 1}
     num_tokens = 0
     if store or keep:
         num_tokens = a.latent.shape[0]
@@ -155,13 +155,6 @@ def latent_call(
         latent, rope = cache_views(a)
         tensors |= {"latent_cache": latent, "rope_cache": rope}
         counts["num_pages"] = latent.shape[0]
-    if store:
-        slots, owners, places = address_tensors(a)
-        tensors |= {"slots": slots, "sequences": owners, "positions": places}
-        counts["sequence_tokens"] = slots.shape[0]
-        if owners is not None:
-            counts |= {"table_rows": slots.shape[0], "table_width": slots.shape[1]}
-            counts["table_stride"] = slots.stride(0)
     if gather:
         assert chunk is not None
         tensors |= {"key_offsets": chunk.offsets, "key_starts": chunk.starts}
@@ -176,6 +169,9 @@ def latent_call(
             tensors |= {"latent_out": buffers.latent, "scale_out": buffers.scale}
         if "k_rope" in buffers.made:
             tensors["rope_out"] = buffers.k_rope
+    # Keys and new tokens are looked up in one table.
+    places = address_values(a) if store else {}
+    addressing = addressing_operands(a, places) if store else NOWHERE
     batch, rows = _batch(a), 0 if chunk is None else chunk.rows
     run = a.positions.shape[0] if a.positions is not None else num_tokens // max(batch, 1)
     values = {
@@ -190,8 +186,9 @@ def latent_call(
         "key_run": max(rows // max(batch, 1), 1),
         "num_sequences": batch,
         "scale_stride": 16 if buffers is None else buffers.scale_strides[0],
+        **places,
     }
-    return LatentCall(_latent_problem(a, tensors, tables, batch, store, gather), values)
+    return LatentCall(_latent_problem(a, tensors, tables, addressing, batch, gather), values)
 
 
 def _batch(a: Any) -> int:
@@ -204,8 +201,8 @@ def _latent_problem(
     a: Any,
     tensors: dict[str, torch.Tensor | None],
     tables: RopeTables | None,
+    addressing: Addressing,
     batch: int,
-    store: bool,
     gather: bool,
 ) -> LatentProblem:
     rank, rope_dim = _widths_of(a)
@@ -220,8 +217,7 @@ def _latent_problem(
         rotation=NO_ROTATION if tables is None else tables.rotation(rope_dim),
         neighbours=rotates_keys(a) and a.rope_style == "interleaved",
         page_size=1 if cache is None else cache.shape[1],
-        addressing=a.slots if store else "none",
-        wrap_negative=a.indexing == "torch",
+        addressing=addressing,
         search_steps=max(batch, 1).bit_length(),
         keys=a.keys if gather else "none",
         group=a.scale_block[1] if quantized else 0,

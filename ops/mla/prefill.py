@@ -24,23 +24,9 @@ from tilewright.ops.mla.checks import check_prefill, check_prefill_values, prefi
 from tilewright.ops.mla.latents import pool_windows
 from tilewright.ops.mla.reference import prefill_reference
 from tilewright.ops.mla.samples import sample_prefill
+from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_prefill"
-SCHEMA = (
-    "(Tensor q, Tensor? latent, Tensor? k_rope, Tensor kv_b_weight, "
-    "Tensor(a!)? latent_cache=None, Tensor(b!)? rope_cache=None, SymInt[] latent_window=[], "
-    "SymInt[] rope_window=[], *, SymInt v_dim, float scale, SymInt num_sequences=1, "
-    'Tensor? row_offsets=None, str keys="given", Tensor? key_offsets=None, '
-    "Tensor? key_slots=None, Tensor? key_lengths=None, SymInt num_keys=0, "
-    'str slots="none", str indexing="paged", Tensor? slot_mapping=None, '
-    "Tensor? lookup_table=None, Tensor? sequence_ids=None, Tensor? positions=None, "
-    "Tensor? cache_lengths=None, Tensor? norm_weight=None, float norm_eps=1e-06, "
-    'Tensor? cos=None, Tensor? sin=None, str rope_style="none", str rope_on="qk", '
-    'bool rope_by_position=False, str mask="causal", int window=0, Tensor? attn_mask=None, '
-    "Tensor? kv_b_scale=None, int[] scale_block=[], bool quantize_latent=False, "
-    "float latent_scale_cap=0.0, Tensor? latent_scale=None, ScalarType? attention_dtype=None, "
-    "float q_scale=1.0, float k_scale=1.0, float v_scale=1.0, Tensor? mask_blocks=None) -> Tensor"
-)
 ERROR_MODEL = (
     "fp32 accumulation; latents, keys and values are rounded to the values' dtype, as are a "
     "kernel's softmax weights: errors of half a unit in the last place of the terms of each sum, "
@@ -101,20 +87,20 @@ class MlaPrefillArguments:
     latent: torch.Tensor | None
     k_rope: torch.Tensor | None
     kv_b_weight: torch.Tensor
-    latent_cache: torch.Tensor | None = None
-    rope_cache: torch.Tensor | None = None
-    latent_window: Sequence[Any] = ()
-    rope_window: Sequence[Any] = ()
+    latent_cache: Written | None = None
+    rope_cache: Written | None = None
+    latent_window: Sequence[SymInt] = ()
+    rope_window: Sequence[SymInt] = ()
     _: KW_ONLY
-    v_dim: Any
+    v_dim: SymInt
     scale: float
-    num_sequences: Any = 1
+    num_sequences: SymInt = 1
     row_offsets: torch.Tensor | None = None
     keys: str = "given"
     key_offsets: torch.Tensor | None = None
     key_slots: torch.Tensor | None = None
     key_lengths: torch.Tensor | None = None
-    num_keys: Any = 0
+    num_keys: SymInt = 0
     slots: str = "none"
     indexing: str = "paged"
     slot_mapping: torch.Tensor | None = None
@@ -181,7 +167,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=MlaPrefillArguments,
         validate=validate,
         validate_values=validate_values,

@@ -6,8 +6,10 @@ cannot take an op whose written arguments are all None.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op, register
@@ -16,6 +18,14 @@ from tilewright.ops.mla.prefill import MlaPrefillArguments
 
 NAME = "mla_prefill_dense"
 _CACHE = ("latent_cache", "rope_cache")
+
+
+@dataclass(frozen=True)
+class MlaDenseArguments(MlaPrefillArguments):
+    """The arguments of `mla_prefill` (MlaPrefillArguments), latent_cache and rope_cache None."""
+
+    latent_cache: torch.Tensor | None = None
+    rope_cache: torch.Tensor | None = None
 
 
 def validate(a: MlaPrefillArguments) -> None:
@@ -30,17 +40,13 @@ def validate_values(a: MlaPrefillArguments) -> None:
     check_prefill_values(NAME, a)
 
 
-def _without_writes(schema: str) -> str:
-    return schema.replace("(a!)", "").replace("(b!)", "")
-
-
 _PREFILL: Any = get_op("tilewright::mla_prefill")
 
 OP = register(
     replace(
         _PREFILL,
         name=NAME,
-        schema=_without_writes(_PREFILL.schema),
+        arguments=MlaDenseArguments,
         validate=validate,
         validate_values=validate_values,
         cases=tuple(case for case in _PREFILL.cases if case.keys == "given"),

@@ -8,11 +8,12 @@ import torch
 
 from tilewright.ops.attention import mask_blocks
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
+from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import BranchCase, LatentCase, PrefillCase
 from tilewright.ops.mla.chunk_plan import cut
-from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
+from tilewright.ops.sampling import PagedBatch, Sampler, sample_places
 
 
 def sample_store(case: LatentCase, device: str | torch.device, seed: int) -> dict[str, Any]:
@@ -183,11 +184,9 @@ def _rope(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
 
 def _places(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
     """Every form of saying where tokens go, for the same places."""
-    table = PagedBatch(
+    batch = PagedBatch(
         case.name,
         num_tokens=case.num_tokens,
-        slots="ragged",
-        slot_dtype=case.index_dtype,
         new_tokens=case.new_tokens,
         cached_tokens=case.cached_tokens,
         num_pages=case.num_pages,
@@ -197,35 +196,20 @@ def _places(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
         start, new = case.cached_tokens[0], case.new_tokens[0]
         positions = torch.arange(start, start + new, device=sampler.device)
         return {"slot_mapping": positions, "positions": positions}
-    places = sample_table(table, sampler)
-    offsets, lengths = places["row_offsets"].long(), places["cache_lengths"].long()
-    new = offsets.diff()
-    sequences = torch.arange(len(new), device=sampler.device).repeat_interleave(new)
-    token = torch.arange(case.num_tokens, device=sampler.device)
-    positions = token - offsets[sequences] + lengths[sequences]
-    page = places["lookup_table"].long()[sequences, positions // case.page_size]
-    return places | {
-        "sequence_ids": sequences,
-        "positions": positions,
-        "slot_mapping": page * case.page_size + positions % case.page_size,
-    }
-
-
-_FORM = {
-    "none": (),
-    "flat": ("slot_mapping",),
-    "per_sequence": ("slot_mapping",),
-    "block_table": ("lookup_table", "sequence_ids", "positions"),
-    "ragged": ("lookup_table", "row_offsets", "cache_lengths"),
-}
+    places = sample_places(batch, sampler)
+    positions = places["positions"]
+    page = places["lookup_table"][places["sequence_ids"], positions // case.page_size]
+    places["slot_mapping"] = page * case.page_size + positions % case.page_size
+    places |= {name: places[name].to(case.index_dtype) for name in SLOT_FORMS["ragged"]}
+    return {name: tensor.to(sampler.device) for name, tensor in places.items()}
 
 
 def _write_places(case: LatentCase, places: dict[str, Any]) -> dict[str, Any]:
-    names = {"slot_mapping", *_FORM[case.slots]}
+    names = {*SLOT_FORMS.get(case.slots, ())}
     if case.by_position and case.slots != "ragged":
         names.add("positions")
-    values: dict[str, Any] = {"slots": case.slots, "slot_mapping": None}
-    return values | {n: places[n] for n in names if n in _FORM[case.slots] or n == "positions"}
+    given = {name: places[name] for name in names}
+    return {"slots": case.slots, "slot_mapping": None, **given}
 
 
 def _queries(case: PrefillCase, places: dict[str, Any]) -> dict[str, Any]:

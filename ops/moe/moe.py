@@ -39,15 +39,6 @@ from tilewright.ops.moe.operands import unsupported
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
 
 NAME = "fused_moe"
-SCHEMA = (
-    "(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_weight, Tensor? up_weight, "
-    "Tensor down_weight, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "
-    'str activation="silu", float alpha=1.702, float limit=0.0, bool weight_on_input=False, '
-    'str weight_format="dense", int[] scale_block=[], Tensor? gate_scale=None, '
-    "Tensor? up_scale=None, Tensor? down_scale=None, Tensor? gate_expert_scale=None, "
-    "Tensor? up_expert_scale=None, Tensor? down_expert_scale=None, "
-    'str activation_format="dense") -> Tensor'
-)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ACTIVATION_FORMATS = ("dense", "fp8")
 ERROR_MODEL = (
@@ -261,7 +252,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=FusedMoeArguments,
         validate=validate,
         validate_values=validate_values,

@@ -27,16 +27,9 @@ from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import Sampler
+from tilewright.ops.schema import SymInt, Written
 
 NAME = "paged_kv_store"
-SCHEMA = (
-    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? slot_mapping, "
-    "SymInt[] k_window, SymInt[] v_window, *, Tensor? cos=None, Tensor? sin=None, "
-    'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
-    "bool static_tokens=False, Tensor? k_cache_scale=None, Tensor? v_cache_scale=None, "
-    "bool cache_scale_multiplies=False, Tensor? lookup_table=None, Tensor? sequence_ids=None, "
-    "Tensor? positions=None, Tensor? row_offsets=None, Tensor? cache_lengths=None) -> ()"
-)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -50,11 +43,11 @@ class KvStoreArguments:
 
     k: torch.Tensor
     v: torch.Tensor | None
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor | None
+    k_cache: Written
+    v_cache: Written | None
     slot_mapping: torch.Tensor | None
-    k_window: Sequence[Any]
-    v_window: Sequence[Any]
+    k_window: Sequence[SymInt]
+    v_window: Sequence[SymInt]
     _: KW_ONLY
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -124,8 +117,8 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=KvStoreArguments,
+        returns="()",
         validate=validate,
         validate_values=validate_values,
         fake=fake,

@@ -19,7 +19,7 @@ from tilewright.ops.qkv.quantized_operands import (
     quantized_values,
 )
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.operands import operand, operand_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,6 @@ def head_epilogue(
     k_window, v_window = values["k_cache_ptr"], values["v_cache_ptr"]
     kv_repeat = getattr(a, "kv_repeat", 1)
     q_weight = getattr(a, "q_weight", None)
-    delta = values["delta_ptr"]
     counts = ("num_tokens", "rope_tokens", "sequence_tokens") if a.static_tokens else ()
     return HeadEpilogue(
         q_out=None if dtype is None else Operand(TRITON_TYPES[dtype]),
@@ -139,7 +138,7 @@ def head_epilogue(
             None if bias is None else operand(bias, *bias.stride()[:-1])
             for bias in (values[f"{letter}_bias_ptr"] for letter in "qkv")
         ),
-        delta=None if delta is None else operand(delta, delta.stride(0)),
+        delta=operand_of(values["delta_ptr"], 0),
         norm=_norm(a, values),
         kv_repeat=kv_repeat,
         group=q_weight.shape[1] if q_weight is not None and q_weight.dim() == 4 else 0,

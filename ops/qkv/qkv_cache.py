@@ -49,25 +49,9 @@ from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.runtime.program import Buffer
 from tilewright.ops.sampling import Sampler
+from tilewright.ops.schema import SymInt, Written
 
 NAME = "fused_qkv_paged"
-SCHEMA = (
-    "(Tensor x, Tensor q_weight, Tensor k_weight, Tensor? v_weight, Tensor(a!) k_cache, "
-    "Tensor(b!)? v_cache, Tensor? slot_mapping, SymInt[] k_window, SymInt[] v_window, *, "
-    "Tensor? q_bias=None, Tensor? k_bias=None, Tensor? v_bias=None, Tensor? delta=None, "
-    "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float norm_eps=1e-06, "
-    "Tensor? cos=None, Tensor? sin=None, "
-    'int rotary_dim=0, str rope_style="none", str slots="flat", str indexing="paged", '
-    "bool static_tokens=False, int kv_repeat=1, float clip=0.0, bool weightless_norm=False, "
-    'str norm_kind="rms", str norm_width="head", bool norm_after_rope=False, '
-    'float norm_offset=0.0, str weight_format="dense", Tensor? q_scale=None, '
-    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? q_zero=None, Tensor? k_zero=None, "
-    "Tensor? v_zero=None, int zero_point=0, int[] scale_block=[], int[] nibble_order=[], "
-    "Tensor? x_scale=None, ScalarType? out_dtype=None, Tensor? k_cache_scale=None, "
-    "Tensor? v_cache_scale=None, bool cache_scale_multiplies=False, Tensor? lookup_table=None, "
-    "Tensor? sequence_ids=None, Tensor? positions=None, Tensor? row_offsets=None, "
-    "Tensor? cache_lengths=None, bool tune=False) -> Tensor"
-)
 
 
 @dataclass(frozen=True)
@@ -123,11 +107,11 @@ class FusedQkvArguments:
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     v_weight: torch.Tensor | None
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor | None
+    k_cache: Written
+    v_cache: Written | None
     slot_mapping: torch.Tensor | None
-    k_window: Sequence[Any]
-    v_window: Sequence[Any]
+    k_window: Sequence[SymInt]
+    v_window: Sequence[SymInt]
     _: KW_ONLY
     q_bias: torch.Tensor | None = None
     k_bias: torch.Tensor | None = None
@@ -312,7 +296,6 @@ def sample_inputs(
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=FusedQkvArguments,
         validate=validate,
         validate_values=validate_values,

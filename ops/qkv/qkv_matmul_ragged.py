@@ -31,15 +31,8 @@ from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.ragged_checks import NAME, check_metadata, kv_rows
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_inputs
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.schema import Written
 
-SCHEMA = (
-    "(Tensor hidden_state, Tensor input_row_offsets, Tensor weight, Tensor(a!) blocks, "
-    "Tensor cache_lengths, Tensor lookup_table, int layer_idx, *, Tensor? bias=None, "
-    "Tensor? input_scale=None, Tensor? weight_scale=None, ScalarType? out_dtype=None, "
-    "int group_size=0, bool has_zp=False, Tensor? k_cache_scale=None, "
-    "Tensor? v_cache_scale=None, bool cache_scale_multiplies=False, bool static_tokens=False, "
-    "bool tune=False) -> Tensor"
-)
 #: What the arguments of `fused_qkv_paged` are called here.
 FUSED_WORDS = {
     "x": "hidden_state",
@@ -94,7 +87,7 @@ class RaggedQkvArguments:
     hidden_state: torch.Tensor
     input_row_offsets: torch.Tensor
     weight: torch.Tensor
-    blocks: torch.Tensor
+    blocks: Written
     cache_lengths: torch.Tensor
     lookup_table: torch.Tensor
     layer_idx: int
@@ -301,7 +294,6 @@ def _unsupported(a: RaggedQkvArguments) -> str | None:
 OP = register(
     FusedOp(
         name=NAME,
-        schema=SCHEMA,
         arguments=RaggedQkvArguments,
         validate=validate,
         validate_values=validate_values,

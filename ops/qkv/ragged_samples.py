@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats.gptq_buffer import pack_buffer
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
@@ -91,14 +92,13 @@ def _batch(case: RaggedCase, sampler: Sampler) -> dict[str, Any]:
     table = PagedBatch(
         case.name,
         num_tokens=sum(case.new_tokens),
-        slots="ragged",
         slot_dtype=case.index_dtype,
         new_tokens=case.new_tokens,
         cached_tokens=case.cached_tokens,
         num_pages=case.num_pages,
         page_size=case.page_size,
     )
-    tensors = sample_table(table, sampler)
+    tensors = sample_table(table, sampler, SLOT_FORMS["ragged"])
     tensors["input_row_offsets"] = tensors.pop("row_offsets")
     return tensors
 

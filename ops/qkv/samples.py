@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
@@ -126,8 +127,9 @@ def _cache_scales(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _places(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> dict[str, Any]:
-    if case.slots in ("block_table", "ragged"):
-        return {"slot_mapping": None, **sample_table(case, sampler)}
+    named = SLOT_FORMS[case.slots]
+    if "slot_mapping" not in named:
+        return {"slot_mapping": None, **sample_table(case, sampler, named)}
     window = CacheWindow.from_ints(caches["k_window"])
     count = case.num_tokens
     if case.slots == "per_sequence":

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.patterns import effects
 from tilewright.patterns.cache.eight_bit import Written, scale_argument
 from tilewright.patterns.cache.slices import fill_slices
-from tilewright.patterns.cache.slots import BlockTable, block_table, paged_slot, slot_table
+from tilewright.patterns.cache.slots import Slots, block_table, paged_slot, slot_table
 from tilewright.patterns.cache.writes import CacheWrite
 from tilewright.patterns.dataflow import REINTERPRETED, Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Effect, Size
@@ -24,20 +25,16 @@ _Pages = tuple[Size, Size, Size, Size]
 
 
 @dataclass(frozen=True)
-class Addressing:
+class Address:
     """Where a write's tokens go.
 
-    window: num_pages, page_size, num_kv_heads, head_dim, page_stride, slot_stride, head_stride,
-    dim_stride, offset, in elements from the cache tensor's first. slots: `flat`, `per_sequence` or
-    `block_table`; the last has a table, the others a slot_mapping.
+    window: on the cache tensor.
     source: the written heads, [tokens..., H, D], before the cache's scale and rounding.
     token_rank: how many of its dimensions are tokens. absorbed: values between source and cache.
     """
 
-    window: tuple[Size, ...]
-    slot_mapping: View | Computed | None
-    table: BlockTable | None
-    slots: str
+    window: CacheWindow
+    slots: Slots
     source: View
     token_rank: int
     dtype: torch.dtype
@@ -46,43 +43,29 @@ class Addressing:
     absorbed: tuple[Value, ...]
 
     @property
-    def form(self) -> str:
-        """How the slots were given, for reports."""
-        if isinstance(self.slot_mapping, Computed):
-            return "slice" if self.slot_mapping.function == "arange" else "page+offset"
-        return self.slots
-
-    @property
     def tokens(self) -> Size:
         return effects.product(self.source.shape[: self.token_rank])
 
 
-def place_arguments(k: Addressing, v: Addressing | None) -> dict[str, Any]:
+def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
     """Windows, slots and scales, by the names that every op with a paged cache has for them."""
-    arguments: dict[str, Any] = {
-        "k_window": list(k.window),
-        "v_window": list((v or k).window),
-        "slot_mapping": k.slot_mapping,
-        "slots": k.slots,
-        "indexing": "torch",
+    return {
+        "k_window": k.window.to_ints(),
+        "v_window": (v or k).window.to_ints(),
+        **k.slots.arguments,
         "k_cache_scale": k.scale,
         "v_cache_scale": None if v is None else v.scale,
         "cache_scale_multiplies": k.scale_multiplies or (v is not None and v.scale_multiplies),
     }
-    if k.table is not None:
-        arguments["lookup_table"] = k.table.lookup_table
-        arguments["sequence_ids"] = k.table.sequence_ids
-        arguments["positions"] = k.table.positions
-    return arguments
 
 
-def check_pair(k: Addressing, v: Addressing, flow: Dataflow, *culprits: Value) -> None:
+def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None:
     """Raises Reject unless one op can write both: at the same slots, scaled in the same sense."""
-    same = k.slots == v.slots
-    sizes = zip(k.window[:2], v.window[:2], strict=True)
+    same = k.slots.form == v.slots.form
+    sizes = zip(k.window.shape[:2], v.window.shape[:2], strict=True)
     same = same and all(flow.same_size(a, b) for a, b in sizes)
-    if isinstance(k.slot_mapping, Computed) and k.slot_mapping.function == "arange":
-        same = same and k.slot_mapping == v.slot_mapping
+    if k.slots.fact == "slice":
+        same = same and k.slots == v.slots
     if not same:
         reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", *culprits)
     scaled = [p.scale_multiplies for p in (k, v) if p.scale is not None]
@@ -96,7 +79,7 @@ def check_pair(k: Addressing, v: Addressing, flow: Dataflow, *culprits: Value) -
         )
 
 
-def address(write: CacheWrite, flow: Dataflow) -> Addressing:
+def address(write: CacheWrite, flow: Dataflow) -> Address:
     """The window and slots of one write; raises Reject for addressing that is not understood."""
     store, written = write.record, write.written
     if written is None:
@@ -210,24 +193,23 @@ def _one_index(
     index: dict[int, View],
     head_axis: int | None,
     flow: Dataflow,
-) -> Addressing:
+) -> Address:
     (slot_dim, slots), *_ = index.items()
     page, head, element, at = _roles(write, written, index, head_axis)
     lead = list(range(len(slots.effect.dims)))
     if page is None:
         pages = _flat_slots(write, slot_dim)
         (slots,) = _flattened(index, slots.shape).values()
-        table = slot_table(flow, slots, pages[1])
-        return _addressing(write, written, pages, (head, element), at, lead, table or slots)
+        found = slot_table(flow, slots, pages[1]) or Slots("flat", (slots,))
+        return _address(write, written, pages, (head, element), at, lead, found)
     if len(lead) != 1:
         reject("SLOT_INDEX", Stage.ANCHORED, "positions that vary by sequence", slots)
     num_pages, page_stride = _stride(write, page)
     page_size, slot_stride = _stride(write, slot_dim)
     pages = (num_pages, page_size, page_stride, slot_stride)
     lead = [at[page], *lead]
-    return _addressing(
-        write, written, pages, (head, element), at, lead, slots, slots="per_sequence"
-    )
+    found = Slots("per_sequence", (slots,))
+    return _address(write, written, pages, (head, element), at, lead, found)
 
 
 def _two_indices(
@@ -236,7 +218,7 @@ def _two_indices(
     index: dict[int, View],
     head_axis: int | None,
     flow: Dataflow,
-) -> Addressing:
+) -> Address:
     page, head, element, at = _roles(write, written, index, head_axis)
     lead = list(range(min(at.values())))
     tokens = written.view.shape[: len(lead)]
@@ -245,16 +227,17 @@ def _two_indices(
         reject("CACHE_LAYOUT", Stage.ANCHORED, "pages, slots and one dimension more", write.store)
     num_pages, page_stride = _stride(write, page_dim)
     page_size, slot_stride = _stride(write, slot_dim)
-    table = block_table(flow, pages, offsets, page_size)
-    slot = table or paged_slot(pages, offsets, num_pages, page_size)
+    found = block_table(flow, pages, offsets, page_size)
+    if found is None:
+        found = Slots("flat", (paged_slot(pages, offsets, num_pages, page_size),))
     geometry = (num_pages, page_size, page_stride, slot_stride)
-    return _addressing(write, written, geometry, (head, element), at, lead, slot)
+    return _address(write, written, geometry, (head, element), at, lead, found)
 
 
 # --- slices ---------------------------------------------------------------------------------------
 
 
-def _filled(write: CacheWrite, written: Written) -> Addressing:
+def _filled(write: CacheWrite, written: Written) -> Address:
     """`cache[:B, start : start + S] = k`: slots that follow each other, the same in every page."""
     whole = effects.product(write.target.shape) == effects.product(write.memory.shape)
     if whole and written.view.value.op in ("store", "aten.cat"):
@@ -288,15 +271,14 @@ def _filled(write: CacheWrite, written: Written) -> Addressing:
         num_pages, page_stride = _stride(write, found.page)
         pages = (num_pages, capacity, page_stride, slot_stride)
         lead, form = [found.page, found.slot], "per_sequence"
-    return _addressing(
+    return _address(
         write,
         written,
         pages,
         (found.head, found.element),
         at,
         lead,
-        slots,
-        slots=form,
+        Slots(form, (slots,)),
         skipped=begin * slot_stride,
     )
 
@@ -335,18 +317,17 @@ def _flat_slots(write: CacheWrite, dim: int) -> _Pages:
     return 1, atoms[0].length, atoms[0].length * strides[0], strides[0]
 
 
-def _addressing(
+def _address(
     write: CacheWrite,
     written: Written,
     pages: _Pages,
     head: tuple[int, int],
     at: Mapping[int, int],
     lead: list[int],
-    place: View | Computed | BlockTable,
+    slots: Slots,
     *,
-    slots: str = "flat",
     skipped: Size = 0,
-) -> Addressing:
+) -> Address:
     """Puts the window together; `lead` are the source's token dimensions, outermost first.
     skipped: elements that the target starts after the window."""
     num_pages, page_size, page_stride, slot_stride = pages
@@ -360,13 +341,10 @@ def _addressing(
     by_token = written.through(effects.squeeze(effect, range(len(order), len(effect.dims))))
     sizes = (num_pages, page_size, num_heads, head_dim)
     strides = (page_stride, slot_stride, head_stride, dim_stride)
-    table = place if isinstance(place, BlockTable) else None
     device = write.memory.root.meta["example_value"].device
-    return Addressing(
-        window=(*sizes, *strides, _offset(write) - skipped),
-        slot_mapping=None if isinstance(place, BlockTable) else place,
-        table=table,
-        slots=slots if table is None else "block_table",
+    return Address(
+        window=CacheWindow(*sizes, *strides, _offset(write) - skipped),
+        slots=slots,
         source=by_token.view,
         token_rank=len(lead),
         dtype=write.memory.dtype,

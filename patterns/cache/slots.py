@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, View
 from tilewright.patterns.effects import Size
@@ -21,12 +22,28 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class BlockTable:
-    """Slots by table: lookup_table [B, columns]; sequence_ids and positions [T]."""
+class Slots:
+    """How tokens find their slots: a form of `ops.cache.addressing`, and the tensors that it reads.
 
-    lookup_table: View
-    sequence_ids: View | Computed
-    positions: View
+    A negative index counts from the end, as PyTorch's does.
+    """
+
+    form: str
+    tensors: tuple[View | Computed, ...]
+
+    @property
+    def fact(self) -> str:
+        """How the slots were given, for reports."""
+        first = self.tensors[0]
+        if isinstance(first, Computed):
+            return "slice" if first.function == "arange" else "page+offset"
+        return self.form
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By the names that every op with a paged cache has for them."""
+        named = dict(zip(SLOT_FORMS[self.form], self.tensors, strict=True))
+        return {"slots": self.form, "indexing": "torch", "slot_mapping": None, **named}
 
 
 def paged_slot(pages: View, offsets: View, num_pages: Size, page_size: Size) -> Computed:
@@ -46,7 +63,7 @@ def paged_slot(pages: View, offsets: View, num_pages: Size, page_size: Size) -> 
     return Computed("where", (inside, slot, num_pages * page_size))
 
 
-def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> BlockTable | None:
+def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> Slots | None:
     """The table behind a page and an offset, or None where they are not looked up like that."""
     positions = _position_of(offsets, page_size)
     found = _lookup(uncast(pages))
@@ -58,10 +75,10 @@ def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> 
         return None
     if not all(_usable(flow, view) for view in (table, sequences, positions)):
         return None
-    return BlockTable(table, sequences, positions)
+    return Slots("block_table", (table, sequences, positions))
 
 
-def slot_table(flow: Dataflow, slots: View, page_size: Size) -> BlockTable | None:
+def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
     """The table behind a slot, computed as page * page_size + offset."""
     value = slots.value
     if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:

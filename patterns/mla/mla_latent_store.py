@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.patterns import effects
-from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache.address import Address, address, check_pair
 from tilewright.patterns.cache.latent_writes import latent_writes
 from tilewright.patterns.cache.writes import CacheWrite, WritePair
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
@@ -47,7 +47,6 @@ class MlaLatentStore:
         _guard(latent, rope_key, flow)
         record = latent.write.record
         shared = latent.write.memory is rope_key.write.memory
-        places = place_arguments(latent.place, rope_key.place)
         return Match(
             pattern=self.name,
             op=self.op,
@@ -57,29 +56,26 @@ class MlaLatentStore:
                 "k_rope": rope_key.rows,
                 "latent_cache": latent.write.memory.root,
                 "rope_cache": None if shared else rope_key.write.memory.root,
-                "latent_window": places["k_window"],
-                "rope_window": places["v_window"],
-                **{name: places[name] for name in places if name in _ADDRESS},
+                "latent_window": latent.place.window.to_ints(),
+                "rope_window": rope_key.place.window.to_ints(),
+                **latent.place.slots.arguments,
                 **_norm(latent.norm),
                 **_rope(rope_key.heads),
             },
             absorbed=tuple(dict.fromkeys((*latent.absorbed, *rope_key.absorbed))),
             stores=anchor.stores,
             facts={
-                "rank": latent.place.window[3],
+                "rank": latent.place.window.head_dim,
                 "rope": rope_key.rope_fact,
                 "norm": "none" if latent.norm is None else latent.norm.kind,
                 "writes": len(anchor.stores),
                 "write": record.kind,
-                "slots": latent.place.form,
-                "cache": "x".join(str(n) for n in latent.place.window[:2]),
+                "slots": latent.place.slots.fact,
+                "cache": "x".join(str(n) for n in latent.place.window.shape[:2]),
             },
             scope=common_scope(latent.rows.value.scope, anchor.first.store.scope),
             needs_kernel=True,
         )
-
-
-_ADDRESS = ("slot_mapping", "slots", "indexing", "lookup_table", "sequence_ids", "positions")
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Part:
     """
 
     write: CacheWrite
-    place: Addressing
+    place: Address
     heads: Heads | None
     rows: View
     absorbed: tuple[Value, ...]
@@ -104,7 +100,7 @@ class Part:
     def is_rope_key(self) -> tuple[bool, Any]:
         """A sort key, larger for the rope key: rotated, else without a norm, else narrower."""
         rotated = self.heads is not None and self.heads.rope is not None
-        return rotated, (self.norm is None, -int(self.place.window[3]))
+        return rotated, (self.norm is None, -int(self.place.window.head_dim))
 
     @property
     def rope_fact(self) -> str:
@@ -116,15 +112,14 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
     place = address(write, flow)
     heads = _absorbable(place, flow, anchor)
     if heads is None:
-        width = place.window[3]
-        rows = place.source.reshape(place.tokens, width)
+        rows = place.source.reshape(place.tokens, place.window.head_dim)
         return Part(write, place, None, rows, place.absorbed)
     below = {*heads.linear.absorbed}
     between = tuple(v for v in heads.absorbed if v not in below)
     return Part(write, place, heads, _rows(heads), (*place.absorbed, *between))
 
 
-def _absorbable(place: Addressing, flow: Dataflow, anchor: WritePair) -> Heads | None:
+def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | None:
     """The projection below norm and rotation, where nothing else needs what they make."""
     try:
         heads = match_heads(place.source, _PATH)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tilewright.patterns import effects
-from tilewright.patterns.cache.address import Addressing
+from tilewright.patterns.cache.address import Address
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.projection.heads import Heads
 from tilewright.patterns.recognise.linear import holds_all_tokens
 
 
-def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int:
+def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
     """How many neighbouring cache heads each head of the projection is written to.
 
     The written dimensions must be exactly the product's tokens in order, heads, head_dim; raises
@@ -23,7 +23,7 @@ def check_tokens(heads: Heads, place: Addressing, who: str, stage: Stage) -> int
             f"the {who} write does not store every token once and in order",
             heads.product,
         )
-    written = place.window[2:4]
+    written = place.window.shape[2:]
     repeat = effects.divides(heads.num_heads, written[0])
     if written[1] != heads.head_dim or not isinstance(repeat, int):
         reject(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.writes import CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
@@ -56,11 +56,11 @@ class CacheStore:
             "static_tokens": isinstance(k.tokens, int),
         }
         facts = {
-            "heads": f"{k.window[2]}x{k.window[3]}",
+            "heads": f"{k.window.num_kv_heads}x{k.window.head_dim}",
             "writes": 1 if v is None else 2,
             "write": k_write.record.kind,
-            "slots": k.form,
-            "cache": "x".join(str(n) for n in k.window[:4]),
+            "slots": k.slots.fact,
+            "cache": "x".join(str(n) for n in k.window.shape),
         }
         return Match(
             pattern=self.name,
@@ -73,7 +73,7 @@ class CacheStore:
         )
 
 
-def _check_dtypes(write: CacheWrite, place: Addressing) -> None:
+def _check_dtypes(write: CacheWrite, place: Address) -> None:
     dtype = place.source.value.dtype
     rounds = place.dtype in FP8_DTYPES
     names = [dtype_name(d) for d in (dtype, place.dtype)]
@@ -87,9 +87,9 @@ def _check_dtypes(write: CacheWrite, place: Addressing) -> None:
         )
 
 
-def _heads(place: Addressing) -> View:
+def _heads(place: Address) -> View:
     """The written heads as [T, H, D]."""
-    source, (heads, dim) = place.source, place.window[2:4]
+    source, (heads, dim) = place.source, place.window.shape[2:]
     return source.reshape(place.tokens, heads, dim)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.patterns.cache.address import Addressing, address, check_pair, place_arguments
+from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.latent_writes import latent_writes
 from tilewright.patterns.cache.writes import WritePair, pairs
 from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
@@ -128,7 +128,7 @@ class QkvCache:
         )
 
 
-def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tuple:
+def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
     """Which of two writes is K: the one that is rotated or normalised, else the first."""
     first, second = places
     try:
@@ -148,7 +148,7 @@ def _keys_and_values(places: tuple[Addressing, Addressing], writes: tuple) -> tu
     return k, v, places, writes
 
 
-def _rotated(place: Addressing) -> Heads | None:
+def _rotated(place: Address) -> Heads | None:
     try:
         heads = match_heads(place.source, _KEYS)
     except Reject:
@@ -156,7 +156,7 @@ def _rotated(place: Addressing) -> Heads | None:
     return heads if heads.rope is not None or heads.norm is not None else None
 
 
-def _check_cast(heads: Heads, place: Addressing, who: str, stage: Stage) -> None:
+def _check_cast(heads: Heads, place: Address, who: str, stage: Stage) -> None:
     """The op rounds once, to the activation's dtype: another dtype in the cache is another op."""
     written, projected = place.source.value.dtype, heads.product.dtype
     names = [dtype_name(d) for d in (projected, written)]
@@ -175,8 +175,8 @@ def _guard(
     q: Heads,
     k: Heads,
     v: Heads,
-    k_place: Addressing,
-    v_place: Addressing,
+    k_place: Address,
+    v_place: Address,
     cache: torch.dtype,
 ) -> None:
     dtypes = {t.dtype for p in (q, k, v) for t in p.float_operands}
@@ -188,9 +188,7 @@ def _guard(
     check_pair(k_place, v_place, flow, k.product)
 
 
-def _arguments(
-    q: Heads, k: Heads, v: Heads, k_place: Addressing, v_place: Addressing
-) -> dict[str, Any]:
+def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address) -> dict[str, Any]:
     rope = k.rope
     return {
         "x": q.x,
@@ -242,7 +240,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     return arguments
 
 
-def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[str, Any]:
+def _facts(q: Heads, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
     rope = k.rope
     style = "none" if rope is None else rope.style
     if rope is not None and rope.rotary_dim != k.head_dim:
@@ -256,8 +254,8 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Addressing, kind: str) -> dict[s
         "bias": "yes" if any(p.linear.bias is not None for p in (q, k, v)) else "no",
         "norm": norm_fact(k.norm),
         "write": kind,
-        "slots": place.form,
-        "cache": "x".join(str(n) for n in place.window[:4]),
+        "slots": place.slots.fact,
+        "cache": "x".join(str(n) for n in place.window.shape),
         "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
     if k.linear.clip:

@@ -15,6 +15,7 @@ import torch
 from tilewright.ops import contract
 from tilewright.ops.checks import check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, Tolerance
+from tilewright.ops.schema import Written
 from tilewright.patterns import effects, language
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Match, Stage, reject
@@ -28,7 +29,7 @@ class ScaledStoreArguments:
 
     x: torch.Tensor
     scale: torch.Tensor
-    table: torch.Tensor
+    table: Written
     rows: torch.Tensor
 
 
@@ -54,8 +55,8 @@ OP = contract.register(
     FusedOp(
         namespace="tests_extension",
         name=NAME,
-        schema="(Tensor x, Tensor scale, Tensor(a!) table, Tensor rows) -> ()",
         arguments=ScaledStoreArguments,
+        returns="()",
         validate=validate,
         validate_values=lambda a: None,
         fake=lambda a: None,

@@ -184,7 +184,7 @@ BENDS: dict[str, Callable[[Any], Iterator[Bend]]] = {
 
 def kinds(op: contract.FusedOp) -> dict[str, str]:
     """The schema's word for each argument's type, without alias marks and `?`."""
-    schema = op.name + op.schema
+    schema = op.declaration
     found = re.findall(r"(\w+)(?:\(\w!\))?(\[\])?\??(?:\(\w!\))? (\w+)(?=[=,)])", schema)
     return {name: kind + brackets for kind, brackets, name in found}
 

@@ -29,11 +29,13 @@ def test_bent_calls_are_refused_clearly_or_work():
 
 
 def test_every_argument_of_every_op_is_bent_at_every_entry():
-    for op in contract.all_ops():
+    # Other tests in the same process register ops of their own.
+    ours = [op for op in contract.all_ops() if op.namespace == "tilewright"]
+    for op in ours:
         case = op.cases[0]
         arguments = op.sample_inputs(case)
         bents = list(bent_arguments.bent_calls(op, case, arguments))
-        schema = torch._C.parse_schema(op.name + op.schema)
+        schema = torch._C.parse_schema(op.declaration)
         names = {argument.name for argument in schema.arguments}
         assert bent_arguments.kinds(op).keys() == names, op.name
         for entry in ("torch.ops", "fake"):

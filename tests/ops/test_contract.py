@@ -235,8 +235,8 @@ USER_FILE = """
         scale: float = 2.0
 
     OP = register(FusedOp(
-        name="scaled", namespace="user_file", schema="(Tensor x, float scale=2.0) -> Tensor",
-        arguments=Arguments, validate=lambda a: None, validate_values=lambda a: None,
+        name="scaled", namespace="user_file", arguments=Arguments,
+        validate=lambda a: None, validate_values=lambda a: None,
         fake=lambda a: torch.empty_like(a.x), reference=lambda a: a.x * a.scale, lowerings=(),
         cases=(3,), sample_inputs=lambda case, device="cpu", seed=0: Arguments(torch.ones(case)),
         tolerances={torch.float32: Tolerance(1e-6, 0.0)}, error_model="one product",

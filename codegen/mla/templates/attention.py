@@ -15,14 +15,7 @@ from tilewright.codegen.attention.templates.block_list import (
     listed_range,
     tile_list,
 )
-from tilewright.codegen.mla.templates.loads import (
-    load_queries,
-    load_rotation,
-    load_rows,
-    rope_rows,
-    rotated_queries,
-)
-from tilewright.codegen.mla.templates.tiles import (
+from tilewright.codegen.attention.templates.tiles import (
     base_of,
     block_of_step,
     block_range,
@@ -30,6 +23,13 @@ from tilewright.codegen.mla.templates.tiles import (
     query_positions,
     tile_place,
     visible,
+)
+from tilewright.codegen.mla.templates.loads import (
+    load_queries,
+    load_rotation,
+    load_rows,
+    rope_rows,
+    rotated_queries,
 )
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)

@@ -131,8 +131,7 @@ def mla_latents(
     lookup_ptr, key_offsets_ptr, key_starts_ptr, key_slots_ptr,
     latent_out_ptr, rope_out_ptr, scale_out_ptr,
     num_tokens, num_rows, row_programs, rope_rows, token_run, key_run, sequence_tokens, num_pages,
-    num_sequences, table_rows, table_width, table_stride, lookup_columns, lookup_stride,
-    scale_stride,
+    num_sequences, lookup_columns, lookup_stride, scale_stride,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
     NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
@@ -150,8 +149,6 @@ def mla_latents(
     """MLA latents: new tokens' latent [T, RANK] and k_rope [T, ROPE_DIM], normed and rotated, to
     their slots of a paged cache (STORE) and to rows of buffers (KEEP), and keys of the cache to
     rows of the buffers (GATHER), quantised where the buffers have scales.
-
-    table_*: the lookup table that new tokens are written by; lookup_*: the one of keys.
 
     Grid (cdiv(T, BLOCK_T) + row_programs), row_programs = cdiv(num_rows, BLOCK_T) or 0; FUSED:
     (cdiv(T, CHECKED) + row_programs). Cache strides are (page, slot, column); addresses of tokens
@@ -315,7 +312,7 @@ def mla_latents(
             if STORE:
                 page, slot, valid = cache_places(
                     tokens, taken, slots_ptr, sequences_ptr, positions_ptr,
-                    sequence_tokens, num_pages, table_rows, table_width, table_stride,
+                    sequence_tokens, num_pages, num_sequences, lookup_columns, lookup_stride,
                     PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
                 )  # fmt: skip
                 store_entries(

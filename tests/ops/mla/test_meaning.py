@@ -249,6 +249,15 @@ def test_a_static_cache_is_two_windows():
     assert int((latents != 0).any(-1).sum()) == 4
 
 
+def test_tensors_that_the_form_of_writing_does_not_read_change_no_place():
+    a = STORE.sample_inputs(next(case for case in STORE.cases if case.slots == "block_table"))
+    same_slot = torch.zeros(a.latent.shape[0], dtype=torch.int64)
+    b = replace(clone(a), slot_mapping=same_slot, cache_lengths=same_slot)
+    for given in (a, b):
+        STORE.torch_op(**vars(given))
+    assert torch.equal(a.latent_cache, b.latent_cache)
+
+
 def test_plans_of_the_documents():
     rows, starts, lengths = mla_prefill_plan(torch.tensor([0, 10, 40]), torch.tensor([0, 0]), 32)
     assert rows[:3].tolist() == [[0, 10, 32], [0, 0, 8], [0, 0, 0]]

@@ -329,7 +329,6 @@ def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another():
     checked = []
     op = FusedOp(
         name="sum_of",
-        schema="(Tensor[] xs) -> Tensor",
         arguments=SumArguments,
         validate=checked.append,
         validate_values=lambda a: None,

@@ -1,4 +1,4 @@
-"""The schedule of `mla_attention`: which queries a program takes, and which keys they see.
+"""The schedule of attention kernels: which queries a program takes, and which keys they see.
 
 Tiles are ordered by groups of heads whose keys and values fit the L2 cache together; within a group
 tiles with the most keys come first, so that the last ones to start are short.

@@ -1,0 +1,138 @@
+"""The kernel specs of `attention_decode`, and its grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.problem import CacheProblem
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
+
+# Tensors of a launch: parameter -> field of CacheProblem.
+TENSORS = {
+    "row_offsets_ptr": "row_offsets",
+    "block_table_ptr": "block_table",
+    "key_lengths_ptr": "key_lengths",
+    "positions_ptr": "positions",
+    "cache_lengths_ptr": "cache_lengths",
+    "mask_ptr": "attn_mask",
+    "mask_blocks_ptr": "mask_blocks",
+    "sinks_ptr": "sinks",
+    "k_scale_ptr": "k_scale",
+    "v_scale_ptr": "v_scale",
+}
+# fp32 numbers that a warp of the merging program holds: 64 a thread.
+MERGED_NUMBERS = 64 * 32
+COUNTS = ("num_queries", "num_keys", "num_pages", "row_tiles")
+STRIDES = (
+    "q_token_stride",
+    "q_head_stride",
+    "k_page_stride",
+    "k_head_stride",
+    "v_page_stride",
+    "v_head_stride",
+    "positions_sequence_stride",
+    "positions_stride",
+    "table_stride",
+    "mask_sequence_stride",
+    "mask_head_stride",
+    "mask_row_stride",
+    "mask_column_stride",
+    "blocks_sequence_stride",
+    "blocks_tile_stride",
+    "scale_stride",
+)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles of `tokens` queries in `rows` rows; `splits` programs share the keys of a tile."""
+
+    tokens: int
+    rows: int
+    splits: int
+    num_warps: int = 4
+    num_stages: int = 3
+    block_n: int = KEYS
+
+    def __str__(self) -> str:
+        tile = f"{self.rows} rows ({self.tokens} queries) x {self.block_n} keys"
+        return f"{tile} /{self.splits} w{self.num_warps} s{self.num_stages}"
+
+    def real_rows(self, group: int) -> int:
+        """The first rows, a power of two, that hold all queries of `group` heads."""
+        return next_power_of_2(self.tokens * group)
+
+
+def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
+    """The `attention_decode` kernel of a problem."""
+    p = problem
+    head_block, v_block = p.blocks
+    split, real = config.splits > 1, config.real_rows(p.group)
+    return KernelSpec.of(
+        "attention.decode",
+        "attention_decode",
+        {
+            "NUM_KV_HEADS": p.num_kv_heads,
+            "GROUP": p.group,
+            "HEAD_DIM": p.head_dim,
+            "V_DIM": p.v_dim,
+            "HEAD_BLOCK": head_block,
+            "V_BLOCK": v_block,
+            "K_STRIDE": p.k.strides[0],
+            "V_STRIDE": p.v.strides[0],
+            "PAGE_SIZE": max(p.page_size, 1),
+            "RAGGED": p.row_offsets is not None,
+            "MASK": p.mask,
+            "WINDOW": p.window,
+            "MASK_KIND": p.mask_kind,
+            "CAPPED": p.softcap,
+            "LISTED": p.mask_blocks is not None,
+            "QUERIES": QUERIES,
+            "TOKENS": config.tokens,
+            "ROWS": config.rows,
+            "REAL": real,
+            "BLOCK_N": config.block_n,
+            "SPLITS": config.splits,
+            "CHUNK": _merged_at_once(real, v_block, config),
+            "STAGES": config.num_stages,
+        },
+        {
+            "q_ptr": p.q,
+            "k_ptr": p.k,
+            "v_ptr": p.v,
+            "out_ptr": p.out,
+            "workspace_ptr": Operand("fp32") if split else None,
+            "counters_ptr": Operand("i32", aligned=False) if split else None,
+            **{name: getattr(p, field) for name, field in TENSORS.items()},
+            **dict.fromkeys(COUNTS, "i32"),
+            "factor": "fp32",
+            "softcap": "fp32",
+            **dict.fromkeys(STRIDES, "i64"),
+        },
+        divisible=p.divisible,
+        ranges=("num_queries", "num_keys", "row_tiles"),
+        dependent=True,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+    )
+
+
+def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:
+    """Tiles of a call with (sequences, queries of each)."""
+    sequences, queries = sizes
+    return sequences * cdiv(queries, config.tokens) * problem.num_kv_heads
+
+
+def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
+    """fp32 numbers of a tile whose keys are split: values, largest logits, sums of weights."""
+    return config.splits * config.real_rows(problem.group) * (problem.blocks[1] + 2)
+
+
+def _merged_at_once(rows: int, v_block: int, config: DecodeConfig) -> int:
+    """Parts that the merging program holds in registers at once."""
+    fitting = MERGED_NUMBERS * config.num_warps // (rows * v_block)
+    return max(min(next_power_of_2(config.splits), fitting), 1)

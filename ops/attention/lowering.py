@@ -1,0 +1,70 @@
+"""The steps of `cache_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.attention.plan import decode_config
+from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.specs import (
+    DecodeConfig,
+    decode_spec,
+    decode_tiles,
+    workspace_elements,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.attention.mask_blocks import list_steps
+from tilewright.ops.attention.operands import cache_problem, cache_sizes
+from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
+
+
+@cache
+def _chosen_decode(
+    problem: CacheProblem, sizes: CacheSizes, target: Target
+) -> tuple[DecodeConfig, KernelSpec]:
+    config = decode_config(problem, sizes, target)
+    return config, decode_spec(problem, config, target.name)
+
+
+def attention_steps(a: Any, target: Target, config: DecodeConfig | None = None) -> Steps:
+    """The steps of a call. config: the tiles; None: what the plan chooses."""
+    out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v.shape[3]), a.q.dtype)
+    if out.numel() == 0:
+        return Outcome(out, "nothing", "there are no queries, so nothing is launched")
+    a = yield from _with_list(a, target)
+    problem, values = cache_problem(a)
+    sizes = cache_sizes(a)
+    if config is None:
+        config, spec = _chosen_decode(problem, _bucket(sizes), target)
+    else:
+        spec = decode_spec(problem, config, target.name)
+    tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
+    if config.splits > 1:
+        scratch = yield SplitK(tiles, workspace_elements(problem, config))
+        values["workspace_ptr"], values["counters_ptr"] = scratch
+    values |= {"out_ptr": out, "row_tiles": cdiv(sizes.num_queries, config.tokens)}
+    yield Launch(spec, (tiles * config.splits,), values)
+    return Outcome(out, "decode kernel", config)
+
+
+def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:
+    """The same call with the list of blocks of its mask. Heads that share keys are one tile, so
+    none where each head has a mask of its own."""
+    if a.attn_mask is None:
+        return a
+    if a.attn_mask.shape[1] > 1:
+        return replace(a, mask_blocks=None)
+    if a.mask_blocks is not None:
+        return a
+    return replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
+
+
+def _bucket(sizes: CacheSizes) -> CacheSizes:
+    """The sizes that a call is planned for, so that a dynamic one has few plans."""
+    counts = (sizes.num_sequences, sizes.num_queries, sizes.num_keys)
+    return CacheSizes(*map(next_power_of_2, counts))

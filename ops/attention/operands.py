@@ -1,0 +1,94 @@
+"""From the arguments of `cache_attention` to the problem and the run-time values of its kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.specs import STRIDES, TENSORS
+from tilewright.codegen.operand import Operand
+from tilewright.ops.attention.checks import room, sequences
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.operands import mask_bytes, operand
+
+# Softmax in powers of two.
+LOG2E = math.log2(math.e)
+# Run-time arguments by the kernels' parameter names.
+Values = dict[str, Any]
+
+
+def cache_sizes(a: Any) -> CacheSizes:
+    """The extents of a call. Of ragged sequences any may have all the queries."""
+    num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
+    return CacheSizes(sequences(a), num_queries, room(a))
+
+
+def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
+    """The problem of a call, and its values but for the result and the tiles."""
+    strides = _strides(a)
+    tensors = {name: getattr(a, field) for name, field in TENSORS.items()}
+    if a.attn_mask is not None:
+        tensors["mask_ptr"] = mask_bytes(a.attn_mask)
+    given: Any = {TENSORS[name]: operand(tensor) for name, tensor in tensors.items()}
+    problem = CacheProblem(
+        num_kv_heads=a.k.shape[2],
+        group=a.q.shape[1] // a.k.shape[2],
+        head_dim=a.q.shape[2],
+        v_dim=a.v.shape[3],
+        q=operand(a.q),
+        k=operand(a.k, a.k.stride(1)),
+        v=operand(a.v, a.v.stride(1)),
+        out=Operand(TRITON_TYPES[a.q.dtype]),
+        **given,
+        page_size=0 if a.block_table is None else a.k.shape[1],
+        mask=a.mask,
+        window=a.window,
+        softcap=bool(a.softcap),
+        divisible=tuple(name for name in STRIDES if strides[name] % 16 == 0),
+    )
+    sizes = cache_sizes(a)
+    # tanh(y) of y = scale * q @ k^T / softcap is taken through exp2(2 y log2(e)).
+    factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
+    values: Values = {
+        "q_ptr": a.q,
+        "k_ptr": a.k,
+        "v_ptr": a.v,
+        **tensors,
+        "num_queries": sizes.num_queries,
+        "num_keys": sizes.num_keys,
+        "num_pages": a.k.shape[0],
+        "factor": factor,
+        "softcap": a.softcap * LOG2E,
+        **strides,
+    }
+    return problem, values
+
+
+def _strides(a: Any) -> dict[str, int]:
+    """The strides of a launch by the kernel's parameter names."""
+    positions, mask, blocks = a.positions, a.attn_mask, a.mask_blocks
+    masks, listed = [0, 0, 0, 0], [0, 0]
+    if mask is not None:
+        masks = [s if n > 1 else 0 for n, s in zip(mask.shape, mask.stride(), strict=True)]
+    if blocks is not None:
+        listed = [blocks.stride(0) if blocks.shape[0] > 1 else 0, blocks.stride(2)]
+    each = positions is not None and positions.shape[0] == a.q.shape[0] != 0
+    step = 0 if positions is None else positions.stride(0)
+    own_run = step * (a.q.shape[0] // max(sequences(a), 1)) if each else 0
+    scale = next((s for s in (a.k_scale, a.v_scale) if s is not None), None)
+    given = (
+        a.q.stride(0),
+        a.q.stride(1),
+        a.k.stride(0),
+        a.k.stride(2),
+        a.v.stride(0),
+        a.v.stride(2),
+        own_run,
+        step,
+        0 if a.block_table is None else a.block_table.stride(0),
+        *masks,
+        *listed,
+        0 if scale is None or scale.numel() == 1 else scale.stride(0),
+    )
+    return dict(zip(STRIDES, given, strict=True))

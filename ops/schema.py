@@ -1,0 +1,81 @@
+"""An op's schema, read from the dataclass of its arguments.
+
+`torch.library.infer_schema` does not serve: it reads a function, has SymInt alone for integers, and
+no list for a default.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, fields
+from inspect import get_annotations
+from string import ascii_lowercase
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
+
+import torch
+
+#: A tensor that the op writes: `Tensor(a!)`.
+Written: TypeAlias = Annotated[torch.Tensor, "written"]
+#: An integer that may be a symbol of the caller's graph; an `int` is a constant of it.
+SymInt: TypeAlias = Annotated[int, "symbolic"]
+
+_WORDS = {
+    torch.Tensor: "Tensor",
+    int: "int",
+    SymInt: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+    torch.device: "Device",
+}
+
+
+def schema_of(arguments: type[Any], returns: str) -> str:
+    """The schema whose arguments are the fields of a dataclass, in order and with their defaults:
+    "(Tensor x, Tensor(a!) cache, *, float eps=1e-06) -> Tensor".
+
+    A field is a Tensor, Written, int, SymInt, float, bool, str, torch.dtype or torch.device, one of
+    these `| None`, or a Sequence or list of one; a list's default is a tuple. Raises ValueError
+    naming any other field. returns: the result as the schema has it.
+    """
+    # typing.get_type_hints takes no KW_ONLY before Python 3.11.
+    hints = ChainMap(*(get_annotations(owner, eval_str=True) for owner in arguments.__mro__))
+    letters = iter(ascii_lowercase)
+    words: list[str] = []
+    for field in fields(arguments):
+        if field.kw_only and "*" not in words:
+            words.append("*")
+        try:
+            words.append(f"{_type(hints[field.name], letters)} {field.name}{_default(field)}")
+        except ValueError as error:
+            raise ValueError(f"{arguments.__qualname__}.{field.name}: {error}") from None
+    return f"({', '.join(words)}) -> {returns}"
+
+
+def _type(hint: Any, letters: Iterator[str]) -> str:
+    """letters: of the alias sets not yet taken."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType) and len(inner) == 2 and NoneType in inner:
+        return _type(inner[inner[0] is NoneType], letters) + "?"
+    if origin in (Sequence, list):
+        return _type(inner[0], letters) + "[]"
+    if hint == Written:
+        return f"Tensor({next(letters)}!)"
+    if hint not in _WORDS:
+        raise ValueError(f"expected a type that schema_of knows, got {hint}")
+    return _WORDS[hint]
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default_factory is not MISSING:
+        raise ValueError("expected a tuple as the default of a list, got a default_factory")
+    return "" if field.default is MISSING else f"={_literal(field.default)}"
+
+
+def _literal(default: Any) -> str:
+    if isinstance(default, tuple):
+        return f"[{', '.join(map(_literal, default))}]"
+    return f'"{default}"' if isinstance(default, str) else str(default)

@@ -1,0 +1,83 @@
+"""The ops' schemas stay what they are, and what a dataclass of arguments says as a schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, make_dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewright.ops.contract import all_ops, get_op, register
+from tilewright.ops.schema import SymInt, Written, schema_of
+
+SCHEMAS = Path(__file__).with_name("schemas.txt")
+
+
+def test_every_schema_is_what_it_was():
+    """Exported programs and other people's calls name them: `schemas.txt` is edited by hand."""
+    ours = [op for op in all_ops() if op.namespace == "tilewright"]
+    assert [str(op.torch_op._schema) for op in ours] == SCHEMAS.read_text("utf-8").splitlines()
+
+
+@dataclass(frozen=True)
+class Everything:
+    x: torch.Tensor
+    xs: Sequence[torch.Tensor]
+    bias: torch.Tensor | None
+    cache: Written
+    rows: SymInt
+    device: torch.device
+    _: KW_ONLY
+    spare: Written | None = None
+    window: Sequence[SymInt] = (1, 2)
+    eps: float = 1e-06
+    style: str = "none"
+    tune: bool = False
+    block: list[int] | None = None
+    dtype: torch.dtype | None = None
+
+
+EVERYTHING = (
+    "(Tensor x, Tensor[] xs, Tensor? bias, Tensor(a!) cache, SymInt rows, Device device, *, "
+    'Tensor(b!)? spare=None, SymInt[] window=[1, 2], float eps=1e-06, str style="none", '
+    "bool tune=False, int[]? block=None, ScalarType? dtype=None) -> ()"
+)
+
+
+def test_a_schema_is_read_from_the_fields():
+    assert schema_of(Everything, "()") == EVERYTHING
+    torch._C.parse_schema("op" + EVERYTHING)
+
+
+@dataclass(frozen=True)
+class Unwritten(Everything):
+    cache: torch.Tensor
+
+
+def test_a_field_that_is_stated_anew_keeps_its_place():
+    expected = EVERYTHING.replace("(a!)", "").replace("(b!)", "(a!)")
+    assert schema_of(Unwritten, "()") == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "default", "message"),
+    [
+        (complex, (), "Arguments.odd: expected a type that schema_of knows, got <class 'complex'>"),
+        (tuple[int, ...], (), r"Arguments.odd: expected a type .* got tuple\[int, ...\]"),
+        (int | float, (), r"Arguments.odd: expected a type .* got int \| float"),
+        (Sequence[int], (field(default_factory=list),), "Arguments.odd: expected a tuple as the"),
+    ],
+)
+def test_a_field_without_a_word_is_refused(kind, default, message):
+    arguments = make_dataclass("Arguments", [("odd", kind, *default)])
+    with pytest.raises(ValueError, match=message):
+        register(replace(get_op("paged_kv_store"), name="odd", arguments=arguments))
+
+
+def test_a_schema_that_is_given_stands_for_what_the_fields_say():
+    given = "(Tensor(a!) k, Tensor(a!) v) -> Tensor(a!)"
+    assert (
+        replace(get_op("paged_kv_store"), name="mine", schema=given).declaration == f"mine{given}"
+    )
