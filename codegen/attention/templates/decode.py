@@ -11,11 +11,8 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.block_list import listed_key, listed_range, tile_list
+from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped
 from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Below the logarithm of any weight that counts; lower finite masks would overflow in base 2.
-LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -123,9 +120,7 @@ def attend_block(
     k = load_block(k_rows, exists, HEAD_DIM, HEAD_BLOCK, CHECKED)
     scores = tl.dot(k.to(q.dtype), q)
     if CAPPED:
-        # tanh(y) = 1 - 2 / (exp(2 y) + 1)
-        scores = 1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0)
-        scores *= softcap
+        scores = capped(scores, factor, softcap)
     elif MASK_KIND == "additive":
         scores *= factor
     needed = exists

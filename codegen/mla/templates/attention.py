@@ -15,6 +15,11 @@ from tilewright.codegen.attention.templates.block_list import (
     listed_range,
     tile_list,
 )
+from tilewright.codegen.attention.templates.softmax import (
+    add_values,
+    mask_scores,
+    online_softmax_step,
+)
 from tilewright.codegen.attention.templates.tiles import (
     base_of,
     block_of_step,
@@ -22,7 +27,6 @@ from tilewright.codegen.attention.templates.tiles import (
     own_rows,
     query_positions,
     tile_place,
-    visible,
 )
 from tilewright.codegen.mla.templates.loads import (
     load_queries,
@@ -32,7 +36,6 @@ from tilewright.codegen.mla.templates.loads import (
     rotated_queries,
 )
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -79,37 +82,6 @@ def block_scores(
 
 
 @triton.jit
-def mask_scores(
-    scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
-    mask_row_stride, mask_column_stride, steepness,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
-    EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
-    keys = tl.arange(0, BLOCK_N)
-    if EVERY_BLOCK:
-        # The offset goes to the rows: the column numbers are then the same for every block.
-        seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
-        keys += first_key
-    else:
-        keys += first_key
-        seen = visible(positions, keys, 0, key_start, own_keys, lead, MASK, WINDOW, LED)
-    if MASK_KIND != "none":
-        rows = first_row + tl.arange(0, BLOCK_M)
-        places = (
-            mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
-            + keys.to(tl.int64)[None, :] * mask_column_stride
-        )  # fmt: skip
-        inside = (rows < own_queries)[:, None] & (keys < own_keys)[None, :]
-        given = tl.load(places, mask=inside, other=0)
-        if MASK_KIND == "bool":
-            seen = seen & (given != 0)
-        else:
-            scores = scores * steepness + given.to(tl.float32) * LOG2E
-    return tl.where(seen, scores, float("-inf"))
-
-
-@triton.jit
 def load_values(
     v_source, first_key, own_keys, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -132,32 +104,6 @@ def load_values(
             places = v_source + keys.to(tl.int64) * v_stride
             values = load_rows(places, keys < own_keys, V_DIM, V_BLOCK)
     return values
-
-
-@triton.jit
-def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
-    """A step of the online softmax: (weights, factor of earlier sums, new maximum, new sum).
-
-    factor takes scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
-    ones do not vanish in fp8.
-    """
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    # A row that has seen no key yet.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
-    decay = tl.exp2(top - base)
-    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
-
-
-@triton.jit
-def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
-    """output * decay + weights @ values. PROMOTE: each block's product has an fp32 accumulator of
-    its own."""
-    if PROMOTE:
-        output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
-    else:
-        output = tl.dot(weights.to(values.dtype), values, output * decay[:, None])
-    return output
 
 
 @triton.jit
