@@ -79,7 +79,7 @@ def logits_of(softmax: Value) -> Logits | None:
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
     """The product that reads a softmax's result, without the sinks, through casts alone."""
     value, absorbed = softmax, []
-    shape = (*softmax.shape[:-1], softmax.shape[-1] - (logits.sinks is not None))
+    shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
         user = flow.only_user(value)
         if user is None:
