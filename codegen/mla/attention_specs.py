@@ -72,10 +72,10 @@ class AttentionProblem:
     page_size (0: they are not). lse: the log-sum-exp, if it is asked for. v_by_key: a dim's keys
     are contiguous, not a key's dims.
     sequences: a power of two not below their number, 1 where not ragged. attn_mask: u8 of a mask of
-    booleans, else a float that is added; mask_blocks: its list of blocks. divisible: names of
-    run-time strides that 16 divides. tma: descriptors can reach q, k and v; rope_tma: the rope keys
-    too. joint: a key's values follow it, and both fill their tiles. rotation: of q's rope part, if
-    it is not done.
+    booleans, else a float that is added, strides (column,) where that is 1; mask_blocks: its list
+    of blocks. divisible: names of run-time strides that 16 divides. tma: descriptors can reach q, k
+    and v; rope_tma: the rope keys too. joint: a key's values follow it, and both fill their tiles.
+    rotation: of q's rope part, if it is not done.
     """
 
     num_heads: int
@@ -130,6 +130,11 @@ class AttentionProblem:
         if self.attn_mask is None:
             return "none"
         return "bool" if self.attn_mask.dtype == "u8" else "additive"
+
+    @property
+    def mask_contiguous(self) -> bool:
+        """Whether the keys of a row of the mask tensor lie side by side."""
+        return self.attn_mask is not None and self.attn_mask.strides == (1,)
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -222,6 +227,7 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
             **dict.fromkeys(STRIDES, "i64"),
+            **({"mask_column_stride": 1} if p.mask_contiguous else {}),
             **dict.fromkeys(LIST_STRIDES, 0 if p.mask_blocks is None else "i64"),
         },
         divisible=p.divisible,

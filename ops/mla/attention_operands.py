@@ -290,6 +290,7 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
     steps = {
         "k": (strides["K_STRIDE"],),
         "k_rope": (strides["ROPE_STRIDE"], 0 if pages is None else pages.stride(0)),
+        "attn_mask": (1,) if strides["mask_column_stride"] == 1 else (),
     }
     tensors = {field: getattr(a, field) for field in GIVEN.values()}
     if a.attn_mask is not None:

@@ -104,16 +104,13 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
             )
         if not rows_are_dense(view, flow):
             refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
-    visible = visible_keys(attention)
-    if (mask := visible.get("attn_mask")) is not None:
-        visible["mask_blocks"] = Computed("mask_blocks", (mask,))  # one for all layers
     return {
         "q": _queries(q, flow),
         "k": k,
         "v": v,
         "scale": attention.scale,
         "num_sequences": attention.queries[0],
-        **visible,
+        **visible_keys(attention),
         "softcap": attention.softcap,
         "sinks": attention.sinks,
     }

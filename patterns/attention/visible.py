@@ -1,5 +1,6 @@
 """Which keys an attention lets a query see, as arguments of an op: `mask`, `positions`, `window`,
-`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`.
+`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`, with
+the list of its blocks, `mask_blocks`.
 
 Dimension letters: as in `patterns/recognise/attention.py`.
 """
@@ -25,11 +26,11 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
     found = visible_by(attention.mask, *attention.queries[:2], sees=attention.sees)
     if found is None:
         seen = attention.mask if attention.sees else Computed("invert", (attention.mask,))
-        return {"mask": "none", "attn_mask": _with_numbers(seen, attention.added)}
+        return {"mask": "none", **_tensor(_with_numbers(seen, attention.added))}
     given = {
         "positions": found.positions,
         "window": found.window or None,
-        "attn_mask": _with_numbers(found.padding, attention.added),
+        **_tensor(_with_numbers(found.padding, attention.added)),
     }
     return {"mask": found.mask, **{n: item for n, item in given.items() if item is not None}}
 
@@ -44,6 +45,13 @@ def mask_fact(arguments: dict[str, Any]) -> str:
     if "attn_mask" in arguments:
         kinds.append("tensor")
     return " and ".join(kinds) or "none"
+
+
+def _tensor(mask: View | Computed | None) -> dict[str, Any]:
+    """A mask tensor with its list of blocks: layers of one mask share the list's node."""
+    if mask is None:
+        return {}
+    return {"attn_mask": mask, "mask_blocks": Computed("mask_blocks", (mask,))}
 
 
 def _with_numbers(seen: View | Computed | None, numbers: View | None) -> View | Computed | None:

@@ -11,9 +11,14 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.block_list import (
-    listed_block,
+    listed_key,
     listed_range,
     tile_list,
+)
+from tilewright.codegen.attention.templates.softmax import (
+    add_values,
+    mask_scores,
+    online_softmax_step,
 )
 from tilewright.codegen.attention.templates.tiles import (
     base_of,
@@ -22,7 +27,6 @@ from tilewright.codegen.attention.templates.tiles import (
     own_rows,
     query_positions,
     tile_place,
-    visible,
 )
 from tilewright.codegen.mla.templates.loads import (
     load_queries,
@@ -32,7 +36,6 @@ from tilewright.codegen.mla.templates.loads import (
     rotated_queries,
 )
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -79,38 +82,6 @@ def block_scores(
 
 
 @triton.jit
-def mask_scores(
-    scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
-    whole, mask_row_stride, mask_column_stride, steepness,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
-    EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added. whole: the
-    mask hides nothing here and adds nothing, so it is not read."""
-    keys = tl.arange(0, BLOCK_N)
-    if EVERY_BLOCK:
-        # The offset goes to the rows: the column numbers are then the same for every block.
-        seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
-        keys += first_key
-    else:
-        keys += first_key
-        seen = visible(positions, keys, 0, key_start, own_keys, lead, MASK, WINDOW, LED)
-    if MASK_KIND != "none":
-        rows = first_row + tl.arange(0, BLOCK_M)
-        places = (
-            mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
-            + keys.to(tl.int64)[None, :] * mask_column_stride
-        )  # fmt: skip
-        inside = (rows < own_queries)[:, None] & (keys < own_keys)[None, :]
-        given = tl.load(places, mask=inside & (not whole), other=0)
-        if MASK_KIND == "bool":
-            seen = seen & ((given != 0) | whole)
-        else:
-            scores = scores * steepness + given.to(tl.float32) * LOG2E
-    return tl.where(seen, scores, float("-inf"))
-
-
-@triton.jit
 def load_values(
     v_source, first_key, own_keys, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -133,32 +104,6 @@ def load_values(
             places = v_source + keys.to(tl.int64) * v_stride
             values = load_rows(places, keys < own_keys, V_DIM, V_BLOCK)
     return values
-
-
-@triton.jit
-def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
-    """A step of the online softmax: (weights, factor of earlier sums, new maximum, new sum).
-
-    factor takes scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
-    ones do not vanish in fp8.
-    """
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    # A row that has seen no key yet.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
-    decay = tl.exp2(top - base)
-    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
-
-
-@triton.jit
-def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
-    """output * decay + weights @ values. PROMOTE: each block's product has an fp32 accumulator of
-    its own."""
-    if PROMOTE:
-        output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
-    else:
-        output = tl.dot(weights.to(values.dtype), values, output * decay[:, None])
-    return output
 
 
 @triton.jit
@@ -283,20 +228,22 @@ def mla_attention(
         factor *= tl.load(k_scale_ptr)
     LISTED: tl.constexpr = MASK_KIND != "none"
     first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, key_start, own_keys, lead, MASK, WINDOW, LISTED,
-        KEYS if LISTED else BLOCK_N,
-    )  # fmt: skip
+        lowest, highest, key_start, own_keys, lead, MASK, WINDOW, KEYS if LISTED else BLOCK_N
+    )
     if LISTED:
-        # Parts of a block that are visited one after the other.
-        PARTS: tl.constexpr = KEYS // BLOCK_N
         entries, count = tile_list(
             mask_blocks_ptr, sequence, head, first_row, blocks_sequence_stride,
             blocks_head_stride, blocks_tile_stride, QUERIES,
         )  # fmt: skip
-        count = tl.where(own_keys > 0, count, 0)
-        if MASK != "none":
-            first, count = listed_range(entries, count, first, first + num_blocks)
-        num_blocks = count * PARTS
+        # From here on these are places on the list, and of parts of its blocks.
+        first, whole, num_whole, num_blocks = listed_range(
+            entries, count, first, whole, num_whole, num_blocks
+        )
+        PARTS: tl.constexpr = KEYS // BLOCK_N
+        first *= PARTS
+        whole *= PARTS
+        num_whole *= PARTS
+        num_blocks *= PARTS
     if TMA:
         # A descriptor needs a row; without keys no block is read.
         tma_keys = tl.maximum(own_keys, 1)
@@ -326,9 +273,12 @@ def mla_attention(
     # The factors that take scores to the base-2 domain: in whole blocks, and in masked ones.
     steepness = factor if CHAINED else 1.0
     masked_steepness = 1.0 if MASK_KIND == "additive" else steepness
-    if not (ONE_LOOP or LISTED):
+    if not ONE_LOOP:
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
-            key = (whole + step) * BLOCK_N
+            if LISTED:
+                key = listed_key(entries, whole + step, KEYS, BLOCK_N)
+            else:
+                key = (whole + step) * BLOCK_N
             scores = block_scores(
                 q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
                 key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
@@ -341,16 +291,12 @@ def mla_attention(
             )  # fmt: skip
             output = add_values(output, decay, weights, values, PROMOTE)
     masked = 0
-    if not (ONE_LOOP or LISTED):
+    if not ONE_LOOP:
         masked = num_whole
-    whole_block = False
     for step in tl.range(masked, num_blocks, warp_specialize=WARP_SPECIALIZE):
         if LISTED:
-            place = step // PARTS
-            if MASK != "none":
-                place += first
-            block, whole_block = listed_block(entries, place)
-            key = block * KEYS + step % PARTS * BLOCK_N
+            place = first + step if ONE_LOOP else block_of_step(step, first, whole, num_whole)
+            key = listed_key(entries, place, KEYS, BLOCK_N)
         elif ONE_LOOP:
             key = (first + step) * BLOCK_N
         else:
@@ -360,10 +306,10 @@ def mla_attention(
             key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
             ROPE_BLOCK, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
         )  # fmt: skip
-        scores = mask_scores(
+        scores, _ = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, key_start, lead, mask_base,
-            whole_block, mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND,
-            LED, ONE_LOOP or LISTED, BLOCK_M, BLOCK_N,
+            mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, LED,
+            ONE_LOOP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         weights, decay, top, total = online_softmax_step(
             scores, top, total, masked_steepness, SHIFT
