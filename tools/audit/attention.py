@@ -63,7 +63,6 @@ def _attention_cases(target: Target) -> Iterator[AuditCase]:
                 claims = Expectations(
                     mma="bf16",
                     stack_bytes=STACK_BYTES,
-                    warp_specialized=bool(dict(spec.constants).get("WARP_SPECIALIZE")),
                     fresh_sums_reason=SOFTMAX_REASON,
                 )
                 yield AuditCase(f"attention, {name}, {places}: {report.reason}", spec, claims)
