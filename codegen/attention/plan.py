@@ -53,7 +53,7 @@ def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
 
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
-    tried = BY_POINTERS
+    tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
