@@ -16,7 +16,7 @@ from tilewright.codegen.attention.specs import (
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.attention.operands import cache_problem, cache_sizes
+from tilewright.ops.attention.operands import RopePart, cache_problem, cache_sizes
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Steps
 
 
@@ -28,12 +28,15 @@ def _chosen_decode(
     return config, decode_spec(problem, config, target.name)
 
 
-def attention_steps(a: Any, target: Target, config: DecodeConfig | None = None) -> Steps:
-    """The steps of a call. config: the tiles; None: what the plan chooses."""
+def attention_steps(
+    a: Any, target: Target, config: DecodeConfig | None = None, rope: RopePart | None = None
+) -> Steps:
+    """The steps of a call. config: the tiles; None: what the plan chooses. rope: the keys' second
+    part, whose first part is their values."""
     out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v.shape[3]), a.q.dtype)
     if out.numel() == 0:
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
-    problem, values = cache_problem(a)
+    problem, values = cache_problem(a, rope)
     sizes = cache_sizes(a)
     if config is None:
         config, spec = _chosen_decode(problem, _bucket(sizes), target)

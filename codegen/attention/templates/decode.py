@@ -2,9 +2,12 @@
 
 The heads of q that share a head of keys, and the queries of a sequence, are the rows of one tile,
 so a key is read once for all of them. Keys are on the M side of the tensor core, rows on its N
-side: a tile of 64 keys fills the former with one row only. The blocks of keys that the rows see are
-dealt out to SPLITS programs (Flash-Decoding, Dao et al. 2023); the last of them to arrive merges
-their results in a fixed order, so the sum does not depend on which was last.
+side: a tile of 64 keys fills the former with one row only. Keys may lie in two parts, a latent and
+rope columns (MLA, absorbed), and values be the first part: it is loaded once for both products.
+
+The blocks of keys that the rows see are dealt out to SPLITS programs (Flash-Decoding, Dao et al.
+2023); the last of them to arrive merges their results in a fixed order, so the sum does not depend
+on which was last.
 """
 
 import triton
@@ -19,23 +22,26 @@ LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 @triton.jit
 def rows_of_tile(
-    tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, num_queries,
-    positions_sequence_stride, positions_stride,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
-    ROWS: tl.constexpr,
+    tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
+    num_queries, positions_sequence_stride, positions_stride,
+    GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(first token of the sequence, number of the query in it, head, position, whether there is
     such a row; lowest and highest position) of a tile's rows."""
     rows = tl.arange(0, ROWS)
-    query = tile * TOKENS + rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
+    query = tile * TOKENS + rows // TILE_HEADS
+    head = kv_head * GROUP + rows % TILE_HEADS
     if RAGGED:
         first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
         own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
     else:
         first = sequence.to(tl.int64) * num_queries
         own = num_queries
-    real = (rows < TOKENS * GROUP) & (query < own)
+    real = (rows < TOKENS * TILE_HEADS) & (query < own)
+    if TILE_HEADS < GROUP:
+        head += first_head
+        real = real & (first_head + rows % TILE_HEADS < GROUP)
     positions = query
     lowest = 0
     highest = 0
@@ -92,22 +98,26 @@ def load_block(rows, needed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: 
 
 @triton.jit
 def attend_block(
-    first_key, q, output, top, total, k_base, v_base, table_ptr, own_keys, num_pages, num_keys,
-    k_page_stride, v_page_stride, positions, query, head, mask_base, mask_head_stride,
-    mask_row_stride, mask_column_stride, factor, softcap,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
+    first_key, q, q_rope, output, top, total, k_base, v_base, rope_base, table_ptr, own_keys,
+    num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride, positions, query, head,
+    mask_base, mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(output [V, rows], top, total) after a block of keys. MASKED: some row may not see some key
-    of it."""
+    of it. v_base None: the keys are the values."""
     keys = first_key + tl.arange(0, BLOCK_N)
     exists = keys < own_keys
     if table_ptr is None:
         slots = keys.to(tl.int64)
         k_rows = k_base + slots * K_STRIDE
-        v_rows = v_base + slots * V_STRIDE
+        if v_base is not None:
+            v_rows = v_base + slots * V_STRIDE
+        if rope_base is not None:
+            rope_rows = rope_base + slots * ROPE_STRIDE
     else:
         if PAGE_SIZE % BLOCK_N == 0:
             pages = tl.load(table_ptr + first_key // PAGE_SIZE).to(tl.int64)
@@ -116,11 +126,25 @@ def attend_block(
         exists &= (pages >= 0) & (pages < num_pages)
         slots = (keys % PAGE_SIZE).to(tl.int64)
         k_rows = k_base + pages * k_page_stride + slots * K_STRIDE
-        v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
+        if v_base is not None:
+            v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
+        if rope_base is not None:
+            rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
     # All keys of a whole block exist, unless their page does not.
     CHECKED: tl.constexpr = MASKED or table_ptr is not None
+    if v_base is None and MASKED:
+        # Keys that no row sees are not read: they are values, and NaN times zero is NaN.
+        added, seen = seen_keys(
+            tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
+            mask_head_stride, mask_row_stride, mask_column_stride, num_keys, MASK, WINDOW,
+            MASK_KIND,
+        )  # fmt: skip
+        exists = tl.max(seen.to(tl.int32), axis=1) > 0
     k = load_block(k_rows, exists, HEAD_DIM, HEAD_BLOCK, CHECKED)
     scores = tl.dot(k.to(q.dtype), q)
+    if rope_base is not None:
+        k_rope = load_block(rope_rows, exists, ROPE_DIM, ROPE_BLOCK, CHECKED)
+        scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
     if CAPPED:
         # tanh(y) = 1 - 2 / (exp(2 y) + 1)
         scores = 1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0)
@@ -128,7 +152,11 @@ def attend_block(
     elif MASK_KIND == "additive":
         scores *= factor
     needed = exists
-    if MASKED:
+    if MASKED and v_base is None:
+        if MASK_KIND == "additive":
+            scores += added
+        scores = tl.where(seen, scores, float("-inf"))
+    elif MASKED:
         scores, seen = seen_keys(
             scores, keys, exists, positions, query, head, mask_base, mask_head_stride,
             mask_row_stride, mask_column_stride, num_keys, MASK, WINDOW, MASK_KIND,
@@ -138,7 +166,9 @@ def attend_block(
         needed = tl.max(seen.to(tl.int32), axis=1) > 0
     elif CHECKED:
         scores = tl.where(exists[:, None], scores, float("-inf"))
-    v = load_block(v_rows, needed, V_DIM, V_BLOCK, CHECKED)
+    v = k
+    if v_base is not None:
+        v = load_block(v_rows, needed, V_DIM, V_BLOCK, CHECKED)
     steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
     new_top = tl.maximum(top, tl.max(scores, axis=0) * steepness)
     # A row that has seen no key yet.
@@ -235,17 +265,19 @@ def finish(
 
 @triton.jit
 def attention_decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, counters_ptr, row_offsets_ptr, block_table_ptr,
-    key_lengths_ptr, positions_ptr, cache_lengths_ptr, mask_ptr, mask_blocks_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr,
+    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, workspace_ptr, counters_ptr,
+    row_offsets_ptr, block_table_ptr, key_lengths_ptr, positions_ptr, cache_lengths_ptr, mask_ptr,
+    mask_blocks_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     num_queries, num_keys, num_pages, row_tiles, factor, softcap,
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     positions_sequence_stride, positions_stride, table_stride, mask_sequence_stride,
     mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride, blocks_stride,
-    scale_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
+    scale_stride, q_rope_token_stride, q_rope_head_stride, rope_page_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
     LISTED_QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
@@ -253,10 +285,13 @@ def attention_decode(
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
-    Grid (B * row_tiles * NUM_KV_HEADS * SPLITS,). A tile has TOKENS queries of GROUP heads in ROWS
-    rows. Strides count elements; K_STRIDE and V_STRIDE from key to key of a page; without a block
-    table a sequence is a page. factor takes products to the base-2 domain; where CAPPED to twice
-    what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
+    Grid (B * row_tiles * NUM_KV_HEADS * head tiles * SPLITS,). A tile has TOKENS queries of
+    TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. With k_rope a key has
+    ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v
+    a key's other columns are its value. Strides count elements; K_STRIDE and V_STRIDE from key to
+    key of a page; without a block table a sequence is a page. factor takes products to the base-2
+    domain; where CAPPED to twice what tanh is taken of there, and softcap takes its result to the
+    base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED_QUERIES: of so many queries each row of
     mask_blocks lists the blocks of BLOCK_N keys that some query sees; those that all see whole come
     first. REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace
@@ -269,12 +304,15 @@ def attention_decode(
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
-    kv_head = tile % NUM_KV_HEADS
-    row_tile = tile // NUM_KV_HEADS % row_tiles
-    sequence = tile // NUM_KV_HEADS // row_tiles
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    kv_head = tile // HEAD_TILES % NUM_KV_HEADS
+    row_tile = tile // (HEAD_TILES * NUM_KV_HEADS) % row_tiles
+    sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
+    first_head = tile % HEAD_TILES * TILE_HEADS
     first_token, query, head, positions, real, lowest, highest = rows_of_tile(
-        row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
-        num_queries, positions_sequence_stride, positions_stride, GROUP, TOKENS, RAGGED, MASK, ROWS,
+        row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
+        num_queries, positions_sequence_stride, positions_stride, GROUP, TILE_HEADS, TOKENS,
+        RAGGED, MASK, ROWS,
     )  # fmt: skip
     query = tl.where(real, query, -1)
     token = first_token + tl.where(real, query, 0)
@@ -284,15 +322,30 @@ def attention_decode(
         q_ptr + q_places[None, :] + dims[:, None], mask=real[None, :] & (dims < HEAD_DIM)[:, None],
         other=0.0,
     )  # fmt: skip
+    q_rope = None
+    rope_base = None
+    if k_rope_ptr is not None:
+        rope_dims = tl.arange(0, ROPE_BLOCK)
+        rope_places = token * q_rope_token_stride + head.to(tl.int64) * q_rope_head_stride
+        q_rope = tl.load(
+            q_rope_ptr + rope_places[None, :] + rope_dims[:, None],
+            mask=real[None, :] & (rope_dims < ROPE_DIM)[:, None], other=0.0,
+        )  # fmt: skip
+        rope_base = k_rope_ptr
+        if block_table_ptr is None:
+            rope_base += sequence.to(tl.int64) * rope_page_stride
     own_keys = num_keys
     if key_lengths_ptr is not None:
         own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
-    v_base = v_ptr + kv_head.to(tl.int64) * v_head_stride
+    v_base = None
+    if v_ptr is not None:
+        v_base = v_ptr + kv_head.to(tl.int64) * v_head_stride
     table = block_table_ptr
     if block_table_ptr is None:
         k_base += sequence.to(tl.int64) * k_page_stride
-        v_base += sequence.to(tl.int64) * v_page_stride
+        if v_ptr is not None:
+            v_base += sequence.to(tl.int64) * v_page_stride
     else:
         table = block_table_ptr + sequence.to(tl.int64) * table_stride
     mask_base = mask_ptr
@@ -328,11 +381,12 @@ def attention_decode(
         if LISTED_QUERIES > 0:
             block = tl.load(blocks + 2 + step)
         output, top, total = attend_block(
-            block * BLOCK_N, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
-            num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
-            mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
-            V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, False, BLOCK_N,
+            block * BLOCK_N, q, q_rope, output, top, total, k_base, v_base, rope_base, table,
+            own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride,
+            positions, query, head, mask_base, mask_head_stride, mask_row_stride,
+            mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
+            ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
+            CAPPED, False, BLOCK_N, ROWS,
         )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
         if LISTED_QUERIES > 0:
@@ -340,11 +394,12 @@ def attention_decode(
         else:
             block = block_of_step(step, first, whole, num_whole)
         output, top, total = attend_block(
-            block * BLOCK_N, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
-            num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
-            mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
-            V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, True, BLOCK_N,
+            block * BLOCK_N, q, q_rope, output, top, total, k_base, v_base, rope_base, table,
+            own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride,
+            positions, query, head, mask_base, mask_head_stride, mask_row_stride,
+            mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
+            ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
+            CAPPED, True, BLOCK_N, ROWS,
         )  # fmt: skip
     if SPLITS == 1:
         finish(
@@ -359,8 +414,8 @@ def attention_decode(
         if is_last:
             _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
                 row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
-                num_queries, positions_sequence_stride, positions_stride, GROUP, TOKENS, RAGGED,
-                "none", REAL,
+                first_head, num_queries, positions_sequence_stride, positions_stride, GROUP,
+                TILE_HEADS, TOKENS, RAGGED, "none", REAL,
             )  # fmt: skip
             m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
             finish(
