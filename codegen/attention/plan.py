@@ -68,9 +68,6 @@ def _part_share(problem: CacheProblem, config: DecodeConfig) -> float:
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
     indirect = problem.mask_blocks is not None or problem.block_table is not None
-    if problem.v is None:
-        # What a block's values are depends on the mask, and is known before they are loaded.
-        indirect = indirect or problem.attn_mask is not None
     wanted = INDIRECT_STAGES if indirect else STAGES
     fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + LISTED_KEYS) + SPARE_BYTES
     fitting = (target.max_shared_bytes - fixed) // (LISTED_KEYS * problem.key_bytes)

@@ -62,10 +62,11 @@ def rows_of_tile(
 @triton.jit
 def seen_keys(
     scores, keys, exists, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-    mask_column_stride, num_keys,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    mask_column_stride, num_keys, is_whole,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """(scores [keys, rows] with the mask's numbers added, which of them are seen)."""
+    """(scores [keys, rows] with the mask's numbers added, which of them are seen). is_whole,
+    where LISTED: the mask tensor hides nothing here, and is not read."""
     seen = exists[:, None] & (query >= 0)[None, :]
     if MASK != "none":
         seen = seen & (keys[:, None] <= positions[None, :])
@@ -76,8 +77,13 @@ def seen_keys(
     if MASK_KIND != "none":
         columns = head.to(tl.int64) * mask_head_stride + query.to(tl.int64) * mask_row_stride
         places = mask_base + keys.to(tl.int64)[:, None] * mask_column_stride + columns[None, :]
-        given = tl.load(places, mask=seen, other=0)
+        if LISTED:
+            given = tl.load(places, mask=seen & (is_whole == 0), other=0)
+        else:
+            given = tl.load(places, mask=seen, other=0)
         if MASK_KIND == "bool":
+            if LISTED:
+                given |= is_whole.to(given.dtype)
             seen = seen & (given != 0)
         else:
             wide = given.to(tl.float32)
@@ -97,18 +103,26 @@ def load_block(rows, needed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: 
 
 
 @triton.jit
+def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to BLOCK_N rows of a page from a slot on."""
+    start = base + page * page_stride + tl.cast(slot, tl.int64) * STRIDE
+    return start + tl.arange(0, BLOCK_N) * STRIDE
+
+
+@triton.jit
 def attend_block(
-    first_key, q, q_rope, output, top, total, k_base, v_base, rope_base, table_ptr, own_keys,
-    num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride, positions, query, head,
-    mask_base, mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap,
+    first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base, rope_base, table_ptr,
+    own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride, positions, query,
+    head, mask_base, mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    LISTED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(output [V, rows], top, total) after a block of keys. MASKED: some row may not see some key
-    of it. v_base None: the keys are the values."""
+    of it. LISTED: the mask tensor hides nothing of the first num_whole steps. v_base None: the keys
+    are the values."""
     keys = first_key + tl.arange(0, BLOCK_N)
     exists = keys < own_keys
     if table_ptr is None:
@@ -116,8 +130,8 @@ def attend_block(
         k_rows = k_base + slots * K_STRIDE
         if v_base is not None:
             v_rows = v_base + slots * V_STRIDE
-        if rope_base is not None:
-            rope_rows = rope_base + slots * ROPE_STRIDE
+        first_slot = first_key
+        pages = 0
     else:
         if PAGE_SIZE % BLOCK_N == 0:
             pages = tl.load(table_ptr + first_key // PAGE_SIZE).to(tl.int64)
@@ -130,14 +144,23 @@ def attend_block(
             v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
         if rope_base is not None:
             rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
+        first_slot = first_key % PAGE_SIZE
+    if v_base is None and (table_ptr is None or PAGE_SIZE % BLOCK_N == 0):
+        # A block is one run of memory. Its rows lie at constants from one address: many wide rows
+        # would take a thread's registers with one each.
+        k_rows = rows_from(k_base, pages, k_page_stride, first_slot, K_STRIDE, BLOCK_N)
+        if rope_base is not None:
+            rope_rows = rows_from(
+                rope_base, pages, rope_page_stride, first_slot, ROPE_STRIDE, BLOCK_N
+            )
     # All keys of a whole block exist, unless their page does not.
     CHECKED: tl.constexpr = MASKED or table_ptr is not None
     if v_base is None and MASKED:
         # Keys that no row sees are not read: they are values, and NaN times zero is NaN.
         added, seen = seen_keys(
             tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
-            mask_head_stride, mask_row_stride, mask_column_stride, num_keys, MASK, WINDOW,
-            MASK_KIND,
+            mask_head_stride, mask_row_stride, mask_column_stride, num_keys,
+            step < num_whole, MASK, WINDOW, MASK_KIND, LISTED,
         )  # fmt: skip
         exists = tl.max(seen.to(tl.int32), axis=1) > 0
     k = load_block(k_rows, exists, HEAD_DIM, HEAD_BLOCK, CHECKED)
@@ -159,7 +182,7 @@ def attend_block(
     elif MASKED:
         scores, seen = seen_keys(
             scores, keys, exists, positions, query, head, mask_base, mask_head_stride,
-            mask_row_stride, mask_column_stride, num_keys, MASK, WINDOW, MASK_KIND,
+            mask_row_stride, mask_column_stride, num_keys, False, MASK, WINDOW, MASK_KIND, False,
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
         # Values that no row sees are not read: NaN times zero is NaN.
@@ -366,8 +389,9 @@ def attention_decode(
         whole = 0
     else:
         first, whole, num_whole, num_blocks = block_range(
-            lowest, highest, 0, own_keys, 0, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
-        )
+            lowest, highest, 0, own_keys, 0, MASK, WINDOW, MASK_KIND != "none" or v_ptr is None,
+            BLOCK_N,
+        )  # fmt: skip
     each = (num_blocks + SPLITS - 1) // SPLITS
     begin = tl.minimum(split * each, num_blocks)
     end = tl.minimum(begin + each, num_blocks)
@@ -376,30 +400,34 @@ def attention_decode(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((V_BLOCK, ROWS), tl.float32)
-    for step in tl.range(begin, middle, num_stages=STAGES):
-        block = whole + step
-        if LISTED_QUERIES > 0:
-            block = tl.load(blocks + 2 + step)
-        output, top, total = attend_block(
-            block * BLOCK_N, q, q_rope, output, top, total, k_base, v_base, rope_base, table,
-            own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride,
-            positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-            mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
-            ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, False, BLOCK_N, ROWS,
-        )  # fmt: skip
+    # Where values are keys, one loop takes all blocks: two would not fit the registers.
+    if v_ptr is None:
+        middle = begin
+    if v_ptr is not None:
+        for step in tl.range(begin, middle, num_stages=STAGES):
+            block = whole + step
+            if LISTED_QUERIES > 0:
+                block = tl.load(blocks + 2 + step)
+            output, top, total = attend_block(
+                block * BLOCK_N, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+                rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+                rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
+                mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
+                ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
+                CAPPED, False, LISTED_QUERIES > 0, BLOCK_N, ROWS,
+            )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
         if LISTED_QUERIES > 0:
             block = tl.load(blocks + 2 + step)
         else:
             block = block_of_step(step, first, whole, num_whole)
         output, top, total = attend_block(
-            block * BLOCK_N, q, q_rope, output, top, total, k_base, v_base, rope_base, table,
-            own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride,
-            positions, query, head, mask_base, mask_head_stride, mask_row_stride,
+            block * BLOCK_N, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+            rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+            rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
             mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
             ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, True, BLOCK_N, ROWS,
+            CAPPED, True, LISTED_QUERIES > 0, BLOCK_N, ROWS,
         )  # fmt: skip
     if SPLITS == 1:
         finish(
