@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.problem import LISTED_KEYS, CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles, workspace_elements
+from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles
 from tilewright.codegen.targets import Target
 
 # Rows of a tile at most.
@@ -21,9 +21,10 @@ MOST_SPLITS = 64
 # part, and merging it.
 HANDOVER_BLOCKS = 1.5
 MERGE_BLOCKS = 0.05
-# The same where parts are wide (values are keys), over their share of a block's bytes: one program
-# reads faster while the others are done.
-MERGE_SHARE = 0.6
+# The same where a launch of its own merges.
+MOST_MERGED = 128
+LAUNCH_BLOCKS = 2.5
+MERGED_BLOCKS = 0.02
 # Stages of the pipeline: one more each where a block's number, or its page, is loaded first, and
 # one because the loads that depend on it start later.
 STAGES = 3
@@ -50,19 +51,16 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
     """The tiles of a call; sizes: rounded to what plans are made for."""
     tokens, heads, rows = decode_rows(problem, sizes.num_queries)
     warps = 4
-    if problem.v is None:
+    if problem.v is None and target.tmem_columns:
+        warps = MOST_WARPS
+    elif problem.v is None:
         warps = min(max(rows * problem.blocks[1] // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     stages = _stages(problem, rows, target)
     config = DecodeConfig(tokens, heads, rows, 1, num_warps=warps, num_stages=stages)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    merge = MERGE_BLOCKS if problem.v is not None else MERGE_SHARE * _part_share(problem, config)
-    splits = _splits(tiles, cdiv(sizes.num_keys, LISTED_KEYS), target.num_sms, merge)
+    blocks = cdiv(sizes.num_keys, LISTED_KEYS)
+    splits = _splits(tiles, blocks, target.num_sms, launched=problem.merges)
     return replace(config, splits=splits)
-
-
-def _part_share(problem: CacheProblem, config: DecodeConfig) -> float:
-    """Bytes of a part that is merged, over those of a block of keys."""
-    return 4 * workspace_elements(problem, config) / (LISTED_KEYS * problem.key_bytes)
 
 
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
@@ -74,19 +72,25 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     if problem.v is None and indirect:
         # A stage of the loads that come first holds no keys.
         fitting += 1
+    if problem.v is None and target.tmem_columns:
+        # Triton 3.6 copies a block for each of its two products.
+        fitting -= 2
     return max(min(wanted, fitting), 1)
 
 
-def _splits(tiles: int, blocks: int, num_sms: int, merge: float) -> int:
-    """Into how many parts the keys of each tile fall, for the least time. merge: what one costs
-    that is merged, in blocks of keys.
+def _splits(tiles: int, blocks: int, num_sms: int, *, launched: bool) -> int:
+    """Into how many parts the keys of each tile fall, for the least time. launched: a launch of its
+    own merges them.
 
     One program keeps a multiprocessor's share of the memory busy, so what counts is how many blocks
     of keys the busiest one takes.
     """
+    most, once, each = MOST_SPLITS, HANDOVER_BLOCKS, MERGE_BLOCKS
+    if launched:
+        most, once, each = MOST_MERGED, LAUNCH_BLOCKS, MERGED_BLOCKS
 
     def time(splits: int) -> float:
-        shared = HANDOVER_BLOCKS + merge * splits if splits > 1 else 0.0
+        shared = once + each * splits if splits > 1 else 0.0
         return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) + shared
 
-    return min(range(1, max(min(blocks, MOST_SPLITS), 1) + 1), key=time)
+    return min(range(1, max(min(blocks, most), 1) + 1), key=time)

@@ -29,6 +29,7 @@ ROPE_TENSORS = {"q_rope_ptr": "q_rope", "k_rope_ptr": "k_rope"}
 ROPE_STRIDES = ("q_rope_token_stride", "q_rope_head_stride", "rope_page_stride")
 # fp32 numbers that a warp of the merging program holds: 64 a thread.
 MERGED_NUMBERS = 64 * 32
+MERGE_WARPS = 4
 COUNTS = ("num_queries", "num_keys", "num_pages", "row_tiles")
 STRIDES = (
     "q_token_stride",
@@ -119,7 +120,7 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "k_rope_ptr": p.k_rope,
             "out_ptr": p.out,
             "workspace_ptr": Operand("fp32") if split else None,
-            "counters_ptr": Operand("i32", aligned=False) if split else None,
+            "counters_ptr": Operand("i32", aligned=False) if split and not p.merges else None,
             **{name: getattr(p, field) for name, field in TENSORS.items()},
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
@@ -153,3 +154,46 @@ def _merged_at_once(rows: int, v_block: int, config: DecodeConfig) -> int:
     """Parts that the merging program holds in registers at once."""
     fitting = MERGED_NUMBERS * config.num_warps // (rows * v_block)
     return max(min(next_power_of_2(config.splits), fitting), 1)
+
+
+def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
+    """The `attention_merge` kernel after that of `decode_spec`, where the problem `merges`."""
+    p = problem
+    return KernelSpec.of(
+        "attention.decode",
+        "attention_merge",
+        {
+            "NUM_KV_HEADS": p.num_kv_heads,
+            "GROUP": p.group,
+            "TILE_HEADS": config.heads,
+            "V_DIM": p.v_dim,
+            "V_BLOCK": p.blocks[1],
+            "TOKENS": config.tokens,
+            "REAL": config.real_rows,
+            "RAGGED": p.row_offsets is not None,
+            "SPLITS": config.splits,
+            "SPLIT_BLOCK": next_power_of_2(config.splits),
+            "COLUMNS": _merged_columns(p, config),
+        },
+        {
+            "workspace_ptr": Operand("fp32"),
+            "out_ptr": p.out,
+            "row_offsets_ptr": p.row_offsets,
+            "num_queries": "i32",
+            "row_tiles": "i32",
+        },
+        ranges=("num_queries", "row_tiles"),
+        dependent=True,
+        num_warps=MERGE_WARPS,
+        target=target,
+    )
+
+
+def merge_grid(problem: CacheProblem, config: DecodeConfig, tiles: int) -> tuple[int, int]:
+    return tiles * config.real_rows, cdiv(problem.v_dim, _merged_columns(problem, config))
+
+
+def _merged_columns(problem: CacheProblem, config: DecodeConfig) -> int:
+    """Columns of a row that a program of `attention_merge` merges at once."""
+    fitting = MERGED_NUMBERS * MERGE_WARPS // next_power_of_2(config.splits)
+    return max(min(fitting, problem.blocks[1]), 16)

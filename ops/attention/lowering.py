@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
+
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.plan import decode_config
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
@@ -12,12 +14,16 @@ from tilewright.codegen.attention.specs import (
     DecodeConfig,
     decode_spec,
     decode_tiles,
+    merge_grid,
+    merge_spec,
     workspace_elements,
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.operands import RopePart, cache_problem, cache_sizes
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Steps
+
+_merge_spec = cache(merge_spec)
 
 
 @cache
@@ -43,11 +49,17 @@ def attention_steps(
     else:
         spec = decode_spec(problem, config, target.name)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    if config.splits > 1:
-        scratch = yield SplitK(tiles, workspace_elements(problem, config))
+    merges, elements = config.splits > 1 and problem.merges, workspace_elements(problem, config)
+    if merges:
+        values["workspace_ptr"] = yield Buffer((tiles, elements), torch.float32)
+    elif config.splits > 1:
+        scratch = yield SplitK(tiles, elements)
         values["workspace_ptr"], values["counters_ptr"] = scratch
     values |= {"out_ptr": out, "row_tiles": cdiv(sizes.num_queries, config.tokens)}
     yield Launch(spec, (tiles * config.splits,), values)
+    if merges:
+        merge = _merge_spec(problem, config, target.name)
+        yield Launch(merge, merge_grid(problem, config, tiles), values)
     return Outcome(out, "decode kernel", config)
 
 

@@ -204,13 +204,12 @@ def attend_block(
 
 
 @triton.jit
-def hand_over(
-    output, top, total, parts, counter_ptr, split, real,
+def store_part(
+    output, top, total, parts, split, real,
     V_BLOCK: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Writes one program's result to `parts`: values [SPLITS, REAL, V_BLOCK], then the largest
-    logits and the sums of weights, [SPLITS, REAL] each. Whether it is the last of SPLITS to do so;
-    the counter is left at zero for the next launch."""
+    logits and the sums of weights, [SPLITS, REAL] each."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
     # A program whose rows saw no key has nothing to hand over but that.
@@ -219,6 +218,12 @@ def hand_over(
     numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
     tl.store(numbers, top, mask=rows < REAL)
     tl.store(numbers + SPLITS * REAL, total, mask=rows < REAL)
+
+
+@triton.jit
+def arrive(counter_ptr, SPLITS: tl.constexpr):
+    """Whether a program, its part stored, is the last of SPLITS; the counter is left at zero for
+    the next launch."""
     # All threads' stores come before the one thread's atomic.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
@@ -319,7 +324,7 @@ def attention_decode(
     mask_blocks lists the blocks of BLOCK_N keys that some query sees; those that all see whole come
     first. REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace
     has SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
-    merged at once.
+    merged at once. Without counters the parts are left to `attention_merge`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -411,10 +416,10 @@ def attention_decode(
             output, top, total = attend_block(
                 block * BLOCK_N, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
                 rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
-                rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-                mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
-                ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-                CAPPED, False, LISTED_QUERIES > 0, BLOCK_N, ROWS,
+                rope_page_stride, positions, query, head, mask_base, mask_head_stride,
+                mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
+                HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
+                WINDOW, MASK_KIND, CAPPED, False, LISTED_QUERIES > 0, BLOCK_N, ROWS,
             )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
         if LISTED_QUERIES > 0:
@@ -436,9 +441,12 @@ def attention_decode(
         )  # fmt: skip
     else:
         parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
-        is_last = hand_over(
-            output, top, total, parts, counters_ptr + tile, split, real, V_BLOCK, ROWS, REAL, SPLITS
-        )
+        counter_ptr = None
+        if counters_ptr is not None:
+            counter_ptr = counters_ptr + tile
+        store_part(output, top, total, parts, split, real, V_BLOCK, ROWS, REAL, SPLITS)
+    if SPLITS > 1 and counters_ptr is not None:
+        is_last = arrive(counter_ptr, SPLITS)
         if is_last:
             _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
                 row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
@@ -450,3 +458,57 @@ def attention_decode(
                 m_output, m_top, m_total, out_ptr, sinks_ptr, v_scale_ptr, first_token, m_query,
                 m_head, m_real, kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
             )  # fmt: skip
+
+
+@triton.jit
+def attention_merge(
+    workspace_ptr, out_ptr, row_offsets_ptr,
+    num_queries, row_tiles,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Merges the parts that `attention_decode` left: out [T, Hq, V_DIM].
+
+    Grid (tiles * REAL, cdiv(V_DIM, COLUMNS)): a row of a tile, and some of its columns.
+    SPLIT_BLOCK: a power of two not below SPLITS.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) % REAL
+    tile = tl.program_id(0) // REAL
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    kv_head = tile // HEAD_TILES % NUM_KV_HEADS
+    row_tile = tile // (HEAD_TILES * NUM_KV_HEADS) % row_tiles
+    sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
+    within = tile % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
+    query = row_tile * TOKENS + row // TILE_HEADS
+    if RAGGED:
+        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
+        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
+    else:
+        first = sequence.to(tl.int64) * num_queries
+        own = num_queries
+    if (row < TOKENS * TILE_HEADS) & (query < own) & (within < GROUP):
+        splits = tl.arange(0, SPLIT_BLOCK)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there = splits < SPLITS
+        parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
+        own_rows = splits * REAL + row
+        numbers = parts + SPLITS * REAL * V_BLOCK + own_rows
+        tops = tl.load(numbers, mask=there, other=float("-inf"))
+        totals = tl.load(numbers + SPLITS * REAL, mask=there, other=0.0)
+        # What was not handed over is not yet known to be so: all are loaded, some for nothing.
+        values = tl.load(
+            parts + own_rows[:, None] * V_BLOCK + columns[None, :], mask=there[:, None], other=0.0
+        )
+        top = tl.max(tops, axis=0)
+        weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
+        values = tl.where((tops > float("-inf"))[:, None], values * weights[:, None], 0.0)
+        total = tl.sum(totals * weights, axis=0)
+        output = tl.sum(values, axis=0) / tl.where(total == 0.0, 1.0, total)
+        head = kv_head * GROUP + within
+        places = ((first + query) * (NUM_KV_HEADS * GROUP) + head) * V_DIM + columns
+        tl.store(out_ptr + places, output.to(out_ptr.dtype.element_ty), mask=columns < V_DIM)
