@@ -18,7 +18,8 @@ class CacheProblem:
 
     group: heads of q that share a head of keys. k, v: strides (key,). v None: a key's head_dim
     columns are its value. q_rope, k_rope: more columns of queries and keys, rope_dim of them, the
-    keys' the same for all heads; strides of k_rope (key,). page_size: keys of a page, 0 without a
+    keys' the same for all heads; strides of k_rope (key,). row_offsets,
+    key_lengths, cache_lengths: strides (element,). page_size: keys of a page, 0 without a
     block table. softcap: whether logits are capped. divisible: names of run-time strides
     that 16 divides. Tensors are None where a call has none.
     """

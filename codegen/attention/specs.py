@@ -99,6 +99,10 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "ROPE_STRIDE": p.k_rope.strides[0] if p.k_rope else 0,
             "PAGE_SIZE": max(p.page_size, 1),
             "RAGGED": p.row_offsets is not None,
+            "BATCH_STRIDES": tuple(
+                1 if lengths is None else lengths.strides[0]
+                for lengths in (p.row_offsets, p.key_lengths, p.cache_lengths)
+            ),
             "MASK": p.mask,
             "WINDOW": p.window,
             "MASK_KIND": p.mask_kind,
@@ -171,6 +175,7 @@ def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Kern
             "TOKENS": config.tokens,
             "REAL": config.real_rows,
             "RAGGED": p.row_offsets is not None,
+            "ROW_STRIDE": p.row_offsets.strides[0] if p.row_offsets else 1,
             "SPLITS": config.splits,
             "SPLIT_BLOCK": next_power_of_2(config.splits),
             "COLUMNS": _merged_columns(p, config),

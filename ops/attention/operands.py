@@ -13,10 +13,12 @@ from tilewright.codegen.attention.specs import ROPE_STRIDES, STRIDES, TENSORS
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.checks import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.operands import operand, operand_of
 
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
+# Tensors with an element for each sequence, in steps of any stride.
+BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
 # Run-time arguments by the kernels' parameter names.
 Values = dict[str, Any]
 
@@ -45,6 +47,7 @@ def cache_problem(a: Any, rope: RopePart | None = None) -> tuple[CacheProblem, V
     if a.attn_mask is not None and a.attn_mask.dtype == torch.bool:
         tensors["mask_ptr"] = a.attn_mask.view(torch.uint8)
     given: Any = {TENSORS[name]: operand(tensor) for name, tensor in tensors.items()}
+    given |= {name: operand_of(getattr(a, name), 0) for name in BY_SEQUENCE}
     problem = CacheProblem(
         num_kv_heads=a.k.shape[2],
         group=a.q.shape[1] // a.k.shape[2],

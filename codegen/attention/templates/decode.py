@@ -25,7 +25,8 @@ def rows_of_tile(
     tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
     num_queries, positions_sequence_stride, positions_stride,
     GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
-    MASK: tl.constexpr, ROWS: tl.constexpr,
+    MASK: tl.constexpr, ROW_STRIDE: tl.constexpr, LENGTH_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """(first token of the sequence, number of the query in it, head, position, whether there is
     such a row; lowest and highest position) of a tile's rows."""
@@ -33,8 +34,9 @@ def rows_of_tile(
     query = tile * TOKENS + rows // TILE_HEADS
     head = kv_head * GROUP + rows % TILE_HEADS
     if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
-        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
+        first = tl.load(row_offsets_ptr + sequence * ROW_STRIDE).to(tl.int64)
+        last = tl.load(row_offsets_ptr + (sequence + 1) * ROW_STRIDE).to(tl.int64)
+        own = (last - first).to(tl.int32)
     else:
         first = sequence.to(tl.int64) * num_queries
         own = num_queries
@@ -53,7 +55,7 @@ def rows_of_tile(
             positions = tl.load(base + query.to(tl.int64) * positions_stride, mask=real, other=0)
             positions = positions.to(tl.int32)
         elif cache_lengths_ptr is not None:
-            positions = query + tl.load(cache_lengths_ptr + sequence).to(tl.int32)
+            positions = query + tl.load(cache_lengths_ptr + sequence * LENGTH_STRIDE).to(tl.int32)
         lowest = tl.min(tl.where(real, positions, 2**30), axis=0)
         highest = tl.max(tl.where(real, positions, -1), axis=0)
     return first, query, head, positions, real, lowest, highest
@@ -305,7 +307,7 @@ def attention_decode(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    RAGGED: tl.constexpr, MASK: tl.constexpr,
+    RAGGED: tl.constexpr, BATCH_STRIDES: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
     LISTED_QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
@@ -317,7 +319,8 @@ def attention_decode(
     TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. With k_rope a key has
     ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v
     a key's other columns are its value. Strides count elements; K_STRIDE and V_STRIDE from key to
-    key of a page; without a block table a sequence is a page. factor takes products to the base-2
+    key of a page; without a block table a sequence is a page. BATCH_STRIDES: of row_offsets,
+    key_lengths and cache_lengths. factor takes products to the base-2
     domain; where CAPPED to twice what tanh is taken of there, and softcap takes its result to the
     base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED_QUERIES: of so many queries each row of
@@ -340,7 +343,7 @@ def attention_decode(
     first_token, query, head, positions, real, lowest, highest = rows_of_tile(
         row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
         num_queries, positions_sequence_stride, positions_stride, GROUP, TILE_HEADS, TOKENS,
-        RAGGED, MASK, ROWS,
+        RAGGED, MASK, BATCH_STRIDES[0], BATCH_STRIDES[2], ROWS,
     )  # fmt: skip
     query = tl.where(real, query, -1)
     token = first_token + tl.where(real, query, 0)
@@ -364,7 +367,9 @@ def attention_decode(
             rope_base += sequence.to(tl.int64) * rope_page_stride
     own_keys = num_keys
     if key_lengths_ptr is not None:
-        own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
+        own_keys = tl.minimum(
+            num_keys, tl.load(key_lengths_ptr + sequence * BATCH_STRIDES[1]).to(tl.int32)
+        )
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
     if v_ptr is not None:
@@ -451,7 +456,7 @@ def attention_decode(
             _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
                 row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
                 first_head, num_queries, positions_sequence_stride, positions_stride, GROUP,
-                TILE_HEADS, TOKENS, RAGGED, "none", REAL,
+                TILE_HEADS, TOKENS, RAGGED, "none", BATCH_STRIDES[0], BATCH_STRIDES[2], REAL,
             )  # fmt: skip
             m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
             finish(
@@ -466,7 +471,7 @@ def attention_merge(
     num_queries, row_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts that `attention_decode` left: out [T, Hq, V_DIM].
@@ -486,8 +491,9 @@ def attention_merge(
     within = tile % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
     query = row_tile * TOKENS + row // TILE_HEADS
     if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
-        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
+        first = tl.load(row_offsets_ptr + sequence * ROW_STRIDE).to(tl.int64)
+        last = tl.load(row_offsets_ptr + (sequence + 1) * ROW_STRIDE).to(tl.int64)
+        own = (last - first).to(tl.int32)
     else:
         first = sequence.to(tl.int64) * num_queries
         own = num_queries
