@@ -52,6 +52,7 @@ def check_attention(op: str, a: Any) -> None:
         check_shape(op, "sinks", a.sinks, "[Hq]", (a.q.shape[1],))
         check_dtype(op, "sinks", a.sinks, (a.q.dtype, torch.float32))
         check_device(op, "sinks", a.sinks, a.q.device)
+        check_last_dim_dense(op, "sinks", a.sinks)
 
 
 def _check_cache(op: str, a: Any) -> None:

@@ -317,12 +317,11 @@ def attention_decode(
 
     Grid (B * row_tiles * NUM_KV_HEADS * head tiles * SPLITS,). A tile has TOKENS queries of
     TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. With k_rope a key has
-    ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v
-    a key's other columns are its value. Strides count elements; K_STRIDE and V_STRIDE from key to
-    key of a page; without a block table a sequence is a page. BATCH_STRIDES: of row_offsets,
-    key_lengths and cache_lengths. factor takes products to the base-2
-    domain; where CAPPED to twice what tanh is taken of there, and softcap takes its result to the
-    base-2 domain. MASK_KIND:
+    ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v a
+    key's other columns are its value. Strides count elements; K_STRIDE and V_STRIDE from key to key
+    of a page; without a block table a sequence is a page. BATCH_STRIDES: of row_offsets,
+    key_lengths and cache_lengths. factor takes products to the base-2 domain; where CAPPED to twice
+    what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED_QUERIES: of so many queries each row of
     mask_blocks lists the blocks of BLOCK_N keys that some query sees; those that all see whole come
     first. REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace
@@ -471,8 +470,8 @@ def attention_merge(
     num_queries, row_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
-    ROW_STRIDE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts that `attention_decode` left: out [T, Hq, V_DIM].
 
