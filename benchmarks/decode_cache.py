@@ -1,4 +1,5 @@
-"""The static cache of whole forward passes: random numbers, rewound between replays."""
+"""The static cache of whole forward passes (random numbers, rewound between replays), and what
+`generate()` hands to one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import StaticCache
+from transformers.masking_utils import create_masks_for_generate
 
 
 def widths(config: Any) -> tuple[int, int, int]:
@@ -38,3 +40,33 @@ def rewind(cache: StaticCache, position: int) -> None:
     """Sets how many tokens a cache holds, so that replays never run past its end."""
     for layer in cache.layers:
         layer.cumulative_length.fill_(position)
+
+
+def generate_inputs(
+    model: Any, cache: StaticCache, ids: torch.Tensor, position: int, *, padded: bool
+) -> dict[str, Any]:
+    """The keyword arguments besides input_ids with which `generate()` calls a model whose cache
+    holds `position` tokens: a 4-D mask, made outside of the compiled pass, and positions.
+
+    padded: the prompts of a batch differ in length, so that shorter ones have padding before them:
+    of sequence b a share of b / (2 * batch).
+    """
+    batch, tokens = ids.shape
+    present = torch.ones((batch, position + tokens), dtype=torch.int64, device=ids.device)
+    if padded:
+        for b in range(batch):
+            present[b, : (position + tokens) * b // (2 * batch)] = 0
+    positions = (present.cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
+    rewind(cache, position)
+    mask = create_masks_for_generate(
+        config=model.config,
+        inputs_embeds=torch.empty((batch, tokens, 0), dtype=model.dtype, device=ids.device),
+        attention_mask=present,
+        past_key_values=cache,
+        position_ids=positions,
+    )
+    if isinstance(mask, dict):
+        mask = {name: m if m is None else m.contiguous() for name, m in mask.items()}
+    elif mask is not None:
+        mask = mask.contiguous()
+    return {"attention_mask": mask, "position_ids": positions}

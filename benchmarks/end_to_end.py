@@ -2,25 +2,30 @@
 
     python benchmarks/end_to_end.py --model deepseek-v2-lite [--layers 8] [--cases ..] [--out DIR]
 
-Models: `end_to_end_models.py`. Whole forward passes in CUDA graphs, in microseconds, with a static
-cache unless a case says "-nocache". Each case is a process: all compile side by side, then each has
-the GPU to itself. The weights of one pass exceed the L2 cache many times, so every pass is cold.
-floor: the bytes of the weights in use over the copy rate of the same run, where that is what bounds
-a pass. Differences are from eager's logits, relative, in the Frobenius norm; with random weights
-experts nearly tie, and another order of a sum chooses others: eager itself is 0.18 off float64
-after three layers of Qwen3's dims, stock and ours 0.11 and 0.17.
+Models: `end_to_end_models.py`. Whole forward passes in CUDA graphs, in microseconds. A case is
+batch x tokens with a static cache, called as `generate()` calls a model: with positions and a 4-D
+mask made outside. "-padded": prompts differ in length, so shorter ones are padded on the left.
+"-nomask": without a mask, as a model is called by hand. "-nocache": without a cache. Each case is a
+process: all compile side by side, then each has the GPU to itself. The weights of one pass exceed
+the L2 cache many times, so every pass is cold. floor: the bytes of the weights in use, and of the
+tokens present where one is decoded, over the copy rate of the same run, where that is what bounds a
+pass. peak: memory of a pass above that of model and cache, in MiB. Differences are from eager's
+logits, relative, in the Frobenius norm; with random weights experts nearly tie, and another order
+of a sum chooses others: eager itself is 0.18 off float64 after three layers of Qwen3's dims, stock
+and ours 0.11 and 0.17.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
-from decode_cache import new_cache, rewind
+from decode_cache import generate_inputs, new_cache, rewind, widths
 from end_to_end_models import MODELS, build
 from side_by_side import finished_rows, has_turn
 from timing import capture, interleaved_us, keep
@@ -32,47 +37,85 @@ MAX_LENGTH = 2048
 START = 1000
 
 
-def floor_us(model: Any, share: float, copy: float) -> float:
-    """Time to read what a pass needs of the weights. share: of the experts that have tokens."""
+def floor_us(model: Any, share: float, present: int, copy: float) -> float:
+    """Time to read what a pass needs of the weights, and `present` cached tokens of all layers.
+    share: of the experts that have tokens."""
     read = 0.0
     for name, parameter in model.named_parameters():
         if "embed" not in name:
             size = parameter.numel() * parameter.element_size()
             read += size * (share if ".experts." in name else 1.0)
+    heads, *columns = widths(model.config)
+    read += 2.0 * present * heads * sum(columns) * model.config.num_hidden_layers
     return 1e6 * read / copy
 
 
-def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+def peak_mib(call: Any) -> float:
+    """Memory that a call takes on top of what is allocated, at most."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def caller(model: Any, forward: Any, case: Case, ids: torch.Tensor) -> Any:
+    """A call of `forward` in the way of a case, on a cache of its own."""
+    if case.kind == "nocache":
+        return lambda: forward(input_ids=ids, use_cache=False).logits
+    cache = new_cache(model, case.batch, max(MAX_LENGTH, case.tokens))
+    given: dict[str, Any] = {}
+    if case.kind != "nomask":
+        padded = case.kind == "padded"
+        given = generate_inputs(model, cache, ids, case.position, padded=padded)
+
+    def call() -> torch.Tensor:
+        rewind(cache, case.position)
+        return forward(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
+
+    return call
+
+
+@dataclass(frozen=True)
+class Case:
+    """What "16x1-padded" says. kind: "mask", "padded", "nomask" or "nocache"."""
+
+    batch: int
+    tokens: int
+    kind: str
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        size, _, kind = text.partition("-")
+        batch, tokens = map(int, size.split("x"))
+        return cls(batch, tokens, kind or "mask")
+
+    @property
+    def position(self) -> int:
+        """Tokens in the cache before the pass."""
+        return START if self.tokens == 1 else 0
+
+
+def prepared(model: Any, case: Case) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """(the row so far, graphs by variant, what they work on) of one case."""
-    size, _, kind = case.partition("-")
-    batch, tokens = map(int, size.split("x"))
-    position = START if tokens == 1 else 0
-    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device="cuda")
+    ids = torch.randint(0, model.config.vocab_size, (case.batch, case.tokens), device="cuda")
     variants = {
         "eager": model,
         "stock": torch.compile(model),
         "tilewright": torch.compile(model, backend="tilewright"),
     }
+    row: dict[str, Any] = {"batch": case.batch, "tokens": case.tokens, "kind": case.kind}
+    row["layers"] = model.config.num_hidden_layers
     graphs, outputs, calls = {}, {}, []
     for name, forward in variants.items():
-        if kind == "nocache":
-
-            def call(forward=forward):
-                return forward(input_ids=ids, use_cache=False).logits
-        else:
-            cache = new_cache(model, batch, max(MAX_LENGTH, tokens))
-
-            def call(forward=forward, cache=cache):
-                rewind(cache, position)
-                return forward(input_ids=ids, past_key_values=cache, use_cache=True).logits
-
+        call = caller(model, forward, case, ids)
         calls.append(call)
         outputs[name] = call().float()
+        row[f"{name}_peak"] = peak_mib(call)
         graphs[name] = capture([call], warmup=2)
     found = reports()[-1]
     ops = [match.op for match in found.matches]
-    row: dict[str, Any] = {"batch": batch, "tokens": tokens, "cache": kind or "static"}
-    row["layers"] = model.config.num_hidden_layers
     row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
     row["misses"] = [miss.code for miss in found.misses]
     exact = outputs["eager"]
@@ -81,10 +124,10 @@ def prepared(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any], lis
     return row, graphs, calls
 
 
-def run_case(name: str, layers: int, case: str) -> None:
+def run_case(name: str, layers: int, text: str) -> None:
     """A process of its own: compiles, says so, times when it is told to, prints the row."""
     with torch.no_grad():
-        model = build(name, layers)
+        model, case = build(name, layers), Case.of(text)
         row, graphs, calls = prepared(model, case)
         if not has_turn():
             return
@@ -92,8 +135,9 @@ def run_case(name: str, layers: int, case: str) -> None:
         del calls  # caches and tokens had to live until here
         known = MODELS[name]
         idle = 1 - known.experts_per_token / known.experts
-        share = 1 - idle ** (row["batch"] * row["tokens"])
-        row["floor"] = floor_us(model, share, copy_bytes_per_s())
+        share = 1 - idle ** (case.batch * case.tokens)
+        present = case.batch * (case.position + 1) if case.tokens == 1 else 0
+        row["floor"] = floor_us(model, share, present, copy_bytes_per_s())
         row["speedup_over_best"] = min(row["eager"], row["stock"]) / row["tilewright"]
     print(json.dumps(row), flush=True)
 
@@ -122,7 +166,8 @@ def main() -> None:
             f"{case:>14}  eager {r['eager']:8.0f}  stock {r['stock']:8.0f}  tilewright "
             f"{r['tilewright']:8.0f} us  floor {r['floor']:8.0f}  {r['speedup_over_best']:.2f}x  "
             f"fused {r['fused']} missed {r['misses']}  differences {r['stock_difference']:.1e} "
-            f"{r['tilewright_difference']:.1e}",
+            f"{r['tilewright_difference']:.1e}  peak {r['stock_peak']:.0f} "
+            f"{r['tilewright_peak']:.0f} MiB",
             flush=True,
         )
         keep(MODELS[given.model].results, rows, given.out)

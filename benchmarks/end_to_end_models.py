@@ -7,28 +7,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers
+from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 
 @dataclass(frozen=True)
 class Model:
-    """title: its name in tables. results: the name of the file of its results. cases: batch x
-    tokens, with "-nocache" after it where nothing is cached. experts_per_token, experts: of a
-    layer."""
+    """title: its name in tables. results: the name of the file of its results. model_class: its
+    name in transformers, and config: its config's, or what makes one. cases: see `end_to_end.py`.
+    experts_per_token, experts: of a layer."""
 
     title: str
     results: str
-    model_class: Callable[..., Any]
-    config: Callable[[int], PreTrainedConfig]
+    model_class: str
+    config: Callable[[int], PreTrainedConfig] | str
     cases: tuple[str, ...]
-    experts_per_token: int
-    experts: int
+    experts_per_token: int = 1
+    experts: int = 1
+
+
+def llama3_8b(layers: int) -> PreTrainedConfig:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
 
 
 def qwen3_30b_a3b(layers: int) -> PreTrainedConfig:
@@ -86,26 +94,56 @@ def deepseek_v2_lite(layers: int) -> PreTrainedConfig:
     )
 
 
+DECODE = ("1x1", "16x1", "64x1")
+WITHOUT_MASK = ("1x1-nomask", "16x1-nomask", "64x1-nomask", "1x1024-nomask")
+LATENT = ("1x1", "8x1", "1x512", "8x1024")
 MODELS = {
+    "llama3-8b": Model(
+        "Llama-3-8B",
+        "llama3_8b_end_to_end",
+        "LlamaForCausalLM",
+        llama3_8b,
+        (*DECODE, "16x1-padded", "1x1024", "8x1024-padded", *WITHOUT_MASK),
+    ),
     "qwen3-30b-a3b": Model(
         "Qwen3-30B-A3B",
         "qwen3_30b_a3b_end_to_end",
-        Qwen3MoeForCausalLM,
+        "Qwen3MoeForCausalLM",
         qwen3_30b_a3b,
-        ("1x1", "16x1", "64x1", "1x1024"),
+        (*DECODE, "16x1-padded", "1x1024", "8x1024-padded", *WITHOUT_MASK),
         experts_per_token=8,
         experts=128,
     ),
     "deepseek-v2-lite": Model(
         "DeepSeek-V2-Lite",
         "deepseek_v2_lite_end_to_end",
-        DeepseekV2ForCausalLM,
+        "DeepseekV2ForCausalLM",
         deepseek_v2_lite,
-        ("1x1024", "1x4096", "1x1024-nocache", "1x4096-nocache"),
+        (*DECODE, "16x1-padded", "1x1024", "8x1024", "1x4096", "1x1024-nomask", "1x4096-nocache"),
         experts_per_token=6,
         experts=64,
     ),
+    "youtu": Model("Youtu", "youtu_end_to_end", "YoutuForCausalLM", "YoutuConfig", LATENT),
+    "minicpm3": Model(
+        "MiniCPM3-4B", "minicpm3_end_to_end", "MiniCPM3ForCausalLM", "MiniCPM3Config", LATENT
+    ),
+    "glm-4.7-flash": Model(
+        "GLM-4.7-Flash",
+        "glm_4_7_flash_end_to_end",
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        LATENT,
+        experts_per_token=4,
+        experts=64,
+    ),
 }
+
+
+def config_of(model: Model, layers: int) -> PreTrainedConfig:
+    """Of the model's published dims, but for the number of its layers."""
+    if callable(model.config):
+        return model.config(layers)
+    return getattr(transformers, model.config)(num_hidden_layers=layers)
 
 
 def build(name: str, layers: int) -> Any:
@@ -113,8 +151,9 @@ def build(name: str, layers: int) -> Any:
     model = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
-        made = model.model_class._from_config(
-            model.config(layers), dtype=torch.bfloat16, experts_implementation="grouped_mm"
+        experts = {"experts_implementation": "grouped_mm"} if model.experts > 1 else {}
+        made = getattr(transformers, model.model_class)._from_config(
+            config_of(model, layers), dtype=torch.bfloat16, **experts
         )
     for parameter_name, parameter in made.named_parameters():
         # Expert weights are left as they were allocated by some releases.

@@ -51,6 +51,15 @@ def end_to_end(data: dict[str, Any]) -> str:
 PASSES = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tilewright")
 
 
+# How a pass is called, where it is not as `generate()` does with prompts of one length.
+KINDS = {
+    "padded": ", left padding",
+    "nomask": ", no mask",
+    "static": ", no mask",
+    "nocache": ", no cache",
+}
+
+
 def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
     """A model's name, how many layers ran, and a row under PASSES for each setting."""
     rows = []
@@ -58,7 +67,7 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
         speed = f"{min(row['eager'], row['stock']) / row['tilewright']:.2f}"
         case = f"{row['batch']} x {row['tokens']}"
-        case += ", no cache" if row.get("cache") == "nocache" else ""
+        case += KINDS.get(row.get("kind") or row.get("cache", ""), "")
         rows.append((case, *map(microseconds, times), speed))
     first = data["rows"][0]
     return first.get("model", "Llama-3-8B"), first.get("layers") or first["layers_fused"], rows

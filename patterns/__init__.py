@@ -12,6 +12,9 @@ from tilewright.patterns.lora import lora_qkv
 from tilewright.patterns.qkv import cache_store
 from tilewright.patterns.mla import mla_prefill
 
+# After mla_prefill, which takes keys that are up-projected from latents.
+from tilewright.patterns.attention import cache_attention
+
 # Under another name: `moe` is the package.
 from tilewright.patterns.moe import moe as moe_routed
 from tilewright.patterns.moe import moe_dense
@@ -21,6 +24,7 @@ from tilewright.patterns.grouped import grouped_gemm
 
 __all__ = [
     "cache_absent",
+    "cache_attention",
     "cache_store",
     "grouped_gemm",
     "lora_qkv",

@@ -41,6 +41,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "ge": operator.ge,
     "lt": operator.lt,
     "bitwise_and": operator.and_,
+    "invert": operator.invert,
     "where": torch.where,
     "pad": torch.nn.functional.pad,
     "place_scales": nvfp4.place_scales,

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
+from tilewright.patterns.attention.visible import mask_fact, visible_keys
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Stage, register, reject
 from tilewright.patterns.mla.absorbed import absorbed_products
 from tilewright.patterns.mla.keys import LatentKeys, has_shared_part, match_latent_keys
@@ -30,8 +31,6 @@ from tilewright.patterns.recognise.attention import (
     without_padding,
 )
 from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
-from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.masks import Causal, causal_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,8 @@ def _is_latent(value: Value, flow: Dataflow) -> bool:
 
 
 def _guard(attention: Attention, keys: LatentKeys) -> None:
+    if attention.softcap or attention.sinks is not None:
+        refuse("its logits are capped, or have sinks", attention.end)
     queries = (q for q, _ in attention.terms)
     codes = () if keys.scales else (keys.latents, keys.weight)
     dtypes = {keys.dtype, *(view.value.dtype for view in (*queries, keys.rope_keys, *codes))}
@@ -97,7 +98,7 @@ def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str
         "v_dim": keys.v_dim,
         "scale": attention.scale,
         **{name: _flat(item) for name, item in keys.scales.items()},
-        **_mask(attention),
+        **visible_keys(attention),
     }
     if attention.row_offsets is None:
         return arguments | {"num_sequences": attention.queries[0]}
@@ -110,56 +111,14 @@ def _flat(item: Any) -> Any:
     return item.matrix if isinstance(item, View) and len(item.shape) == 3 else item
 
 
-def _mask(attention: Attention) -> dict[str, Any]:
-    """The mask's arguments: causal or by position where that is proven, else the tensor."""
-    numbers = {} if attention.added is None else {"attn_mask": attention.added}
-    if attention.row_offsets is not None:
-        return _ragged_mask(attention)
-    if attention.mask is None:
-        return {"mask": "causal" if attention.causal else "none"}
-    if attention.causal:
-        refuse("it has a mask besides is_causal", attention.end)
-    found = causal_of(attention.mask, *attention.queries[:2], sees=attention.sees)
-    if found is True:
-        return {"mask": "none", **numbers}
-    if isinstance(found, Causal):
-        positions = {} if found.positions is None else {"positions": found.positions}
-        return {"mask": "causal", **positions, **numbers}
-    if numbers or not attention.sees:
-        refuse("its mask says which keys are hidden, not which are seen", attention.end)
-    return {"mask": "none", "attn_mask": attention.mask}
-
-
-def _ragged_mask(attention: Attention) -> dict[str, Any]:
-    """Causal from the last query and key: a sequence's queries come after its other keys."""
-    rows, keys = attention.row_offsets, attention.key_offsets
-    assert rows is not None
-    assert keys is not None
-    if not attention.causal:
-        return {"mask": "none"}
-    if equal_values(rows, keys):
-        return {"mask": "causal"}
-    lengths = Computed("add", (_lengths(keys), Computed("neg", (_lengths(rows),))))
-    return {"mask": "causal", "cache_lengths": lengths}
-
-
-def _lengths(offsets: View) -> Computed:
-    """[B] of offsets [B + 1]."""
-    count = offsets.shape[0] - 1
-    ends, starts = (offsets.narrow(0, first, count) for first in (1, 0))
-    return Computed("add", (ends, Computed("neg", (starts,))))
-
-
 def _facts(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
-    mask = _mask(attention)
     ragged = attention.row_offsets is not None
-    form = "tensor" if mask["mask"] == "none" and "attn_mask" in mask else mask["mask"]
     return {
         "heads": f"{keys.num_heads}x({keys.nope}+{keys.rope_keys.shape[-1]})/{keys.v_dim}",
         "rank": keys.latents.shape[-1],
         "queries": _size(attention.queries[1]),
         "keys": _size(keys.latents.shape[1]),
-        "mask": form + (" by position" if "positions" in mask else ""),
+        "mask": mask_fact(visible_keys(attention)),
         "batch": "ragged" if ragged else "equal",
         "q rope": query.style,
         "latents": "fp8" if keys.scales else "dense",

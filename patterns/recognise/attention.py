@@ -29,7 +29,9 @@ class Attention:
     terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads whose product was made
     apart; one of the whole heads in most graphs. v [B, K, H, V]. mask: [B or 1, H or 1, S or 1, K],
     numbers, added, or bool: a key is seen where it is `sees`. added: numbers besides a bool mask.
-    causal: query i sees the keys up to i. scale: of q @ k^T.
+    causal: query i sees the keys up to i. scale: of q @ k^T. softcap c: what is masked is
+        c * tanh(scale * q @ k^T / c); 0: not capped. sinks [H]: one more logit for each head,
+        without a value.
     row_offsets, key_offsets: [B + 1] of ragged batches; then B of q, k and v is one, and causal
     counts from the last query and key.
     end: the result. layout: its dimensions on the axes [B, S, H, width]. width: V, or more, where
@@ -48,6 +50,8 @@ class Attention:
     absorbed: tuple[Value, ...]
     sees: bool = True
     added: View | None = None
+    softcap: float = 0.0
+    sinks: View | None = None
     row_offsets: View | None = None
     key_offsets: View | None = None
 
@@ -112,6 +116,34 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
                 yield (k.unsqueeze(0),)
 
 
+@dataclass(frozen=True)
+class Sketch:
+    """What is seen of an attention at first sight: q [B, S, H, d], k [B, K, H or fewer, d], and
+    whether it has a mask tensor."""
+
+    q: View
+    k: View
+    masked: bool
+
+
+def sketch_of(value: Value) -> Sketch | None:
+    """None for a value that is no attention of whole heads to as many sequences of keys."""
+    if value.op == _SDPA:
+        given = _named(value)
+        q, k = given.get("query"), given.get("key")
+        if not (isinstance(q, View) and isinstance(k, View)):
+            return None
+        if len(q.shape) != len(k.shape) or len(q.shape) not in (3, 4):
+            return None
+        q, k = (_token_major(view, view.shape) for view in (q, k))
+        return Sketch(q, k, given.get("attn_mask") is not None)
+    logits = logits_of(value) if value.op == "aten.softmax" else None
+    if logits is None or len(logits.terms) != 1:
+        return None
+    ((q, k),) = logits.terms
+    return Sketch(q, k, bool(logits.seen or logits.hidden or logits.added))
+
+
 _SDPA = "aten.scaled_dot_product_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -129,8 +161,10 @@ def _scaled_dot_product(value: Value) -> Attention:
     if rank not in (3, 4) or any(len(view.shape) != rank for view in (k, v)):
         refuse(f"q, k and v have {len(q.shape)}, {len(k.shape)} and {len(v.shape)} axes", value)
     batch = (q.shape[0],) if rank == 4 else ()
-    # A batch of one is broadcast by the product; heads are not.
+    # A batch of one is broadcast by the product, and so is one head.
     q, k, v = (_token_major(view, (*batch, *view.shape[len(batch) :])) for view in (q, k, v))
+    shared = bool(given.get("enable_gqa"))
+    k, v = (_with_heads(view, q.shape[2], shared) for view in (k, v))
     if len({view.shape[2] for view in (q, k, v)}) != 1:
         refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
     scale = given.get("scale")
@@ -155,6 +189,16 @@ def _scaled_dot_product(value: Value) -> Attention:
         width=v.shape[-1],
         absorbed=(value,),
     )
+
+
+def _with_heads(view: View, count: Size, shared: bool) -> View:
+    """[B, K, H, D] with each head, or its only one, repeated so that there are `count`."""
+    batch, keys, heads, width = view.effect.dims
+    group = effects.divides(view.shape[2], count)
+    if group is None or not (shared or view.shape[2] == 1):
+        return view
+    heads = effects.coalesce((*heads, Atom(None, 0, group)))
+    return view.with_dims(batch, keys, heads, width)
 
 
 def _token_major(view: View, shape: tuple[Size, ...]) -> View:
@@ -218,10 +262,19 @@ def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
         end=above.end,
         layout=above.layout,
         width=v.shape[-1],
-        absorbed=tuple(dict.fromkeys((*logits.absorbed, *above.absorbed))),
+        absorbed=_with_all_outputs((*logits.absorbed, *above.absorbed), flow),
         sees=logits.hidden is None,
         added=None if numbers is None else by_roles(numbers, logits),
+        softcap=logits.softcap,
+        sinks=logits.sinks,
     )
+
+
+def _with_all_outputs(values: Sequence[Value], flow: Dataflow) -> tuple[Value, ...]:
+    """The values with the other outputs of their nodes: the places of a maximum beside it."""
+    several = {v.node: v.operands[0].value for v in values if "output" in v.kwargs}
+    others = [u for node, x in several.items() for u in flow.users[x] if u.node is node]
+    return tuple(dict.fromkeys((*values, *others)))
 
 
 def _broadcast(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:

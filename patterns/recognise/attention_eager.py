@@ -1,25 +1,31 @@
 """Attention spelled out as matmul, softmax, matmul; roles of dimensions follow from einsum names.
 
-    weights = softmax(scale * (q @ k^T), masked)
+    weights = softmax(scale * (q @ k^T), capped, masked)
     out = weights @ v
 
 The logits may be a sum of products of parts of the heads (nope and rope apart), as their one
-product is. Dimension letters: as in `patterns/recognise/attention.py`.
+product is. A sink is one more logit of each head, without a value: it is joined to the others
+before the softmax, and its weight is cut off after it. Dimension letters: as in
+`patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import Atom, Dim, Effect
+from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
+from tilewright.patterns.effects import Atom, Dim, Effect, Size
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.gemm import NamedProduct, named_product
 from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import reduced_dims
+
+# How many operations there are between a product and its softmax.
+_REACH = 12
 
 
 @dataclass
@@ -28,7 +34,8 @@ class Logits:
 
     seen, hidden: where a key is seen, or is not, over the softmax's dimensions. finite: hidden
     logits are a large number instead of minus infinity. added: numbers on top of the scaled
-    products. roles: which of the softmax's dimensions are B (-1: none), H, S and K.
+    products. softcap c: what is masked are c * tanh(scaled products / c); 0: the products. sinks
+    [H]. roles: which of the softmax's dimensions are B (-1: none), H, S and K.
     """
 
     scale: float = 1.0
@@ -36,6 +43,8 @@ class Logits:
     hidden: View | None = None
     finite: bool = False
     added: View | None = None
+    softcap: float = 0.0
+    sinks: View | None = None
     terms: list[tuple[View, View]] = field(default_factory=list)
     absorbed: list[Value] = field(default_factory=list)
     roles: tuple[int, ...] = ()
@@ -64,12 +73,16 @@ def logits_of(softmax: Value) -> Logits | None:
         whole = _peel(found, softmax.args[0])
     except effects.InexpressibleError:
         return None
-    return found if whole and found.terms else None
+    if not whole or not found.terms:
+        return None
+    found.scale *= found.softcap or 1.0
+    return found
 
 
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
-    """The product that reads a softmax's result, through casts alone."""
+    """The product that reads a softmax's result, without the sinks, through casts alone."""
     value, absorbed = softmax, []
+    shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
         user = flow.only_user(value)
         if user is None:
@@ -77,8 +90,8 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
         absorbed.append(user)
         found = named_product(user)
         if found is not None:
-            return _weighted(user, value, found, logits, tuple(absorbed))
-        if not is_float_cast(user) or not user.operands[0].is_whole:
+            return _weighted(user, value, shape, found, logits, tuple(absorbed))
+        if not is_float_cast(user) or user.operands[0].effect != effects.identity(shape):
             return None
         value = user
 
@@ -88,7 +101,7 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
 
 def _peel(found: Logits, view: View) -> bool:
     """Walks back from the logits, operation by operation; False where one is unknown."""
-    for _ in range(12):
+    for _ in range(_REACH):
         value = view.value
         if named_product(value) is not None:
             return _term(found, view)
@@ -96,6 +109,12 @@ def _peel(found: Logits, view: View) -> bool:
             inner: View | None = value.operands[0]
         elif value.op in ("aten.mul", "aten.div"):
             inner = _scaled(found, value)
+        elif value.op == "aten.tanh":
+            inner = _capped(found, value)
+        elif value.op == "aten.sub":
+            inner = _shifted(found, value)
+        elif value.op == "aten.cat":
+            inner = _without_sinks(found, view)
         elif value.op in ("aten.masked_fill", "aten.where"):
             inner = _masked(found, value, view)
         elif value.op == "aten.add" and value.kwargs.get("alpha", 1) == 1:
@@ -107,7 +126,7 @@ def _peel(found: Logits, view: View) -> bool:
         if inner is None:
             return False
         found.absorbed.append(value)
-        view = view.of_operand(inner)
+        view = inner if value.op == "aten.cat" else view.of_operand(inner)
     return False
 
 
@@ -123,7 +142,8 @@ def _sum(found: Logits, view: View) -> bool:
 
 
 def _around(found: Logits) -> tuple[Any, ...]:
-    return found.scale, found.seen, found.hidden, found.added, found.finite
+    masks = found.seen, found.hidden, found.added, found.finite
+    return found.scale, found.softcap, found.sinks, *masks
 
 
 def _scaled(found: Logits, value: Value) -> View | None:
@@ -137,9 +157,56 @@ def _scaled(found: Logits, value: Value) -> View | None:
     return value.operands[0]
 
 
+def _capped(found: Logits, value: Value) -> View | None:
+    """c * tanh(x / c): what is outside of the tanh by now is c."""
+    if found.softcap or found.scale == 0 or found.terms:
+        return None
+    found.softcap, found.scale = abs(found.scale), math.copysign(1.0, found.scale)
+    return value.operands[0]
+
+
+def _shifted(found: Logits, value: Value) -> View | None:
+    """x - max(x): no softmax changes by it."""
+    x, largest = value.args if len(value.args) == 2 else (None, None)
+    if not isinstance(x, View) or not isinstance(largest, View) or not _is_bare(found):
+        return None
+    largest_of = largest.value
+    known = largest_of.op in ("aten.max", "aten.amax") and largest_of.kwargs.get("output", 0) == 0
+    over_keys = known and reduced_dims(largest_of) == (len(value.shape) - 1,)
+    if not over_keys or largest_of.args[0] != x or not largest.is_whole:
+        return None
+    if not x.is_whole or x.shape != value.shape or value.kwargs.get("alpha", 1) != 1:
+        return None
+    found.absorbed.append(largest_of)
+    return x
+
+
+def _without_sinks(found: Logits, view: View) -> View | None:
+    """cat(x [B, H, S, K], sinks of the heads [B, H, S, 1])."""
+    parts, axis = view.value.args
+    if not view.is_whole or len(parts) != 2 or not _is_bare(found) or found.sinks is not None:
+        return None
+    x, sinks = parts
+    if axis != len(view.shape) - 1 or sinks.shape[axis] != 1 or len(view.shape) != 4:
+        return None
+    batch, heads, queries, _ = sinks.effect.dims
+    if any(atom.axis is not None for dim in (batch, queries) for atom in dim):
+        return None
+    found.sinks = sinks.with_dims(heads)
+    return x
+
+
+def _is_bare(found: Logits) -> bool:
+    """Whether nothing was done to the logits between here and the softmax."""
+    plain = found.scale == 1.0 and not found.softcap and not found.terms
+    return plain and not (found.seen or found.hidden or found.added)
+
+
 def _masked(found: Logits, value: Value, view: View) -> View | None:
     """Where the logits are minus infinity."""
     if found.seen is not None or found.hidden is not None or len(value.args) != 3 or found.terms:
+        return None
+    if found.softcap:
         return None
     fills = value.op == "aten.masked_fill"
     x, mask, fill = value.args if fills else (value.args[1], value.args[0], value.args[2])
@@ -160,14 +227,21 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
 
 def _added(found: Logits, value: Value, view: View) -> View | None:
     """A mask of numbers; it is added to the scaled products, so none may be scaled after it."""
-    projected = [v for v in value.operands if v.value.projected]
-    if len(value.operands) != 2 or len(projected) != 1 or found.added is not None:
+    products = [v for v in value.operands if v.value.projected]
+    if len(products) != 1:
+        products = [v for v in value.operands if _holds_product(v)]
+    if len(value.operands) != 2 or len(products) != 1 or found.added is not None:
         return None
-    if found.scale != 1.0 or found.terms:
+    if found.scale != 1.0 or found.softcap or found.terms:
         return None
-    (other,) = [v for v in value.operands if v is not projected[0]]
+    (other,) = [v for v in value.operands if v is not products[0]]
     found.added = view.of_operand(other)
-    return projected[0]
+    return products[0]
+
+
+def _holds_product(view: View) -> bool:
+    """Whether a few steps back two tensors are multiplied."""
+    return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
 def _term(found: Logits, view: View) -> bool:
@@ -177,7 +251,7 @@ def _term(found: Logits, view: View) -> bool:
     if not product.names_differ:
         return False
     result = product.result
-    dims = _names_of(view, result)
+    dims = _names_of(view, result, view.value.shape)
     if dims is None or dims[-1] is None:
         return False
     keys = dims[-1]
@@ -219,12 +293,13 @@ def _roles_in(
     return tuple(-1 if n is None else dims.index(n) for n in wanted)
 
 
-def _names_of(view: View, names: str) -> list[str | None] | None:
-    """The name of each of a view's dimensions, where each is one of the value's, whole.
+def _names_of(view: View, names: str, shape: tuple[Size, ...]) -> list[str | None] | None:
+    """The name of each of a view's dimensions, where each is one of the value's, as long as `shape`
+    says.
 
     Dimensions of one are interchangeable: they take the names left over, in order.
     """
-    whole = effects.identity(view.value.shape).dims
+    whole = effects.identity(shape).dims
     if any(view.effect.start):
         return None
     known = {dim: name for dim, name in zip(whole, names, strict=True) if dim}
@@ -251,16 +326,21 @@ def by_roles(view: View, logits: Logits) -> View:
 
 
 def _weighted(
-    end: Value, weights: Value, product: NamedProduct, logits: Logits, absorbed: tuple[Value, ...]
+    end: Value,
+    weights: Value,
+    shape: tuple[Size, ...],
+    product: NamedProduct,
+    logits: Logits,
+    absorbed: tuple[Value, ...],
 ) -> Weighted | None:
+    """shape: of the weights without the sinks'."""
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
     result, p_names, v_names = product.result, p.names, v.names
     if not product.names_differ or v.view.value is weights:
         return None
     # Letters for the softmax's own dimensions.
-    rank = len(weights.shape)
-    letters = "".join(chr(ord("a") + i) for i in range(rank))
-    at = _names_of(p.view, letters)
+    letters = "".join(chr(ord("a") + i) for i in range(len(shape)))
+    at = _names_of(p.view, letters, shape)
     if at is None or None in at:
         return None
     named = dict(zip(at, p_names, strict=True))

@@ -1,7 +1,5 @@
 """Hugging Face models, unmodified: every layer fused, and no worse than eager against float64."""
 
-import copy
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from tilewright.compiler import lower, reports
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
 
-from tests.models.hf import MODELS, build_hf
+from tests.models.hf import MODELS, build_hf, in_float64
 
 LAYERS = 2
 
@@ -63,19 +61,6 @@ def test_every_layer_is_fused_and_right(name, phase, dynamic):
             c = exact.caches[layer][part]
             assert_no_worse(a, b, c, what)
             assert_untouched(before[layer][part], a, c, what)
-
-
-def in_float64(case):
-    """Runs a case's model in float64, on caches of float64; the case's caches become those."""
-    model = copy.deepcopy(case.model).to(torch.float64)
-    if any("experts" in module for module, _ in model.named_modules()):
-        model.set_experts_implementation("eager")  # grouped products know no float64
-    cache = case.kwargs["past_key_values"]
-    for layer in cache.layers:
-        layer.keys, layer.values = layer.keys.double(), layer.values.double()
-    logits = model(*case.args, **case.kwargs).logits
-    case.caches[:] = [(layer.keys, layer.values) for layer in cache.layers]
-    return logits
 
 
 @pytest.mark.parametrize(("name", "phase"), [("llama", "prefill"), ("gpt2", "decode")])

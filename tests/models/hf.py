@@ -7,6 +7,7 @@ case.caches          # the (keys, values) tensors that the call writes, layer by
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "interleave_moe_layer_step": 1,
         },
     ),
+    "granite": ("GraniteConfig", {"attention_multiplier": 0.3}),
     "olmo2": ("Olmo2Config", {}),
     "cohere": ("CohereConfig", {"use_qk_norm": True}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
@@ -142,3 +144,38 @@ def make_cache(transformers, config, cache):
     if cache == "dynamic":
         return transformers.DynamicCache(config=config)
     return transformers.StaticCache(config=config, max_cache_len=CACHE_LENGTH)
+
+
+def with_mask(case: HfCase, kind: str) -> HfCase:
+    """The case with an attention mask: "tensor", as `generate()` makes it before the call, four
+    axes, one for each kind of layer where the model has several, the second sequence padded on the
+    left; "padding", two axes, so that the model makes those inside; "none".
+    """
+    from transformers.masking_utils import create_masks_for_generate
+
+    if kind == "none":
+        return case
+    (step,), past = case.args, case.kwargs["past_key_values"]
+    seen = torch.ones(step.shape[0], past.get_seq_length() + step.shape[1], dtype=torch.long)
+    mask = seen
+    if kind == "padding":
+        # A query that sees nothing is NaN where float64 masks go through a softmax in fp32.
+        seen[1:, 1:3] = 0
+    else:
+        seen[1:, :2] = 0
+        x = case.model.get_input_embeddings()(step)
+        mask = create_masks_for_generate(case.model.config, x, seen, past)
+    return case._replace(kwargs=case.kwargs | {"attention_mask": mask})
+
+
+def in_float64(case):
+    """Runs a case's model in float64, on caches of float64; the case's caches become those."""
+    model = copy.deepcopy(case.model).to(torch.float64)
+    if any("experts" in module for module, _ in model.named_modules()):
+        model.set_experts_implementation("eager")  # grouped products know no float64
+    cache = case.kwargs["past_key_values"]
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.double(), layer.values.double()
+    logits = model(*case.args, **case.kwargs).logits
+    case.caches[:] = [(layer.keys, layer.values) for layer in cache.layers]
+    return logits

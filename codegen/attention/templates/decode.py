@@ -13,11 +13,9 @@ on which was last.
 import triton
 import triton.language as tl
 
+from tilewright.codegen.attention.templates.block_list import listed_key, listed_range, tile_list
+from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped
 from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Below the logarithm of any weight that counts; lower finite masks would overflow in base 2.
-LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -25,8 +23,7 @@ def rows_of_tile(
     tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
     num_queries, positions_sequence_stride, positions_stride,
     GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
-    MASK: tl.constexpr, ROW_STRIDE: tl.constexpr, LENGTH_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(first token of the sequence, number of the query in it, head, position, whether there is
     such a row; lowest and highest position) of a tile's rows."""
@@ -34,9 +31,8 @@ def rows_of_tile(
     query = tile * TOKENS + rows // TILE_HEADS
     head = kv_head * GROUP + rows % TILE_HEADS
     if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence * ROW_STRIDE).to(tl.int64)
-        last = tl.load(row_offsets_ptr + (sequence + 1) * ROW_STRIDE).to(tl.int64)
-        own = (last - first).to(tl.int32)
+        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
+        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
     else:
         first = sequence.to(tl.int64) * num_queries
         own = num_queries
@@ -55,7 +51,7 @@ def rows_of_tile(
             positions = tl.load(base + query.to(tl.int64) * positions_stride, mask=real, other=0)
             positions = positions.to(tl.int32)
         elif cache_lengths_ptr is not None:
-            positions = query + tl.load(cache_lengths_ptr + sequence * LENGTH_STRIDE).to(tl.int32)
+            positions = query + tl.load(cache_lengths_ptr + sequence).to(tl.int32)
         lowest = tl.min(tl.where(real, positions, 2**30), axis=0)
         highest = tl.max(tl.where(real, positions, -1), axis=0)
     return first, query, head, positions, real, lowest, highest
@@ -171,9 +167,7 @@ def attend_block(
         k_rope = load_block(rope_rows, exists, ROPE_DIM, ROPE_BLOCK, CHECKED)
         scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
     if CAPPED:
-        # tanh(y) = 1 - 2 / (exp(2 y) + 1)
-        scores = 1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0)
-        scores *= softcap
+        scores = capped(scores, factor, softcap)
     elif MASK_KIND == "additive":
         scores *= factor
     needed = exists
@@ -301,17 +295,17 @@ def attention_decode(
     num_queries, num_keys, num_pages, row_tiles, factor, softcap,
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     positions_sequence_stride, positions_stride, table_stride, mask_sequence_stride,
-    mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride, blocks_stride,
-    scale_stride, q_rope_token_stride, q_rope_head_stride, rope_page_stride,
+    mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride,
+    blocks_tile_stride, scale_stride, q_rope_token_stride, q_rope_head_stride, rope_page_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    RAGGED: tl.constexpr, BATCH_STRIDES: tl.constexpr, MASK: tl.constexpr,
+    RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
-    LISTED_QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
+    LISTED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    REAL: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -319,13 +313,12 @@ def attention_decode(
     TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. With k_rope a key has
     ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v a
     key's other columns are its value. Strides count elements; K_STRIDE and V_STRIDE from key to key
-    of a page; without a block table a sequence is a page. BATCH_STRIDES: of row_offsets,
-    key_lengths and cache_lengths. factor takes products to the base-2 domain; where CAPPED to twice
-    what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
-    "none", "bool" or "additive", of the mask tensor. LISTED_QUERIES: of so many queries each row of
-    mask_blocks lists the blocks of BLOCK_N keys that some query sees; those that all see whole come
-    first. REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace
-    has SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
+    of a page; without a block table a sequence is a page. factor takes products to the base-2
+    domain; where CAPPED to twice what tanh is taken of there, and softcap takes its result to the
+    base-2 domain. MASK_KIND: "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks
+    has the mask's list of blocks (codegen/attention/blocks.py), a row for each QUERIES queries.
+    REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace has
+    SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
     merged at once. Without counters the parts are left to `attention_merge`.
     """
     if LAUNCH_PDL:
@@ -342,7 +335,7 @@ def attention_decode(
     first_token, query, head, positions, real, lowest, highest = rows_of_tile(
         row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
         num_queries, positions_sequence_stride, positions_stride, GROUP, TILE_HEADS, TOKENS,
-        RAGGED, MASK, BATCH_STRIDES[0], BATCH_STRIDES[2], ROWS,
+        RAGGED, MASK, ROWS,
     )  # fmt: skip
     query = tl.where(real, query, -1)
     token = first_token + tl.where(real, query, 0)
@@ -366,9 +359,7 @@ def attention_decode(
             rope_base += sequence.to(tl.int64) * rope_page_stride
     own_keys = num_keys
     if key_lengths_ptr is not None:
-        own_keys = tl.minimum(
-            num_keys, tl.load(key_lengths_ptr + sequence * BATCH_STRIDES[1]).to(tl.int32)
-        )
+        own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
     if v_ptr is not None:
@@ -385,22 +376,24 @@ def attention_decode(
         mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
     if k_scale_ptr is not None:
         factor *= tl.load(k_scale_ptr + kv_head * scale_stride)
-    # The blocks of the tile: whole ones come first. This program takes those from `begin` to `end`.
-    blocks = mask_blocks_ptr
-    if LISTED_QUERIES > 0:
-        blocks = mask_blocks_ptr + sequence.to(tl.int64) * blocks_sequence_stride
-        blocks += (row_tile * TOKENS // LISTED_QUERIES) * blocks_stride
-        num_whole = tl.load(blocks)
-        num_blocks = num_whole + tl.load(blocks + 1)
-        if MASK != "none" or key_lengths_ptr is not None:
-            num_whole = 0
-        first = 0
-        whole = 0
-    else:
-        first, whole, num_whole, num_blocks = block_range(
-            lowest, highest, 0, own_keys, 0, MASK, WINDOW, MASK_KIND != "none" or v_ptr is None,
-            BLOCK_N,
+    # The blocks of the tile; with a list from here on places on it. Whole ones come first, and this
+    # program takes those from `begin` to `end`.
+    first, whole, num_whole, num_blocks = block_range(
+        lowest, highest, 0, own_keys, 0, MASK, WINDOW, BLOCK_N
+    )
+    entries = mask_blocks_ptr
+    if LISTED:
+        entries, count = tile_list(
+            mask_blocks_ptr, sequence, kv_head, row_tile * TOKENS, blocks_sequence_stride, 0,
+            blocks_tile_stride, QUERIES,
         )  # fmt: skip
+        first, whole, num_whole, num_blocks = listed_range(
+            entries, count, first, whole, num_whole, num_blocks
+        )
+    elif MASK_KIND != "none":
+        # Nobody has said which blocks the mask lets all rows see whole.
+        whole = first
+        num_whole = 0
     each = (num_blocks + SPLITS - 1) // SPLITS
     begin = tl.minimum(split * each, num_blocks)
     end = tl.minimum(begin + each, num_blocks)
@@ -414,29 +407,29 @@ def attention_decode(
         middle = begin
     if v_ptr is not None:
         for step in tl.range(begin, middle, num_stages=STAGES):
-            block = whole + step
-            if LISTED_QUERIES > 0:
-                block = tl.load(blocks + 2 + step)
+            first_key = (whole + step) * BLOCK_N
+            if LISTED:
+                first_key = listed_key(entries, whole + step, BLOCK_N, BLOCK_N)
             output, top, total = attend_block(
-                block * BLOCK_N, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+                first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
                 rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
                 rope_page_stride, positions, query, head, mask_base, mask_head_stride,
                 mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
                 HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
-                WINDOW, MASK_KIND, CAPPED, False, LISTED_QUERIES > 0, BLOCK_N, ROWS,
+                WINDOW, MASK_KIND, CAPPED, False, LISTED, BLOCK_N, ROWS,
             )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
-        if LISTED_QUERIES > 0:
-            block = tl.load(blocks + 2 + step)
-        else:
-            block = block_of_step(step, first, whole, num_whole)
+        block = block_of_step(step, first, whole, num_whole)
+        first_key = block * BLOCK_N
+        if LISTED:
+            first_key = listed_key(entries, block, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
-            block * BLOCK_N, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+            first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
             rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
             rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
             mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
             ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, True, LISTED_QUERIES > 0, BLOCK_N, ROWS,
+            CAPPED, True, LISTED, BLOCK_N, ROWS,
         )  # fmt: skip
     if SPLITS == 1:
         finish(
@@ -455,7 +448,7 @@ def attention_decode(
             _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
                 row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
                 first_head, num_queries, positions_sequence_stride, positions_stride, GROUP,
-                TILE_HEADS, TOKENS, RAGGED, "none", BATCH_STRIDES[0], BATCH_STRIDES[2], REAL,
+                TILE_HEADS, TOKENS, RAGGED, "none", REAL,
             )  # fmt: skip
             m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
             finish(
@@ -470,7 +463,7 @@ def attention_merge(
     num_queries, row_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
-    ROW_STRIDE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts that `attention_decode` left: out [T, Hq, V_DIM].
@@ -490,9 +483,8 @@ def attention_merge(
     within = tile % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
     query = row_tile * TOKENS + row // TILE_HEADS
     if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence * ROW_STRIDE).to(tl.int64)
-        last = tl.load(row_offsets_ptr + (sequence + 1) * ROW_STRIDE).to(tl.int64)
-        own = (last - first).to(tl.int32)
+        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
+        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
     else:
         first = sequence.to(tl.int64) * num_queries
         own = num_queries

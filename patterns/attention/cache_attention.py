@@ -1,0 +1,145 @@
+"""Attention to keys and values where they lie: in a cache, each head once.
+
+    k, v = repeat(cache_k), repeat(cache_v)            [B, Hq, K, D]
+    out  = softmax(q @ k^T * scale, masked) @ v        ⇒   cache_attention(q, cache_k, cache_v)
+
+Spelled as `scaled_dot_product_attention` or as two products and a softmax, with heads repeated by
+hand, shared by `enable_gqa`, or one for each query head; the keys of a cache after its write, or
+made by this graph. A mask is named where the graph's expressions show what it says, and handed on
+as a tensor where they do not. Dimension letters: as in `patterns/recognise/attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.attention.shared_heads import (
+    group_of,
+    heads_repeat,
+    once,
+    rows_are_dense,
+)
+from tilewright.patterns.attention.visible import mask_fact, visible_keys
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.language import Match, Reject, register
+from tilewright.patterns.recognise.attention import (
+    Attention,
+    Sketch,
+    match_attention,
+    refuse,
+    sketch_of,
+)
+from tilewright.patterns.recognise.dtypes import FLOATS, check_device, check_dtypes, dtype_name
+
+
+@dataclass(frozen=True)
+class CacheAttention:
+    """The pattern; see the module."""
+
+    name: str = "cache_attention"
+    op: str = "cache_attention"
+    takes_leftovers: bool = True
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """Attentions that read keys which nobody sees, or the same keys more than once."""
+        for value in flow.values:
+            sketch = sketch_of(value)
+            if sketch is not None and _gains(sketch):
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        try:
+            return self._match(anchor, flow)
+        except Reject as rejection:
+            # A kernel computes the graph as it is.
+            raise Reject(replace(rejection.miss, weight="advice")) from None
+
+    def _match(self, anchor: Value, flow: Dataflow) -> Match:
+        attention = match_attention(anchor, flow)
+        arguments = _arguments(attention, flow)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments=arguments,
+            results=(attention.result(),),
+            absorbed=attention.absorbed,
+            facts=_facts(attention, arguments),
+            scope=anchor.scope,
+            needs_kernel=True,
+            miss_weight="advice",
+        )
+
+
+def _gains(sketch: Sketch) -> bool:
+    """Whether the op has less to read than the graph's own attention."""
+    if heads_repeat(sketch.k) or sketch.k.shape[2] != sketch.q.shape[2] or sketch.masked:
+        return True
+    return sketch.k.value.op == "store" and sketch.k.shape[1] != sketch.q.shape[1]
+
+
+def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
+    if len(attention.terms) != 1:
+        refuse("its logits are a sum of products", attention.end)
+    ((q, k),), v = attention.terms, attention.v
+    dtypes = {view.value.dtype for view in (q, k, v)} | {attention.end.dtype}
+    check_dtypes(
+        dtypes, "queries, keys, values and result", attention.end, (*FLOATS, torch.float64)
+    )
+    check_device(v)
+    group = group_of(k, v)
+    k, v = once(k, group), once(v, group)
+    for view, who in ((k, "key"), (v, "value")):
+        if heads_repeat(view):
+            refuse(
+                f"the {who} heads that repeat do not lie side by side",
+                attention.end,
+                hint="query heads that share a key head follow each other: repeat_interleave, or "
+                "enable_gqa",
+            )
+        if not rows_are_dense(view, flow):
+            refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
+    return {
+        "q": _queries(q, flow),
+        "k": k,
+        "v": v,
+        "scale": attention.scale,
+        "num_sequences": attention.queries[0],
+        **visible_keys(attention),
+        "softcap": attention.softcap,
+        "sinks": attention.sinks,
+    }
+
+
+def _queries(q: View, flow: Dataflow) -> View | Computed:
+    """[B, S, Hq, D] as [T, Hq, D]."""
+    batch, queries, heads, width = q.shape
+    by_token = q.reshape(effects.product((batch, queries)), heads, width)
+    return by_token if rows_are_dense(q, flow) else Computed("contiguous", (by_token,))
+
+
+def _facts(attention: Attention, arguments: dict[str, Any]) -> dict[str, Any]:
+    _, queries, heads = attention.queries
+    k, v = arguments["k"], arguments["v"]
+    widths = str(k.shape[3]) if k.shape[3] == v.shape[3] else f"({k.shape[3]}/{v.shape[3]})"
+    return {
+        "heads": f"{heads}/{k.shape[2]}x{widths}",
+        "queries": _size(queries),
+        "keys": _size(k.shape[1]),
+        "mask": mask_fact(arguments),
+        **({"softcap": attention.softcap} if attention.softcap else {}),
+        **({"sinks": "yes"} if attention.sinks is not None else {}),
+        "q": dtype_name(attention.end.dtype),
+    }
+
+
+def _size(size: Any) -> Any:
+    return size if isinstance(size, int) else "T"
+
+
+register(CacheAttention())

@@ -1,0 +1,47 @@
+"""Keys and values as a cache has them: a head that several query heads share, once.
+
+    k = cache[:, :, None].expand(B, Hkv, Hq // Hkv, K, D).reshape(B, Hq, K, D)    ⇒   cache
+
+Dimension letters: as in `patterns/recognise/attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.effects import Atom, coalesce
+
+
+def group_of(*tensors: View) -> int:
+    """How many heads of each of these [B, K, H, D], side by side, are the same in all of them."""
+    return math.gcd(*(_repeats(view) for view in tensors))
+
+
+def _repeats(view: View) -> int:
+    heads = view.effect.dims[2]
+    last = heads[-1] if heads else None
+    return last.length if last is not None and last.axis is None else 1
+
+
+def once(view: View, group: int) -> View:
+    """[B, K, H / group, D] of [B, K, H, D]: the first of every `group` equal heads."""
+    if group == 1:
+        return view
+    batch, length, heads, width = view.effect.dims
+    left = Atom(None, 0, heads[-1].length // group)
+    return view.with_dims(batch, length, coalesce((*heads[:-1], left)), width)
+
+
+def heads_repeat(view: View) -> bool:
+    """Whether heads of [B, K, H, D] repeat, side by side or in turn."""
+    return any(atom.axis is None for atom in view.effect.dims[2])
+
+
+def rows_are_dense(view: View, flow: Dataflow) -> bool:
+    """Whether the last dimension is a run of neighbours in memory."""
+    width = view.effect.dims[-1]
+    if len(width) != 1 or width[0].axis is None:
+        return width == ()
+    held = flow.home(view.value).meta["example_value"]
+    return bool(held.stride(width[0].axis) * width[0].step == 1)

@@ -1,0 +1,81 @@
+"""Which keys an attention lets a query see, as arguments of an op: `mask`, `positions`, `window`,
+`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`, with
+the list of its blocks, `mask_blocks`.
+
+Dimension letters: as in `patterns/recognise/attention.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.patterns.dataflow import Computed, View
+from tilewright.patterns.recognise.attention import Attention, refuse
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.masks import visible_by
+
+
+def visible_keys(attention: Attention) -> dict[str, Any]:
+    """The mask's arguments; raises Reject (ATTENTION_FORM)."""
+    if attention.row_offsets is not None:
+        return _ragged(attention)
+    if attention.mask is None:
+        return {"mask": "causal" if attention.causal else "none"}
+    if attention.causal:
+        refuse("it has a mask besides is_causal", attention.end)
+    found = visible_by(attention.mask, *attention.queries[:2], sees=attention.sees)
+    if found is None:
+        seen = attention.mask if attention.sees else Computed("invert", (attention.mask,))
+        return {"mask": "none", **_tensor(_with_numbers(seen, attention.added))}
+    given = {
+        "positions": found.positions,
+        "window": found.window or None,
+        **_tensor(_with_numbers(found.padding, attention.added)),
+    }
+    return {"mask": found.mask, **{n: item for n, item in given.items() if item is not None}}
+
+
+def mask_fact(arguments: dict[str, Any]) -> str:
+    """What reports print of these arguments."""
+    kinds = [] if arguments["mask"] == "none" else [arguments["mask"]]
+    if "window" in arguments:
+        kinds[-1] += f"({arguments['window']})"
+    if "positions" in arguments:
+        kinds[-1] += " by position"
+    if "attn_mask" in arguments:
+        kinds.append("tensor")
+    return " and ".join(kinds) or "none"
+
+
+def _tensor(mask: View | Computed | None) -> dict[str, Any]:
+    """A mask tensor with its list of blocks: layers of one mask share the list's node."""
+    if mask is None:
+        return {}
+    return {"attn_mask": mask, "mask_blocks": Computed("mask_blocks", (mask,))}
+
+
+def _with_numbers(seen: View | Computed | None, numbers: View | None) -> View | Computed | None:
+    """One mask of a bool mask, True is seen, and numbers that are added."""
+    if seen is None or numbers is None:
+        return numbers if seen is None else seen
+    return Computed("where", (seen, numbers, float("-inf")))
+
+
+def _ragged(attention: Attention) -> dict[str, Any]:
+    """Causal from the last query and key: a sequence's queries come after its other keys."""
+    rows, keys = attention.row_offsets, attention.key_offsets
+    assert rows is not None
+    assert keys is not None
+    if not attention.causal:
+        return {"mask": "none"}
+    if equal_values(rows, keys):
+        return {"mask": "causal"}
+    lengths = Computed("add", (_lengths(keys), Computed("neg", (_lengths(rows),))))
+    return {"mask": "causal", "cache_lengths": lengths}
+
+
+def _lengths(offsets: View) -> Computed:
+    """[B] of offsets [B + 1]."""
+    count = offsets.shape[0] - 1
+    ends, starts = (offsets.narrow(0, first, count) for first in (1, 0))
+    return Computed("add", (ends, Computed("neg", (starts,))))
