@@ -1,5 +1,5 @@
-"""Kernels of attention over a cache that every compiler release is tried on: published shapes, masks
-as `generate()` hands them over."""
+"""Kernels of attention over a cache that every compiler release is tried on: published shapes, and
+masks as `generate()` hands them over."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ def _attention_cases(target: Target) -> Iterator[AuditCase]:
                 claims = Expectations(
                     mma="bf16",
                     stack_bytes=STACK_BYTES,
-                    warp_specialized=bool(dict(spec.constants).get("WARP_SPECIALIZE")),
                     fresh_sums_reason=SOFTMAX_REASON,
                 )
                 yield AuditCase(f"attention, {name}, {places}: {report.reason}", spec, claims)

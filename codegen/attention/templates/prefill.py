@@ -61,7 +61,7 @@ def attention_prefill(
     V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -147,7 +147,7 @@ def attention_prefill(
     output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
     PAGED: tl.constexpr = block_table_ptr is not None
     steepness = 1.0 if CAPPED else factor
-    for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
+    for step in tl.range(0, num_whole):
         key = (whole + step) * BLOCK_N
         if LISTED:
             key = listed_key(entries, whole + step, KEYS, BLOCK_N)
@@ -168,7 +168,7 @@ def attention_prefill(
         v = v_source.load([key, 0]) if TMA else load_block(v_rows, exists, V_DIM, V_BLOCK, PAGED)
         output = add_values(output, decay, weights, v.to(q.dtype), False)
     masked_steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
-    for step in tl.range(num_whole, num_blocks, warp_specialize=WARP_SPECIALIZE):
+    for step in tl.range(num_whole, num_blocks):
         place = block_of_step(step, first, whole, num_whole)
         key = place * BLOCK_N
         if LISTED:
