@@ -19,7 +19,7 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from tilewright.tools.pages import Pages
+from tilewright.tools.pages import Pages, mark_address
 
 
 class PagedLayer(StaticLayer):
@@ -64,9 +64,11 @@ class PagedLayer(StaticLayer):
         return larger
 
     @torch.compiler.disable
-    def reserve(self, tokens: int) -> None:
-        """Pages for `tokens` more of each sequence."""
+    def reserve(self, tokens: int, batch: int | None = None) -> None:
+        """Pages for `tokens` more of each sequence, of a batch where it is known."""
         self.pages.reserve(tokens)
+        if batch is not None and self.is_initialized:
+            self.pages.begin(batch, self.device)
         for layer in self.layers:
             layer.follow()
 
@@ -80,9 +82,8 @@ class PagedLayer(StaticLayer):
         needed; a compiled one has those that were reserved before it.
         """
         batch, tokens = key_states.shape[0], key_states.shape[2]
-        if self.counts and not torch.compiler.is_compiling():
-            self.reserve(tokens)
-            self.pages.begin(batch, key_states.device)
+        if self.counts and not (torch.compiler.is_compiling() and self.is_initialized):
+            self.reserve(tokens, batch)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         table, page_size = self.pages.block_table, self.pages.page_size
@@ -106,11 +107,12 @@ class PagedLayer(StaticLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that `update` will return, and 0. `generate()` asks this before each forward pass,
-        compiled or not: here the pages for it are taken."""
-        if not torch.compiler.is_compiling():
-            self.reserve(query_length)
-            return self.pages.width * self.pages.page_size, 0
-        return self.pages.block_table.shape[1] * self.pages.page_size, 0
+        compiled or not: here the pages for it are taken. Within a compiled model this breaks the
+        graph, unless its caller reserved pages."""
+        if torch.compiler.is_compiling() and self.pages.ahead:
+            return self.pages.block_table.shape[1] * self.pages.page_size, 0
+        self.reserve(query_length)
+        return self.pages.width * self.pages.page_size, 0
 
     def get_seq_length(self) -> Any:
         """Tokens of each sequence: int64 [], on the device."""
@@ -128,8 +130,9 @@ class PagedCache(StaticCache):
     whose attention layers keep more than keys and values.
 
     Pages are taken as tokens come, between forward passes: by the first layer in an eager one, and
-    by `generate()`, which asks for the size of the mask before each. Who calls a compiled model by
-    hand calls `reserve(tokens)` before. Beams share full pages; only pages partly filled are copied.
+    by `generate()`, which asks for the size of the mask before each. A compiled model that is called
+    by hand breaks its graph there, unless `reserve` took the pages before. Beams share full pages;
+    only pages partly filled are copied.
     """
 
     def __init__(
@@ -170,10 +173,12 @@ class PagedCache(StaticCache):
     def reserve(self, tokens: int) -> None:
         """Takes pages for `tokens` more of each sequence, so that none is taken on the way.
 
+        Compiled calls take none by themselves from here on, until `crop`, `reset` or another batch.
         Before the first forward pass it is remembered. Raises ValueError beyond max_cache_len,
         RuntimeError beyond max_pages.
         """
         self.paged[0].reserve(tokens)
+        self.pages.ahead = True
 
     def reset(self) -> None:
         """Without tokens, as new; the pools stay as large as they are."""
@@ -238,5 +243,5 @@ class PagedCache(StaticCache):
 def _zeros(pages: Pages, heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
     """A pool. Of zeros: a value that the mask hides is multiplied by zero, and must be finite."""
     pool = like.new_zeros((pages.num_pages, pages.page_size, heads, head_dim))
-    torch._dynamo.mark_static_address(pool)
+    mark_address(pool)
     return pool

@@ -37,6 +37,8 @@ class Pages:
         self.width = 1 if max_length is None else self._pages_for(max_length)
         self.length = torch.zeros((), dtype=torch.int64)
         self.block_table = torch.zeros((0, self.width), dtype=torch.int32)
+        # Whether the caller takes the pages for compiled calls.
+        self.ahead = False
         # Tokens present, if every forward pass used what was reserved for it: never too few.
         self._most = 0
 
@@ -54,12 +56,14 @@ class Pages:
                 f"PagedCache: it holds {self.present()} tokens of {self.batch} sequences, and got "
                 f"keys of {batch}; reset() it, or make another"
             )
-        columns, most = self.columns, self._most
+        if self.length.device != device:
+            self.length = torch.zeros((), dtype=torch.int64, device=device)
+        mark_address(self.length)
+        self.block_table = self.block_table.new_zeros((0, self.width), device=device)
+        columns, most, ahead = self.columns, self._most, self.ahead
         self._keep([[] for _ in range(batch)])
-        self._most = most
-        self.length = _marked(self.length.to(device))
-        self.block_table = self.block_table.to(device)
         self._extend(columns)
+        self._most, self.ahead = most, ahead
 
     def reserve(self, tokens: int) -> None:
         """Room for `tokens` more of each sequence. Waits for the device only where it must know how
@@ -105,7 +109,7 @@ class Pages:
     def _extend(self, columns: int) -> None:
         """`columns` pages for each sequence."""
         more = columns - self.columns
-        taken = iter(self._take(more * self.batch))
+        taken = iter(self._take(more * self.batch, self.batch))
         for row in self.rows:
             row.extend(next(taken) for _ in range(more))
         self.columns = columns
@@ -127,19 +131,19 @@ class Pages:
                     users[row[-1]] -= 1
                     shared.append(row)
             try:
-                own = self._take(len(shared))
+                own = self._take(len(shared), len(kept))
             except RuntimeError:
                 self.free = free
                 raise
             for row, page in zip(shared, own, strict=True):
                 copies.append((row[-1], page))
                 row[-1] = page
-        self.rows, self.columns, self._most = kept, columns, length
+        self.rows, self.columns, self._most, self.ahead = kept, columns, length, False
         self.length.fill_(length)
         self._write_table()
         return copies
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, sequences: int) -> list[int]:
         """Free pages, of a larger pool where there are too few."""
         missing = count - len(self.free)
         if missing > 0:
@@ -149,7 +153,7 @@ class Pages:
                 if more < missing:
                     used = self.num_pages - 1 - len(self.free)
                     raise RuntimeError(
-                        f"PagedCache: {self.batch} sequences need {used + count} pages of "
+                        f"PagedCache: {sequences} sequences need {used + count} pages of "
                         f"{self.page_size} tokens, but max_pages is {self.max_pages}"
                     )
             self.free[:0] = range(self.num_pages + more - 1, self.num_pages - 1, -1)
@@ -159,15 +163,15 @@ class Pages:
     def _write_table(self) -> None:
         """The block table of these rows, in the same memory where its shape is the same."""
         padding = [0] * (self.width - self.columns)
-        table = torch.tensor([row + padding for row in self.rows], dtype=torch.int32)
-        table = table.view(self.batch, self.width)
+        rows = [row + padding for row in self.rows]
+        table = torch.tensor(rows, dtype=torch.int32, device=self.block_table.device)
         if self.block_table.shape == table.shape:
             self.block_table.copy_(table)
         else:
-            self.block_table = _marked(table.to(self.block_table.device))
+            self.block_table = table
+            mark_address(table)
 
 
-def _marked(tensor: torch.Tensor) -> torch.Tensor:
+def mark_address(tensor: torch.Tensor) -> None:
     """CUDA graphs read it where it lies, and are recorded again where that changes."""
     torch._dynamo.mark_static_address(tensor)
-    return tensor
