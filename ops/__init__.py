@@ -1,5 +1,6 @@
 """Fused ops: schema, fake, validation, reference and lowerings, one file per op."""
 
+from tilewright.ops.attention import mask_blocks as _mask_blocks  # noqa: F401  registers it
 from tilewright.ops.attention.cache_attention import cache_attention
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.formats.paged_cache import CacheWindow

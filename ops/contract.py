@@ -316,7 +316,9 @@ def all_ops() -> Iterator[FusedOp]:
 
 
 def _implementation(op: FusedOp, device_type: str) -> OpCallable:
-    values_of = attrgetter(*(field.name for field in fields(op.arguments)))
+    names = tuple(field.name for field in fields(op.arguments))
+    found = attrgetter(*names)  # of one name no tuple
+    values_of = found if len(names) > 1 else lambda arguments: (found(arguments),)
     lists = _list_names(op)
     entries: dict[Any, OpCallable] = {}
     repeats: dict[Any, OpCallable | None] = {}  # None: seen once

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.problem import LISTED_KEYS, CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.attention.blocks import KEYS
+from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.specs import DecodeConfig, PrefillConfig, decode_tiles
 from tilewright.codegen.targets import Target
 
 # Rows of a tile at most, and heads that may share a head of keys.
@@ -23,6 +24,18 @@ MERGE_BLOCKS = 0.05
 # one because the loads that depend on it start later.
 STAGES = 3
 INDIRECT_STAGES = 5
+# Of many queries; the first that fits.
+BY_POINTERS = (
+    PrefillConfig(128, 64, 8, 3),
+    PrefillConfig(128, 64, 8, 2),
+    PrefillConfig(128, 32, 8, 2),
+    PrefillConfig(64, 32, 4, 2),
+    PrefillConfig(64, 32, 4, 1),
+)
+SPECIALISED = PrefillConfig(128, 128, 4, 2, tma=True, warp_specialize=True)
+SPECIALISED_QUERIES = 2048
+# Share of the L2 cache that the keys and values of one group of heads may take.
+L2_SHARE = 0.6
 
 
 def decode_rows(group: int, num_queries: int) -> tuple[int, int]:
@@ -32,9 +45,52 @@ def decode_rows(group: int, num_queries: int) -> tuple[int, int]:
     return tokens, max(next_power_of_2(tokens * group), 16)
 
 
-def decodes(group: int, num_queries: int) -> bool:
-    """Whether all queries of a sequence fit the rows of one tile."""
-    return num_queries <= decode_rows(group, num_queries)[0]
+def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
+    """Whether the queries of a sequence, of ragged ones on average, fit the rows of one tile."""
+    queries = sizes.num_queries
+    if problem.row_offsets is not None:
+        queries = cdiv(queries, max(sizes.num_sequences, 1))
+    return queries <= decode_rows(problem.group, queries)[0]
+
+
+def prefill_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> PrefillConfig:
+    """The tiles of a call of many queries."""
+    tried = BY_POINTERS
+    if target.tmem_columns:
+        wide = max(problem.blocks) > 128
+        tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
+    elif problem.tma and _specialises(problem, sizes):
+        tried = (SPECIALISED, *BY_POINTERS)
+    return next((config for config in tried if _fits(problem, config, target)), tried[-1])
+
+
+def _specialises(problem: CacheProblem, sizes: CacheSizes) -> bool:
+    """Whether producers and consumers are better apart, on Hopper. Triton 3.6 compiles it neither
+    with a reduction before the loop, of positions in a tensor or over sequences, nor with a mask
+    tensor."""
+    by_shape = problem.positions is None and problem.row_offsets is None
+    return by_shape and problem.attn_mask is None and sizes.num_queries >= SPECIALISED_QUERIES
+
+
+def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
+    """Whether shared memory holds q's tile and the stages of keys, values and mask."""
+    head_block, v_block = problem.blocks
+    tiles = config.block_m * head_block * ELEMENT_BYTES[problem.q.dtype]
+    width = (head_block + v_block) * ELEMENT_BYTES[problem.k.dtype]
+    if problem.attn_mask is not None:
+        width += config.block_m * ELEMENT_BYTES[problem.attn_mask.dtype]
+    held = tiles + config.num_stages * config.block_n * width + SPARE_BYTES
+    return held <= target.max_shared_bytes
+
+
+def head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
+    """Heads (of a dense batch: pairs of sequence and head) whose tiles run side by side: as many as
+    the L2 cache holds keys and values of."""
+    ragged = problem.row_offsets is not None
+    pairs = problem.num_kv_heads * (1 if ragged else max(sizes.num_sequences, 1))
+    fitting = max(int(L2_SHARE * target.l2_bytes / (sizes.num_keys * problem.key_bytes)), 1)
+    # Groups of one size: a small last one would leave multiprocessors idle.
+    return cdiv(pairs, cdiv(pairs, fitting)) * problem.group
 
 
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
@@ -43,7 +99,7 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
     stages = _stages(problem, rows, target)
     config = DecodeConfig(tokens, rows, 1, num_stages=stages)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    splits = _splits(tiles, cdiv(sizes.num_keys, LISTED_KEYS), target.num_sms)
+    splits = _splits(tiles, cdiv(sizes.num_keys, KEYS), target.num_sms)
     return replace(config, splits=splits)
 
 
@@ -51,8 +107,8 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
     indirect = problem.mask_blocks is not None or problem.block_table is not None
     wanted = INDIRECT_STAGES if indirect else STAGES
-    fixed = 2 * rows * (problem.blocks[0] + LISTED_KEYS) + SPARE_BYTES
-    fitting = (target.max_shared_bytes - fixed) // (LISTED_KEYS * problem.key_bytes)
+    fixed = 2 * rows * (problem.blocks[0] + KEYS) + SPARE_BYTES
+    fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
     return max(min(wanted, fitting), 1)
 
 

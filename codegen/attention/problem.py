@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.operand import Operand
 
-# Queries of a row of mask_blocks, and keys of a block.
-LISTED_QUERIES = 128
-LISTED_KEYS = 64
-
 
 @dataclass(frozen=True)
 class CacheProblem:
@@ -18,7 +14,8 @@ class CacheProblem:
 
     group: heads of q that share a head of keys. k, v: strides (key,). page_size: keys of a page, 0
     without a block table. softcap: whether logits are capped. divisible: names of run-time strides
-    that 16 divides. Tensors are None where a call has none.
+    that 16 divides. sequences: a power of two, no fewer than the ragged ones. tma: descriptors
+    reach keys and values. Tensors are None where a call has none.
     """
 
     num_kv_heads: int
@@ -44,6 +41,8 @@ class CacheProblem:
     window: int = 0
     softcap: bool = False
     divisible: tuple[str, ...] = ()
+    sequences: int = 1
+    tma: bool = False
 
     @property
     def mask_kind(self) -> str:

@@ -1,13 +1,14 @@
-"""The kernel specs of `attention_decode`, and its grid."""
+"""The kernel specs of `attention_decode` and `attention_prefill`, and their grids."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.problem import LISTED_KEYS, LISTED_QUERIES, CacheProblem
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec
 
 # Tensors of a launch: parameter -> field of CacheProblem.
 TENSORS = {
@@ -40,9 +41,27 @@ STRIDES = (
     "mask_row_stride",
     "mask_column_stride",
     "blocks_sequence_stride",
-    "blocks_stride",
+    "blocks_head_stride",
+    "blocks_tile_stride",
     "scale_stride",
 )
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tiles of block_m queries and block_n keys. tma: keys and values by descriptors."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    warp_specialize: bool = False
+
+    def __str__(self) -> str:
+        words = ["tma"] * self.tma + ["ws"] * self.warp_specialize
+        tile = f"{self.block_m} queries x {self.block_n} keys w{self.num_warps} s{self.num_stages}"
+        return " ".join([tile, *words])
 
 
 @dataclass(frozen=True)
@@ -54,7 +73,7 @@ class DecodeConfig:
     splits: int
     num_warps: int = 4
     num_stages: int = 3
-    block_n: int = LISTED_KEYS
+    block_n: int = KEYS
 
     def __str__(self) -> str:
         tile = f"{self.rows} rows ({self.tokens} queries) x {self.block_n} keys"
@@ -68,27 +87,15 @@ class DecodeConfig:
 def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
     """The `attention_decode` kernel of a problem."""
     p = problem
-    head_block, v_block = p.blocks
+    _, v_block = p.blocks
     split, real = config.splits > 1, config.real_rows(p.group)
     return KernelSpec.of(
         "attention.decode",
         "attention_decode",
         {
+            **_constants(p),
             "NUM_KV_HEADS": p.num_kv_heads,
-            "GROUP": p.group,
-            "HEAD_DIM": p.head_dim,
-            "V_DIM": p.v_dim,
-            "HEAD_BLOCK": head_block,
-            "V_BLOCK": v_block,
-            "K_STRIDE": p.k.strides[0],
-            "V_STRIDE": p.v.strides[0],
-            "PAGE_SIZE": max(p.page_size, 1),
-            "RAGGED": p.row_offsets is not None,
-            "MASK": p.mask,
-            "WINDOW": p.window,
-            "MASK_KIND": p.mask_kind,
-            "CAPPED": p.softcap,
-            "LISTED_QUERIES": LISTED_QUERIES if p.mask_blocks is not None else 0,
+            "LISTED": p.mask_blocks is not None,
             "TOKENS": config.tokens,
             "ROWS": config.rows,
             "REAL": real,
@@ -108,7 +115,7 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
             "softcap": "fp32",
-            **dict.fromkeys(STRIDES, "i64"),
+            **dict.fromkeys((name for name in STRIDES if name != "blocks_head_stride"), "i64"),
         },
         divisible=p.divisible,
         ranges=("num_queries", "num_keys", "row_tiles"),
@@ -117,6 +124,82 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
         num_stages=config.num_stages,
         target=target,
     )
+
+
+def _constants(p: CacheProblem) -> dict[str, Constant]:
+    """What both kernels are told of a problem."""
+    head_block, v_block = p.blocks
+    return {
+        "GROUP": p.group,
+        "HEAD_DIM": p.head_dim,
+        "V_DIM": p.v_dim,
+        "HEAD_BLOCK": head_block,
+        "V_BLOCK": v_block,
+        "K_STRIDE": p.k.strides[0],
+        "V_STRIDE": p.v.strides[0],
+        "PAGE_SIZE": max(p.page_size, 1),
+        "RAGGED": p.row_offsets is not None,
+        "MASK": p.mask,
+        "WINDOW": p.window,
+        "MASK_KIND": p.mask_kind,
+        "CAPPED": p.softcap,
+        "QUERIES": QUERIES,
+    }
+
+
+def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> KernelSpec:
+    """The `attention_prefill` kernel of a problem."""
+    p = problem
+    return KernelSpec.of(
+        "attention.prefill",
+        "attention_prefill",
+        {
+            **_constants(p),
+            "NUM_HEADS": p.num_kv_heads * p.group,
+            "SEQUENCES": p.sequences,
+            "KEYS": KEYS,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "TMA": config.tma,
+            "WARP_SPECIALIZE": config.warp_specialize,
+        },
+        {
+            "q_ptr": p.q,
+            "k_ptr": p.k,
+            "v_ptr": p.v,
+            "out_ptr": p.out,
+            **{name: getattr(p, field) for name, field in TENSORS.items()},
+            "num_sequences": "i32",
+            **dict.fromkeys(COUNTS, "i32"),
+            "head_group": "i32",
+            "factor": "fp32",
+            "softcap": "fp32",
+            **dict.fromkeys(STRIDES, "i64"),
+        },
+        divisible=p.divisible,
+        ranges=("num_queries", "num_keys", "row_tiles", "head_group"),
+        dependent=True,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+    )
+
+
+def prefill_tiles(problem: CacheProblem, config: PrefillConfig, sizes: CacheSizes) -> int:
+    """Tiles of one sequence and head, or at most of all ragged sequences; at least 1."""
+    if problem.row_offsets is None:
+        return max(cdiv(sizes.num_queries, config.block_m), 1)
+    # Each sequence has at most one tile that is not full.
+    return cdiv(sizes.num_queries, config.block_m) + max(sizes.num_sequences - 1, 0)
+
+
+def prefill_grid(
+    problem: CacheProblem, sizes: CacheSizes, tiles: int, head_group: int
+) -> tuple[int]:
+    """One program per tile; those of a last group that is not full have nothing to do."""
+    pairs = problem.num_kv_heads * problem.group
+    pairs *= 1 if problem.row_offsets is not None else sizes.num_sequences
+    return (cdiv(pairs, head_group) * head_group * tiles,)
 
 
 def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.attention.blocks import KEYS
 from tilewright.codegen.mla.attention_specs import (
     MAX_SORTED,
     AttentionConfig,
@@ -23,6 +24,9 @@ BY_POINTERS = (
     AttentionConfig(64, 64, 4, 2, tma=False),
     AttentionConfig(64, 32, 4, 1, tma=False),
 )
+# With a mask tensor, whose tiles take shared memory too; of wide heads, few queries.
+MASKED = (BY_POINTERS[0], AttentionConfig(128, 64, 8, 2, tma=False), *BY_POINTERS[1:])
+MASKED_WIDE = AttentionConfig(64, 64, 8, 2, tma=False)
 # Up to so many keys of a sequence short tiles are better: two programs on a multiprocessor, of
 # which one works while the other starts.
 SHORT_KEYS = 1024
@@ -44,15 +48,16 @@ def attention_config(
     """The tiles of a call that runs our kernel."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
-        return _in_tensor_memory(problem, target, reached)
+        return _in_tensor_memory(problem, sizes, reached)
+    masked = problem.attn_mask is not None
     if problem.is_fp8 and reached and _fits(problem, 64, 64, 3, target):
         if not problem.v_by_key:
-            return AttentionConfig(128, 128, 8, 2, promote=True)
+            return AttentionConfig(128, KEYS if masked else 128, 8, 2, promote=True)
         # Three programs on a multiprocessor take turns at the tensor core.
         return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
     if reached and _specialises(problem, sizes) and _fits(problem, 128, 128, 2, target):
         return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
-    tried = (*_short(problem, sizes, target), *BY_POINTERS)
+    tried = (*_short(problem, sizes, target), *(MASKED if masked else BY_POINTERS))
     fitting = (c for c in tried if _fits(problem, c.block_m, c.block_n, c.num_stages, target))
     return replace(next(fitting, tried[-1]), promote=problem.is_fp8)
 
@@ -81,9 +86,13 @@ def _average_keys(problem: AttentionProblem, sizes: AttentionSizes) -> int:
 def _short(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
 ) -> tuple[AttentionConfig, ...]:
-    """Tiles for sequences of few keys."""
-    if problem.is_fp8 or _average_keys(problem, sizes) > SHORT_KEYS:
+    """Tiles for sequences of few keys. A mask comes with a cache's capacity of keys, of which its
+    queries may see few: they are taken for as many as there are queries."""
+    masked, keys = problem.attn_mask is not None, _average_keys(problem, sizes)
+    if problem.is_fp8 or (min(keys, sizes.num_queries) if masked else keys) > SHORT_KEYS:
         return ()
+    if masked and max(problem.blocks) > 128:
+        return (MASKED_WIDE,) if sizes.num_queries <= MASKED_WIDE.block_m else ()
     programs = cdiv(sizes.num_queries, 64) * problem.num_heads
     programs *= 1 if problem.ragged else sizes.num_sequences
     # With a multiprocessor each, programs are better off with more keys on the way.
@@ -91,13 +100,15 @@ def _short(
     return (AttentionConfig(64, 64, 4, stages, tma=False, one_loop=problem.ragged),)
 
 
-def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) -> AttentionConfig:
+def _in_tensor_memory(
+    problem: AttentionProblem, sizes: AttentionSizes, reached: bool
+) -> AttentionConfig:
     """Before Triton 3.9 two products may not go to one accumulator."""
-    wide = max(problem.blocks) > 128
-    if reached and problem.attn_mask is None and not wide:
+    wide, masked = max(problem.blocks) > 128, problem.attn_mask is not None
+    if reached and not (masked or wide):
         return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=False)
-    if problem.attn_mask is not None:
-        return AttentionConfig(64, 32, 8, 2, tma=reached, chained=False)
+    if masked and sizes.num_queries <= 64:
+        return AttentionConfig(64, 64, 8 if wide else 4, 2, tma=reached, chained=False)
     if wide:
         return AttentionConfig(128, 32, 8, 2, tma=reached, chained=False)
     return AttentionConfig(128, 64, 8, 2, tma=reached, chained=False)
@@ -106,11 +117,14 @@ def _in_tensor_memory(problem: AttentionProblem, target: Target, reached: bool) 
 def _fits(
     problem: AttentionProblem, block_m: int, block_n: int, stages: int, target: Target
 ) -> bool:
-    """Whether shared memory holds q's tile and the stages of keys and values."""
+    """Whether shared memory holds q's tile and the stages of keys, values and mask."""
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
     tiles = block_m * (nope + rope) + stages * block_n * (nope + rope + v)
-    return tiles * ELEMENT_BYTES[problem.dtype] + SPARE_BYTES <= target.max_shared_bytes
+    held = tiles * ELEMENT_BYTES[problem.dtype] + SPARE_BYTES
+    if problem.attn_mask is not None:
+        held += max(stages - 1, 1) * block_m * block_n * ELEMENT_BYTES[problem.attn_mask.dtype]
+    return held <= target.max_shared_bytes
 
 
 def rotates_queries(problem: AttentionProblem, config: AttentionConfig) -> bool:

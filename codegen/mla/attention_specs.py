@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
 from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
@@ -41,6 +42,7 @@ TENSORS = {
     "positions_ptr": "query_positions",
     "block_table_ptr": "block_table",
     "mask_ptr": "attn_mask",
+    "mask_blocks_ptr": "mask_blocks",
     "q_scale_ptr": "q_scale",
     "k_scale_ptr": "k_scale",
     "v_scale_ptr": "v_scale",
@@ -56,6 +58,8 @@ STRIDES = (
     "positions_sequence_stride", "positions_stride", "table_stride", "mask_sequence_stride",
     "mask_head_stride", "mask_row_stride", "mask_column_stride",
 )  # fmt: skip
+# Strides of a list of blocks, where there is a mask tensor.
+LIST_STRIDES = ("blocks_sequence_stride", "blocks_head_stride", "blocks_tile_stride")
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,10 @@ class AttentionProblem:
     page_size (0: they are not). lse: the log-sum-exp, if it is asked for. v_by_key: a dim's keys
     are contiguous, not a key's dims.
     sequences: a power of two not below their number, 1 where not ragged. attn_mask: u8 of a mask of
-    booleans, else a float that is added. divisible: names of run-time strides that 16 divides.
-    tma: descriptors can reach q, k and v; rope_tma: the rope keys too. joint: a key's values follow
-    it, and both fill their tiles. rotation: of q's rope part, if it is not done.
+    booleans, else a float that is added, strides (column,) where that is 1; mask_blocks: its list
+    of blocks. divisible: names of run-time strides that 16 divides. tma: descriptors can reach q, k
+    and v; rope_tma: the rope keys too. joint: a key's values follow it, and both fill their tiles.
+    rotation: of q's rope part, if it is not done.
     """
 
     num_heads: int
@@ -92,6 +97,7 @@ class AttentionProblem:
     query_positions: Operand | None = None
     block_table: Operand | None = None
     attn_mask: Operand | None = None
+    mask_blocks: Operand | None = None
     q_scale: Operand | None = None
     k_scale: Operand | None = None
     v_scale: Operand | None = None
@@ -124,6 +130,11 @@ class AttentionProblem:
         if self.attn_mask is None:
             return "none"
         return "bool" if self.attn_mask.dtype == "u8" else "additive"
+
+    @property
+    def mask_contiguous(self) -> bool:
+        """Whether the keys of a row of the mask tensor lie side by side."""
+        return self.attn_mask is not None and self.attn_mask.strides == (1,)
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -196,6 +207,8 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
             "MASK": p.mask,
             "WINDOW": p.window,
             "MASK_KIND": p.mask_kind,
+            "QUERIES": QUERIES,
+            "KEYS": KEYS,
             **p.rotation.constants,
             "SHIFT": FP8_SHIFT if p.is_fp8 else 0.0,
             "PROMOTE": config.promote,
@@ -214,6 +227,8 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
             **dict.fromkeys(STRIDES, "i64"),
+            **({"mask_column_stride": 1} if p.mask_contiguous else {}),
+            **dict.fromkeys(LIST_STRIDES, 0 if p.mask_blocks is None else "i64"),
         },
         divisible=p.divisible,
         ranges=("row_tiles", "head_group", "table_rows"),

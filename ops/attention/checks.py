@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import check_attn_mask, check_mask
 from tilewright.ops.attention.positions import positions_of, token_sequences
 from tilewright.ops.cache.checks import readable
@@ -54,6 +55,7 @@ def check_attention(op: str, a: Any) -> None:
         if a.row_offsets is not None:
             raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
         check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
+    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
     if a.sinks is not None:
         check_shape(op, "sinks", a.sinks, "[Hq]", (a.q.shape[1],))
         check_dtype(op, "sinks", a.sinks, (a.q.dtype, torch.float32))
@@ -129,6 +131,7 @@ def _check_positions(op: str, a: Any, num_tokens: Any, batch: Any) -> None:
 
 def check_attention_values(op: str, a: Any) -> None:
     """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
+    check_mask_blocks_values(op, a.attn_mask, a.mask_blocks)
     if not readable(getattr(a, name) for name in INDICES):
         return
     if a.row_offsets is not None:

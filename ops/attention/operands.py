@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import STRIDES, TENSORS
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.checks import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.operands import mask_bytes, operand
 
+# What a descriptor's address and strides are multiples of.
+TMA_BYTES = 16
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
 # Run-time arguments by the kernels' parameter names.
@@ -28,10 +29,10 @@ def cache_sizes(a: Any) -> CacheSizes:
 
 def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
     """The problem of a call, and its values but for the result and the tiles."""
-    strides = _strides(a)
+    strides, sizes = _strides(a), cache_sizes(a)
     tensors = {name: getattr(a, field) for name, field in TENSORS.items()}
-    if a.attn_mask is not None and a.attn_mask.dtype == torch.bool:
-        tensors["mask_ptr"] = a.attn_mask.view(torch.uint8)
+    if a.attn_mask is not None:
+        tensors["mask_ptr"] = mask_bytes(a.attn_mask)
     given: Any = {TENSORS[name]: operand(tensor) for name, tensor in tensors.items()}
     problem = CacheProblem(
         num_kv_heads=a.k.shape[2],
@@ -48,8 +49,9 @@ def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
         window=a.window,
         softcap=bool(a.softcap),
         divisible=tuple(name for name in STRIDES if strides[name] % 16 == 0),
+        sequences=1 if a.row_offsets is None else next_power_of_2(max(sizes.num_sequences, 1)),
+        tma=_descriptors_reach(a),
     )
-    sizes = cache_sizes(a)
     # tanh(y) of y = scale * q @ k^T / softcap is taken through exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
     values: Values = {
@@ -57,6 +59,7 @@ def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
         "k_ptr": a.k,
         "v_ptr": a.v,
         **tensors,
+        "num_sequences": sizes.num_sequences,
         "num_queries": sizes.num_queries,
         "num_keys": sizes.num_keys,
         "num_pages": a.k.shape[0],
@@ -67,14 +70,28 @@ def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
     return problem, values
 
 
+def _descriptors_reach(a: Any) -> bool:
+    """Whether descriptors can read a sequence's keys and values of a head."""
+    if a.block_table is not None or a.k.dtype != a.q.dtype:
+        return False
+    return all(
+        count % TMA_BYTES == 0
+        for tensor in (a.k, a.v)
+        for count in (
+            tensor.data_ptr(),
+            *(tensor.stride(dim) * tensor.element_size() for dim in range(3)),
+        )
+    )
+
+
 def _strides(a: Any) -> dict[str, int]:
     """The strides of a launch by the kernel's parameter names."""
     positions, mask, blocks = a.positions, a.attn_mask, a.mask_blocks
-    masks, listed = [0, 0, 0, 0], [0, 0]
+    masks, listed = [0, 0, 0, 0], [0, 0, 0]
     if mask is not None:
         masks = [s if n > 1 else 0 for n, s in zip(mask.shape, mask.stride(), strict=True)]
     if blocks is not None:
-        listed = [blocks.stride(0) if blocks.shape[0] > 1 else 0, blocks.stride(2)]
+        listed = [blocks.stride(d) if blocks.shape[d] > 1 else 0 for d in range(3)]
     each = positions is not None and positions.shape[0] == a.q.shape[0] != 0
     step = 0 if positions is None else positions.stride(0)
     own_run = step * (a.q.shape[0] // max(sequences(a), 1)) if each else 0

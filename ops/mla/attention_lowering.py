@@ -15,6 +15,7 @@ from tilewright.codegen.mla.attention_specs import AttentionConfig, AttentionPro
 from tilewright.codegen.mla.query_specs import query_grid, query_spec
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.mla.attention_operands import (
     AttentionCall,
     attention_problem,
@@ -52,6 +53,8 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
         return Outcome((yield from _results(a)), "mla attention", "no queries")
     if library_wanted(a, target):
         return (yield from library_steps(a, target))
+    if a.attn_mask is not None and a.mask_blocks is None:
+        a = replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
     problem, sizes = attention_problem(a), a.sizes
     config = attention_config(problem, sizes, target)
     results = yield from _results(a)

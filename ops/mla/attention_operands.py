@@ -10,6 +10,7 @@ import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.attention_specs import (
+    LIST_STRIDES,
     MASKS,
     STRIDES,
     TENSORS,
@@ -26,7 +27,7 @@ from tilewright.codegen.mla.query_specs import (
 from tilewright.codegen.operand import Operand
 from tilewright.ops.checks import ArgumentError, check_choice
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand, operand_of
+from tilewright.ops.runtime.operands import mask_bytes, operand, operand_of
 
 OP = "mla attention"
 # Softmax in powers of two.
@@ -89,7 +90,8 @@ class AttentionCall:
     block_table: int [B, pages]: k_rope is [pages, page_size, R], a key's row at its position.
     mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
         "chunked" (causal, within chunks of `window`).
-    attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K]; dense only.
+    attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K or more]; dense only.
+    mask_blocks: its list of blocks, as the op `mask_blocks` gives it; None: the call makes it.
     q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.
     return_lse: fp32 [T, H], natural logarithm, of scaled logits.
     max_query_tokens: a bound on the queries of one ragged sequence.
@@ -114,6 +116,7 @@ class AttentionCall:
     mask: str = "causal"
     window: int = 0
     attn_mask: torch.Tensor | None = None
+    mask_blocks: torch.Tensor | None = None
     q_scale: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
@@ -219,15 +222,20 @@ def _rope_strides(a: AttentionCall) -> tuple[int, int, int]:
     return _triple(a.k_rope)
 
 
+def broadcast_strides(tensor: torch.Tensor | None) -> list[int]:
+    """Of four dimensions, 0 where one is shared; all 0 where there is no tensor."""
+    if tensor is None:
+        return [0, 0, 0, 0]
+    return [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
 def strides_of(a: AttentionCall) -> dict[str, int]:
     """The strides of a launch by the kernel's parameter names, and K_STRIDE and ROPE_STRIDE."""
     q, q_rope, k = _triple(a.q), _triple(a.q_rope), _triple(a.k)
     v_sequence = 0 if a.ragged else a.v.stride(0)
     rope = _rope_strides(a)
     positions, mask = a.query_positions, a.attn_mask
-    masks = [0, 0, 0, 0]
-    if mask is not None:
-        masks = [s if n > 1 else 0 for n, s in zip(mask.shape, mask.stride(), strict=True)]
+    masks, lists = broadcast_strides(mask), broadcast_strides(a.mask_blocks)
     by_sequence = positions is not None and positions.dim() == 2
     found = {
         "q_sequence_stride": q[0],
@@ -250,6 +258,7 @@ def strides_of(a: AttentionCall) -> dict[str, int]:
         "mask_head_stride": masks[1],
         "mask_row_stride": masks[2],
         "mask_column_stride": masks[3],
+        **dict(zip(LIST_STRIDES, lists, strict=False)),
     }
     return found | {"K_STRIDE": k[1], "ROPE_STRIDE": rope[1]}
 
@@ -262,7 +271,7 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
     return {
         **tensors,
         **strides_of(a),
-        "mask_ptr": _mask_bytes(a.attn_mask),
+        "mask_ptr": None if a.attn_mask is None else mask_bytes(a.attn_mask),
         "cos_ptr": None if tables is None else tables.cos,
         "sin_ptr": None if tables is None else tables.sin,
         "num_sequences": sizes.num_sequences,
@@ -274,10 +283,6 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
     }
 
 
-def _mask_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
-    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-
-
 def attention_problem(a: AttentionCall) -> AttentionProblem:
     """What is static about a call."""
     strides = strides_of(a)
@@ -285,9 +290,11 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
     steps = {
         "k": (strides["K_STRIDE"],),
         "k_rope": (strides["ROPE_STRIDE"], 0 if pages is None else pages.stride(0)),
+        "attn_mask": (1,) if strides["mask_column_stride"] == 1 else (),
     }
     tensors = {field: getattr(a, field) for field in GIVEN.values()}
-    tensors["attn_mask"] = _mask_bytes(a.attn_mask)
+    if a.attn_mask is not None:
+        tensors["attn_mask"] = mask_bytes(a.attn_mask)
     given: Any = {field: operand(t, *steps.get(field, ())) for field, t in tensors.items()}
     return AttentionProblem(
         **given,
@@ -302,7 +309,7 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
         sequences=next_power_of_2(max(a.num_sequences, 1)) if a.ragged else 1,
         mask=a.mask,
         window=a.window if a.mask in ("sliding_window", "chunked") else 0,
-        divisible=_divisible(strides, STRIDES),
+        divisible=_divisible(strides, (*STRIDES, *LIST_STRIDES)),
         tma=_descriptors_reach(a, strides),
         rope_tma=_rope_descriptor_reaches(a, strides),
         joint=_joint(a),

@@ -51,8 +51,8 @@ class PrefillCase(LatentCase):
 
     keys: as in ops/mla/keys.py; with "given" no cache. runs: equal runs instead of row_offsets.
     ragged_keys: key_offsets instead of all slots of all columns. attn_mask: "none", "bool" or
-    "float". weight: "dense", "fp8" (dequantised), "quantized" (latents too) or "codes" (latents
-    given as codes).
+    "float"; listed: its list of blocks is given. weight: "dense", "fp8" (dequantised), "quantized"
+    (latents too) or "codes" (latents given as codes).
     """
 
     num_heads: int = 3
@@ -64,6 +64,7 @@ class PrefillCase(LatentCase):
     mask: str = "causal"
     window: int = 0
     attn_mask: str = "none"
+    listed: bool = False
     weight: str = "dense"
     rope_on: str = "qk"
     attention_dtype: torch.dtype | None = None
@@ -124,6 +125,8 @@ PREFILL_CASES = (
     PrefillCase("static_float_mask", keys="pages", pool="static", slots="per_sequence", runs=True,
                 new_tokens=(5, 5), cached_tokens=(2, 2), page_size=8, mask="none",
                 attn_mask="float", dtype=torch.float16),
+    PrefillCase("no_cache_listed", keys="given", slots="none", runs=True, new_tokens=(130, 130),
+                cached_tokens=(0, 0), page_size=130, attn_mask="bool", listed=True),
     PrefillCase("key_slots", keys="slots", slots="flat", pool="pair"),
     PrefillCase("whole_table", keys="table", ragged_keys=False, slots="block_table", norm=False,
                 rope_style="none"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.positions import check_positions, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
@@ -71,6 +72,7 @@ def check_prefill(op: str, a: Any) -> None:
     _check_cache(op, a, rank, rope_dim, num_tokens)
     check_keys(op, a)
     check_key_mask(op, a)
+    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
     if a.attention_dtype not in (None, a.q.dtype, FP8):
         expected = f"None, {a.q.dtype} or {FP8}"
         raise ArgumentError(op, "attention_dtype", expected, a.attention_dtype)
@@ -221,6 +223,7 @@ def check_prefill_values(op: str, a: Any) -> None:
         _check_room(op, a)
     if a.rope_by_position:
         check_positions(op, _position_source(a), positions_of(a), a.cos.shape[0])
+    check_mask_blocks_values(op, a.attn_mask, a.mask_blocks)
     if a.kv_b_scale is not None and readable([a.kv_b_scale]):
         check_scale_values(op, "kv_b_scale", a.kv_b_scale)
 

@@ -238,6 +238,7 @@ def _call(a: Any, chunk: Chunk, keys: Keys) -> AttentionCall:
         mask=a.mask,
         window=a.window,
         attn_mask=a.attn_mask,
+        mask_blocks=a.mask_blocks,
         out_dtype=a.q.dtype,
         tables=_query_tables(a),
     )

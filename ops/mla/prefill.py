@@ -70,7 +70,8 @@ class MlaPrefillArguments:
     "causal" (j <= p), "none", "sliding_window" (p - window < j <= p), "chunked" (j <= p, and
     j // window == p // window). attn_mask [B or 1, H or 1, T / B or 1, K / B]: bool, True is seen,
     or numbers (of q's dtype or float32) that are added to the scaled logits, -inf hides; only
-    for equal runs. A query that sees no key gives zeros.
+    for equal runs. mask_blocks: what `mask_blocks` gives for this attn_mask; made by the call where
+    it is None. A query that sees no key gives zeros.
 
     norm_weight, norm_eps, cos, sin, rope_style, rope_by_position: as for `mla_latent_store`;
     rope_on: "qk", "q" or "k" is rotated.
@@ -126,6 +127,7 @@ class MlaPrefillArguments:
     q_scale: float = 1.0
     k_scale: float = 1.0
     v_scale: float = 1.0
+    mask_blocks: torch.Tensor | None = None
 
 
 def validate(a: MlaPrefillArguments) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention import mask_blocks
+from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -55,6 +57,9 @@ def sample_prefill(case: PrefillCase, device: str | torch.device, seed: int) -> 
     values |= _queries(case, places) | _keys(case, places, sampler)
     if case.attn_mask != "none":
         values["attn_mask"] = _mask(case, sampler)
+        if case.listed:
+            given = MaskBlocksArguments(values["attn_mask"])
+            values["mask_blocks"] = mask_blocks.reference(given)
     return values
 
 

@@ -39,3 +39,8 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
 def operand_of(tensor: torch.Tensor | None, *dims: int) -> Operand | None:
     """The tensor as an operand of a kernel that builds on the strides of these dimensions."""
     return None if tensor is None else operand(tensor, *(tensor.stride(dim) for dim in dims))
+
+
+def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as a kernel reads it: booleans as bytes, numbers as they are."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

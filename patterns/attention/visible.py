@@ -1,5 +1,6 @@
 """Which keys an attention lets a query see, as arguments of an op: `mask`, `positions`, `window`,
-`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`.
+`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`, with
+the list of its blocks, `mask_blocks`.
 
 Dimension letters: as in `patterns/recognise/attention.py`.
 """
@@ -11,7 +12,7 @@ from typing import Any
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.recognise.attention import Attention, refuse
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.masks import Causal, causal_of
+from tilewright.patterns.recognise.masks import visible_by
 
 
 def visible_keys(attention: Attention) -> dict[str, Any]:
@@ -22,19 +23,23 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
         refuse("it has a mask besides is_causal", attention.end)
-    numbers = {} if attention.added is None else {"attn_mask": attention.added}
-    found = causal_of(attention.mask, *attention.queries[:2], sees=attention.sees)
-    if found is True:
-        return {"mask": "none", **numbers}
-    if isinstance(found, Causal):
-        positions = {} if found.positions is None else {"positions": found.positions}
-        return {"mask": "causal", **positions, **numbers}
-    return {"mask": "none", "attn_mask": _one_tensor(attention)}
+    found = visible_by(attention.mask, *attention.queries[:2], sees=attention.sees)
+    if found is None:
+        seen = attention.mask if attention.sees else Computed("invert", (attention.mask,))
+        return {"mask": "none", **_tensor(_with_numbers(seen, attention.added))}
+    given = {
+        "positions": found.positions,
+        "window": found.window or None,
+        **_tensor(_with_numbers(found.padding, attention.added)),
+    }
+    return {"mask": found.mask, **{n: item for n, item in given.items() if item is not None}}
 
 
 def mask_fact(arguments: dict[str, Any]) -> str:
     """What reports print of these arguments."""
     kinds = [] if arguments["mask"] == "none" else [arguments["mask"]]
+    if "window" in arguments:
+        kinds[-1] += f"({arguments['window']})"
     if "positions" in arguments:
         kinds[-1] += " by position"
     if "attn_mask" in arguments:
@@ -42,13 +47,18 @@ def mask_fact(arguments: dict[str, Any]) -> str:
     return " and ".join(kinds) or "none"
 
 
-def _one_tensor(attention: Attention) -> View | Computed:
-    """All that the graph's mask says: bool, True is seen, or numbers, added."""
-    assert attention.mask is not None
-    seen = attention.mask if attention.sees else Computed("invert", (attention.mask,))
-    if attention.added is None:
-        return seen
-    return Computed("where", (seen, attention.added, float("-inf")))
+def _tensor(mask: View | Computed | None) -> dict[str, Any]:
+    """A mask tensor with its list of blocks: layers of one mask share the list's node."""
+    if mask is None:
+        return {}
+    return {"attn_mask": mask, "mask_blocks": Computed("mask_blocks", (mask,))}
+
+
+def _with_numbers(seen: View | Computed | None, numbers: View | None) -> View | Computed | None:
+    """One mask of a bool mask, True is seen, and numbers that are added."""
+    if seen is None or numbers is None:
+        return numbers if seen is None else seen
+    return Computed("where", (seen, numbers, float("-inf")))
 
 
 def _ragged(attention: Attention) -> dict[str, Any]:

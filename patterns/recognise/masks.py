@@ -1,14 +1,16 @@
 """What an attention mask says: which keys a query sees, read off the expressions that compute it.
 
-`arange(K) <= positions[:, None]` is causal by position. Masks are built from counted indices
-(`arange`, differences, running sums, gathers of these), each a linear function of its own indices:
-comparisons of those decide most of a mask before any number is known.
+`arange(K) <= positions[:, None]` is causal by position; with `arange(K) > positions[:, None] - n`
+it is a sliding window, and `padding[:, None, None]` hides keys besides. Masks are built from
+counted indices (`arange`, differences, running sums, gathers of these), each a linear function of
+its own indices: comparisons of those decide most of a mask before any number is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,16 +18,25 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
+from tilewright.patterns.recognise.equality import equal_values
 
 _INTEGERS = (torch.int32, torch.int64)
 _FILLED = {f"aten.{kind}": number for kind, number in (("ones", 1), ("new_ones", 1), ("zeros", 0))}
 
 
 @dataclass(frozen=True)
-class Causal:
-    """Query i sees the keys up to `positions[i]`: [S], or [B * S]; None: up to i."""
+class Visible:
+    """Which keys j a query at position p sees.
 
-    positions: View | Computed | None
+    mask: "none": all; "causal": j <= p; "sliding_window": p - window < j <= p; "chunked": j <= p
+    and j // window == p // window. positions: p of each query, [S], or [B * S]; None: p is i for
+    query i. padding: [B or 1, 1, 1, K], bool: besides, a key is seen only where it is True.
+    """
+
+    mask: str
+    positions: View | Computed | None = None
+    window: int = 0
+    padding: View | Computed | None = None
 
 
 @dataclass(frozen=True)
@@ -53,47 +64,192 @@ class _Compared:
 _Truth = bool | _Compared | None
 
 
-def causal_of(mask: View, batch: Size, queries: Size, sees: bool = True) -> Causal | bool | None:
+@dataclass
+class _Terms:
+    """What a mask is the conjunction of; j a key's place.
+
+    upper: j <= the numbers + the int; None for the numbers: query i's place i. lower: j >= them.
+    chunks: j // the int == them // the int. padding: of keys alone, and whether it is True where
+    one is seen. whole: whether these are all.
+    """
+
+    upper: list[tuple[View | None, int]] = field(default_factory=list)
+    lower: list[tuple[View, int]] = field(default_factory=list)
+    chunks: list[tuple[View, int]] = field(default_factory=list)
+    padding: list[tuple[View, bool]] = field(default_factory=list)
+    whole: bool = True
+
+
+def visible_by(mask: View, batch: Size, queries: Size, sees: bool = True) -> Visible | None:
     """What a boolean mask [B or 1, H or 1, S or 1, K] says to `batch` times `queries` queries.
 
-    sees: a key is seen where the mask is that. True: every key is seen. None: it is no such mask.
+    sees: a key is seen where the mask is that. None: it cannot be said.
     """
     if mask.value.dtype != torch.bool:
         return None
+    terms = _Terms()
     try:
-        if sees and _is_triangle(mask):
-            return Causal(None)
-        truth = _truth(mask) if sees else _negated(_truth(mask))
-        if isinstance(truth, bool):
-            return truth or None
-        return None if truth is None else _by_position(truth, batch, queries)
+        _collect(mask, sees, terms)
+        return _visible(terms, batch, queries) if terms.whole else None
     except InexpressibleError:
         return None
 
 
-def _by_position(found: _Compared, num_sequences: Size, num_queries: Size) -> Causal | None:
-    """key index <= query position + slack, as the op has it."""
-    low, high = _line(found.low), found.high
-    last = len(found.low.shape) - 1
-    if low is None or high.value.dtype not in _INTEGERS or len(high.shape) != 4:
+def _visible(terms: _Terms, batch: Size, queries: Size) -> Visible | None:
+    padding = _joined(terms.padding)
+    if not terms.upper:
+        return None if terms.lower or terms.chunks else Visible("none", padding=padding)
+    (high, shift), *others = terms.upper
+    if any(_apart(high, other) != more - shift for other, more in others):
         return None
-    counts = all(slope == (1 if axis == last else 0) for axis, slope in enumerate(low.slopes))
-    if not counts or not isinstance(low.offset, int):
+    positions = None if high is None else _positions(high, shift, batch, queries)
+    windows = {_apart(high, low, shift + 1 - more) for low, more in terms.lower}
+    chunks = {size if _apart(high, at, shift) == 0 else None for at, size in terms.chunks}
+    if not windows and not chunks:
+        return Visible("causal", positions, padding=padding)
+    (window,) = windows | chunks if len(windows | chunks) == 1 else (None,)
+    if window is None or window < 1 or (windows and chunks):
         return None
-    shift = found.slack - low.offset
-    batch, heads, queries, keys = high.effect.dims
-    if any(atom.axis is not None for dim in (heads, keys) for atom in dim):
-        return None
+    return Visible("sliding_window" if windows else "chunked", positions, window, padding)
+
+
+def _joined(padding: Sequence[tuple[View, bool]]) -> View | Computed | None:
+    """True where all terms show a key."""
+    shown = [view if sees else Computed("invert", (view,)) for view, sees in padding]
+    return reduce(lambda a, b: Computed("bitwise_and", (a, b)), shown) if shown else None
+
+
+def _positions(high: View, shift: int, batch: Size, queries: Size) -> View | Computed | None:
+    """The numbers + shift for each query; None where they count the queries."""
     line = _line(high)
-    steps = (0, 0, 0 if num_queries == 1 else 1, 0)
+    steps = (0, 0, 0 if queries == 1 else 1, 0)
     if line is not None and line.slopes == steps and line.offset + shift == 0:
-        return Causal(None)
-    one = all(atom.axis is None for atom in batch)
-    both = Effect((() if one else batch, queries), high.effect.start)
-    lead = 1 if one else num_sequences
-    wide = effects.expand(both, (lead, num_queries))
+        return None
+    of_batch, _, of_query, _ = high.effect.dims
+    one = all(atom.axis is None for atom in of_batch)
+    both = Effect((() if one else of_batch, of_query), high.effect.start)
+    lead = 1 if one else batch
+    wide = effects.expand(both, (lead, queries))
     positions = View(high.value, effects.reshape(wide, (effects.product(wide.shape),)))
-    return Causal(positions if shift == 0 else Computed("add", (positions, shift)))
+    return positions if shift == 0 else Computed("add", (positions, shift))
+
+
+# --- terms ----------------------------------------------------------------------------------------
+
+_AND = {"aten.bitwise_and", "aten.logical_and"}
+_OR = {"aten.bitwise_or", "aten.logical_or"}
+_NOT = {"aten.bitwise_not", "aten.logical_not"}
+
+
+def _collect(view: View, sees: bool, terms: _Terms) -> None:
+    """Adds the terms of which a mask is the conjunction, or of whose opposite it is."""
+    value = view.value
+    if value.op in _NOT and len(value.operands) == 1:
+        _collect(view.of_operand(value.operands[0]), not sees, terms)
+    elif value.op in (_AND if sees else _OR) and len(value.operands) == 2:
+        for operand in value.operands:
+            _collect(view.of_operand(operand), sees, terms)
+    elif sees and _is_triangle(view):
+        terms.upper.append((None, 0))
+    elif not _add_comparison(view, sees, terms) and not _add_chunks(view, sees, terms):
+        terms.whole &= _add_padding(view, sees, terms)
+
+
+def _add_comparison(view: View, sees: bool, terms: _Terms) -> bool:
+    truth = _truth(view) if sees else _negated(_truth(view))
+    if not isinstance(truth, _Compared):
+        return truth is True
+    low, high = _key_offset(truth.low), _key_offset(truth.high)
+    if low is not None and _is_of_queries(truth.high):
+        terms.upper.append((truth.high, truth.slack - low))
+    elif high is not None and _is_of_queries(truth.low):
+        terms.lower.append((truth.low, -truth.slack - high))
+    else:
+        return False
+    return True
+
+
+def _add_chunks(view: View, sees: bool, terms: _Terms) -> bool:
+    """j // size == p // size."""
+    value = view.value
+    if value.op != ("aten.eq" if sees else "aten.ne") or len(value.operands) != 2:
+        return False
+    for one, other in value.either_way:
+        keys, at = (_quotient(view.of_operand(v)) for v in (one, other))
+        if keys is None or at is None or keys[1] != at[1]:
+            return False
+        if _key_offset(keys[0]) == 0 and _is_of_queries(at[0]):
+            terms.chunks.append(at)
+            return True
+    return False
+
+
+def _quotient(view: View) -> tuple[View, int] | None:
+    """(x, n) of x // n."""
+    value = view.value
+    mode = {} if value.op == "aten.floor_divide" else {"rounding_mode": "floor"}
+    if value.op not in ("aten.floor_divide", "aten.div") or dict(value.kwargs) != mode:
+        return None
+    x, n = value.args
+    plain = isinstance(x, View) and isinstance(n, int) and n > 0
+    return (view.of_operand(x), n) if plain and value.dtype in _INTEGERS else None
+
+
+def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
+    """A term that is the same for every head and query."""
+    if len(view.shape) != 4 or view.value.dtype != torch.bool:
+        return False
+    batch, heads, queries, keys = view.effect.dims
+    if any(atom.axis is not None for dim in (heads, queries) for atom in dim):
+        return False
+    one = all(atom.axis is None for atom in batch)
+    terms.padding.append((view.with_dims(() if one else batch, (), (), keys), sees))
+    return True
+
+
+def _key_offset(view: View) -> int | None:
+    """n of numbers that are n + j at every key j."""
+    line = _line(view)
+    if line is None or not isinstance(line.offset, int):
+        return None
+    return line.offset if line.slopes == (0, 0, 0, 1) else None
+
+
+def _is_of_queries(view: View) -> bool:
+    """Whether integers [B, H, S, K] are the same for every head and key."""
+    if view.value.dtype not in _INTEGERS or len(view.shape) != 4:
+        return False
+    _, heads, _, keys = view.effect.dims
+    return all(atom.axis is None for dim in (heads, keys) for atom in dim)
+
+
+def _apart(one: View | None, other: View | None, more: int = 0) -> int | None:
+    """one - other + more where that is the same everywhere."""
+    if one is None or other is None:
+        return more if one is other else None
+    (a, m), (b, n) = _shifted(one), _shifted(other)
+    if equal_values(a, b):
+        return m - n + more
+    lines = _line(one), _line(other)
+    if lines[0] is None or lines[1] is None:
+        return None
+    known = _sum(lines[0], lines[1], -1).constant
+    return known + more if isinstance(known, int) else None
+
+
+def _shifted(view: View) -> tuple[View, int]:
+    """(x, n) of integers x + n, what repeats left out."""
+    shift = 0
+    while view.value.op in ("aten.add", "aten.sub") and len(view.value.args) == 2:
+        x, n = view.value.args
+        line = _operand(view, n)
+        known = None if line is None else line.constant
+        if not isinstance(x, View) or not isinstance(known, int) or view.value.kwargs:
+            break
+        shift += known if view.value.op == "aten.add" else -known
+        view = view.of_operand(x)
+    dims = (() if all(a.axis is None for a in dim) else dim for dim in view.effect.dims)
+    return view.with_dims(*dims), shift
 
 
 # --- truth ----------------------------------------------------------------------------------------

@@ -57,6 +57,14 @@ def test_no_head_of_the_cache_is_repeated(name, dynamic):
     assert CACHE_LENGTH in map(keys_of, nodes_of(graph.before, "expand"))
 
 
+def test_layers_that_share_a_mask_share_its_blocks():
+    case = with_mask(build_hf("llama"), "tensor")
+    (graph,) = lower(case.model, case.args, case.kwargs).graphs
+    called = [n.target for n in graph.after.graph.nodes]
+    assert called.count(torch.ops.tilewright.cache_attention.default) == 2
+    assert called.count(torch.ops.tilewright.mask_blocks.default) == 1
+
+
 def nodes_of(gm, *methods):
     return [n for n in gm.graph.nodes if n.op == "call_method" and n.target in methods]
 

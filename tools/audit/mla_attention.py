@@ -36,6 +36,10 @@ def _integers(*shape: int) -> torch.Tensor:
     return _meta(*shape, dtype=torch.int32)
 
 
+def _flags(*shape: int) -> torch.Tensor:
+    return _meta(*shape, dtype=torch.bool)
+
+
 def attention_call(
     heads: int,
     *,
@@ -82,6 +86,23 @@ CALLS: dict[str, AttentionCall] = {
     "16 heads, mask tensor": attention_call(
         16, ragged=False, mask="none", attn_mask=_meta(1, 1, 4096, 4096)
     ),
+    "40 heads, narrow, mask of booleans": attention_call(
+        40, ragged=False, dims=(64, 32, 64), mask="none", attn_mask=_flags(1, 1, 4096, 4096)
+    ),
+    "20 heads, wide, mask of booleans": attention_call(
+        20, ragged=False, dims=(192, 64, 256), mask="none", attn_mask=_flags(1, 1, 4096, 4096)
+    ),
+    "16 heads, one query, mask of booleans": attention_call(
+        16,
+        ragged=False,
+        mask="none",
+        attn_mask=_flags(1, 1, 1, 4096),
+        q=_meta(1, 1, 16, 128),
+        q_rope=_meta(1, 1, 16, 64),
+    ),
+    "16 heads, causal and mask tensor": attention_call(
+        16, ragged=False, attn_mask=_meta(1, 1, 4096, 4096)
+    ),
     "64 heads, wide": attention_call(64, dims=(192, 64, 256)),
     "16 heads, pages": attention_call(
         16, block_table=_integers(8, 512), k_rope=_meta(1024, 64, 576)[..., 512:]
@@ -98,6 +119,8 @@ def mla_attention_cases(target: Target) -> list[AuditCase]:
 def _cores(target: Target) -> Iterator[AuditCase]:
     for name, call in CALLS.items():
         for spec in drive(attention_steps(call, target), Planner(target)).specs:
+            if spec.kernel == "mask_blocks":
+                continue  # of another family
             claims = _core_claims(spec) if spec.kernel == "mla_attention" else Expectations()
             yield AuditCase(f"mla attention, {name}", spec, claims)
 

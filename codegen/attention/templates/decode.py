@@ -10,11 +10,9 @@ their results in a fixed order, so the sum does not depend on which was last.
 import triton
 import triton.language as tl
 
+from tilewright.codegen.attention.templates.block_list import listed_key, listed_range, tile_list
+from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped
 from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Below the logarithm of any weight that counts; lower finite masks would overflow in base 2.
-LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -122,9 +120,7 @@ def attend_block(
     k = load_block(k_rows, exists, HEAD_DIM, HEAD_BLOCK, CHECKED)
     scores = tl.dot(k.to(q.dtype), q)
     if CAPPED:
-        # tanh(y) = 1 - 2 / (exp(2 y) + 1)
-        scores = 1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0)
-        scores *= softcap
+        scores = capped(scores, factor, softcap)
     elif MASK_KIND == "additive":
         scores *= factor
     needed = exists
@@ -241,15 +237,15 @@ def attention_decode(
     num_queries, num_keys, num_pages, row_tiles, factor, softcap,
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     positions_sequence_stride, positions_stride, table_stride, mask_sequence_stride,
-    mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride, blocks_stride,
-    scale_stride,
+    mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride,
+    blocks_tile_stride, scale_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
-    LISTED_QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
+    LISTED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    REAL: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -257,10 +253,10 @@ def attention_decode(
     rows. Strides count elements; K_STRIDE and V_STRIDE from key to key of a page; without a block
     table a sequence is a page. factor takes products to the base-2 domain; where CAPPED to twice
     what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
-    "none", "bool" or "additive", of the mask tensor. LISTED_QUERIES: of so many queries each row of
-    mask_blocks lists the blocks of BLOCK_N keys that some query sees; those that all see whole come
-    first. REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace
-    has SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
+    "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks
+    has the mask's list of blocks (codegen/attention/blocks.py), a row for each QUERIES queries.
+    REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace has
+    SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
     merged at once.
     """
     if LAUNCH_PDL:
@@ -300,21 +296,24 @@ def attention_decode(
         mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
     if k_scale_ptr is not None:
         factor *= tl.load(k_scale_ptr + kv_head * scale_stride)
-    # The blocks of the tile: whole ones come first. This program takes those from `begin` to `end`.
-    blocks = mask_blocks_ptr
-    if LISTED_QUERIES > 0:
-        blocks = mask_blocks_ptr + sequence.to(tl.int64) * blocks_sequence_stride
-        blocks += (row_tile * TOKENS // LISTED_QUERIES) * blocks_stride
-        num_whole = tl.load(blocks)
-        num_blocks = num_whole + tl.load(blocks + 1)
-        if MASK != "none" or key_lengths_ptr is not None:
-            num_whole = 0
-        first = 0
-        whole = 0
-    else:
-        first, whole, num_whole, num_blocks = block_range(
-            lowest, highest, 0, own_keys, 0, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
+    # The blocks of the tile; with a list from here on places on it. Whole ones come first, and this
+    # program takes those from `begin` to `end`.
+    first, whole, num_whole, num_blocks = block_range(
+        lowest, highest, 0, own_keys, 0, MASK, WINDOW, BLOCK_N
+    )
+    entries = mask_blocks_ptr
+    if LISTED:
+        entries, count = tile_list(
+            mask_blocks_ptr, sequence, kv_head, row_tile * TOKENS, blocks_sequence_stride, 0,
+            blocks_tile_stride, QUERIES,
+        )  # fmt: skip
+        first, whole, num_whole, num_blocks = listed_range(
+            entries, count, first, whole, num_whole, num_blocks
         )
+    elif MASK_KIND != "none":
+        # Nobody has said which blocks the mask lets all rows see whole.
+        whole = first
+        num_whole = 0
     each = (num_blocks + SPLITS - 1) // SPLITS
     begin = tl.minimum(split * each, num_blocks)
     end = tl.minimum(begin + each, num_blocks)
@@ -324,23 +323,23 @@ def attention_decode(
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((V_BLOCK, ROWS), tl.float32)
     for step in tl.range(begin, middle, num_stages=STAGES):
-        block = whole + step
-        if LISTED_QUERIES > 0:
-            block = tl.load(blocks + 2 + step)
+        first_key = (whole + step) * BLOCK_N
+        if LISTED:
+            first_key = listed_key(entries, whole + step, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
-            block * BLOCK_N, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
+            first_key, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
             num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
             mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
             V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
             CAPPED, False, BLOCK_N,
         )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
-        if LISTED_QUERIES > 0:
-            block = tl.load(blocks + 2 + step)
-        else:
-            block = block_of_step(step, first, whole, num_whole)
+        block = block_of_step(step, first, whole, num_whole)
+        first_key = block * BLOCK_N
+        if LISTED:
+            first_key = listed_key(entries, block, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
-            block * BLOCK_N, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
+            first_key, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
             num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
             mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
             V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,

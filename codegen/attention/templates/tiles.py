@@ -143,12 +143,12 @@ def query_positions(
 @triton.jit
 def block_range(
     lowest, highest, key_start, own_keys, lead,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, ALL_CHECKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(first block, first whole block, whole blocks, all blocks) of keys for a tile of queries.
 
     Every query sees all keys of a whole block; blocks before and after the whole ones need a mask.
-    The first `lead` keys belong to no sequence. ALL_CHECKED: no block counts as whole.
+    The first `lead` keys belong to no sequence.
     """
     low = 0
     high = own_keys
@@ -168,15 +168,11 @@ def block_range(
     high = tl.maximum(high, low)
     first = low // BLOCK_N
     total = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first, 0)
-    if ALL_CHECKED:
-        whole = first
-        num_whole = first - first
-    else:
-        whole = (tl.maximum(whole_low, lead) + BLOCK_N - 1) // BLOCK_N
-        num_whole = tl.maximum(whole_high, 0) // BLOCK_N - whole
-        # Where no block is whole, the masked blocks start at the first.
-        whole = tl.where(num_whole > 0, whole, first)
-        num_whole = tl.maximum(num_whole, 0)
+    whole = (tl.maximum(whole_low, lead) + BLOCK_N - 1) // BLOCK_N
+    num_whole = tl.maximum(whole_high, 0) // BLOCK_N - whole
+    # Where no block is whole, the masked blocks start at the first.
+    whole = tl.where(num_whole > 0, whole, first)
+    num_whole = tl.maximum(num_whole, 0)
     return first, whole, num_whole, total
 
 

@@ -3,12 +3,23 @@
 A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
 up-projection, rope keys from rows or from the pages of the latent cache. Online softmax over blocks
 of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that no query of a tile sees
-are not visited; blocks that every query sees whole are not masked.
+are not visited; blocks that every query sees whole are not masked. Which these are follows from
+positions; of a mask tensor a list says it.
 """
 
 import triton
 import triton.language as tl
 
+from tilewright.codegen.attention.templates.block_list import (
+    listed_key,
+    listed_range,
+    tile_list,
+)
+from tilewright.codegen.attention.templates.softmax import (
+    add_values,
+    mask_scores,
+    online_softmax_step,
+)
 from tilewright.codegen.attention.templates.tiles import (
     base_of,
     block_of_step,
@@ -16,7 +27,6 @@ from tilewright.codegen.attention.templates.tiles import (
     own_rows,
     query_positions,
     tile_place,
-    visible,
 )
 from tilewright.codegen.mla.templates.loads import (
     load_queries,
@@ -26,7 +36,6 @@ from tilewright.codegen.mla.templates.loads import (
     rotated_queries,
 )
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -73,37 +82,6 @@ def block_scores(
 
 
 @triton.jit
-def mask_scores(
-    scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
-    mask_row_stride, mask_column_stride, steepness,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
-    EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
-    keys = tl.arange(0, BLOCK_N)
-    if EVERY_BLOCK:
-        # The offset goes to the rows: the column numbers are then the same for every block.
-        seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
-        keys += first_key
-    else:
-        keys += first_key
-        seen = visible(positions, keys, 0, key_start, own_keys, lead, MASK, WINDOW, LED)
-    if MASK_KIND != "none":
-        rows = first_row + tl.arange(0, BLOCK_M)
-        places = (
-            mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
-            + keys.to(tl.int64)[None, :] * mask_column_stride
-        )  # fmt: skip
-        inside = (rows < own_queries)[:, None] & (keys < own_keys)[None, :]
-        given = tl.load(places, mask=inside, other=0)
-        if MASK_KIND == "bool":
-            seen = seen & (given != 0)
-        else:
-            scores = scores * steepness + given.to(tl.float32) * LOG2E
-    return tl.where(seen, scores, float("-inf"))
-
-
-@triton.jit
 def load_values(
     v_source, first_key, own_keys, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,49 +107,25 @@ def load_values(
 
 
 @triton.jit
-def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
-    """A step of the online softmax: (weights, factor of earlier sums, new maximum, new sum).
-
-    factor takes scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
-    ones do not vanish in fp8.
-    """
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    # A row that has seen no key yet.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
-    decay = tl.exp2(top - base)
-    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
-
-
-@triton.jit
-def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
-    """output * decay + weights @ values. PROMOTE: each block's product has an fp32 accumulator of
-    its own."""
-    if PROMOTE:
-        output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
-    else:
-        output = tl.dot(weights.to(values.dtype), values, output * decay[:, None])
-    return output
-
-
-@triton.jit
 def mla_attention(
     q_ptr, q_rope_ptr, k_ptr, v_ptr, rope_ptr, out_ptr, lse_ptr,
     query_offsets_ptr, key_offsets_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr,
-    positions_ptr, block_table_ptr, mask_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
-    cos_ptr, sin_ptr,
+    positions_ptr, block_table_ptr, mask_ptr, mask_blocks_ptr,
+    q_scale_ptr, k_scale_ptr, v_scale_ptr, cos_ptr, sin_ptr,
     num_sequences, num_queries, num_keys, row_tiles, head_group, num_pages, table_rows, factor,
     q_sequence_stride, q_head_stride, q_token_stride,
     q_rope_sequence_stride, q_rope_head_stride, q_rope_token_stride,
     k_sequence_stride, k_head_stride, v_sequence_stride, v_head_stride, v_stride,
     rope_sequence_stride, rope_head_stride, positions_sequence_stride, positions_stride,
     table_stride, mask_sequence_stride, mask_head_stride, mask_row_stride, mask_column_stride,
+    blocks_sequence_stride, blocks_head_stride, blocks_tile_stride,
     NUM_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, SORTED: tl.constexpr, RAGGED: tl.constexpr,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V_DIM: tl.constexpr,
     NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_STRIDE: tl.constexpr, V_BY_KEY: tl.constexpr, V_ALIGNMENT: tl.constexpr,
     ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
     ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr,
     SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
     SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, ONE_LOOP: tl.constexpr,
@@ -184,8 +138,10 @@ def mla_attention(
     Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
     or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
     log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive",
-    of the mask tensor. JOINT: one descriptor reads keys and values, which follow them. ONE_LOOP:
-    masked and whole blocks share a loop; else whole blocks have a loop of their own. ROPE_STYLE:
+    of the mask tensor; mask_blocks: its list of blocks, of tiles of QUERIES queries and KEYS keys,
+    which BLOCK_M and BLOCK_N divide: the blocks on it are visited, and no others. JOINT: one
+    descriptor reads keys and values, which follow them. ONE_LOOP: masked and whole blocks share a
+    loop, as listed ones do; else whole blocks have a loop of their own. ROPE_STYLE:
     the rotation of q_rope, "none" if it is rotated already; table_rows: of cos and sin.
     """
     # A program without a tile goes on with no queries and no keys: Triton cannot specialise warps
@@ -270,9 +226,24 @@ def mla_attention(
         factor *= tl.load(q_scale_ptr)
     if k_scale_ptr is not None:
         factor *= tl.load(k_scale_ptr)
+    LISTED: tl.constexpr = MASK_KIND != "none"
     first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, key_start, own_keys, lead, MASK, WINDOW, MASK_KIND != "none", BLOCK_N
+        lowest, highest, key_start, own_keys, lead, MASK, WINDOW, KEYS if LISTED else BLOCK_N
     )
+    if LISTED:
+        entries, count = tile_list(
+            mask_blocks_ptr, sequence, head, first_row, blocks_sequence_stride,
+            blocks_head_stride, blocks_tile_stride, QUERIES,
+        )  # fmt: skip
+        # From here on these are places on the list, and of parts of its blocks.
+        first, whole, num_whole, num_blocks = listed_range(
+            entries, count, first, whole, num_whole, num_blocks
+        )
+        PARTS: tl.constexpr = KEYS // BLOCK_N
+        first *= PARTS
+        whole *= PARTS
+        num_whole *= PARTS
+        num_blocks *= PARTS
     if TMA:
         # A descriptor needs a row; without keys no block is read.
         tma_keys = tl.maximum(own_keys, 1)
@@ -304,7 +275,10 @@ def mla_attention(
     masked_steepness = 1.0 if MASK_KIND == "additive" else steepness
     if not ONE_LOOP:
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
-            key = (whole + step) * BLOCK_N
+            if LISTED:
+                key = listed_key(entries, whole + step, KEYS, BLOCK_N)
+            else:
+                key = (whole + step) * BLOCK_N
             scores = block_scores(
                 q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
                 key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
@@ -320,7 +294,10 @@ def mla_attention(
     if not ONE_LOOP:
         masked = num_whole
     for step in tl.range(masked, num_blocks, warp_specialize=WARP_SPECIALIZE):
-        if ONE_LOOP:
+        if LISTED:
+            place = first + step if ONE_LOOP else block_of_step(step, first, whole, num_whole)
+            key = listed_key(entries, place, KEYS, BLOCK_N)
+        elif ONE_LOOP:
             key = (first + step) * BLOCK_N
         else:
             key = block_of_step(step, first, whole, num_whole) * BLOCK_N

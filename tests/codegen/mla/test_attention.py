@@ -23,6 +23,8 @@ from tests.interpreted import Interpreter
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.targets import SM100
+from tilewright.ops.attention import mask_blocks
+from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
 from tilewright.ops.mla.attention_lowering import merge_steps, query_steps
 from tilewright.ops.mla.attention_operands import (
     AttentionCall,
@@ -41,6 +43,8 @@ POINTERS = kernels.AttentionConfig(16, 16, 4, 2, tma=False)
 def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100", group: int = 2):
     """(out, lse) of the emitted kernel; both filled with NaN before."""
     check_call(a)
+    if a.attn_mask is not None:
+        a = replace(a, mask_blocks=mask_blocks.reference(MaskBlocksArguments(a.attn_mask)))
     problem = attention_problem(a)
     assert problem.tma or not config.tma
     spec = kernels.attention_spec(problem, config, target)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.mla.attention_plan import attention_config
 from tilewright.codegen.mla.attention_specs import (
@@ -14,13 +15,14 @@ from tilewright.codegen.mla.attention_specs import (
     attention_spec,
 )
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.targets import SM90
+from tilewright.codegen.targets import SM90, SM100
 
 BF16, FP32 = Operand("bf16"), Operand("fp32")
 DENSE = AttentionProblem(
     num_heads=16, nope=128, rope=64, v_dim=128, q=BF16, k=Operand("bf16", (4096,)), v=BF16,
     out=BF16, q_rope=BF16, k_rope=Operand("bf16", (64, 0)), tma=True, rope_tma=True, joint=True,
 )  # fmt: skip
+WIDE = replace(DENSE, num_heads=20, nope=192, v_dim=256)
 RAGGED = replace(DENSE, query_offsets=Operand("i32"), key_offsets=Operand("i32"), sequences=8)
 
 
@@ -41,6 +43,24 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         (replace(RAGGED, sequences=128), sizes(100, 409600), "128x64 w8 s3 chained"),
         (replace(RAGGED, tma=False), sizes(6, 12288), "128x64 w8 s3 chained"),
         (replace(DENSE, attn_mask=Operand("u8")), sizes(1, 4096), "128x64 w8 s3 chained"),
+        (replace(DENSE, attn_mask=FP32), sizes(1, 4096), "128x64 w8 s2 chained"),
+        # As many keys as queries are taken to be seen of a cache.
+        (
+            replace(DENSE, attn_mask=Operand("u8")),
+            AttentionSizes(1, 1, 65536, 1),
+            "64x64 w4 s3 chained",
+        ),
+        (
+            replace(DENSE, attn_mask=Operand("u8")),
+            AttentionSizes(8, 1024, 4096, 1024),
+            "64x64 w4 s2 chained",
+        ),
+        (
+            replace(WIDE, attn_mask=Operand("u8")),
+            AttentionSizes(8, 1, 4096, 1),
+            "64x64 w8 s2 chained",
+        ),
+        (replace(WIDE, attn_mask=Operand("u8")), sizes(1, 1024), "128x32 w8 s2 chained"),
         (replace(DENSE, out=FP32), sizes(1, 4096), "128x64 w8 s3 chained"),
     ],
 )
@@ -64,3 +84,19 @@ def test_a_part_of_several_chunks_fits_shared_memory(tokens, tmp_path, monkeypat
     config = attention_config(part, sizes(1, tokens), SM90)
     audit = compile_for(attention_spec(part, config, "sm90")).audit
     assert audit.shared_bytes <= SM90.max_shared_bytes
+
+
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+@pytest.mark.parametrize("dims", [(128, 64, 128), (64, 32, 64), (192, 64, 256)], ids=str)
+@pytest.mark.parametrize("queries", [1, 100, 4096])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])
+def test_tiles_of_a_masked_call_divide_those_of_its_list(target, dims, queries, dtype):
+    nope, rope, v_dim = dims
+    k = Operand(dtype, (4096,))
+    masked = replace(
+        DENSE, nope=nope, rope=rope, v_dim=v_dim, q=Operand(dtype), k=k, v=Operand(dtype),
+        attn_mask=Operand("u8"), mask_blocks=Operand("i32"),
+    )  # fmt: skip
+    config = attention_config(masked, AttentionSizes(2, queries, 4096, queries), target)
+    assert (QUERIES % config.block_m, KEYS % config.block_n) == (0, 0)
+    assert not config.warp_specialize

@@ -53,7 +53,7 @@ MASKS = {
     "keys_backwards": (lambda q, k, p: counted(k).flip(0) <= p[:, None], "tensor"),
     "window": (
         lambda q, k, p: (counted(k) <= p[:, None]) & (counted(k) > p[:, None] - 4),
-        "tensor",
+        "sliding_window(4) by position",
     ),
     "by_head": (
         lambda q, k, p: counted(k) <= p[None, :, None] - torch.arange(4)[:, None, None],

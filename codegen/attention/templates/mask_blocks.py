@@ -1,0 +1,93 @@
+"""Which blocks of keys a mask lets some query of a tile see: its list of blocks."""
+
+import triton
+import triton.language as tl
+
+# A sum of marks has its count of seen keys below this bit, that of whole ones from it on: a tile
+# and a block have 2 ** 13 pairs.
+WHOLE_BIT: tl.constexpr = tl.constexpr(14)
+
+
+@triton.jit
+def pair_marks(values, KIND: tl.constexpr):
+    """What a pair of query and key adds to its block's sum: 1 where it is seen, 2 ** WHOLE_BIT
+    where nothing is added to it, either."""
+    if KIND == "bool":
+        marks = (values != 0).to(tl.int32) * ((1 << WHOLE_BIT) + 1)
+    else:
+        seen = (values != float("-inf")).to(tl.int32)
+        marks = seen + ((values == 0).to(tl.int32) << WHOLE_BIT)
+    return marks
+
+
+@triton.jit
+def write_list(list_ptr, flags_ptr, key_blocks, LISTED: tl.constexpr):
+    """The list of a tile of its blocks' flags: 0, 1 where some query sees a key, 2 where all see
+    all. Blocks that are seen go to its front in their order, zeros for the others to its end."""
+    count = 0
+    for first in range(0, key_blocks, LISTED):
+        blocks = first + tl.arange(0, LISTED)
+        real = blocks < key_blocks
+        flags = tl.load(flags_ptr + blocks, mask=real, other=0.0, cache_modifier=".cg")
+        seen = (flags > 0.0).to(tl.int32)
+        before = count + tl.cumsum(seen, axis=0) - seen
+        places = tl.where(seen > 0, before, key_blocks - 1 - (blocks - before))
+        entries = tl.where(seen > 0, 2 * blocks + (flags > 1.0).to(tl.int32), 0)
+        tl.store(list_ptr + 1 + places, entries, mask=real)
+        count += tl.sum(seen, axis=0)
+    tl.store(list_ptr, count)
+
+
+@triton.jit
+def mask_blocks(
+    mask_ptr, out_ptr, flags_ptr, counters_ptr, num_heads, num_queries, num_keys, query_tiles,
+    key_blocks, blocks_per_part, parts, sequence_stride, head_stride, row_stride, column_stride,
+    KIND: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, LISTED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """out [.., query_tiles, 1 + key_blocks], the list of blocks of a mask
+    [.., num_queries, num_keys] (codegen/attention/blocks.py).
+
+    Grid (tiles, parts): a program reads blocks_per_part blocks of a tile, a multiple of BLOCKS,
+    BLOCKS at a time, and ROWS of its QUERIES rows, no fewer than there are. flags: fp32
+    [tiles, key_blocks]. SPLIT: there are several parts, and the last program of a tile to end
+    writes its list; counters: a zeroed int32 for each tile. KIND: "bool" or "additive".
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    pair = tile // query_tiles
+    first_row = tile % query_tiles * QUERIES
+    rows = first_row + tl.arange(0, ROWS)
+    mask_rows = mask_ptr + (
+        (pair // num_heads).to(tl.int64) * sequence_stride
+        + (pair % num_heads).to(tl.int64) * head_stride
+        + rows.to(tl.int64) * row_stride
+    )
+    pairs = tl.minimum(num_queries - first_row, QUERIES) * KEYS
+    own_flags = flags_ptr + tile.to(tl.int64) * key_blocks
+    last = tl.minimum((part + 1) * blocks_per_part, key_blocks)
+    for first in range(part * blocks_per_part, last, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        keys = blocks[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+        places = mask_rows[:, None, None] + keys.to(tl.int64)[None, :, :] * column_stride
+        inside = (rows < num_queries)[:, None, None] & (keys < num_keys)[None, :, :]
+        # Of keys and queries that are not there nothing is seen.
+        other = 0 if KIND == "bool" else float("-inf")
+        marks = pair_marks(tl.load(places, mask=inside, other=other), KIND)
+        sums = tl.sum(tl.sum(marks, axis=2), axis=0)
+        seen = (sums & ((1 << WHOLE_BIT) - 1)) > 0
+        whole = (sums >> WHOLE_BIT) == pairs
+        flags = seen.to(tl.float32) + whole.to(tl.float32)
+        tl.store(own_flags + blocks, flags, mask=blocks < last)
+    # All threads' stores come before what any of them reads, and before the one thread's atomic.
+    tl.debug_barrier()
+    complete = part == 0
+    if SPLIT:
+        complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == parts - 1
+    if complete:
+        write_list(out_ptr + tile.to(tl.int64) * (key_blocks + 1), own_flags, key_blocks, LISTED)
+        if SPLIT:
+            # For the next launch.
+            tl.store(counters_ptr + tile, 0)

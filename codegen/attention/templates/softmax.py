@@ -1,0 +1,76 @@
+"""A block of the online softmax (FlashAttention, Dao et al. 2022), in the base-2 domain."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.attention.templates.tiles import visible
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# Below the logarithm of any weight that counts: a lower finite mask would be minus infinity in base
+# 2, and a row that sees nothing better would see nothing.
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def capped(scores, factor, softcap):
+    """softcap * tanh(y) of scores that factor takes to 2 * log2(e) * y."""
+    return softcap - 2.0 * softcap / (tl.exp2(scores * factor) + 1.0)
+
+
+@triton.jit
+def mask_scores(
+    scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
+    mask_row_stride, mask_column_stride, steepness,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
+    EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
+    keys = tl.arange(0, BLOCK_N)
+    if EVERY_BLOCK:
+        # The offset goes to the rows: the column numbers are then the same for every block.
+        seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
+        keys += first_key
+    else:
+        keys += first_key
+        seen = visible(positions, keys, 0, key_start, own_keys, lead, MASK, WINDOW, LED)
+    if MASK_KIND != "none":
+        rows = first_row + tl.arange(0, BLOCK_M)
+        places = (
+            mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
+            + keys.to(tl.int64)[None, :] * mask_column_stride
+        )  # fmt: skip
+        inside = (rows < own_queries)[:, None] & (keys < own_keys)[None, :]
+        given = tl.load(places, mask=inside, other=0)
+        if MASK_KIND == "bool":
+            seen = seen & (given != 0)
+        else:
+            numbers = given.to(tl.float32)
+            seen = seen & (numbers != float("-inf"))
+            scores = scores * steepness + tl.maximum(numbers * LOG2E, LOWEST)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
+    """A step of the online softmax: (weights, factor of earlier sums, new maximum, new sum).
+
+    factor takes scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
+    ones do not vanish in fp8.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    # A row that has seen no key yet.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
+    decay = tl.exp2(top - base)
+    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
+    """output * decay + weights @ values. PROMOTE: each block's product has an fp32 accumulator of
+    its own."""
+    if PROMOTE:
+        output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
+    else:
+        output = tl.dot(weights.to(values.dtype), values, output * decay[:, None])
+    return output

@@ -1,0 +1,286 @@
+"""`mask_blocks`: which blocks of keys a mask lets some query of a tile see.
+
+    mask [B, H, S, K]  ->  for each tile of 128 queries the blocks of 64 keys that are not hidden
+
+Attention that is given the list reads nothing of other blocks, and no mask where a block is seen
+whole. All layers of a model share one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.mask_plan import mask_config
+from tilewright.codegen.attention.mask_specs import (
+    MaskConfig,
+    MaskProblem,
+    blocks_per_part,
+    mask_spec,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.cache.checks import readable
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_shape,
+    holds,
+)
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.runtime.operands import mask_bytes, operand
+from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
+
+NAME = "mask_blocks"
+DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# A list holds 2 * block + whole, and kernels count keys in 32 bits.
+MOST_KEYS = 2**30
+
+
+@dataclass(frozen=True)
+class MaskBlocksArguments:
+    """The arguments of `mask_blocks`: B sequences, H heads, S queries, K keys.
+
+    attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
+    added to logits, of which -inf alone hides.
+
+    Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries how many
+    blocks of 64 keys some query of it sees, then those blocks in ascending order, then zeros. A
+    block is 2 * its number, plus 1 where every query of the tile sees every key of it, there are
+    64, and a mask that is added adds nothing.
+    """
+
+    attn_mask: torch.Tensor
+
+
+def validate(a: MaskBlocksArguments) -> None:
+    check_shape(NAME, "attn_mask", a.attn_mask, "[B, H, S, K]", (None,) * 4)
+    check_dtype(NAME, "attn_mask", a.attn_mask, DTYPES)
+    keys = a.attn_mask.shape[3]
+    if not holds(keys <= MOST_KEYS):
+        raise ArgumentError(NAME, "attn_mask", f"at most {MOST_KEYS} keys", keys)
+
+
+def validate_values(a: MaskBlocksArguments) -> None:
+    """Every value is one."""
+
+
+def blocks_shape(mask: torch.Tensor) -> tuple[Any, Any, Any, Any]:
+    """Of a mask's list of blocks."""
+    batch, heads, queries, keys = mask.shape
+    return batch, heads, (queries + QUERIES - 1) // QUERIES, 1 + (keys + KEYS - 1) // KEYS
+
+
+def fake(a: MaskBlocksArguments) -> torch.Tensor:
+    return a.attn_mask.new_empty(blocks_shape(a.attn_mask), dtype=torch.int32)
+
+
+def reference(a: MaskBlocksArguments) -> torch.Tensor:
+    """For tile t of queries, block b of keys and what the mask has for them, [128, 64]:
+
+        seen[t, b] = any(mask[128 t:, 64 b:] != -inf)
+        whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
+        out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
+
+    Of booleans, True is seen, and whole where there is nothing else.
+    """
+    mask, made = a.attn_mask, fake(a).zero_()
+    if mask.dtype != torch.bool:
+        seen_pairs, whole_pairs = mask != float("-inf"), mask == 0
+    else:
+        seen_pairs = whole_pairs = mask
+    seen = _tiled(seen_pairs, spare_query=False).any(3).any(-1)
+    whole = _tiled(whole_pairs, spare_query=True).all(3).all(-1)
+    # Blocks that are seen in their order, and then the others.
+    order = (~seen).int().argsort(dim=-1, stable=True)
+    entries = torch.where(seen, 2 * torch.arange(seen.shape[-1], device=mask.device) + whole, 0)
+    made[..., 0] = seen.sum(-1)
+    made[..., 1:] = entries.gather(-1, order)
+    return made
+
+
+def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
+    """[B, H, S, K] as [B, H, tiles, QUERIES, blocks, KEYS], with what queries that are not there
+    have; keys that are not there have False."""
+    *outer, queries, keys = pairs.shape
+    rows, columns = cdiv(queries, QUERIES) * QUERIES, cdiv(keys, KEYS) * KEYS
+    full = pairs.new_zeros((*outer, rows, columns))
+    full[..., queries:, :keys] = spare_query
+    full[..., :queries, :keys] = pairs
+    return full.unflatten(-2, (-1, QUERIES)).unflatten(-1, (-1, KEYS))
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def unsupported(a: MaskBlocksArguments) -> str | None:
+    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    dtype = a.attn_mask.dtype
+    return f"no kernel for {dtype}" if dtype == torch.float64 else None
+
+
+def mask_problem(mask: torch.Tensor, numbers: dict[str, Any]) -> MaskProblem:
+    """The static part of a call. numbers: of its launch, by the kernel's parameter names."""
+    _, _, queries, keys = mask.shape
+    return MaskProblem(
+        mask=operand(mask_bytes(mask)),
+        contiguous=numbers["column_stride"] == 1,
+        rows=next_power_of_2(min(queries, QUERIES)),
+        key_blocks=next_power_of_2(cdiv(keys, KEYS)),
+        divisible=tuple(name for name in _DIVISIBLE if numbers[name] % 16 == 0),
+    )
+
+
+_DIVISIBLE = ("num_keys", "sequence_stride", "head_stride", "row_stride", "column_stride")
+
+
+@cache
+def _spec(problem: MaskProblem, config: MaskConfig, target: str) -> KernelSpec:
+    return mask_spec(problem, config, target)
+
+
+def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
+    """The steps of a call."""
+    mask = a.attn_mask
+    batch, heads, query_tiles, columns = shape = blocks_shape(mask)
+    tiles, key_blocks = batch * heads * query_tiles, columns - 1
+    steps = [step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)]
+    numbers = {
+        "num_heads": heads,
+        "num_queries": mask.shape[2],
+        "num_keys": mask.shape[3],
+        "query_tiles": query_tiles,
+        "key_blocks": key_blocks,
+        "sequence_stride": steps[0],
+        "head_stride": steps[1],
+        "row_stride": steps[2],
+        "column_stride": mask.stride(3) if mask.shape[3] > 1 else 1,
+    }
+    problem = mask_problem(mask, numbers)
+    config = mask_config(problem, tiles, target)
+    out = yield Buffer(shape, torch.int32)
+    flags, counters = yield SplitK(tiles, key_blocks)
+    values = numbers | {
+        "mask_ptr": mask_bytes(mask),
+        "out_ptr": out,
+        "flags_ptr": flags,
+        "counters_ptr": counters,
+        "blocks_per_part": blocks_per_part(config, key_blocks),
+        "parts": config.parts,
+    }
+    yield Launch(_spec(problem, config, target.name), (tiles, config.parts), values)
+    return Outcome(out, "mask blocks", str(config))
+
+
+def list_steps(mask: torch.Tensor, target: Target) -> Generator[Step, Any, torch.Tensor]:
+    """The steps that make the list of blocks of a mask, for a call that was given none. Dimensions
+    that a mask is expanded along have one element there."""
+    for dim in range(3):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
+    done = yield from mask_blocks_steps(MaskBlocksArguments(mask), target)
+    assert isinstance(done.result, torch.Tensor)
+    return done.result
+
+
+def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None) -> None:
+    """Checks a list of blocks that is given beside its mask. Metadata only; raises
+    ArgumentError."""
+    if blocks is None:
+        return
+    if mask is None:
+        raise ArgumentError(op, "mask_blocks", "None, since attn_mask is None", "a tensor")
+    shape = blocks_shape(mask)
+    check_shape(op, "mask_blocks", blocks, "of mask_blocks(attn_mask)", shape)
+    check_dtype(op, "mask_blocks", blocks, (torch.int32,))
+    check_device(op, "mask_blocks", blocks, mask.device)
+    check_last_dim_dense(op, "mask_blocks", blocks)
+
+
+def check_mask_blocks_values(
+    op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None
+) -> None:
+    """Checks that a list is that of its mask, where it is on the CPU, or under TILEWRIGHT_DEBUG=1.
+    Raises ArgumentError."""
+    if mask is None or blocks is None or not readable((blocks,)):
+        return
+    if not torch.equal(blocks, reference(MaskBlocksArguments(mask))):
+        raise ArgumentError(op, "mask_blocks", "mask_blocks(attn_mask)", "another list")
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MaskCase:
+    """A mask [batch, heads, queries, keys]. cached: keys before the first query's own; later keys
+    are hidden by position. padding: keys hidden at the left of every second sequence.
+    transposed: a key's queries lie side by side."""
+
+    name: str
+    queries: int
+    keys: int
+    cached: int = 0
+    batch: int = 1
+    heads: int = 1
+    padding: int = 0
+    transposed: bool = False
+    dtype: torch.dtype = torch.bool
+
+
+CASES = (
+    MaskCase("added", 200, 333, cached=100, dtype=torch.float32),
+    MaskCase("decode", 1, 1024, cached=400, batch=3, padding=70),
+    MaskCase("prefill", 300, 512, batch=2, padding=65),
+    MaskCase("heads", 5, 130, cached=64, heads=3, transposed=True),
+    MaskCase("added_bf16", 1, 640, cached=320, batch=2, padding=128, dtype=torch.bfloat16),
+    MaskCase("added_fp16", 130, 192, cached=62, padding=64, batch=2, dtype=torch.float16),
+    MaskCase("double", 3, 70, dtype=torch.float64),
+    MaskCase("one_key", 1, 1),
+    MaskCase("no_queries", 0, 70),
+    MaskCase("no_keys", 3, 0),
+)
+
+
+def sample_inputs(
+    case: MaskCase, device: str | torch.device = "cpu", seed: int = 0
+) -> MaskBlocksArguments:
+    """A mask of positions and padding; of one that is added some numbers are not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = case.cached + torch.arange(case.queries)
+    keys = torch.arange(case.keys)
+    mask = (keys <= positions[:, None]).repeat(case.batch, case.heads, 1, 1)
+    mask[1::2, ..., : case.padding] = False
+    if case.dtype != torch.bool:
+        hidden = torch.finfo(case.dtype).min if seed % 2 else float("-inf")
+        numbers = torch.zeros(mask.shape, dtype=case.dtype).masked_fill(~mask, hidden)
+        biased = torch.rand(mask.shape, generator=generator) < 1 / 4096
+        mask = torch.where(mask & biased, 0.5, numbers).to(case.dtype)
+    if case.transposed:
+        mask = mask.mT.contiguous().mT
+    return MaskBlocksArguments(mask.to(device))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        arguments=MaskBlocksArguments,
+        validate=validate,
+        validate_values=validate_values,
+        fake=fake,
+        reference=reference,
+        lowerings=(emitted_kernel(mask_blocks_steps, unsupported),),
+        cases=CASES,
+        sample_inputs=sample_inputs,
+        tolerances={torch.int32: Tolerance(relative=0.0, of_rms=0.0)},
+        error_model="whole numbers: every device gives the same",
+    )
+)
