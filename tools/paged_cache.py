@@ -26,6 +26,8 @@ class PagedLayer(StaticLayer):
     """The pools of one layer. All layers share `pages`; the first one counts the tokens."""
 
     is_croppable = True
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, pages: Pages, layers: list[PagedLayer]) -> None:
         super().__init__(-1 if pages.max_length is None else pages.max_length)
@@ -59,7 +61,7 @@ class PagedLayer(StaticLayer):
             self.keys, self.values = (self._grown(pool) for pool in (self.keys, self.values))
 
     def _grown(self, pool: torch.Tensor) -> torch.Tensor:
-        larger = _zeros(self.pages, *pool.shape[2:], pool)
+        larger = _zeros(self.pages, pool.shape[2], pool.shape[3], pool)
         larger[: pool.shape[0]] = pool
         return larger
 
@@ -130,8 +132,8 @@ class PagedCache(StaticCache):
     whose attention layers keep more than keys and values.
 
     Pages are taken as tokens come, between forward passes: by the first layer in an eager one, and
-    by `generate()`, which asks for the size of the mask before each. A compiled model that is called
-    by hand breaks its graph there, unless `reserve` took the pages before. Beams share full pages;
+    by `generate()`, which asks for the size of the mask before each. A compiled model called by
+    hand breaks its graph there, unless `reserve` took the pages before. Beams share full pages;
     only pages partly filled are copied.
     """
 
@@ -150,7 +152,7 @@ class PagedCache(StaticCache):
         super().__init__(config=config, max_cache_len=1)
         self.pages = Pages(page_size, max_cache_len, max_pages)
         self.paged: list[PagedLayer] = []
-        self.layers = [self._layer_for(layer) for layer in self.layers]
+        self.layers: list[Any] = [self._layer_for(layer) for layer in self.layers]
         if not self.paged:
             raise ValueError(f"PagedCache: {type(config).__name__} has no layer of attention")
 
@@ -182,20 +184,17 @@ class PagedCache(StaticCache):
 
     def reset(self) -> None:
         """Without tokens, as new; the pools stay as large as they are."""
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.reset()
-            elif layer.is_initialized:
-                layer.keys.zero_()
-                layer.values.zero_()
+        for layer in self._others():
+            layer.reset()
+        for pool in self._pools():
+            pool.zero_()
         self.pages.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove tokens of each sequence. A positive number, which
         releases up to 5.17 allow, is how many are kept."""
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.crop(tokens_to_remove)
+        for layer in self._others():
+            layer.crop(tokens_to_remove)
         length = self.pages.present()
         kept = tokens_to_remove if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
         if kept < length:
@@ -203,23 +202,20 @@ class PagedCache(StaticCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence b continues what sequence beam_idx[b] was."""
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.reorder_cache(beam_idx)
+        for layer in self._others():
+            layer.reorder_cache(beam_idx)
         self._rearrange(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.batch_repeat_interleave(repeats)
+        for layer in self._others():
+            layer.batch_repeat_interleave(repeats)
         self._rearrange([b for b in range(self.pages.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these sequences, in this order."""
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer.batch_select_indices(indices)
+        for layer in self._others():
+            layer.batch_select_indices(indices)
         chosen = torch.arange(self.pages.batch, device=indices.device)[indices]
         self._rearrange(chosen.tolist())
 
@@ -234,10 +230,16 @@ class PagedCache(StaticCache):
         if not copies:
             return
         sources, places = torch.tensor(copies, device=self.pages.block_table.device).unbind(1)
-        for layer in self.paged:
-            if layer.is_initialized:
-                for pool in (layer.keys, layer.values):
-                    pool[places] = pool[sources]
+        for pool in self._pools():
+            pool[places] = pool[sources]
+
+    def _others(self) -> list[Any]:
+        """Layers without keys and values, such as those of a linear attention."""
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    def _pools(self) -> list[torch.Tensor]:
+        layers = [layer for layer in self.paged if layer.is_initialized]
+        return [pool for layer in layers for pool in (layer.keys, layer.values)]
 
 
 def _zeros(pages: Pages, heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:

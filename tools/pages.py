@@ -68,16 +68,17 @@ class Pages:
     def reserve(self, tokens: int) -> None:
         """Room for `tokens` more of each sequence. Waits for the device only where it must know how
         many are present. Raises ValueError beyond max_length, RuntimeError beyond max_pages."""
-        if self._most + tokens > self.columns * self.page_size:
+        room = self.columns * self.page_size
+        if self.max_length is not None:
+            room = min(room, self.max_length)
+        if self._most + tokens > room:
             self._most = self.present()
-            columns = self._pages_for(self._most + tokens)
             if self.max_length is not None and self._most + tokens > self.max_length:
                 raise ValueError(
                     f"PagedCache: {self._most} tokens and {tokens} more of a sequence, but "
                     f"max_cache_len is {self.max_length}"
                 )
-            if columns > self.columns:
-                self._extend(columns)
+            self._extend(max(self.columns, self._pages_for(self._most + tokens)))
         self._most += tokens
 
     def present(self) -> int:
@@ -88,9 +89,9 @@ class Pages:
         length, room = int(self.length), self.columns * self.page_size
         if length > room:
             raise RuntimeError(
-                f"PagedCache: a compiled forward pass wrote token {length} of a sequence into pages "
-                f"for {room}, and the keys beyond are lost: reserve(tokens) before a compiled call "
-                "that generate() does not make"
+                f"PagedCache: a compiled forward pass wrote token {length} of a sequence into "
+                f"pages for {room}, and what came after those is lost: reserve(tokens) before a "
+                "compiled call that generate() does not make"
             )
         return length
 
@@ -108,6 +109,8 @@ class Pages:
 
     def _extend(self, columns: int) -> None:
         """`columns` pages for each sequence."""
+        if columns == self.columns:
+            return
         more = columns - self.columns
         taken = iter(self._take(more * self.batch, self.batch))
         for row in self.rows:
