@@ -26,12 +26,12 @@ MERGE_BLOCKS = 0.05
 MOST_MERGED = 128
 LAUNCH_BLOCKS = 2.5
 MERGED_BLOCKS = 0.02
-# Stages of the pipeline: one more each where a block's number, or its page, is loaded first, and
-# one because the loads that depend on it start later.
+# Stages of the pipeline: more where a block's page is loaded before it.
 STAGES = 3
 INDIRECT_STAGES = 5
 # Of many queries; the first that fits.
 BY_POINTERS = (
+    PrefillConfig(64, 64, 4, 3),
     PrefillConfig(128, 64, 8, 3),
     PrefillConfig(128, 64, 8, 2),
     PrefillConfig(128, 32, 8, 2),
@@ -114,11 +114,10 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
 
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
-    indirect = problem.mask_blocks is not None or problem.block_table is not None
-    wanted = INDIRECT_STAGES if indirect else STAGES
+    wanted = STAGES if problem.block_table is None else INDIRECT_STAGES
     fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + KEYS) + SPARE_BYTES
     fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
-    if problem.v is None and indirect:
+    if problem.v is None and (problem.block_table or problem.mask_blocks):
         # A stage of the loads that come first holds no keys.
         fitting += 1
     if problem.v is None and target.tmem_columns:

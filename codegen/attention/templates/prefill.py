@@ -116,6 +116,7 @@ def attention_prefill(
     first, whole, num_whole, num_blocks = block_range(
         lowest, highest, 0, own_keys, 0, MASK, WINDOW, KEYS if LISTED else BLOCK_N
     )
+    whole_block = whole
     entries = mask_blocks_ptr
     if LISTED:
         entries, count = tile_list(
@@ -123,7 +124,7 @@ def attention_prefill(
             blocks_tile_stride, QUERIES,
         )  # fmt: skip
         # From here on these are places on the list, and of parts of its blocks.
-        first, whole, num_whole, num_blocks = listed_range(
+        first, whole, num_whole, num_blocks, whole_block = listed_range(
             entries, count, first, whole, num_whole, num_blocks
         )
         PARTS: tl.constexpr = KEYS // BLOCK_N
@@ -131,6 +132,7 @@ def attention_prefill(
         whole *= PARTS
         num_whole *= PARTS
         num_blocks *= PARTS
+        whole_block *= PARTS
     k_source = k_base
     v_source = v_base
     if TMA:
@@ -148,9 +150,7 @@ def attention_prefill(
     PAGED: tl.constexpr = block_table_ptr is not None
     steepness = 1.0 if CAPPED else factor
     for step in tl.range(0, num_whole):
-        key = (whole + step) * BLOCK_N
-        if LISTED:
-            key = listed_key(entries, whole + step, KEYS, BLOCK_N)
+        key = (whole_block + step) * BLOCK_N
         if TMA:
             k = k_source.load([key, 0])
         else:
