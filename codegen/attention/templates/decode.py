@@ -360,6 +360,9 @@ def attention_decode(
     own_keys = num_keys
     if key_lengths_ptr is not None:
         own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
+    if RAGGED and v_ptr is None:
+        # Any sequence may have all the queries: most have no row in most tiles.
+        own_keys = tl.where(tl.max(real.to(tl.int32), axis=0) > 0, own_keys, 0)
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
     if v_ptr is not None:
