@@ -17,7 +17,7 @@ from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.mla.decode import MlaDecodeArguments
 from tilewright.ops.mla.decode_checks import SHARED, as_attention, decode_obstacle
 from tilewright.ops.mla.key_lowering import dequantized
-from tilewright.ops.mla.keys import FP8, cache_views, sequences, widths
+from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, sequences, widths
 from tilewright.ops.mla.operands import rotates_keys
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
@@ -81,7 +81,7 @@ def absorbed_call(a: Any) -> MlaDecodeArguments | None:
         block_table=table,
         **given,
     )
-    return call if decode_obstacle(call) is None and absorbs(_sizes(call)) else None
+    return call if decode_obstacle(call) is None and absorbs(_sizes(call, buffer_rows(a))) else None
 
 
 def _keys_in_place(a: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -96,17 +96,15 @@ def _keys_in_place(a: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return latent, rope
 
 
-def _sizes(call: MlaDecodeArguments) -> DecodeSizes:
+def _sizes(call: MlaDecodeArguments, num_keys: int) -> DecodeSizes:
+    """Of a call with so many keys of all sequences together."""
     nope, rope, v_dim = widths(call)
-    (tokens, heads, _), rank = call.q.shape, call.latent.shape[2]
-    columns = 1 if call.block_table is None else call.block_table.shape[1]
-    queries, keys = cdiv(tokens, sequences(call)), columns * call.latent.shape[1]
-    attention = as_attention(
-        call, call.q.new_empty((tokens, heads, rank), device="meta"), call.latent
-    )
-    rope_part = RopePart(call.q[..., nope:], call.rope_keys)
-    rows = decode_tile(attention, rope_part, queries)
-    return DecodeSizes(queries, keys, heads, nope, rope, v_dim, rank, rows)
+    (tokens, heads, _), rank, batch = call.q.shape, call.latent.shape[2], sequences(call)
+    queries = cdiv(tokens, batch)
+    q_latent = torch.empty(tokens, heads, rank, dtype=call.q.dtype, device="meta")
+    part = RopePart(call.q[..., nope:], call.rope_keys)
+    rows = decode_tile(as_attention(call, q_latent, call.latent), part, queries)
+    return DecodeSizes(queries, num_keys // batch, heads, nope, rope, v_dim, rank, rows)
 
 
 def with_lengths(call: MlaDecodeArguments, a: Any) -> Generator[Step, Any, MlaDecodeArguments]:
