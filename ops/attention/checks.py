@@ -47,19 +47,13 @@ def check_attention(op: str, a: Any) -> None:
     check_dtype(op, "q", a.q, DTYPES)
     check_last_dim_dense(op, "q", a.q)
     _check_cache(op, a)
-    _check_batch(op, a)
-    check_mask(op, a)
-    check_number(op, "scale", a.scale)
+    check_batch(op, a)
     check_number(op, "softcap", a.softcap, 0)
-    if a.attn_mask is not None:
-        if a.row_offsets is not None:
-            raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
-        check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
-    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
     if a.sinks is not None:
         check_shape(op, "sinks", a.sinks, "[Hq]", (a.q.shape[1],))
         check_dtype(op, "sinks", a.sinks, (a.q.dtype, torch.float32))
         check_device(op, "sinks", a.sinks, a.q.device)
+        check_last_dim_dense(op, "sinks", a.sinks)
 
 
 def _check_cache(op: str, a: Any) -> None:
@@ -87,7 +81,20 @@ def _check_cache(op: str, a: Any) -> None:
             check_shape(op, name, scale, "[Hkv]", (num_kv_heads,))
 
 
-def _check_batch(op: str, a: Any) -> None:
+def check_batch(op: str, a: Any) -> None:
+    """Checks what says where the keys of each sequence are, and which a query sees: of q [T, Hq,
+    ...] and k [N, P, ...] only the shapes count. Metadata only; raises ArgumentError."""
+    _check_runs(op, a)
+    check_mask(op, a)
+    check_number(op, "scale", a.scale)
+    if a.attn_mask is not None:
+        if a.row_offsets is not None:
+            raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
+        check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
+    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
+
+
+def _check_runs(op: str, a: Any) -> None:
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
         check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))

@@ -55,7 +55,8 @@ def check_prefill(op: str, a: Any) -> None:
     check_dtype(op, "q", a.q, DTYPES)
     check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
     check_last_dim_dense(op, "q", a.q)
-    rope_dim = _check_weight(op, a)
+    rope_dim = check_weight(op, a)
+    _check_uncoded(op, a)
     _check_batch(op, a)
     check_choice(op, "rope_on", a.rope_on, ROPE_ON)
     rank, num_tokens = a.kv_b_weight.shape[1], a.q.shape[0]
@@ -82,8 +83,9 @@ def check_prefill(op: str, a: Any) -> None:
     check_number(op, "latent_scale_cap", a.latent_scale_cap, 0)
 
 
-def _check_weight(op: str, a: Any) -> Any:
-    """Checks the up-projection's weight; returns R."""
+def check_weight(op: str, a: Any) -> Any:
+    """Checks the up-projection's weight [H * (N + V), L], with its scales, beside q [T, H, N + R];
+    returns R. Metadata only; raises ArgumentError."""
     weight, heads = a.kv_b_weight, a.q.shape[1]
     check_shape(op, "kv_b_weight", weight, "[H * (N + V), L]", (None, None))
     check_dtype(op, "kv_b_weight", weight, (a.q.dtype, FP8))
@@ -99,17 +101,21 @@ def _check_weight(op: str, a: Any) -> Any:
     if weight.dtype == FP8:
         _check_weight_scale(op, a)
         return widths(a)[1]
-    coded = {
-        "kv_b_scale": a.kv_b_scale is not None,
-        "latent_scale": a.latent_scale is not None,
-        "scale_block": len(a.scale_block) > 0,
-        "quantize_latent": a.quantize_latent,
-    }
-    for name, given in coded.items():
-        if given:
-            expected = f"nothing, since kv_b_weight is {weight.dtype}"
-            raise ArgumentError(op, name, expected, "one")
+    coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
+    _refuse_codes(op, coded, weight.dtype)
     return widths(a)[1]
+
+
+def _check_uncoded(op: str, a: Any) -> None:
+    """Latents have codes only where the weight has."""
+    if a.kv_b_weight.dtype != FP8:
+        given = {"latent_scale": a.latent_scale is not None, "quantize_latent": a.quantize_latent}
+        _refuse_codes(op, given, a.kv_b_weight.dtype)
+
+
+def _refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
+    for name in (name for name, there in given.items() if there):
+        raise ArgumentError(op, name, f"nothing, since kv_b_weight is {dtype}", "one")
 
 
 def _check_weight_scale(op: str, a: Any) -> None:
