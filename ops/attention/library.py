@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.checks import room
+from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 
 # From so many queries on a library's kernel takes less time than ours.

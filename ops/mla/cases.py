@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -177,7 +178,7 @@ PLAN_CASES = (
     PlanCase("nothing", (), ()),
 )
 
-TENSOR_MASK = {"mask": "none", "positions": "none"}
+TENSOR_MASK: dict[str, Any] = {"mask": "none", "positions": "none"}
 DECODE_CASES = (
     DecodeCase("decode"),
     DecodeCase("decode_joined", joined=True, pool="tokens"),

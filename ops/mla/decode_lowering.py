@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart
-from tilewright.ops.mla.decode_checks import as_attention
 from tilewright.ops.mla.key_lowering import dequantized
 from tilewright.ops.mla.keys import FP8, widths
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
