@@ -151,8 +151,9 @@ def build(name: str, layers: int) -> Any:
     model = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
+        experts = {"experts_implementation": "grouped_mm"} if model.experts > 1 else {}
         made = getattr(transformers, model.model_class)._from_config(
-            config_of(model, layers), dtype=torch.bfloat16, experts_implementation="grouped_mm"
+            config_of(model, layers), dtype=torch.bfloat16, **experts
         )
     for parameter_name, parameter in made.named_parameters():
         # Expert weights are left as they were allocated by some releases.

@@ -126,6 +126,7 @@ class Match:
         values reads (`y += bias`, `out[order] = y`): they vanish with the match.
     needs_kernel: the graph is better left alone on a GPU that would compute the op by its
         reference.
+    miss_weight: of the miss that it becomes where it cannot be rewritten; None for its code's own.
     """
 
     pattern: str
@@ -139,6 +140,7 @@ class Match:
     scope: str = ""
     scratch: tuple[Value, ...] = ()
     needs_kernel: bool = False
+    miss_weight: Weight | None = None
 
     @property
     def source(self) -> str:

@@ -20,20 +20,18 @@ MOST_SPLITS = 64
 # part, and merging it.
 HANDOVER_BLOCKS = 1.5
 MERGE_BLOCKS = 0.05
-# Stages of the pipeline: one more each where a block's number, or its page, is loaded first, and
-# one because the loads that depend on it start later.
+# Stages of the pipeline: more where a block's page is loaded before it.
 STAGES = 3
 INDIRECT_STAGES = 5
 # Of many queries; the first that fits.
 BY_POINTERS = (
+    PrefillConfig(64, 64, 4, 3),
     PrefillConfig(128, 64, 8, 3),
     PrefillConfig(128, 64, 8, 2),
     PrefillConfig(128, 32, 8, 2),
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-SPECIALISED = PrefillConfig(128, 128, 4, 2, tma=True, warp_specialize=True)
-SPECIALISED_QUERIES = 2048
 # Share of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
 
@@ -53,23 +51,13 @@ def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
     return queries <= decode_rows(problem.group, queries)[0]
 
 
-def prefill_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> PrefillConfig:
+def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
     tried = BY_POINTERS
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
-    elif problem.tma and _specialises(problem, sizes):
-        tried = (SPECIALISED, *BY_POINTERS)
     return next((config for config in tried if _fits(problem, config, target)), tried[-1])
-
-
-def _specialises(problem: CacheProblem, sizes: CacheSizes) -> bool:
-    """Whether producers and consumers are better apart, on Hopper. Triton 3.6 compiles it neither
-    with a reduction before the loop, of positions in a tensor or over sequences, nor with a mask
-    tensor."""
-    by_shape = problem.positions is None and problem.row_offsets is None
-    return by_shape and problem.attn_mask is None and sizes.num_queries >= SPECIALISED_QUERIES
 
 
 def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
@@ -105,8 +93,7 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
 
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
-    indirect = problem.mask_blocks is not None or problem.block_table is not None
-    wanted = INDIRECT_STAGES if indirect else STAGES
+    wanted = STAGES if problem.block_table is None else INDIRECT_STAGES
     fixed = 2 * rows * (problem.blocks[0] + KEYS) + SPARE_BYTES
     fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
     return max(min(wanted, fitting), 1)

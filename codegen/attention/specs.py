@@ -56,12 +56,10 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
-    warp_specialize: bool = False
 
     def __str__(self) -> str:
-        words = ["tma"] * self.tma + ["ws"] * self.warp_specialize
         tile = f"{self.block_m} queries x {self.block_n} keys w{self.num_warps} s{self.num_stages}"
-        return " ".join([tile, *words])
+        return f"{tile} tma" if self.tma else tile
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,6 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "TMA": config.tma,
-            "WARP_SPECIALIZE": config.warp_specialize,
         },
         {
             "q_ptr": p.q,

@@ -91,16 +91,22 @@ def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewrit
         _erase_between(graph, before, last)
         if not isinstance(error, (ArgumentError, InexpressibleError)):
             return failed(match.pattern, "to rewrite", error, (match.anchor.node,))
-        return Miss(match.pattern, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), (last,))
+        return _miss(match, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), last)
     if (moved := _moved_and_written(replacements, flow)) is not None:
         _erase_between(graph, before, last)
         message = f"{moved.name} is changed in place, and the fused op's result has other strides"
         hint = "change a copy of it"
-        return Miss(match.pattern, "INPUT_MUTATED", Stage.HAZARDS, message, (moved,), hint)
+        return _miss(match, "INPUT_MUTATED", Stage.HAZARDS, message, moved, hint)
     try:
         return _put_in_place(match, materialiser, op, node, replacements)
     except Exception as error:
         raise HalfRewrittenError(match) from error
+
+
+def _miss(
+    match: Match, code: str, stage: Stage, message: str, node: fx.Node, hint: str = ""
+) -> Miss:
+    return Miss(match.pattern, code, stage, message, (node,), hint, weight=match.miss_weight)
 
 
 def _put_in_place(

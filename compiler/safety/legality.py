@@ -26,7 +26,8 @@ def check_legality(match: Match, flow: Dataflow) -> Miss | None:
         for rule in _RULES:
             rule(match, flow)
     except Reject as rejection:
-        return replace(rejection.miss, pattern=match.pattern)
+        miss = rejection.miss
+        return replace(miss, pattern=match.pattern, weight=match.miss_weight or miss.weight)
     return None
 
 

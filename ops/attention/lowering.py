@@ -37,10 +37,8 @@ def _chosen_decode(
 
 
 @cache
-def _chosen_prefill(
-    problem: CacheProblem, sizes: CacheSizes, target: Target
-) -> tuple[PrefillConfig, KernelSpec]:
-    config = prefill_config(problem, sizes, target)
+def _chosen_prefill(problem: CacheProblem, target: Target) -> tuple[PrefillConfig, KernelSpec]:
+    config = prefill_config(problem, target)
     return config, prefill_spec(problem, config, target.name)
 
 
@@ -85,7 +83,7 @@ def _prefill(
     problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
 ) -> Steps:
     if config is None:
-        config, spec = _chosen_prefill(problem, _bucket(sizes), target)
+        config, spec = _chosen_prefill(problem, target)
     else:
         spec = prefill_spec(problem, config, target.name)
     tiles, group = prefill_tiles(problem, config, sizes), head_group(problem, sizes, target)

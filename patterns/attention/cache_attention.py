@@ -43,6 +43,7 @@ class CacheAttention:
 
     name: str = "cache_attention"
     op: str = "cache_attention"
+    takes_leftovers: bool = True
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Attentions that read keys which nobody sees, or the same keys more than once."""
@@ -71,6 +72,7 @@ class CacheAttention:
             facts=_facts(attention, arguments),
             scope=anchor.scope,
             needs_kernel=True,
+            miss_weight="advice",
         )
 
 

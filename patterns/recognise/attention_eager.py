@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.gemm import NamedProduct, named_product
 from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import reduced_dims
+
+# How many operations there are between a product and its softmax.
+_REACH = 12
 
 
 @dataclass
@@ -79,7 +82,7 @@ def logits_of(softmax: Value) -> Logits | None:
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
     """The product that reads a softmax's result, without the sinks, through casts alone."""
     value, absorbed = softmax, []
-    shape = (*softmax.shape[:-1], softmax.shape[-1] - (logits.sinks is not None))
+    shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
         user = flow.only_user(value)
         if user is None:
@@ -98,7 +101,7 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
 
 def _peel(found: Logits, view: View) -> bool:
     """Walks back from the logits, operation by operation; False where one is unknown."""
-    for _ in range(12):
+    for _ in range(_REACH):
         value = view.value
         if named_product(value) is not None:
             return _term(found, view)
@@ -224,14 +227,21 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
 
 def _added(found: Logits, value: Value, view: View) -> View | None:
     """A mask of numbers; it is added to the scaled products, so none may be scaled after it."""
-    projected = [v for v in value.operands if v.value.projected]
-    if len(value.operands) != 2 or len(projected) != 1 or found.added is not None:
+    products = [v for v in value.operands if v.value.projected]
+    if len(products) != 1:
+        products = [v for v in value.operands if _holds_product(v)]
+    if len(value.operands) != 2 or len(products) != 1 or found.added is not None:
         return None
     if found.scale != 1.0 or found.softcap or found.terms:
         return None
-    (other,) = [v for v in value.operands if v is not projected[0]]
+    (other,) = [v for v in value.operands if v is not products[0]]
     found.added = view.of_operand(other)
-    return projected[0]
+    return products[0]
+
+
+def _holds_product(view: View) -> bool:
+    """Whether a few steps back two tensors are multiplied."""
+    return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
 def _term(found: Logits, view: View) -> bool:

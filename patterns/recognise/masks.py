@@ -199,11 +199,10 @@ def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
     """A term that is the same for every head and query."""
     if len(view.shape) != 4 or view.value.dtype != torch.bool:
         return False
-    batch, heads, queries, keys = view.effect.dims
+    _, heads, queries, keys = view.effect.dims
     if any(atom.axis is not None for dim in (heads, queries) for atom in dim):
         return False
-    one = all(atom.axis is None for atom in batch)
-    terms.padding.append((view.with_dims(() if one else batch, (), (), keys), sees))
+    terms.padding.append((view.with_dims(*_once(view).effect.dims[:3], keys), sees))
     return True
 
 
@@ -248,8 +247,13 @@ def _shifted(view: View) -> tuple[View, int]:
             break
         shift += known if view.value.op == "aten.add" else -known
         view = view.of_operand(x)
+    return _once(view), shift
+
+
+def _once(view: View) -> View:
+    """What only repeats along a dimension, once."""
     dims = (() if all(a.axis is None for a in dim) else dim for dim in view.effect.dims)
-    return view.with_dims(*dims), shift
+    return view.with_dims(*dims)
 
 
 # --- truth ----------------------------------------------------------------------------------------
@@ -334,7 +338,7 @@ def _is_triangle(mask: View) -> bool:
     if ones is None or value.kwargs or len(value.shape) != 2 or _constant(ones) != 1:
         return False
     whole = effects.identity(value.shape).dims
-    return mask.effect == Effect(((), (), *whole), (0, 0))
+    return _once(mask).effect == Effect(((), (), *whole), (0, 0))
 
 
 # --- lines ----------------------------------------------------------------------------------------

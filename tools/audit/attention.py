@@ -1,16 +1,18 @@
-"""Kernels of attention over a cache that every compiler release is tried on: masks as `generate()`
-hands them over."""
+"""Kernels of attention over a cache that every compiler release is tried on: published shapes, and
+masks as `generate()` hands them over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from tilewright.codegen.attention.mask_plan import PROGRAMS_PER_SM
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
-from tilewright.ops.attention import mask_blocks
+from tilewright.ops.attention import cache_attention, mask_blocks
+from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
 from tilewright.tools.audit.cases import AuditCase, distinct
 
@@ -27,8 +29,78 @@ MASKS = (
 )
 
 
+# name -> (query heads, key heads, width, options of `_call`).
+LLAMA, GEMMA2, GPT_OSS = (32, 8, 128), (8, 4, 256), (64, 8, 64)
+CALLS = {
+    "Llama-3-8B": (LLAMA, {}),
+    "Llama-3-8B, mask tensor": (LLAMA, {"mask": "tensor"}),
+    "Llama-3-8B, pages": (LLAMA, {"page_size": 64}),
+    "Llama-3-8B, pages of 16": (LLAMA, {"page_size": 16}),
+    "Llama-3-8B, fp8 cache": (LLAMA, {"dtype": torch.float8_e4m3fn}),
+    "Qwen3-30B-A3B": ((32, 4, 128), {"mask": "tensor"}),
+    "Gemma-2-2B, window": (GEMMA2, {"window": 4096, "softcap": 50.0}),
+    "gpt-oss, window": (GPT_OSS, {"window": 128, "sinks": True}),
+}
+# (sequences, queries of each, keys that each has room for).
+SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
+# Some releases keep 8 bytes of a program with tensor memory on the stack.
+STACK_BYTES = 8
+SOFTMAX_REASON = "the softmax reads each block's scores"
+
+
 def attention_cases(target: Target) -> list[AuditCase]:
-    return distinct(list(_mask_cases(target)))
+    return distinct([*_mask_cases(target), *_attention_cases(target)])
+
+
+def _attention_cases(target: Target) -> Iterator[AuditCase]:
+    for name, (heads, options) in CALLS.items():
+        for sizes in SIZES:
+            report = cache_attention.OP.plan_for(_call(heads, sizes, **options), target.name)
+            for spec in report.specs:
+                if spec.kernel == "mask_blocks":
+                    continue
+                places = " x ".join(map(str, sizes))
+                claims = Expectations(
+                    mma="bf16",
+                    stack_bytes=STACK_BYTES,
+                    fresh_sums_reason=SOFTMAX_REASON,
+                )
+                yield AuditCase(f"attention, {name}, {places}: {report.reason}", spec, claims)
+
+
+def _call(
+    heads: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+    *,
+    mask: str = "causal",
+    window: int = 0,
+    page_size: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    softcap: float = 0.0,
+    sinks: bool = False,
+) -> AttentionArguments:
+    """A call on meta tensors; head-major as StaticCache has them, or pages."""
+    (query_heads, key_heads, width), (batch, queries, keys) = heads, sizes
+    pages, rows = (batch, keys)
+    given: dict[str, Any] = {"cache_lengths": _meta(batch, dtype=torch.int64), "mask": mask}
+    if page_size:
+        pages, rows = batch * keys // page_size, page_size
+        given["block_table"] = _meta(batch, keys // page_size, dtype=torch.int32)
+    if mask == "tensor":
+        given = {"mask": "none", "attn_mask": _meta(batch, 1, queries, keys, dtype=torch.bool)}
+    if window:
+        given |= {"mask": "sliding_window", "window": window}
+    if sinks:
+        given["sinks"] = _meta(query_heads)
+    k, v = (_meta(pages, key_heads, rows, width, dtype=dtype).transpose(1, 2) for _ in "kv")
+    q = _meta(batch * queries, query_heads, width)
+    return AttentionArguments(
+        q, k, v, scale=width**-0.5, num_sequences=batch, softcap=softcap, **given
+    )
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _mask_cases(target: Target) -> Iterator[AuditCase]:

@@ -28,15 +28,17 @@ def listed_key(entries, step, KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks):
     """(place of the first, place of the first whole, number of whole, number of all) of the entries
-    for num_blocks blocks from first_block on.
+    for num_blocks blocks from first_block on, and the block of the first whole.
 
-    Whole are the first such that come in a row and are whole, too, by what else masks: those of
-    num_whole blocks from whole_block on.
+    Whole are the first such that follow each other on the list and in memory, and are whole, too,
+    by what else masks: those of num_whole blocks from whole_block on. So a loop over them reads no
+    list, and its loads do not wait for one.
     """
     first = 0
     end = 0
     run = count
     run_end = count
+    shift = 0
     for loaded in range(0, count, LOADED):
         places = loaded + tl.arange(0, LOADED)
         real = places < count
@@ -48,8 +50,11 @@ def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks
         whole = real & ((entry & 1) != 0) & (block >= whole_block)
         whole = whole & (block < whole_block + num_whole)
         run = tl.minimum(run, tl.min(tl.where(whole, places, count), axis=0))
-        after = (places > run) & ~whole
+        shift += tl.sum(tl.where(whole & (places == run), block - places, 0), axis=0)
+        after = (places > run) & ~(whole & (block - places == shift))
         run_end = tl.minimum(run_end, tl.min(tl.where(after, places, count), axis=0))
     # Where none is whole, the others start at the first.
     found = run < end
-    return first, tl.where(found, run, first), tl.where(found, run_end - run, 0), end - first
+    whole_first = tl.where(found, run, first)
+    num_listed = tl.where(found, run_end - run, 0)
+    return first, whole_first, num_listed, end - first, whole_first + shift

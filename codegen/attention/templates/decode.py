@@ -301,13 +301,14 @@ def attention_decode(
     first, whole, num_whole, num_blocks = block_range(
         lowest, highest, 0, own_keys, 0, MASK, WINDOW, BLOCK_N
     )
+    whole_block = whole
     entries = mask_blocks_ptr
     if LISTED:
         entries, count = tile_list(
             mask_blocks_ptr, sequence, kv_head, row_tile * TOKENS, blocks_sequence_stride, 0,
             blocks_tile_stride, QUERIES,
         )  # fmt: skip
-        first, whole, num_whole, num_blocks = listed_range(
+        first, whole, num_whole, num_blocks, whole_block = listed_range(
             entries, count, first, whole, num_whole, num_blocks
         )
     elif MASK_KIND != "none":
@@ -323,9 +324,7 @@ def attention_decode(
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((V_BLOCK, ROWS), tl.float32)
     for step in tl.range(begin, middle, num_stages=STAGES):
-        first_key = (whole + step) * BLOCK_N
-        if LISTED:
-            first_key = listed_key(entries, whole + step, BLOCK_N, BLOCK_N)
+        first_key = (whole_block + step) * BLOCK_N
         output, top, total = attend_block(
             first_key, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
             num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,

@@ -61,7 +61,7 @@ def attention_prefill(
     V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -116,6 +116,7 @@ def attention_prefill(
     first, whole, num_whole, num_blocks = block_range(
         lowest, highest, 0, own_keys, 0, MASK, WINDOW, KEYS if LISTED else BLOCK_N
     )
+    whole_block = whole
     entries = mask_blocks_ptr
     if LISTED:
         entries, count = tile_list(
@@ -123,7 +124,7 @@ def attention_prefill(
             blocks_tile_stride, QUERIES,
         )  # fmt: skip
         # From here on these are places on the list, and of parts of its blocks.
-        first, whole, num_whole, num_blocks = listed_range(
+        first, whole, num_whole, num_blocks, whole_block = listed_range(
             entries, count, first, whole, num_whole, num_blocks
         )
         PARTS: tl.constexpr = KEYS // BLOCK_N
@@ -131,6 +132,7 @@ def attention_prefill(
         whole *= PARTS
         num_whole *= PARTS
         num_blocks *= PARTS
+        whole_block *= PARTS
     k_source = k_base
     v_source = v_base
     if TMA:
@@ -147,10 +149,8 @@ def attention_prefill(
     output = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
     PAGED: tl.constexpr = block_table_ptr is not None
     steepness = 1.0 if CAPPED else factor
-    for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
-        key = (whole + step) * BLOCK_N
-        if LISTED:
-            key = listed_key(entries, whole + step, KEYS, BLOCK_N)
+    for step in tl.range(0, num_whole):
+        key = (whole_block + step) * BLOCK_N
         if TMA:
             k = k_source.load([key, 0])
         else:
@@ -168,7 +168,7 @@ def attention_prefill(
         v = v_source.load([key, 0]) if TMA else load_block(v_rows, exists, V_DIM, V_BLOCK, PAGED)
         output = add_values(output, decay, weights, v.to(q.dtype), False)
     masked_steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
-    for step in tl.range(num_whole, num_blocks, warp_specialize=WARP_SPECIALIZE):
+    for step in tl.range(num_whole, num_blocks):
         place = block_of_step(step, first, whole, num_whole)
         key = place * BLOCK_N
         if LISTED:
@@ -184,7 +184,7 @@ def attention_prefill(
         scores = tl.dot(q, k.to(q.dtype).T)
         if CAPPED:
             scores = capped(scores, factor, softcap)
-        scores = mask_scores(
+        scores, seen = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, 0, 0, mask_base,
             mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, False, False,
             BLOCK_M, BLOCK_N,
@@ -193,7 +193,7 @@ def attention_prefill(
             scores = tl.where(exists[None, :], scores, float("-inf"))
         weights, decay, top, total = online_softmax_step(scores, top, total, masked_steepness, 0.0)
         # NaN times a weight of zero is NaN: values that no query sees count as zeros.
-        needed = tl.max(weights, axis=0) > 0.0
+        needed = tl.max(seen.to(tl.int32), axis=0) > 0
         if TMA:
             v = v_source.load([key, 0])
             v = tl.where(needed[:, None], v, 0.0)

@@ -24,7 +24,8 @@ def mask_scores(
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
     EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scores, -inf where a key is not seen; in the base-2 domain where a mask is added."""
+    """(scores, -inf where a key is not seen, in the base-2 domain where a mask is added; which keys
+    are seen)."""
     keys = tl.arange(0, BLOCK_N)
     if EVERY_BLOCK:
         # The offset goes to the rows: the column numbers are then the same for every block.
@@ -47,7 +48,7 @@ def mask_scores(
             numbers = given.to(tl.float32)
             seen = seen & (numbers != float("-inf"))
             scores = scores * steepness + tl.maximum(numbers * LOG2E, LOWEST)
-    return tl.where(seen, scores, float("-inf"))
+    return tl.where(seen, scores, float("-inf")), seen
 
 
 @triton.jit

@@ -141,8 +141,8 @@ def mla_attention(
     of the mask tensor; mask_blocks: its list of blocks, of tiles of QUERIES queries and KEYS keys,
     which BLOCK_M and BLOCK_N divide: the blocks on it are visited, and no others. JOINT: one
     descriptor reads keys and values, which follow them. ONE_LOOP: masked and whole blocks share a
-    loop, as listed ones do; else whole blocks have a loop of their own. ROPE_STYLE:
-    the rotation of q_rope, "none" if it is rotated already; table_rows: of cos and sin.
+    loop; else whole blocks have a loop of their own. ROPE_STYLE: the rotation of q_rope, "none" if
+    it is rotated already; table_rows: of cos and sin.
     """
     # A program without a tile goes on with no queries and no keys: Triton cannot specialise warps
     # where a program returns early.
@@ -230,13 +230,14 @@ def mla_attention(
     first, whole, num_whole, num_blocks = block_range(
         lowest, highest, key_start, own_keys, lead, MASK, WINDOW, KEYS if LISTED else BLOCK_N
     )
+    whole_block = whole
     if LISTED:
         entries, count = tile_list(
             mask_blocks_ptr, sequence, head, first_row, blocks_sequence_stride,
             blocks_head_stride, blocks_tile_stride, QUERIES,
         )  # fmt: skip
         # From here on these are places on the list, and of parts of its blocks.
-        first, whole, num_whole, num_blocks = listed_range(
+        first, whole, num_whole, num_blocks, whole_block = listed_range(
             entries, count, first, whole, num_whole, num_blocks
         )
         PARTS: tl.constexpr = KEYS // BLOCK_N
@@ -244,6 +245,7 @@ def mla_attention(
         whole *= PARTS
         num_whole *= PARTS
         num_blocks *= PARTS
+        whole_block *= PARTS
     if TMA:
         # A descriptor needs a row; without keys no block is read.
         tma_keys = tl.maximum(own_keys, 1)
@@ -275,10 +277,7 @@ def mla_attention(
     masked_steepness = 1.0 if MASK_KIND == "additive" else steepness
     if not ONE_LOOP:
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
-            if LISTED:
-                key = listed_key(entries, whole + step, KEYS, BLOCK_N)
-            else:
-                key = (whole + step) * BLOCK_N
+            key = (whole_block + step) * BLOCK_N
             scores = block_scores(
                 q, q_rope, k_source, rope_source, block_table_ptr, sequence, key, own_keys,
                 key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
@@ -306,7 +305,7 @@ def mla_attention(
             key_start, table_stride, num_pages, factor, NOPE, NOPE_BLOCK, K_STRIDE, ROPE,
             ROPE_BLOCK, ROPE_STRIDE, PAGE_SIZE, PAGE_STRIDE, TMA, ROPE_TMA, CHAINED, BLOCK_N,
         )  # fmt: skip
-        scores = mask_scores(
+        scores, _ = mask_scores(
             scores, positions, first_row, key, own_queries, own_keys, key_start, lead, mask_base,
             mask_row_stride, mask_column_stride, steepness, MASK, WINDOW, MASK_KIND, LED,
             ONE_LOOP, BLOCK_M, BLOCK_N,

@@ -239,3 +239,86 @@ def test_joined_keys_are_both_parts_side_by_side():
     load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))
+
+
+def holes(sequences, heads, queries, keys, seed=0):
+    """Padding at the left, later keys, blocks that nobody sees, one query that sees nothing."""
+    torch.manual_seed(seed)
+    seen = torch.ones(sequences, heads, queries, keys, dtype=torch.bool)
+    seen = seen.tril(keys - queries - 70)
+    seen[0, ..., :100] = False
+    seen[..., 130:260] &= torch.rand(sequences, heads, queries, 130) < 0.3
+    seen[..., 192:256] = False
+    seen[:, :, 1] = False
+    return seen
+
+
+LISTED = Case("listed", (150,) * 2, (400,) * 2, dense=True, nope=16, v_dim=16)
+LISTED_TILES = [
+    kernels.AttentionConfig(64, 32, 4, 2, tma=True, chained=False),
+    kernels.AttentionConfig(128, 64, 8, 2, tma=False),
+    kernels.AttentionConfig(64, 64, 4, 2, tma=True, one_loop=True),
+]
+
+
+@pytest.mark.parametrize("config", LISTED_TILES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": "none"},
+        {"mask": "none", "key_lengths": torch.tensor([310, 0])},
+        {"mask": "causal", "query_starts": torch.tensor([250, 100])},
+        {"mask": "sliding_window", "window": 90, "query_starts": torch.tensor([250, 40])},
+        {"mask": "chunked", "window": 128, "query_starts": torch.tensor([250, 0])},
+    ],
+    ids=lambda options: " ".join(options) + " " + options["mask"],
+)
+@pytest.mark.parametrize("added", [False, True], ids=["booleans", "numbers"])
+def test_blocks_on_a_masks_list(config, options, added):
+    """Whole ones and others, with gaps between; and masked by position besides."""
+    seen = holes(2, 1, 150, 400)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf) if added else seen
+    a = call_of(with_options(LISTED, attn_mask=mask, **options))
+    assert_agrees(a, run(a, config), 4e-3)
+
+
+@pytest.mark.parametrize("config", LISTED_TILES, ids=str)
+def test_keys_of_blocks_that_nobody_sees_may_hold_anything(config):
+    """NaN in keys, values and rope keys: of hidden blocks in all, of hidden keys in the keys."""
+    seen = holes(1, 1, 150, 400)[:, :, :128]
+    a = call_of(with_options(LISTED, mask="none", attn_mask=seen))
+    a = replace(a, q=a.q[:1, :128], q_rope=a.q_rope[:1, :128], k=a.k[:1], v=a.v[:1])
+    a = replace(a, k_rope=a.k_rope[:1])
+    want = run(a, config)
+    unseen = ~seen[0, 0].any(0)
+    blocks = torch.nn.functional.pad(unseen, (0, 48), value=True).unflatten(0, (-1, 64)).all(1)
+    assert 1 < blocks.sum() < len(blocks) - 1
+    hidden = blocks.repeat_interleave(64)[:400]
+    parts = {name: getattr(a, name).clone() for name in ("k", "v", "k_rope")}
+    for name, part in parts.items():
+        part[:, hidden if name == "v" else unseen] = math.nan
+    for got, expected in zip(run(replace(a, **parts), config), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_list_of_more_entries_than_are_looked_at_together():
+    """Its first whole blocks end behind them."""
+    keys = 64 * 310
+    case = Case("long", (2,), (keys,), heads=1, nope=16, v_dim=16, dense=True)
+    seen = torch.ones(1, 1, 2, keys, dtype=torch.bool)
+    seen[..., :100], seen[..., 64 * 300 + 5] = False, False
+    a = call_of(with_options(case, mask="none", attn_mask=seen))
+    config = kernels.AttentionConfig(16, 64, 4, 2, tma=False)
+    assert_agrees(a, run(a, config), 4e-3)
+
+
+def test_one_list_serves_all_that_its_mask_does():
+    """Of each sequence or head, shared, at any strides."""
+    case = Case("shared", (140,) * 2, (280,) * 2, dense=True, nope=16, v_dim=16)
+    config = kernels.AttentionConfig(64, 64, 4, 2, tma=False)
+    for shape in ((2, 2), (1, 2), (2, 1), (1, 1)):
+        for queries in (1, 140):
+            seen = holes(*shape, 140, 280, seed=sum(shape))[:, :, -queries:]
+            seen = seen.mT.contiguous().mT
+            a = call_of(with_options(case, mask="none", attn_mask=seen))
+            assert_agrees(a, run(a, config), 4e-3)

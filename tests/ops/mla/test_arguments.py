@@ -169,6 +169,21 @@ def test_a_mask_of_another_shape_and_one_for_ragged_batches_are_refused():
     )
 
 
+def test_a_list_of_blocks_that_is_not_the_masks_is_refused():
+    names = {case.name: case for case in PREFILL.cases}
+    a = PREFILL.sample_inputs(names["static_bool_mask"])
+    listed = torch.ops.tilewright.mask_blocks(a.attn_mask)
+    assert torch.equal(PREFILL.call(replace(a, mask_blocks=listed)), PREFILL.call(a))
+    for blocks, message in (
+        (listed[..., :-1], r"= \[2, 1, 1, 2\], got shape \[2, 1, 1, 1\]"),
+        (listed.long(), "dtype torch.int32, got torch.int64"),
+        (listed + 2, "expected mask_blocks\\(attn_mask\\), got another list"),
+    ):
+        assert_refused(PREFILL, replace(a, mask_blocks=blocks), "mask_blocks", message)
+    alone = replace(a, attn_mask=None, mask_blocks=listed)
+    assert_refused(PREFILL, alone, "mask_blocks", "None, since attn_mask is None")
+
+
 STORE_CHANGES = {
     "rows that differ": ({"k_rope": lambda t: t[1:]}, "k_rope"),
     "another dtype": ({"latent": lambda t: t.float(), "k_rope": lambda t: t.float(),

@@ -1,0 +1,150 @@
+"""`cache_attention`: what it refuses, what it never looks at, and which kernel a call gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.interpreted import interpret
+from tilewright.codegen.targets import SM90, SM100
+from tilewright.ops import ArgumentError, cache_attention
+from tilewright.ops.attention.cache_attention import OP, AttentionArguments
+
+B, HEADS, KV_HEADS, WIDTH, ROOM = 2, 8, 2, 16, 80
+
+
+def call(queries=1, seed=0, **options) -> AttentionArguments:
+    """A static cache, head-major, of which 70 keys of the first and 5 of the second are present."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(B * queries, HEADS, WIDTH, generator=generator)
+    k, v = (torch.randn(B, KV_HEADS, ROOM, WIDTH, generator=generator) for _ in "kv")
+    tensors = (x.bfloat16() for x in (q, k.transpose(1, 2), v.transpose(1, 2)))
+    given = {"scale": WIDTH**-0.5, "num_sequences": B}
+    return AttentionArguments(*tensors, **given | options)
+
+
+def seen_by(lengths, queries=1) -> torch.Tensor:
+    keys = torch.arange(ROOM)
+    return torch.stack([(keys < length).expand(queries, ROOM) for length in lengths])[:, None]
+
+
+WAYS = {
+    "mask tensor": {"mask": "none", "attn_mask": seen_by((70, 5))},
+    "numbers": {
+        "mask": "none",
+        "attn_mask": torch.where(seen_by((70, 5)), 0.0, float("-inf")),
+    },
+    "lengths": {"mask": "none", "key_lengths": torch.tensor([70, 5])},
+    "causal": {"cache_lengths": torch.tensor([69, 4])},
+    "window": {
+        "mask": "sliding_window",
+        "window": 70,
+        "cache_lengths": torch.tensor([69, 4]),
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+def test_keys_that_nobody_sees_may_hold_nan(way, target):
+    """In the reference and in the kernel, whichever way the mask comes."""
+    a = call(**WAYS[way])
+    clean = OP.reference(a)
+    hidden = ~seen_by((70, 5))[:, 0, 0]
+    for tensor in (a.k, a.v):
+        tensor[hidden] = torch.nan
+    assert torch.equal(OP.reference(a), clean)
+    got = interpret(OP, a, target).outcome.result
+    assert OP.tolerances[torch.bfloat16].problem(got, clean.double()) is None
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+def test_a_query_that_sees_nothing_gives_zeros_as_sdpa_does(queries):
+    mask = seen_by((70, 5), queries).clone()
+    mask[1, 0, 0] = False
+    a = call(queries, mask="none", attn_mask=mask)
+    q = a.q.unflatten(0, (B, queries)).transpose(1, 2)
+    k, v = a.k.transpose(1, 2), a.v.transpose(1, 2)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    want = want.transpose(1, 2).flatten(0, 1)
+    assert want[queries].abs().max() == 0
+    for got in (OP.reference(a), interpret(OP, a).outcome.result):
+        assert got[queries].abs().max() == 0
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_row_of_the_lowest_finite_number_averages_all_keys():
+    """A softmax of equal numbers, as eager has it: only minus infinity hides."""
+    lowest = torch.finfo(torch.bfloat16).min
+    mask = torch.full((B, 1, 1, ROOM), lowest, dtype=torch.bfloat16)
+    a = call(mask="none", attn_mask=mask)
+    want = a.v.float().mean(1).repeat_interleave(HEADS // KV_HEADS, 1)
+    for got in (OP.reference(a), interpret(OP, a).outcome.result):
+        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=1e-2)
+
+
+def test_how_many_queries_choose_the_kernel():
+    def kernel(**sizes):
+        return OP.plan_for(call(**sizes, cache_lengths=torch.tensor([0, 0])), "sm100").specs[-1]
+
+    assert kernel(queries=1).kernel == "attention_decode"
+    assert kernel(queries=16).kernel == "attention_decode"
+    assert kernel(queries=17).kernel == "attention_prefill"
+
+
+def test_the_library_takes_what_shapes_alone_say():
+    def name(**options):
+        keys = {n: torch.empty(1, 1024, 2, 64, dtype=torch.bfloat16, device="meta") for n in "kv"}
+        q = torch.empty(1024, 8, 64, dtype=torch.bfloat16, device="meta")
+        return OP.plan_for(AttentionArguments(q, **keys, scale=0.125, **options), "sm90").name
+
+    assert name() == "library attention"
+    assert name(mask="none") == "library attention"
+    assert name(softcap=30.0) == "prefill kernel"
+    assert name(mask="sliding_window", window=100) == "prefill kernel"
+
+
+REFUSED = {
+    "num_sequences": ({"num_sequences": 3}, "a divisor of T = 2"),
+    "k": (
+        dict.fromkeys("kv", torch.zeros(B, ROOM, 3, WIDTH, dtype=torch.bfloat16)),
+        "divides the 8 of q",
+    ),
+    "v": ({"v": torch.zeros(B, ROOM - 1, KV_HEADS, WIDTH, dtype=torch.bfloat16)}, "shape"),
+    "window": ({"mask": "sliding_window"}, "at least 1"),
+    "mask": ({"mask": "diagonal"}, "one of 'causal'"),
+    "attn_mask": ({"attn_mask": torch.ones(B, 1, 1, ROOM - 1, dtype=torch.bool)}, "shape"),
+    "attn_mask, dtype": ({"attn_mask": torch.ones(B, 1, 1, ROOM, dtype=torch.int32)}, "dtype"),
+    "mask_blocks": ({"mask_blocks": torch.zeros(1, 1, 1, 3, dtype=torch.int32)}, "None, since"),
+    "sinks": ({"sinks": torch.zeros(HEADS + 1)}, "shape [Hq]"),
+    "softcap": ({"softcap": -1.0}, "from 0"),
+    "k_scale": ({"k_scale": torch.ones(())}, "None, since the cache has"),
+    "key_lengths": ({"key_lengths": torch.tensor([3, ROOM + 1])}, "lengths from 0 to 80"),
+    "cache_lengths": ({"cache_lengths": torch.tensor([-1, 3])}, "lengths from 0 to 80"),
+    "positions": ({"positions": torch.zeros(3, dtype=torch.int64)}, "shape [T]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_call_means_is_refused_by_name(name):
+    options, expected = REFUSED[name]
+    a = replace(call(), **options)
+    args, kwargs = OP.split(a)
+    with pytest.raises(ArgumentError) as error:
+        OP.torch_op(*args, **kwargs)
+    assert error.value.argument == name.partition(",")[0]
+    assert expected in str(error.value)
+
+
+def test_a_page_outside_the_pool_is_refused_where_a_key_may_be_seen():
+    k, v = (torch.randn(6, 16, KV_HEADS, WIDTH).bfloat16() for _ in "kv")
+    q = torch.randn(B, HEADS, WIDTH).bfloat16()
+    table = torch.tensor([[0, 1, 9], [2, -1, -1]])
+    given = {"scale": 1.0, "num_sequences": B, "block_table": table, "mask": "none"}
+    fits = cache_attention(q, k, v, key_lengths=torch.tensor([32, 16]), **given)
+    assert fits.isfinite().all()
+    with pytest.raises(ArgumentError, match=r"block_table.*9 for sequence 0, column 2"):
+        cache_attention(q, k, v, key_lengths=torch.tensor([33, 16]), **given)

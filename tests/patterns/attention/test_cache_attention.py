@@ -1,0 +1,314 @@
+"""Pattern `cache_attention`: attention in any spelling becomes one op that reads each key once, no
+worse than eager; what gains nothing is not mentioned, what cannot be taken is advice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.agreement import assert_no_worse, cloned, upcast
+from tests.found import matches_of, misses_of
+from tilewright.compiler import lower, reports
+
+BATCH, QUERIES, KEYS, HEADS, KV_HEADS, WIDTH = 2, 3, 12, 4, 2, 16
+GROUP = HEADS // KV_HEADS
+HIDDEN = float("-inf")
+
+
+def inputs(kv_heads=KV_HEADS, dtype=torch.bfloat16):
+    """q [B, Hq, S, D], k and v [B, Hkv, K, D], mask [B, 1, S, K], positions [S], padding [B, K],
+    sinks [Hq]."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q = normal(BATCH, HEADS, QUERIES, WIDTH)
+    k, v = (normal(BATCH, kv_heads, KEYS, WIDTH) for _ in range(2))
+    positions = torch.tensor([6, 7, 8])
+    padding = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    padding[1, 2:5] = False
+    mask = (counted(k) <= positions[:, None]) & padding[:, None, None]
+    return [q, k, v, mask, positions, padding, normal(HEADS)]
+
+
+def counted(k):
+    return torch.arange(k.shape[2])
+
+
+def repeat_kv(x):
+    b, h, length, width = x.shape
+    return x[:, :, None].expand(b, h, GROUP, length, width).reshape(b, h * GROUP, length, width)
+
+
+def sdpa(q, k, v, **options):
+    return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), **options)
+
+
+def logits_of(q, k):
+    return q @ repeat_kv(k).transpose(2, 3) * 0.3
+
+
+def weighted(logits, v):
+    return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ repeat_kv(v)
+
+
+def run(attend, args, symbols=()):
+    """The report of a compiled function that was no worse than eager. symbols: (argument,
+    dimension) of sizes that are dynamic."""
+    torch._dynamo.reset()
+    ours = cloned(args)
+    for argument, dim in symbols:
+        torch._dynamo.mark_dynamic(ours[argument], dim)
+    with torch.no_grad():
+        expected = attend(*cloned(args))
+        exact = attend(*(upcast(a) for a in args))
+        actual = torch.compile(attend, backend="tilewright", options={"inner": "eager"})(*ours)
+    assert_no_worse(actual, expected, exact, attend.__name__)
+    return reports()[-1]
+
+
+def site_of(report):
+    (site,) = matches_of(report, "attention")
+    assert misses_of(report, "attention") == []
+    return site
+
+
+# --- spellings ------------------------------------------------------------------------------------
+
+
+def by_hand(q, k, v, mask, *_):
+    return sdpa(q, k, v, attn_mask=mask)
+
+
+def shared(q, k, v, mask, *_):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def interleaved(q, k, v, mask, *_):
+    k, v = (x.repeat_interleave(GROUP, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def numbers_added(q, k, v, mask, *_):
+    return weighted(logits_of(q, k) + torch.where(mask, 0.0, -3e38).to(q.dtype), v)
+
+
+def masked_fill(q, k, v, mask, *_):
+    return weighted(logits_of(q, k).masked_fill(~mask, HIDDEN), v)
+
+
+def hidden_filled(q, k, v, mask, *_):
+    hidden = mask.logical_not().clone()
+    return weighted(logits_of(q, k).masked_fill(hidden | (hidden & mask), HIDDEN), v)
+
+
+def biased_and_hidden(q, k, v, mask, *_):
+    bias = torch.arange(k.shape[2], dtype=q.dtype) * 0.1
+    return weighted((logits_of(q, k) + bias).masked_fill(~mask, HIDDEN), v)
+
+
+def einsum(q, k, v, mask, *_):
+    logits = torch.einsum("bhsd,bhkd->bhsk", q, repeat_kv(k)) * 0.3
+    weights = logits.masked_fill(~mask, HIDDEN).softmax(-1)
+    return torch.einsum("bhsk,bhkd->bshd", weights, repeat_kv(v))
+
+
+def one_sequence(q, k, v, mask, *_):
+    return F.scaled_dot_product_attention(q[0], repeat_kv(k)[0], repeat_kv(v)[0], attn_mask=mask[0])
+
+
+def capped(q, k, v, mask, *_):
+    logits = torch.tanh(logits_of(q, k) / 2.0) * 2.0
+    return weighted(logits.masked_fill(~mask, HIDDEN), v)
+
+
+def capped_by_products(q, k, v, mask, *_):
+    logits = 2.0 * torch.tanh(logits_of(q, k) * 0.5)
+    return weighted(logits.masked_fill(~mask, HIDDEN), v)
+
+
+def with_sinks(q, k, v, mask, _, __, sinks):
+    logits = logits_of(q, k) + torch.where(mask, 0.0, HIDDEN).to(q.dtype)
+    extra = sinks.reshape(1, -1, 1, 1).expand(BATCH, -1, q.shape[2], -1)
+    joined = torch.cat([logits, extra], dim=-1)
+    joined = joined - joined.max(dim=-1, keepdim=True).values
+    return joined.softmax(-1)[..., :-1] @ repeat_kv(v)
+
+
+SPELLINGS = (
+    by_hand, shared, interleaved, numbers_added, masked_fill, hidden_filled, biased_and_hidden,
+    einsum, one_sequence, capped, capped_by_products, with_sinks,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("attend", SPELLINGS)
+def test_spellings(attend):
+    site = site_of(run(attend, inputs()))
+    assert site.shapes["heads"] == f"{HEADS}/{KV_HEADS}x{WIDTH}"
+    assert site.shapes["mask"] == "tensor"
+    assert site.shapes.get("softcap", 0) == (2.0 if "capped" in attend.__name__ else 0)
+    assert ("sinks" in site.shapes) == (attend is with_sinks)
+
+
+def test_one_head_of_keys_serves_all():
+    def attend(q, k, v, mask, *_):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    site = site_of(run(attend, inputs(kv_heads=1)))
+    assert site.shapes["heads"] == f"{HEADS}/1x{WIDTH}"
+
+
+@pytest.mark.parametrize("attend", [by_hand, masked_fill, capped, with_sinks])
+def test_counts_that_are_symbols(attend):
+    report = run(attend, inputs(), symbols=[(0, 2), (1, 2), (2, 2), (3, 2), (3, 3)])
+    shapes = site_of(report).shapes
+    assert (shapes["queries"], shapes["keys"]) == ("T", "T")
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+#: name -> (mask of (k, positions, padding), what it is understood as)
+MASKS = {
+    "causal": (lambda k, p, s: counted(k) <= p[:, None], "causal by position"),
+    "window": (
+        lambda k, p, s: (counted(k) <= p[:, None]) & (counted(k) > p[:, None] - 4),
+        "sliding_window(4) by position",
+    ),
+    "window_hidden": (
+        lambda k, p, s: ~((counted(k) > p[:, None]) | (counted(k) + 4 <= p[:, None])),
+        "sliding_window(4) by position",
+    ),
+    "moved_window": (
+        lambda k, p, s: (counted(k) <= p[:, None] + 1) & (counted(k) >= p[:, None] - 1),
+        "sliding_window(3) by position",
+    ),
+    "window_of_places": (
+        lambda k, p, s: (
+            (counted(k) <= torch.arange(QUERIES)[:, None])
+            & (counted(k) > torch.arange(QUERIES)[:, None] - 2)
+        ),
+        "sliding_window(2)",
+    ),
+    "chunks": (
+        lambda k, p, s: (counted(k) <= p[:, None]) & (counted(k) // 4 == p[:, None] // 4),
+        "chunked(4) by position",
+    ),
+    "padded": (
+        lambda k, p, s: (counted(k) <= p[:, None]) & s[:, None, None],
+        "causal by position and tensor",
+    ),
+    "padded_triangle": (
+        lambda k, p, s: torch.ones(QUERIES, KEYS, dtype=torch.bool).tril() & s[:, None, None],
+        "causal and tensor",
+    ),
+    "padded_window": (
+        lambda k, p, s: (
+            (counted(k) <= p[:, None]) & (counted(k) > p[:, None] - 8) & s[:, None, None]
+        ),
+        "sliding_window(8) by position and tensor",
+    ),
+    "padding_alone": (lambda k, p, s: s[:, None, None].expand(-1, 1, QUERIES, -1), "tensor"),
+    # Not understood: each differs in one thing from one of those above.
+    "later_keys_too": (lambda k, p, s: counted(k) > p[:, None] - 4, "tensor"),
+    "window_of_other_places": (
+        lambda k, p, s: (counted(k) <= p[:, None]) & (counted(k) > p.flip(0)[:, None] - 4),
+        "tensor",
+    ),
+    "moved_chunks": (
+        lambda k, p, s: (counted(k) <= p[:, None]) & ((counted(k) + 1) // 4 == p[:, None] // 4),
+        "tensor",
+    ),
+    "unequal_chunks": (
+        lambda k, p, s: (counted(k) <= p[:, None]) & (counted(k) // 4 == p[:, None] // 3),
+        "tensor",
+    ),
+    "either": (lambda k, p, s: (counted(k) <= p[:, None]) | (counted(k) == 11), "tensor"),
+    "one_more_per_query": (
+        lambda k, p, s: (counted(k) <= p[:, None]) & (counted(k) + p[:, None] != 9),
+        "tensor",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    mask, understood = MASKS[name]
+
+    def attend(q, k, v, _, positions, padding, sinks):
+        return sdpa(q, k, v, attn_mask=mask(k, positions, padding))
+
+    assert site_of(run(attend, inputs())).shapes["mask"] == understood
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+def test_a_written_cache_is_read_where_it_lies():
+    """One head of keys for each of queries, and no mask: what is gained is the cache's."""
+
+    def attend(q, k, v, mask, positions, *_):
+        k.index_copy_(2, positions, q)
+        v.index_copy_(2, positions, q)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    report = run(attend, inputs(kv_heads=HEADS))
+    assert site_of(report).shapes["mask"] == "none"
+
+
+# --- what is left alone ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_what_gains_nothing_is_not_mentioned(options):
+    def attend(q, k, v, *_):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    def repeated(q, k, v, *_):
+        return sdpa(q, k, v, **options)
+
+    lowered = lower(attend, inputs(kv_heads=HEADS))
+    assert matches_of(lowered, "attention") == misses_of(lowered, "attention") == []
+    assert matches_of(lower(repeated, inputs()), "attention") != []
+
+
+def repeated_in_turn(q, k, v, mask, *_):
+    k, v = (x.repeat(1, GROUP, 1, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def keys_by_column(q, k, v, mask, *_):
+    k = (k * 2).transpose(2, 3).contiguous() @ torch.eye(KEYS, dtype=k.dtype)
+    return sdpa(q, k.transpose(2, 3), v, attn_mask=mask)
+
+
+def large_number(q, k, v, mask, *_):
+    return weighted(logits_of(q, k).masked_fill(~mask, -1e4), v)
+
+
+def weights_are_read(q, k, v, mask, *_):
+    weights = logits_of(q, k).masked_fill(~mask, HIDDEN).softmax(-1)
+    return weights @ repeat_kv(v) + weights.sum()
+
+
+def single_precision(q, k, v, mask, *_):
+    logits = logits_of(q.float(), k.float()).masked_fill(~mask, HIDDEN)
+    return logits.softmax(-1).to(v.dtype) @ repeat_kv(v)
+
+
+@pytest.mark.parametrize(
+    ("attend", "code"),
+    [
+        (repeated_in_turn, "ATTENTION_FORM"),
+        (keys_by_column, "ATTENTION_FORM"),
+        (large_number, "ATTENTION_FORM"),
+        (weights_are_read, "ATTENTION_FORM"),
+        (single_precision, "DTYPE"),
+    ],
+)
+def test_misses_are_advice(attend, code):
+    report = run(attend, inputs())
+    assert matches_of(report, "attention") == []
+    (miss,) = misses_of(report, "attention")
+    assert (miss.code, miss.is_lost) == (code, False)
