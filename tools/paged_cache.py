@@ -66,13 +66,15 @@ class PagedLayer(StaticLayer):
         return larger
 
     @torch.compiler.disable
-    def reserve(self, tokens: int, batch: int | None = None) -> None:
-        """Pages for `tokens` more of each sequence, of a batch where it is known."""
-        self.pages.reserve(tokens)
-        if batch is not None and self.is_initialized:
+    def reserve(self, tokens: int, batch: int = 0) -> None:
+        """Pages for `tokens` more of each sequence; of `batch` sequences, where that is known."""
+        changed = self.pages.reserve(tokens)
+        if batch not in (0, self.pages.batch) and self.is_initialized:
             self.pages.begin(batch, self.device)
-        for layer in self.layers:
-            layer.follow()
+            changed = True
+        if changed:
+            for layer in self.layers:
+                layer.follow()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

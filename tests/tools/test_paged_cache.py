@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -109,6 +111,18 @@ def test_a_conversation_goes_on_with_its_cache():
     inputs = {"input_ids": ids, "attention_mask": mask}
     want, found = (generated(model, cache, inputs) for cache in caches)
     assert torch.equal(found, want)
+
+
+def test_a_copy_of_a_prompt_s_cache_goes_its_own_way():
+    model = built("Llama")
+    cache = PagedCache(model.config, page_size=PAGE)
+    inputs = {"input_ids": prompts()["input_ids"].clamp(min=1)}
+    model(inputs["input_ids"][:, :-2], past_key_values=cache)
+    copies = [copy.deepcopy(cache) for _ in range(2)]
+    first, second = (generated(model, each, inputs) for each in copies)
+    assert torch.equal(first, second)
+    assert torch.equal(first, generated(model, DynamicCache(config=model.config), inputs))
+    assert int(cache.get_seq_length()) == PROMPT - 2
 
 
 def pages_for(tokens: int) -> int:
@@ -303,6 +317,13 @@ def test_another_batch_is_told():
     cache = filled(3, 8)
     with pytest.raises(ValueError, match=r"8 tokens of 3 sequences, and got keys of 2"):
         appended(cache, 2, 1, 8)
+
+
+def test_another_device_is_told():
+    cache = PagedCache(built("Llama").config, page_size=PAGE)
+    cache.update(states(3, 8), states(3, 8), 0)
+    with pytest.raises(ValueError, match=r"on one device, got keys on meta and on cpu"):
+        cache.update(states(3, 8).to("meta"), states(3, 8).to("meta"), 1)
 
 
 def test_a_model_that_keeps_more_than_keys_and_values_is_refused():
