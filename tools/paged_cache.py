@@ -68,10 +68,10 @@ class PagedLayer(StaticLayer):
     @torch.compiler.disable
     def reserve(self, tokens: int, batch: int = 0) -> None:
         """Pages for `tokens` more of each sequence; of `batch` sequences, where that is known."""
-        changed = self.pages.reserve(tokens)
-        if batch not in (0, self.pages.batch) and self.is_initialized:
+        changed = self.is_initialized and batch not in (0, self.pages.batch)
+        if changed:
             self.pages.begin(batch, self.device)
-            changed = True
+        changed |= self.pages.reserve(tokens)
         if changed:
             for layer in self.layers:
                 layer.follow()

@@ -327,9 +327,11 @@ def test_another_device_is_told():
 
 
 def test_a_model_that_keeps_more_than_keys_and_values_is_refused():
-    config = transformers.LlamaConfig(**WIDTHS, layer_types=["indexed_attention"] * 2)
+    config = transformers.LlamaConfig(**WIDTHS, layer_types=["hybrid"] * 2)
     assert len(StaticCache(config, max_cache_len=8)) == 2
-    with pytest.raises(ValueError, match=r"this model needs StaticIndexedLayer"):
+    with pytest.raises(
+        ValueError, match=r"this model needs LinearAttentionAndStaticFullAttentionLayer"
+    ):
         PagedCache(config)
 
 
