@@ -12,6 +12,7 @@ from tilewright.ops.lora.shrink import shrink_qkv_permute_3mn
 from tilewright.ops.mla import prefill_dense as _mla_prefill_dense  # noqa: F401  registers it
 from tilewright.ops.mla.branch import mla_prefill_branch_fp8
 from tilewright.ops.mla.chunk_plan import mla_prefill_plan
+from tilewright.ops.mla.decode import mla_decode
 from tilewright.ops.mla.latent_store import mla_latent_store
 from tilewright.ops.mla.prefill import mla_prefill
 from tilewright.ops.moe.moe import fused_moe
@@ -29,6 +30,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_dynamic_scaled_nvfp4",
     "lora_expand_add",
+    "mla_decode",
     "mla_latent_store",
     "mla_prefill",
     "mla_prefill_branch_fp8",

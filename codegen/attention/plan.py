@@ -10,9 +10,11 @@ from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import DecodeConfig, PrefillConfig, decode_tiles
 from tilewright.codegen.targets import Target
 
-# Rows of a tile at most, and heads that may share a head of keys.
+# Rows of a tile at most.
 MOST_ROWS = 64
-MOST_GROUP = 128
+# fp32 numbers of the output that a thread holds where values are the keys, and its warps at most.
+HELD_NUMBERS = 64
+MOST_WARPS = 8
 # Shared memory for the weights, barriers and reductions.
 SPARE_BYTES = 8192
 MOST_SPLITS = 64
@@ -20,6 +22,10 @@ MOST_SPLITS = 64
 # part, and merging it.
 HANDOVER_BLOCKS = 1.5
 MERGE_BLOCKS = 0.05
+# The same where a launch of its own merges.
+MOST_MERGED = 128
+LAUNCH_BLOCKS = 2.5
+MERGED_BLOCKS = 0.02
 # Stages of the pipeline: more where a block's page is loaded before it.
 STAGES = 3
 INDIRECT_STAGES = 5
@@ -36,11 +42,20 @@ BY_POINTERS = (
 L2_SHARE = 0.6
 
 
-def decode_rows(group: int, num_queries: int) -> tuple[int, int]:
-    """(queries of a tile, its rows)."""
-    room = max(MOST_ROWS // next_power_of_2(group), 1)
+def decode_rows(problem: CacheProblem, num_queries: int) -> tuple[int, int, int]:
+    """(queries of a tile, heads of it that share keys, its rows)."""
+    most, group = _most_rows(problem), problem.group
+    heads = cdiv(group, cdiv(group, most))
+    room = max(most // next_power_of_2(heads), 1)
     tokens = min(next_power_of_2(max(num_queries, 1)), room)
-    return tokens, max(next_power_of_2(tokens * group), 16)
+    return tokens, heads, max(next_power_of_2(tokens * heads), 16)
+
+
+def _most_rows(problem: CacheProblem) -> int:
+    """Rows of a tile whose output fits the registers of its warps."""
+    if problem.v is not None:
+        return MOST_ROWS
+    return max(min(HELD_NUMBERS * 32 * MOST_WARPS // problem.blocks[1], MOST_ROWS), 16)
 
 
 def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
@@ -48,12 +63,12 @@ def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
     queries = sizes.num_queries
     if problem.row_offsets is not None:
         queries = cdiv(queries, max(sizes.num_sequences, 1))
-    return queries <= decode_rows(problem.group, queries)[0]
+    return queries <= decode_rows(problem, queries)[0]
 
 
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
-    tried = BY_POINTERS
+    tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
@@ -83,31 +98,49 @@ def head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
 
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
     """The tiles of a call; sizes: rounded to what plans are made for."""
-    tokens, rows = decode_rows(problem.group, sizes.num_queries)
+    tokens, heads, rows = decode_rows(problem, sizes.num_queries)
+    warps = 4
+    if problem.v is None and target.tmem_columns:
+        warps = MOST_WARPS
+    elif problem.v is None:
+        warps = min(max(rows * problem.blocks[1] // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     stages = _stages(problem, rows, target)
-    config = DecodeConfig(tokens, rows, 1, num_stages=stages)
+    config = DecodeConfig(tokens, heads, rows, 1, num_warps=warps, num_stages=stages)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    splits = _splits(tiles, cdiv(sizes.num_keys, KEYS), target.num_sms)
+    blocks = cdiv(sizes.num_keys, KEYS)
+    splits = _splits(tiles, blocks, target.num_sms, launched=problem.merges)
     return replace(config, splits=splits)
 
 
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
-    wanted = STAGES if problem.block_table is None else INDIRECT_STAGES
-    fixed = 2 * rows * (problem.blocks[0] + KEYS) + SPARE_BYTES
+    latent = problem.v is None and problem.mask_blocks is not None
+    indirect = latent or problem.block_table is not None
+    wanted = INDIRECT_STAGES if indirect else STAGES
+    fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + KEYS) + SPARE_BYTES
     fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
+    if problem.v is None and indirect:
+        # A stage of the loads that come first holds no keys.
+        fitting += 1
+    if problem.v is None and target.tmem_columns:
+        # Triton 3.6 copies a block for each of its two products.
+        fitting -= 2
     return max(min(wanted, fitting), 1)
 
 
-def _splits(tiles: int, blocks: int, num_sms: int) -> int:
-    """Into how many parts the keys of each tile fall, for the least time.
+def _splits(tiles: int, blocks: int, num_sms: int, *, launched: bool) -> int:
+    """Into how many parts the keys of each tile fall, for the least time. launched: a launch of its
+    own merges them.
 
     One program keeps a multiprocessor's share of the memory busy, so what counts is how many blocks
     of keys the busiest one takes.
     """
+    most, once, each = MOST_SPLITS, HANDOVER_BLOCKS, MERGE_BLOCKS
+    if launched:
+        most, once, each = MOST_MERGED, LAUNCH_BLOCKS, MERGED_BLOCKS
 
     def time(splits: int) -> float:
-        shared = HANDOVER_BLOCKS + MERGE_BLOCKS * splits if splits > 1 else 0.0
+        shared = once + each * splits if splits > 1 else 0.0
         return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) + shared
 
-    return min(range(1, max(min(blocks, MOST_SPLITS), 1) + 1), key=time)
+    return min(range(1, max(min(blocks, most), 1) + 1), key=time)

@@ -12,8 +12,10 @@ from tilewright.codegen.operand import Operand
 class CacheProblem:
     """Queries and the cache that they attend to.
 
-    group: heads of q that share a head of keys. k, v: strides (key,). page_size: keys of a page, 0
-    without a block table. softcap: whether logits are capped. divisible: names of run-time strides
+    group: heads of q that share a head of keys. k, v: strides (key,). v None: a key's head_dim
+    columns are its value. q_rope, k_rope: more columns of queries and keys, rope_dim of them, the
+    keys' the same for all heads; strides of k_rope (key,). page_size: keys of a page, 0 without a
+    block table. softcap: whether logits are capped. divisible: names of run-time strides
     that 16 divides. sequences: a power of two, no fewer than the ragged ones. tma: descriptors
     reach keys and values. Tensors are None where a call has none.
     """
@@ -24,8 +26,10 @@ class CacheProblem:
     v_dim: int
     q: Operand
     k: Operand
-    v: Operand
+    v: Operand | None
     out: Operand
+    q_rope: Operand | None = None
+    k_rope: Operand | None = None
     row_offsets: Operand | None = None
     block_table: Operand | None = None
     key_lengths: Operand | None = None
@@ -36,6 +40,7 @@ class CacheProblem:
     sinks: Operand | None = None
     k_scale: Operand | None = None
     v_scale: Operand | None = None
+    rope_dim: int = 0
     page_size: int = 0
     mask: str = "causal"
     window: int = 0
@@ -43,6 +48,12 @@ class CacheProblem:
     divisible: tuple[str, ...] = ()
     sequences: int = 1
     tma: bool = False
+
+    @property
+    def merges(self) -> bool:
+        """Whether parts of split keys are merged by a launch of their own: rows of them are many
+        and wide, so that one program would take longer for them than for its keys."""
+        return self.v is None
 
     @property
     def mask_kind(self) -> str:
@@ -53,12 +64,21 @@ class CacheProblem:
     @property
     def blocks(self) -> tuple[int, int]:
         """Tile widths of keys and values: powers of two that a tensor core takes."""
-        return max(next_power_of_2(self.head_dim), 16), max(next_power_of_2(self.v_dim), 64)
+        v_block = max(next_power_of_2(self.v_dim), 64)
+        if self.v is None:
+            return v_block, v_block
+        return max(next_power_of_2(self.head_dim), 16), v_block
+
+    @property
+    def rope_block(self) -> int:
+        """Tile width of the rope columns; 0 without any."""
+        return max(next_power_of_2(self.rope_dim), 16) if self.k_rope is not None else 0
 
     @property
     def key_bytes(self) -> int:
         """Bytes of one key and value of a head."""
-        return (self.head_dim + self.v_dim) * ELEMENT_BYTES[self.k.dtype]
+        values = 0 if self.v is None else self.v_dim
+        return (self.head_dim + self.rope_dim + values) * ELEMENT_BYTES[self.k.dtype]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,14 @@ TENSORS = {
     "k_scale_ptr": "k_scale",
     "v_scale_ptr": "v_scale",
 }
+# Of a cache whose values have a tensor of their own.
+V_STRIDES = ("v_page_stride", "v_head_stride")
+# Tensors of the keys' second part, and the strides of a launch that it has.
+ROPE_TENSORS = {"q_rope_ptr": "q_rope", "k_rope_ptr": "k_rope"}
+ROPE_STRIDES = ("q_rope_token_stride", "q_rope_head_stride", "rope_page_stride")
 # fp32 numbers that a warp of the merging program holds: 64 a thread.
 MERGED_NUMBERS = 64 * 32
+MERGE_WARPS = 4
 COUNTS = ("num_queries", "num_keys", "num_pages", "row_tiles")
 STRIDES = (
     "q_token_stride",
@@ -64,9 +70,11 @@ class PrefillConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tiles of `tokens` queries in `rows` rows; `splits` programs share the keys of a tile."""
+    """Tiles of `tokens` queries, and `heads` of those that share keys, in `rows` rows; `splits`
+    programs share the keys of a tile."""
 
     tokens: int
+    heads: int
     rows: int
     splits: int
     num_warps: int = 4
@@ -74,25 +82,31 @@ class DecodeConfig:
     block_n: int = KEYS
 
     def __str__(self) -> str:
-        tile = f"{self.rows} rows ({self.tokens} queries) x {self.block_n} keys"
+        held = f"{self.tokens} queries of {self.heads} heads"
+        tile = f"{self.rows} rows ({held}) x {self.block_n} keys"
         return f"{tile} /{self.splits} w{self.num_warps} s{self.num_stages}"
 
-    def real_rows(self, group: int) -> int:
-        """The first rows, a power of two, that hold all queries of `group` heads."""
-        return next_power_of_2(self.tokens * group)
+    @property
+    def real_rows(self) -> int:
+        """The first rows, a power of two, that hold all queries."""
+        return next_power_of_2(self.tokens * self.heads)
 
 
 def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
     """The `attention_decode` kernel of a problem."""
     p = problem
     _, v_block = p.blocks
-    split, real = config.splits > 1, config.real_rows(p.group)
+    split, real, rope = config.splits > 1, config.real_rows, p.k_rope is not None
     return KernelSpec.of(
         "attention.decode",
         "attention_decode",
         {
             **_constants(p),
             "NUM_KV_HEADS": p.num_kv_heads,
+            "TILE_HEADS": config.heads,
+            "ROPE_DIM": p.rope_dim,
+            "ROPE_BLOCK": p.rope_block,
+            "ROPE_STRIDE": p.k_rope.strides[0] if p.k_rope else 0,
             "LISTED": p.mask_blocks is not None,
             "TOKENS": config.tokens,
             "ROWS": config.rows,
@@ -104,16 +118,20 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
         },
         {
             "q_ptr": p.q,
+            "q_rope_ptr": p.q_rope,
             "k_ptr": p.k,
             "v_ptr": p.v,
+            "k_rope_ptr": p.k_rope,
             "out_ptr": p.out,
             "workspace_ptr": Operand("fp32") if split else None,
-            "counters_ptr": Operand("i32", aligned=False) if split else None,
+            "counters_ptr": Operand("i32", aligned=False) if split and not p.merges else None,
             **{name: getattr(p, field) for name, field in TENSORS.items()},
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
             "softcap": "fp32",
             **dict.fromkeys((name for name in STRIDES if name != "blocks_head_stride"), "i64"),
+            **({} if p.v else dict.fromkeys(V_STRIDES, 0)),
+            **dict.fromkeys(ROPE_STRIDES, "i64" if rope else 0),
         },
         divisible=p.divisible,
         ranges=("num_queries", "num_keys", "row_tiles"),
@@ -134,7 +152,7 @@ def _constants(p: CacheProblem) -> dict[str, Constant]:
         "HEAD_BLOCK": head_block,
         "V_BLOCK": v_block,
         "K_STRIDE": p.k.strides[0],
-        "V_STRIDE": p.v.strides[0],
+        "V_STRIDE": p.v.strides[0] if p.v else 0,
         "PAGE_SIZE": max(p.page_size, 1),
         "RAGGED": p.row_offsets is not None,
         "MASK": p.mask,
@@ -202,15 +220,59 @@ def prefill_grid(
 def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:
     """Tiles of a call with (sequences, queries of each)."""
     sequences, queries = sizes
-    return sequences * cdiv(queries, config.tokens) * problem.num_kv_heads
+    head_tiles = problem.num_kv_heads * cdiv(problem.group, config.heads)
+    return sequences * cdiv(queries, config.tokens) * head_tiles
 
 
 def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
     """fp32 numbers of a tile whose keys are split: values, largest logits, sums of weights."""
-    return config.splits * config.real_rows(problem.group) * (problem.blocks[1] + 2)
+    return config.splits * config.real_rows * (problem.blocks[1] + 2)
 
 
 def _merged_at_once(rows: int, v_block: int, config: DecodeConfig) -> int:
     """Parts that the merging program holds in registers at once."""
     fitting = MERGED_NUMBERS * config.num_warps // (rows * v_block)
     return max(min(next_power_of_2(config.splits), fitting), 1)
+
+
+def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
+    """The `attention_merge` kernel after that of `decode_spec`, where the problem `merges`."""
+    p = problem
+    return KernelSpec.of(
+        "attention.decode",
+        "attention_merge",
+        {
+            "NUM_KV_HEADS": p.num_kv_heads,
+            "GROUP": p.group,
+            "TILE_HEADS": config.heads,
+            "V_DIM": p.v_dim,
+            "V_BLOCK": p.blocks[1],
+            "TOKENS": config.tokens,
+            "REAL": config.real_rows,
+            "RAGGED": p.row_offsets is not None,
+            "SPLITS": config.splits,
+            "SPLIT_BLOCK": next_power_of_2(config.splits),
+            "COLUMNS": _merged_columns(p, config),
+        },
+        {
+            "workspace_ptr": Operand("fp32"),
+            "out_ptr": p.out,
+            "row_offsets_ptr": p.row_offsets,
+            "num_queries": "i32",
+            "row_tiles": "i32",
+        },
+        ranges=("num_queries", "row_tiles"),
+        dependent=True,
+        num_warps=MERGE_WARPS,
+        target=target,
+    )
+
+
+def merge_grid(problem: CacheProblem, config: DecodeConfig, tiles: int) -> tuple[int, int]:
+    return tiles * config.real_rows, cdiv(problem.v_dim, _merged_columns(problem, config))
+
+
+def _merged_columns(problem: CacheProblem, config: DecodeConfig) -> int:
+    """Columns of a row that a program of `attention_merge` merges at once."""
+    fitting = MERGED_NUMBERS * MERGE_WARPS // next_power_of_2(config.splits)
+    return max(min(fitting, problem.blocks[1]), 16)

@@ -8,8 +8,7 @@ import torch
 
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import check_attn_mask, check_mask
-from tilewright.ops.attention.positions import positions_of, token_sequences
-from tilewright.ops.cache.checks import readable
+from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     INT32_MAX,
@@ -21,6 +20,7 @@ from tilewright.ops.checks import (
     check_shape,
     first,
     holds,
+    readable,
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 
@@ -31,35 +31,19 @@ MAX_WIDTH = 512
 INDICES = ("row_offsets", "block_table", "key_lengths", "positions", "cache_lengths")
 
 
-def sequences(a: Any) -> Any:
-    """B."""
-    return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
-
-
-def room(a: Any) -> Any:
-    """K: how many keys a sequence has room for."""
-    return a.k.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
-
-
 def check_attention(op: str, a: Any) -> None:
     """Checks an AttentionArguments. Metadata only; raises ArgumentError."""
     check_shape(op, "q", a.q, "[T, Hq, D]", (None, None, None))
     check_dtype(op, "q", a.q, DTYPES)
     check_last_dim_dense(op, "q", a.q)
     _check_cache(op, a)
-    _check_batch(op, a)
-    check_mask(op, a)
-    check_number(op, "scale", a.scale)
+    check_batch(op, a)
     check_number(op, "softcap", a.softcap, 0)
-    if a.attn_mask is not None:
-        if a.row_offsets is not None:
-            raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
-        check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
-    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
     if a.sinks is not None:
         check_shape(op, "sinks", a.sinks, "[Hq]", (a.q.shape[1],))
         check_dtype(op, "sinks", a.sinks, (a.q.dtype, torch.float32))
         check_device(op, "sinks", a.sinks, a.q.device)
+        check_last_dim_dense(op, "sinks", a.sinks)
 
 
 def _check_cache(op: str, a: Any) -> None:
@@ -87,7 +71,20 @@ def _check_cache(op: str, a: Any) -> None:
             check_shape(op, name, scale, "[Hkv]", (num_kv_heads,))
 
 
-def _check_batch(op: str, a: Any) -> None:
+def check_batch(op: str, a: Any) -> None:
+    """Checks what says where the keys of each sequence are, and which a query sees: of q [T, Hq,
+    ...] and k [N, P, ...] only the shapes count. Metadata only; raises ArgumentError."""
+    _check_runs(op, a)
+    check_mask(op, a)
+    check_number(op, "scale", a.scale)
+    if a.attn_mask is not None:
+        if a.row_offsets is not None:
+            raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
+        check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
+    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
+
+
+def _check_runs(op: str, a: Any) -> None:
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
         check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
+
+import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.plan import decode_config, decodes, head_group, prefill_config
@@ -15,6 +17,8 @@ from tilewright.codegen.attention.specs import (
     PrefillConfig,
     decode_spec,
     decode_tiles,
+    merge_grid,
+    merge_spec,
     prefill_grid,
     prefill_spec,
     prefill_tiles,
@@ -24,8 +28,13 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.mask_blocks import list_steps
-from tilewright.ops.attention.operands import Values, cache_problem, cache_sizes
-from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
+from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+
+# Tensors with an element for each sequence, which kernels read one after the other.
+BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
+
+_merge_spec = cache(merge_spec)
 
 
 @cache
@@ -43,19 +52,24 @@ def _chosen_prefill(problem: CacheProblem, target: Target) -> tuple[PrefillConfi
 
 
 def attention_steps(
-    a: Any, target: Target, config: DecodeConfig | PrefillConfig | None = None
+    a: Any,
+    target: Target,
+    config: DecodeConfig | PrefillConfig | None = None,
+    rope: RopePart | None = None,
 ) -> Steps:
-    """The steps of a call. config: the tiles, and so the kernel; None: what the plan chooses."""
+    """The steps of a call. config: the tiles, and so the kernel; None: what the plan chooses. rope:
+    the keys' second part, whose first part is their values: for few queries."""
     if a.q.numel() == 0 or a.v.shape[3] == 0:
         out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
-    if config is None and library_wanted(a):
+    if config is None and rope is None and library_wanted(a):
         return (yield from library_steps(a))
     out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
-    a = yield from _with_list(a, target)
-    problem, values = cache_problem(a)
+    a = yield from _with_list((yield from with_dense(a, BY_SEQUENCE)), target)
+    problem, values = cache_problem(a, rope)
     sizes, values["out_ptr"] = cache_sizes(a), out
-    few = decodes(problem, sizes) if config is None else isinstance(config, DecodeConfig)
+    few = rope is not None or isinstance(config, DecodeConfig)
+    few = few or (config is None and decodes(problem, sizes))
     if few and problem.mask_blocks is not None and a.attn_mask.shape[1] > 1:
         # A tile has all heads that share keys; the list says what each sees.
         problem, values["mask_blocks_ptr"] = replace(problem, mask_blocks=None), None
@@ -71,11 +85,17 @@ def _decode(
     else:
         spec = decode_spec(problem, config, target.name)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    if config.splits > 1:
-        scratch = yield SplitK(tiles, workspace_elements(problem, config))
+    merges, elements = config.splits > 1 and problem.merges, workspace_elements(problem, config)
+    if merges:
+        values["workspace_ptr"] = yield Buffer((tiles, elements), torch.float32)
+    elif config.splits > 1:
+        scratch = yield SplitK(tiles, elements)
         values["workspace_ptr"], values["counters_ptr"] = scratch
     values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
     yield Launch(spec, (tiles * config.splits,), values)
+    if merges:
+        merge = _merge_spec(problem, config, target.name)
+        yield Launch(merge, merge_grid(problem, config, tiles), values)
     return Outcome(values["out_ptr"], "decode kernel", config)
 
 
@@ -90,6 +110,17 @@ def _prefill(
     values |= {"row_tiles": tiles, "head_group": group}
     yield Launch(spec, prefill_grid(problem, sizes, tiles, group), values)
     return Outcome(values["out_ptr"], "prefill kernel", config)
+
+
+def with_dense(a: Any, names: Sequence[str]) -> Generator[Step, Any, Any]:
+    """The same call with copies of those of its vectors whose elements do not follow each other."""
+    made = {}
+    for name in names:
+        vector = getattr(a, name)
+        if vector is not None and vector.shape[0] > 1 and vector.stride(0) != 1:
+            made[name] = yield Buffer.like(vector)
+            yield Library(torch.Tensor.copy_, (made[name], vector))
+    return replace(a, **made) if made else a
 
 
 def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import STRIDES, TENSORS
+from tilewright.codegen.attention.specs import ROPE_STRIDES, STRIDES, TENSORS
 from tilewright.codegen.operand import Operand
-from tilewright.ops.attention.checks import room, sequences
+from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import mask_bytes, operand
 
@@ -21,15 +24,26 @@ LOG2E = math.log2(math.e)
 Values = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class RopePart:
+    """More columns of queries and of keys, the keys' the same for all heads: q [T, Hq, R], k [N, P,
+    R], where the others lie. Any strides, last dimension contiguous. A key's other columns are its
+    value then."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+
+
 def cache_sizes(a: Any) -> CacheSizes:
     """The extents of a call. Of ragged sequences any may have all the queries."""
     num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
     return CacheSizes(sequences(a), num_queries, room(a))
 
 
-def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
-    """The problem of a call, and its values but for the result and the tiles."""
-    strides, sizes = _strides(a), cache_sizes(a)
+def cache_problem(a: Any, rope: RopePart | None = None) -> tuple[CacheProblem, Values]:
+    """The problem of a call, and its values but for the result and the tiles. rope: the keys'
+    second part; v is not looked at then."""
+    strides, sizes = _strides(a) | _rope_strides(rope), cache_sizes(a)
     tensors = {name: getattr(a, field) for name, field in TENSORS.items()}
     if a.attn_mask is not None:
         tensors["mask_ptr"] = mask_bytes(a.attn_mask)
@@ -41,14 +55,17 @@ def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
         v_dim=a.v.shape[3],
         q=operand(a.q),
         k=operand(a.k, a.k.stride(1)),
-        v=operand(a.v, a.v.stride(1)),
+        v=operand(a.v, a.v.stride(1)) if rope is None else None,
         out=Operand(TRITON_TYPES[a.q.dtype]),
+        q_rope=None if rope is None else operand(rope.q),
+        k_rope=None if rope is None else operand(rope.k, rope.k.stride(1)),
         **given,
+        rope_dim=0 if rope is None else rope.k.shape[2],
         page_size=0 if a.block_table is None else a.k.shape[1],
         mask=a.mask,
         window=a.window,
         softcap=bool(a.softcap),
-        divisible=tuple(name for name in STRIDES if strides[name] % 16 == 0),
+        divisible=tuple(name for name, stride in strides.items() if stride % 16 == 0),
         sequences=1 if a.row_offsets is None else next_power_of_2(max(sizes.num_sequences, 1)),
         tma=_descriptors_reach(a),
     )
@@ -58,6 +75,8 @@ def cache_problem(a: Any) -> tuple[CacheProblem, Values]:
         "q_ptr": a.q,
         "k_ptr": a.k,
         "v_ptr": a.v,
+        "q_rope_ptr": None if rope is None else rope.q,
+        "k_rope_ptr": None if rope is None else rope.k,
         **tensors,
         "num_sequences": sizes.num_sequences,
         "num_queries": sizes.num_queries,
@@ -111,3 +130,10 @@ def _strides(a: Any) -> dict[str, int]:
         0 if scale is None or scale.numel() == 1 else scale.stride(0),
     )
     return dict(zip(STRIDES, given, strict=True))
+
+
+def _rope_strides(rope: RopePart | None) -> dict[str, int]:
+    if rope is None:
+        return {}
+    given = (rope.q.stride(0), rope.q.stride(1), rope.k.stride(0))
+    return dict(zip(ROPE_STRIDES, given, strict=True))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from tilewright.ops.attention.cases import AttentionCase
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,21 @@ class PlanCase:
     dtype: torch.dtype = torch.int32
 
 
+@dataclass(frozen=True)
+class DecodeCase(AttentionCase):
+    """One setting of `mla_decode`; num_kv_heads is 1. joined: latents and rope keys are columns of
+    one cache. weight: "dense" or "fp8" (dequantised)."""
+
+    num_heads: int = 16
+    num_kv_heads: int = 1
+    rank: int = 64
+    rope_dim: int = 16
+    nope: int = 32
+    v_dim: int = 24
+    joined: bool = False
+    weight: str = "dense"
+
+
 STORE_CASES = (
     StoreCase("joint"),
     StoreCase("layers", pool="layers", index_dtype=torch.uint32, by_position=True),
@@ -159,3 +177,33 @@ PLAN_CASES = (
     PlanCase("cached", (0, 3, 9), (6, 0, 8), buffer_size=5, index_dtype=torch.int32),
     PlanCase("nothing", (), ()),
 )
+
+TENSOR_MASK: dict[str, Any] = {"mask": "none", "positions": "none"}
+DECODE_CASES = (
+    DecodeCase("decode"),
+    DecodeCase("decode_joined", joined=True, pool="tokens"),
+    DecodeCase("decode_masked", attn_mask="bool", **TENSOR_MASK),
+    DecodeCase("decode_mask_of_heads", attn_mask="heads", num_heads=20, **TENSOR_MASK),
+    DecodeCase("decode_padding", attn_mask="padding", **TENSOR_MASK),
+    DecodeCase("decode_float_mask", attn_mask="float", dtype=torch.float16, **TENSOR_MASK),
+    DecodeCase("decode_lowest_mask", attn_mask="lowest", num_heads=3, **TENSOR_MASK),
+    DecodeCase("decode_window", mask="sliding_window", window=20, num_heads=40),
+    DecodeCase("decode_chunked", mask="chunked", window=24),
+    DecodeCase("decode_lengths", mask="none", lengths=True, positions="none"),
+    DecodeCase("decode_many_heads", num_heads=128, rank=512, rope_dim=64, key_lengths=(9, 70),
+               new_tokens=(1, 1)),
+    DecodeCase("decode_odd_widths", rank=40, rope_dim=6, num_heads=20, positions="each"),
+    DecodeCase("decode_fp8", weight="fp8", rank=160),
+    DecodeCase("paged", pool="paged", joined=True, lengths=True, mask="none", positions="none",
+               index_dtype=torch.int32),
+    DecodeCase("paged_window", pool="paged", mask="sliding_window", window=17),
+    DecodeCase("several_tokens", new_tokens=(3, 3, 3), num_heads=20),
+    DecodeCase("several_tokens_masked", new_tokens=(4, 4, 4), attn_mask="bool", **TENSOR_MASK),
+    DecodeCase("several_ragged", new_tokens=(3, 0, 6), key_lengths=(37, 4, 70), ragged=True,
+               pool="paged", lengths=True),
+    DecodeCase("shared_positions", new_tokens=(2, 2, 2), key_lengths=(9, 9, 9),
+               positions="shared"),
+    DecodeCase("no_tokens", new_tokens=(0, 0), key_lengths=(4, 9)),
+    DecodeCase("single_precision", dtype=torch.float32),
+    DecodeCase("double", dtype=torch.float64, new_tokens=(2, 2, 2)),
+)  # fmt: skip

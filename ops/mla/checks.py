@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.arguments import as_attention
+from tilewright.ops.attention.checks import (
+    MAX_WIDTH,
+    attention_obstacle,
+    check_attention_values,
+    check_batch,
+)
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.positions import check_positions, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
-from tilewright.ops.cache.checks import check_aliases, readable
+from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import (
@@ -25,6 +32,8 @@ from tilewright.ops.checks import (
     check_scale_block,
     check_shape,
     holds,
+    in_words_of,
+    readable,
     shape_text,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -43,6 +52,9 @@ from tilewright.ops.mla.latents import (
     check_latents,
 )
 
+# What `cache_attention` calls otherwise.
+OWN_NAMES = {"k": "latent"}
+MAX_ROPE = 128
 INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
 ROPE_ON = ("qk", "q", "k")
 # What the kernels take.
@@ -55,7 +67,8 @@ def check_prefill(op: str, a: Any) -> None:
     check_dtype(op, "q", a.q, DTYPES)
     check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
     check_last_dim_dense(op, "q", a.q)
-    rope_dim = _check_weight(op, a)
+    rope_dim = check_weight(op, a)
+    _check_uncoded(op, a)
     _check_batch(op, a)
     check_choice(op, "rope_on", a.rope_on, ROPE_ON)
     rank, num_tokens = a.kv_b_weight.shape[1], a.q.shape[0]
@@ -82,8 +95,9 @@ def check_prefill(op: str, a: Any) -> None:
     check_number(op, "latent_scale_cap", a.latent_scale_cap, 0)
 
 
-def _check_weight(op: str, a: Any) -> Any:
-    """Checks the up-projection's weight; returns R."""
+def check_weight(op: str, a: Any) -> Any:
+    """Checks the up-projection's weight [H * (N + V), L], with its scales, beside q [T, H, N + R];
+    returns R. Metadata only; raises ArgumentError."""
     weight, heads = a.kv_b_weight, a.q.shape[1]
     check_shape(op, "kv_b_weight", weight, "[H * (N + V), L]", (None, None))
     check_dtype(op, "kv_b_weight", weight, (a.q.dtype, FP8))
@@ -99,17 +113,21 @@ def _check_weight(op: str, a: Any) -> Any:
     if weight.dtype == FP8:
         _check_weight_scale(op, a)
         return widths(a)[1]
-    coded = {
-        "kv_b_scale": a.kv_b_scale is not None,
-        "latent_scale": a.latent_scale is not None,
-        "scale_block": len(a.scale_block) > 0,
-        "quantize_latent": a.quantize_latent,
-    }
-    for name, given in coded.items():
-        if given:
-            expected = f"nothing, since kv_b_weight is {weight.dtype}"
-            raise ArgumentError(op, name, expected, "one")
+    coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
+    _refuse_codes(op, coded, weight.dtype)
     return widths(a)[1]
+
+
+def _check_uncoded(op: str, a: Any) -> None:
+    """Latents have codes only where the weight has."""
+    if a.kv_b_weight.dtype != FP8:
+        given = {"latent_scale": a.latent_scale is not None, "quantize_latent": a.quantize_latent}
+        _refuse_codes(op, given, a.kv_b_weight.dtype)
+
+
+def _refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
+    for name in (name for name, there in given.items() if there):
+        raise ArgumentError(op, name, f"nothing, since kv_b_weight is {dtype}", "one")
 
 
 def _check_weight_scale(op: str, a: Any) -> None:
@@ -313,3 +331,36 @@ def _width_obstacle(rank: int, rope_dim: int) -> str | None:
     if rope_dim % 2:
         return f"no kernel for {rope_dim} rope columns"
     return None if rank <= MAX_RANK else f"no kernel for latents of rank {rank}"
+
+
+def check_decode(op: str, a: Any) -> None:
+    """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
+    check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
+    check_dtype(op, "q", a.q, DTYPES)
+    check_last_dim_dense(op, "q", a.q)
+    rope_dim = check_weight(op, a)
+    check_shape(op, "latent", a.latent, "[P, S, L]", (None, None, a.kv_b_weight.shape[1]))
+    check_shape(op, "rope_keys", a.rope_keys, "[P, S, R]", (*a.latent.shape[:2], rope_dim))
+    for name in ("latent", "rope_keys"):
+        tensor = getattr(a, name)
+        check_dtype(op, name, tensor, (a.q.dtype,))
+        check_device(op, name, tensor, a.q.device)
+        check_last_dim_dense(op, name, tensor)
+    with in_words_of(op, OWN_NAMES):
+        check_batch(op, as_attention(a, a.q, a.latent))
+
+
+def check_decode_values(op: str, a: Any) -> None:
+    """Checks what only real memory shows: offsets, lengths, pages, scales. Raises ArgumentError."""
+    with in_words_of(op, OWN_NAMES):
+        check_attention_values(op, as_attention(a, a.q, a.latent))
+    if a.kv_b_scale is not None and readable([a.kv_b_scale]):
+        check_scale_values(op, "kv_b_scale", a.kv_b_scale)
+
+
+def decode_obstacle(a: Any) -> str | None:
+    """Why no kernel takes a call; None where one does. Metadata only."""
+    rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
+    if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
+        return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"
+    return attention_obstacle(as_attention(a, a.q, a.latent))

@@ -107,7 +107,7 @@ def _up_project(
     problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
     if limit is not None and kernels.up_obstacle(problem) is not None:
         problem = replace(problem, limited=False)
-    weight = (yield from _dequantized(a, target)) if dequantizes(a) else a.kv_b_weight
+    weight = (yield from dequantized(a, target)) if dequantizes(a) else a.kv_b_weight
     if joined:
         keys = split_joined(a, (yield Buffer(*joined_shape(a, rows))), buffers)
     else:
@@ -208,8 +208,8 @@ def _greatest(numbers: torch.Tensor, out: torch.Tensor) -> None:
     torch.amax(numbers, 0, keepdim=True, out=out)
 
 
-def _dequantized(a: Any, target: Target) -> Generator[Step, Any, torch.Tensor]:
-    """kv_b_weight in q's dtype, [rows, L]."""
+def dequantized(a: Any, target: Target) -> Generator[Step, Any, torch.Tensor]:
+    """kv_b_weight, which has codes, in q's dtype, [rows, L]."""
     problem = weight_problem(a)
     out = yield Buffer(a.kv_b_weight.shape, a.q.dtype)
     values = {"weight_ptr": a.kv_b_weight, "weight_scale_ptr": a.kv_b_scale, "out_ptr": out}

@@ -1,4 +1,4 @@
-"""What `mla_prefill` means, in plain PyTorch; fp32, or float64 where q is."""
+"""What `mla_prefill` and `mla_decode` mean, in plain PyTorch; fp32, or float64 where q is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.masks import mask_numbers, visible
 from tilewright.ops.attention.positions import positions_of, token_sequences
+from tilewright.ops.attention.reference import attention_reference
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
 from tilewright.ops.mla.keys import FP8, gathered_keys, key_places, sequences, widths
@@ -50,6 +52,18 @@ def prefill_reference(a: Any) -> torch.Tensor:
     return out
 
 
+def decode_reference(a: Any) -> torch.Tensor:
+    """[T, H, V] of an MlaDecodeArguments."""
+    nope, _, v_dim = widths(a)
+    q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
+    weight = dense_weight(a, q.dtype).unflatten(0, (q.shape[1], nope + v_dim))
+    q_latent = torch.einsum("thn,hnl->thl", q[..., :nope], weight[:, :nope])
+    keys = torch.cat((a.latent, a.rope_keys), dim=-1)
+    call = as_attention(a, torch.cat((q_latent, q[..., nope:]), dim=-1), keys)
+    latents = attention_reference(call)[..., : a.latent.shape[2]]
+    return torch.einsum("thl,hvl->thv", latents, weight[:, nope:]).to(a.q.dtype)
+
+
 def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:
     """[T, H, N + R] in compute precision, rotated."""
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
@@ -62,12 +76,21 @@ def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:
 
 def up_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
     """kv_b_weight, dequantised; rounded to q's dtype then, where latents are not quantised."""
+    if a.quantize_latent or a.latent_scale is not None:
+        return _dequantized(a, compute)
+    return dense_weight(a, compute)
+
+
+def dense_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
+    """kv_b_weight, rounded to q's dtype where it has codes."""
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
+    return _dequantized(a, compute).to(a.q.dtype).to(compute)
+
+
+def _dequantized(a: Any, compute: torch.dtype) -> torch.Tensor:
     block = (a.scale_block[0], a.scale_block[1])
-    weight = fp8_block.dequantize(a.kv_b_weight, a.kv_b_scale, block, compute)
-    coded = a.quantize_latent or a.latent_scale is not None
-    return weight if coded else weight.to(a.q.dtype).to(compute)
+    return fp8_block.dequantize(a.kv_b_weight, a.kv_b_scale, block, compute)
 
 
 def _key_latents(a: Any, latent: torch.Tensor, compute: torch.dtype) -> torch.Tensor:

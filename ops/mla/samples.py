@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tilewright.ops.attention import mask_blocks
+from tilewright.ops.attention.cases import sample_attention
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.cases import BranchCase, LatentCase, PrefillCase
+from tilewright.ops.mla.cases import BranchCase, DecodeCase, LatentCase, PrefillCase
 from tilewright.ops.mla.chunk_plan import cut
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_places
 
@@ -63,7 +65,26 @@ def sample_prefill(case: PrefillCase, device: str | torch.device, seed: int) -> 
     return values
 
 
-def sample_weight(case: PrefillCase, sampler: Sampler) -> dict[str, Any]:
+def sample_decode(case: DecodeCase, device: str | torch.device, seed: int) -> dict[str, Any]:
+    """Arguments of `mla_decode` by name."""
+    sampler = Sampler(device, seed)
+    width, entry = case.nope + case.rope_dim, case.rank + case.rope_dim
+    made = sample_attention(replace(case, head_dim=entry, v_dim=1), device, seed)
+    for name in ("v", "softcap"):
+        del made[name]
+    parts = made.pop("k").squeeze(2).split((case.rank, case.rope_dim), dim=-1)
+    latent, rope_keys = parts if case.joined else (part.contiguous() for part in parts)
+    return made | {
+        "q": sampler.normal(case.num_tokens, case.num_heads, width, dtype=case.dtype),
+        "latent": latent,
+        "rope_keys": rope_keys,
+        **sample_weight(case, sampler),
+        "v_dim": case.v_dim,
+        "scale": width**-0.5,
+    }
+
+
+def sample_weight(case: PrefillCase | DecodeCase, sampler: Sampler) -> dict[str, Any]:
     rows = case.num_heads * (case.nope + case.v_dim)
     dense = sampler.normal(rows, case.rank, dtype=case.dtype, scale=case.rank**-0.5)
     if case.weight == "dense":

@@ -2,9 +2,12 @@
 
 The heads of q that share a head of keys, and the queries of a sequence, are the rows of one tile,
 so a key is read once for all of them. Keys are on the M side of the tensor core, rows on its N
-side: a tile of 64 keys fills the former with one row only. The blocks of keys that the rows see are
-dealt out to SPLITS programs (Flash-Decoding, Dao et al. 2023); the last of them to arrive merges
-their results in a fixed order, so the sum does not depend on which was last.
+side: a tile of 64 keys fills the former with one row only. Keys may lie in two parts, a latent and
+rope columns (MLA, absorbed), and values be the first part: it is loaded once for both products.
+
+The blocks of keys that the rows see are dealt out to SPLITS programs (Flash-Decoding, Dao et al.
+2023); the last of them to arrive merges their results in a fixed order, so the sum does not depend
+on which was last.
 """
 
 import triton
@@ -17,23 +20,26 @@ from tilewright.codegen.attention.templates.tiles import block_of_step, block_ra
 
 @triton.jit
 def rows_of_tile(
-    tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, num_queries,
-    positions_sequence_stride, positions_stride,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
-    ROWS: tl.constexpr,
+    tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
+    num_queries, positions_sequence_stride, positions_stride,
+    GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(first token of the sequence, number of the query in it, head, position, whether there is
     such a row; lowest and highest position) of a tile's rows."""
     rows = tl.arange(0, ROWS)
-    query = tile * TOKENS + rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
+    query = tile * TOKENS + rows // TILE_HEADS
+    head = kv_head * GROUP + rows % TILE_HEADS
     if RAGGED:
         first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
         own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
     else:
         first = sequence.to(tl.int64) * num_queries
         own = num_queries
-    real = (rows < TOKENS * GROUP) & (query < own)
+    real = (rows < TOKENS * TILE_HEADS) & (query < own)
+    if TILE_HEADS < GROUP:
+        head += first_head
+        real = real & (first_head + rows % TILE_HEADS < GROUP)
     positions = query
     lowest = 0
     highest = 0
@@ -54,10 +60,11 @@ def rows_of_tile(
 @triton.jit
 def seen_keys(
     scores, keys, exists, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-    mask_column_stride, num_keys,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    mask_column_stride, num_keys, is_whole,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """(scores [keys, rows] with the mask's numbers added, which of them are seen)."""
+    """(scores [keys, rows] with the mask's numbers added, which of them are seen). is_whole,
+    where LISTED: the mask tensor hides nothing here, and is not read."""
     seen = exists[:, None] & (query >= 0)[None, :]
     if MASK != "none":
         seen = seen & (keys[:, None] <= positions[None, :])
@@ -68,8 +75,13 @@ def seen_keys(
     if MASK_KIND != "none":
         columns = head.to(tl.int64) * mask_head_stride + query.to(tl.int64) * mask_row_stride
         places = mask_base + keys.to(tl.int64)[:, None] * mask_column_stride + columns[None, :]
-        given = tl.load(places, mask=seen, other=0)
+        if LISTED:
+            given = tl.load(places, mask=seen & (is_whole == 0), other=0)
+        else:
+            given = tl.load(places, mask=seen, other=0)
         if MASK_KIND == "bool":
+            if LISTED:
+                given |= is_whole.to(given.dtype)
             seen = seen & (given != 0)
         else:
             wide = given.to(tl.float32)
@@ -89,23 +101,35 @@ def load_block(rows, needed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: 
 
 
 @triton.jit
+def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to BLOCK_N rows of a page from a slot on."""
+    start = base + page * page_stride + tl.cast(slot, tl.int64) * STRIDE
+    return start + tl.arange(0, BLOCK_N) * STRIDE
+
+
+@triton.jit
 def attend_block(
-    first_key, q, output, top, total, k_base, v_base, table_ptr, own_keys, num_pages, num_keys,
-    k_page_stride, v_page_stride, positions, query, head, mask_base, mask_head_stride,
-    mask_row_stride, mask_column_stride, factor, softcap,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
+    first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base, rope_base, table_ptr,
+    own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride, positions, query,
+    head, mask_base, mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    LISTED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(output [V, rows], top, total) after a block of keys. MASKED: some row may not see some key
-    of it."""
+    of it. LISTED: the mask tensor hides nothing of the first num_whole steps. v_base None: the keys
+    are the values."""
     keys = first_key + tl.arange(0, BLOCK_N)
     exists = keys < own_keys
     if table_ptr is None:
         slots = keys.to(tl.int64)
         k_rows = k_base + slots * K_STRIDE
-        v_rows = v_base + slots * V_STRIDE
+        if v_base is not None:
+            v_rows = v_base + slots * V_STRIDE
+        first_slot = first_key
+        pages = 0
     else:
         if PAGE_SIZE % BLOCK_N == 0:
             pages = tl.load(table_ptr + first_key // PAGE_SIZE).to(tl.int64)
@@ -114,27 +138,56 @@ def attend_block(
         exists &= (pages >= 0) & (pages < num_pages)
         slots = (keys % PAGE_SIZE).to(tl.int64)
         k_rows = k_base + pages * k_page_stride + slots * K_STRIDE
-        v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
+        if v_base is not None:
+            v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
+        if rope_base is not None:
+            rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
+        first_slot = first_key % PAGE_SIZE
+    if v_base is None and (table_ptr is None or PAGE_SIZE % BLOCK_N == 0):
+        # A block is one run of memory. Its rows lie at constants from one address: many wide rows
+        # would take a thread's registers with one each.
+        k_rows = rows_from(k_base, pages, k_page_stride, first_slot, K_STRIDE, BLOCK_N)
+        if rope_base is not None:
+            rope_rows = rows_from(
+                rope_base, pages, rope_page_stride, first_slot, ROPE_STRIDE, BLOCK_N
+            )
     # All keys of a whole block exist, unless their page does not.
     CHECKED: tl.constexpr = MASKED or table_ptr is not None
+    if v_base is None and MASKED:
+        # Keys that no row sees are not read: they are values, and NaN times zero is NaN.
+        added, seen = seen_keys(
+            tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
+            mask_head_stride, mask_row_stride, mask_column_stride, num_keys,
+            step < num_whole, MASK, WINDOW, MASK_KIND, LISTED,
+        )  # fmt: skip
+        exists = tl.max(seen.to(tl.int32), axis=1) > 0
     k = load_block(k_rows, exists, HEAD_DIM, HEAD_BLOCK, CHECKED)
     scores = tl.dot(k.to(q.dtype), q)
+    if rope_base is not None:
+        k_rope = load_block(rope_rows, exists, ROPE_DIM, ROPE_BLOCK, CHECKED)
+        scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
     if CAPPED:
         scores = capped(scores, factor, softcap)
     elif MASK_KIND == "additive":
         scores *= factor
     needed = exists
-    if MASKED:
+    if MASKED and v_base is None:
+        if MASK_KIND == "additive":
+            scores += added
+        scores = tl.where(seen, scores, float("-inf"))
+    elif MASKED:
         scores, seen = seen_keys(
             scores, keys, exists, positions, query, head, mask_base, mask_head_stride,
-            mask_row_stride, mask_column_stride, num_keys, MASK, WINDOW, MASK_KIND,
+            mask_row_stride, mask_column_stride, num_keys, False, MASK, WINDOW, MASK_KIND, False,
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
         # Values that no row sees are not read: NaN times zero is NaN.
         needed = tl.max(seen.to(tl.int32), axis=1) > 0
     elif CHECKED:
         scores = tl.where(exists[:, None], scores, float("-inf"))
-    v = load_block(v_rows, needed, V_DIM, V_BLOCK, CHECKED)
+    v = k
+    if v_base is not None:
+        v = load_block(v_rows, needed, V_DIM, V_BLOCK, CHECKED)
     steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
     new_top = tl.maximum(top, tl.max(scores, axis=0) * steepness)
     # A row that has seen no key yet.
@@ -147,13 +200,12 @@ def attend_block(
 
 
 @triton.jit
-def hand_over(
-    output, top, total, parts, counter_ptr, split, real,
+def store_part(
+    output, top, total, parts, split, real,
     V_BLOCK: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Writes one program's result to `parts`: values [SPLITS, REAL, V_BLOCK], then the largest
-    logits and the sums of weights, [SPLITS, REAL] each. Whether it is the last of SPLITS to do so;
-    the counter is left at zero for the next launch."""
+    logits and the sums of weights, [SPLITS, REAL] each."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
     # A program whose rows saw no key has nothing to hand over but that.
@@ -162,6 +214,12 @@ def hand_over(
     numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
     tl.store(numbers, top, mask=rows < REAL)
     tl.store(numbers + SPLITS * REAL, total, mask=rows < REAL)
+
+
+@triton.jit
+def arrive(counter_ptr, SPLITS: tl.constexpr):
+    """Whether a program, its part stored, is the last of SPLITS; the counter is left at zero for
+    the next launch."""
     # All threads' stores come before the one thread's atomic.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
@@ -231,17 +289,19 @@ def finish(
 
 @triton.jit
 def attention_decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, counters_ptr, row_offsets_ptr, block_table_ptr,
-    key_lengths_ptr, positions_ptr, cache_lengths_ptr, mask_ptr, mask_blocks_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr,
+    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, workspace_ptr, counters_ptr,
+    row_offsets_ptr, block_table_ptr, key_lengths_ptr, positions_ptr, cache_lengths_ptr, mask_ptr,
+    mask_blocks_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     num_queries, num_keys, num_pages, row_tiles, factor, softcap,
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     positions_sequence_stride, positions_stride, table_stride, mask_sequence_stride,
     mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride,
-    blocks_tile_stride, scale_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
+    blocks_tile_stride, scale_stride, q_rope_token_stride, q_rope_head_stride, rope_page_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
     LISTED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     REAL: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
@@ -249,15 +309,17 @@ def attention_decode(
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
-    Grid (B * row_tiles * NUM_KV_HEADS * SPLITS,). A tile has TOKENS queries of GROUP heads in ROWS
-    rows. Strides count elements; K_STRIDE and V_STRIDE from key to key of a page; without a block
-    table a sequence is a page. factor takes products to the base-2 domain; where CAPPED to twice
-    what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
-    "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks
+    Grid (B * row_tiles * NUM_KV_HEADS * head tiles * SPLITS,). A tile has TOKENS queries of
+    TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. With k_rope a key has
+    ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v a
+    key's other columns are its value. Strides count elements; K_STRIDE and V_STRIDE from key to key
+    of a page; without a block table a sequence is a page. factor takes products to the base-2
+    domain; where CAPPED to twice what tanh is taken of there, and softcap takes its result to the
+    base-2 domain. MASK_KIND: "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks
     has the mask's list of blocks (codegen/attention/blocks.py), a row for each QUERIES queries.
     REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace has
     SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
-    merged at once.
+    merged at once. Without counters the parts are left to `attention_merge`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -265,12 +327,15 @@ def attention_decode(
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
-    kv_head = tile % NUM_KV_HEADS
-    row_tile = tile // NUM_KV_HEADS % row_tiles
-    sequence = tile // NUM_KV_HEADS // row_tiles
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    kv_head = tile // HEAD_TILES % NUM_KV_HEADS
+    row_tile = tile // (HEAD_TILES * NUM_KV_HEADS) % row_tiles
+    sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
+    first_head = tile % HEAD_TILES * TILE_HEADS
     first_token, query, head, positions, real, lowest, highest = rows_of_tile(
-        row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
-        num_queries, positions_sequence_stride, positions_stride, GROUP, TOKENS, RAGGED, MASK, ROWS,
+        row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
+        num_queries, positions_sequence_stride, positions_stride, GROUP, TILE_HEADS, TOKENS,
+        RAGGED, MASK, ROWS,
     )  # fmt: skip
     query = tl.where(real, query, -1)
     token = first_token + tl.where(real, query, 0)
@@ -280,15 +345,30 @@ def attention_decode(
         q_ptr + q_places[None, :] + dims[:, None], mask=real[None, :] & (dims < HEAD_DIM)[:, None],
         other=0.0,
     )  # fmt: skip
+    q_rope = None
+    rope_base = None
+    if k_rope_ptr is not None:
+        rope_dims = tl.arange(0, ROPE_BLOCK)
+        rope_places = token * q_rope_token_stride + head.to(tl.int64) * q_rope_head_stride
+        q_rope = tl.load(
+            q_rope_ptr + rope_places[None, :] + rope_dims[:, None],
+            mask=real[None, :] & (rope_dims < ROPE_DIM)[:, None], other=0.0,
+        )  # fmt: skip
+        rope_base = k_rope_ptr
+        if block_table_ptr is None:
+            rope_base += sequence.to(tl.int64) * rope_page_stride
     own_keys = num_keys
     if key_lengths_ptr is not None:
         own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
-    v_base = v_ptr + kv_head.to(tl.int64) * v_head_stride
+    v_base = None
+    if v_ptr is not None:
+        v_base = v_ptr + kv_head.to(tl.int64) * v_head_stride
     table = block_table_ptr
     if block_table_ptr is None:
         k_base += sequence.to(tl.int64) * k_page_stride
-        v_base += sequence.to(tl.int64) * v_page_stride
+        if v_ptr is not None:
+            v_base += sequence.to(tl.int64) * v_page_stride
     else:
         table = block_table_ptr + sequence.to(tl.int64) * table_stride
     mask_base = mask_ptr
@@ -323,26 +403,32 @@ def attention_decode(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((V_BLOCK, ROWS), tl.float32)
-    for step in tl.range(begin, middle, num_stages=STAGES):
-        first_key = (whole_block + step) * BLOCK_N
-        output, top, total = attend_block(
-            first_key, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
-            num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
-            mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
-            V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, False, BLOCK_N,
-        )  # fmt: skip
+    # Where values are keys, one loop takes all blocks: two would not fit the registers.
+    if v_ptr is None:
+        middle = begin
+    if v_ptr is not None:
+        for step in tl.range(begin, middle, num_stages=STAGES):
+            first_key = (whole_block + step) * BLOCK_N
+            output, top, total = attend_block(
+                first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+                rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+                rope_page_stride, positions, query, head, mask_base, mask_head_stride,
+                mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
+                HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
+                WINDOW, MASK_KIND, CAPPED, False, LISTED, BLOCK_N, ROWS,
+            )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
         block = block_of_step(step, first, whole, num_whole)
         first_key = block * BLOCK_N
         if LISTED:
             first_key = listed_key(entries, block, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
-            first_key, q, output, top, total, k_base, v_base, table, own_keys, num_pages,
-            num_keys, k_page_stride, v_page_stride, positions, query, head, mask_base,
-            mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM,
-            V_DIM, HEAD_BLOCK, V_BLOCK, K_STRIDE, V_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, True, BLOCK_N,
+            first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+            rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+            rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
+            mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
+            ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
+            CAPPED, True, LISTED, BLOCK_N, ROWS,
         )  # fmt: skip
     if SPLITS == 1:
         finish(
@@ -351,17 +437,74 @@ def attention_decode(
         )  # fmt: skip
     else:
         parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
-        is_last = hand_over(
-            output, top, total, parts, counters_ptr + tile, split, real, V_BLOCK, ROWS, REAL, SPLITS
-        )
+        counter_ptr = None
+        if counters_ptr is not None:
+            counter_ptr = counters_ptr + tile
+        store_part(output, top, total, parts, split, real, V_BLOCK, ROWS, REAL, SPLITS)
+    if SPLITS > 1 and counters_ptr is not None:
+        is_last = arrive(counter_ptr, SPLITS)
         if is_last:
             _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
                 row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
-                num_queries, positions_sequence_stride, positions_stride, GROUP, TOKENS, RAGGED,
-                "none", REAL,
+                first_head, num_queries, positions_sequence_stride, positions_stride, GROUP,
+                TILE_HEADS, TOKENS, RAGGED, "none", REAL,
             )  # fmt: skip
             m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
             finish(
                 m_output, m_top, m_total, out_ptr, sinks_ptr, v_scale_ptr, first_token, m_query,
                 m_head, m_real, kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
             )  # fmt: skip
+
+
+@triton.jit
+def attention_merge(
+    workspace_ptr, out_ptr, row_offsets_ptr,
+    num_queries, row_tiles,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Merges the parts that `attention_decode` left: out [T, Hq, V_DIM].
+
+    Grid (tiles * REAL, cdiv(V_DIM, COLUMNS)): a row of a tile, and some of its columns.
+    SPLIT_BLOCK: a power of two not below SPLITS.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) % REAL
+    tile = tl.program_id(0) // REAL
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    kv_head = tile // HEAD_TILES % NUM_KV_HEADS
+    row_tile = tile // (HEAD_TILES * NUM_KV_HEADS) % row_tiles
+    sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
+    within = tile % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
+    query = row_tile * TOKENS + row // TILE_HEADS
+    if RAGGED:
+        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
+        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
+    else:
+        first = sequence.to(tl.int64) * num_queries
+        own = num_queries
+    if (row < TOKENS * TILE_HEADS) & (query < own) & (within < GROUP):
+        splits = tl.arange(0, SPLIT_BLOCK)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there = splits < SPLITS
+        parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
+        own_rows = splits * REAL + row
+        numbers = parts + SPLITS * REAL * V_BLOCK + own_rows
+        tops = tl.load(numbers, mask=there, other=float("-inf"))
+        totals = tl.load(numbers + SPLITS * REAL, mask=there, other=0.0)
+        # What was not handed over is not yet known to be so: all are loaded, some for nothing.
+        values = tl.load(
+            parts + own_rows[:, None] * V_BLOCK + columns[None, :], mask=there[:, None], other=0.0
+        )
+        top = tl.max(tops, axis=0)
+        weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
+        values = tl.where((tops > float("-inf"))[:, None], values * weights[:, None], 0.0)
+        total = tl.sum(totals * weights, axis=0)
+        output = tl.sum(values, axis=0) / tl.where(total == 0.0, 1.0, total)
+        head = kv_head * GROUP + within
+        places = ((first + query) * (NUM_KV_HEADS * GROUP) + head) * V_DIM + columns
+        tl.store(out_ptr + places, output.to(out_ptr.dtype.element_ty), mask=columns < V_DIM)

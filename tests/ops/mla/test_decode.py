@@ -1,0 +1,220 @@
+"""`mla_decode` beside attention of expanded latents, on Triton's interpreter: which keys a query
+sees, in all the forms of saying it; tiles of many heads and of several tokens; split keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.attention.plan import decode_rows
+from tilewright.codegen.attention.specs import DecodeConfig
+from tilewright.codegen.targets import SM90
+from tilewright.ops.attention.arguments import as_attention
+from tilewright.ops.attention.lowering import attention_steps
+from tilewright.ops.attention.operands import RopePart, cache_problem
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.contract import get_op
+from tilewright.ops.mla.decode import MlaDecodeArguments, mla_decode
+from tilewright.ops.runtime.program import drive
+
+OP = get_op("mla_decode")
+KEYS = 150
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """B sequences of S tokens; of a head N, R and V columns; L: the latents' rank."""
+
+    heads: int = 16
+    tokens: int = 1
+    nope: int = 32
+    rope: int = 16
+    v_dim: int = 48
+    rank: int = 64
+    batch: int = 2
+    page: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, and which keys [B, 1, S, K] its queries see; others have NaN in the cache."""
+
+    arguments: MlaDecodeArguments
+    seen: torch.Tensor
+    keys: torch.Tensor
+
+
+def call_of(sizes: Sizes, mask: str, seed: int = 0) -> Call:
+    """mask: "positions", "window", "lengths", "bool" or "float"."""
+    torch.manual_seed(seed)
+    b, s, h = sizes.batch, sizes.tokens, sizes.heads
+    last = torch.randint(KEYS // 2, KEYS - 1, (b, 1, 1)) + torch.arange(s)[:, None] - s + 1
+    places = torch.arange(KEYS)
+    seen = (places <= last)[:, None]
+    given: dict[str, Any] = {"num_sequences": b}
+    if mask == "window":
+        given |= {"mask": "sliding_window", "window": 70}
+        seen = seen & (places > last - 70)[:, None]
+    if mask in ("positions", "window"):
+        given["cache_lengths"] = last[:, 0, 0]
+    elif mask == "lengths":
+        seen = (places < last[:, :1] + 1)[:, None].expand(b, 1, s, KEYS)
+        given |= {"mask": "none", "key_lengths": last[:, 0, 0] + 1}
+    else:
+        seen = seen & (torch.rand(b, 1, s, KEYS) < 0.7)
+        seen[0, :, :, :64] = True  # a whole block
+        seen[1, :, :, 64:128] = False
+        room = -(-KEYS // sizes.page) * sizes.page if sizes.page else KEYS
+        given |= {"mask": "none", "attn_mask": _mask(seen, mask, room - KEYS)}
+    keys = torch.randn(b, KEYS, sizes.rank + sizes.rope).bfloat16()
+    keys[~seen.any(2)[:, 0]] = torch.nan
+    cache = keys
+    if sizes.page:
+        given["block_table"], cache = _paged(keys, sizes.page)
+    weight = torch.randn(h * (sizes.nope + sizes.v_dim), sizes.rank) * sizes.rank**-0.5
+    arguments = MlaDecodeArguments(
+        torch.randn(b * s, h, sizes.nope + sizes.rope).bfloat16(),
+        cache[..., : sizes.rank],
+        cache[..., sizes.rank :],
+        weight.bfloat16(),
+        v_dim=sizes.v_dim,
+        scale=(sizes.nope + sizes.rope) ** -0.5,
+        **given,
+    )
+    return Call(arguments, seen, keys)
+
+
+def _mask(seen, form, more):
+    """With `more` keys that are hidden."""
+    seen = torch.nn.functional.pad(seen, (0, more))
+    if form != "float":
+        return seen
+    return torch.randn(seen.shape).masked_fill(~seen, float("-inf"))
+
+
+def _paged(keys, page):
+    """(block table, pages), the pages in no order; what no key is written to is NaN."""
+    batch, columns = keys.shape[0], -(-keys.shape[1] // page)
+    table = torch.randperm(batch * columns + 2)[: batch * columns].view(batch, columns)
+    pages = keys.new_full((batch * columns + 2, page, keys.shape[2]), torch.nan)
+    padded = keys.new_full((batch, columns * page, keys.shape[2]), torch.nan)
+    padded[:, : keys.shape[1]] = keys
+    pages[table] = padded.view(batch, columns, page, -1)
+    return table.int(), pages
+
+
+def expanded(call: Call, dtype: torch.dtype) -> torch.Tensor:
+    """What a graph computes that up-projects every key, its steps in a dtype; [T, H, V]."""
+    a = call.arguments
+    b, h, nope = call.seen.shape[0], a.q.shape[1], a.kv_b_weight.shape[0] // a.q.shape[1] - a.v_dim
+    keys = call.keys.nan_to_num(0.0).to(dtype)
+    latent, rope = keys.split((a.latent.shape[2], a.rope_keys.shape[2]), dim=-1)
+    kv = (latent @ a.kv_b_weight.to(dtype).T).unflatten(-1, (h, -1)).transpose(1, 2)
+    k = torch.cat((kv[..., :nope], rope[:, None].expand(-1, h, -1, -1)), dim=-1)
+    q = a.q.to(dtype).unflatten(0, (b, -1)).transpose(1, 2)
+    logits = (q @ k.mT).to(torch.promote_types(dtype, torch.float32)) * a.scale
+    if a.attn_mask is not None and a.attn_mask.dtype != torch.bool:
+        logits = logits + a.attn_mask[..., :KEYS].where(call.seen, 0.0)
+    weights = logits.masked_fill(~call.seen, float("-inf")).softmax(-1).to(dtype)
+    return (weights @ kv[..., nope:]).transpose(1, 2).flatten(0, 1)
+
+
+def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+WIDTHS = {
+    "16 heads": Sizes(),
+    "MiniCPM3": Sizes(40, nope=64, rope=32, v_dim=64, rank=256, batch=2),
+    "GLM-4.7-Flash": Sizes(20, nope=192, rope=64, v_dim=256, rank=512),
+    "DeepSeek-V2-Lite": Sizes(16, nope=128, rope=64, v_dim=128, rank=512),
+    "40 heads of rank 512": Sizes(40, nope=16, rope=64, v_dim=16, rank=512),
+    "several tokens": Sizes(20, tokens=5),
+    "small pages": Sizes(tokens=2, page=16),
+    "large pages": Sizes(page=64, heads=5),
+}
+MASKS = ("positions", "window", "lengths", "bool", "float")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", WIDTHS.values(), ids=WIDTHS)
+def test_absorbed_attention_is_no_less_accurate_than_that_of_expanded_latents(sizes, mask):
+    """Both against float64. Slots that nobody sees hold NaN."""
+    call = call_of(sizes, mask)
+    exact = expanded(call, torch.float64)
+    graph = rms_error(expanded(call, torch.bfloat16), exact)
+    assert rms_error(OP.reference(call.arguments), exact) < graph
+    out = interpret(OP, call.arguments).outcome.result
+    assert rms_error(out, exact) < graph
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize("mask", ["positions", "bool"])
+@pytest.mark.parametrize("name", ["16 heads", "40 heads of rank 512", "several tokens"])
+def test_parts_of_the_keys_merge(name, mask, splits):
+    """Some have no block at all."""
+    a = call_of(WIDTHS[name], mask).arguments
+    rank = a.latent.shape[2]
+    q = torch.randn(*a.q.shape[:2], rank + a.rope_keys.shape[2]).bfloat16()
+    call, rope = as_attention(a, q[..., :rank], a.latent), RopePart(q[..., rank:], a.rope_keys)
+    tiles = decode_rows(cache_problem(call, rope)[0], WIDTHS[name].tokens)
+    results = []
+    for count in (1, splits):
+        machine = Interpreter(SM90)
+        steps = attention_steps(call, SM90, DecodeConfig(*tiles, count, num_stages=1), rope)
+        results.append(drive(steps, machine).outcome.result)
+    assert machine.kernels[-2:] == ["attention_decode", "attention_merge"]
+    # Weights are rounded relative to the largest of a part.
+    assert rms_error(results[1], results[0].double()) < 2**-8
+
+
+def test_ragged_parts_merge():
+    case = next(case for case in OP.cases if case.name == "several_ragged")
+    a = OP.sample_inputs(replace(case, key_lengths=(37, 4, 300), room=320))
+    program = interpret(OP, a, num_sms=132)
+    assert [spec.kernel for spec in program.specs] == ["attention_decode", "attention_merge"]
+    problem = OP.tolerances[a.q.dtype].problem(program.outcome.result, OP.reference(a).double())
+    assert problem is None, problem
+
+
+def test_no_key_is_copied():
+    """Two columns of one cache with room behind each entry."""
+    a = call_of(WIDTHS["16 heads"], "positions").arguments
+    wide = torch.full((2, KEYS, 100), torch.nan, dtype=torch.bfloat16)
+    latent, rope_keys = wide[..., 4:68], wide[..., 70:86]
+    latent.copy_(a.latent)
+    rope_keys.copy_(a.rope_keys)
+    program = interpret(OP, replace(a, latent=latent, rope_keys=rope_keys))
+    torch.testing.assert_close(program.outcome.result, interpret(OP, a).outcome.result)
+    assert program.specs[0].constant("K_STRIDE") == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("latent", lambda a: {"latent": a.latent[..., 1:]}, "shape [P, S, L]"),
+        ("latent", lambda a: {"latent": a.latent[:1], "rope_keys": a.rope_keys[:1]}, "B = 2"),
+        ("rope_keys", lambda a: {"rope_keys": a.rope_keys[:, 1:]}, "shape [P, S, R]"),
+        ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight[1:]}, "H * (N + V) rows"),
+        ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "nothing"),
+        ("cache_lengths", lambda a: {"cache_lengths": a.cache_lengths + KEYS}, "lengths from 0"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_named(name, change, words):
+    a = call_of(WIDTHS["16 heads"], "positions").arguments
+    with pytest.raises(ArgumentError) as raised:
+        OP.torch_op(**vars(replace(a, **change(a))))
+    assert raised.value.op.endswith("mla_decode")
+    assert raised.value.argument == name
+    assert words in str(raised.value)
+
+
+def test_it_can_be_called_by_hand():
+    a = call_of(WIDTHS["16 heads"], "positions").arguments
+    given = dict(vars(a))
+    four = [given.pop(name) for name in ("q", "latent", "rope_keys", "kv_b_weight")]
+    torch.testing.assert_close(mla_decode(*four, **given), OP.reference(a))
