@@ -82,8 +82,8 @@ class PagedLayer(StaticLayer):
         """Writes the new tokens into their slots; returns every sequence's keys and values.
 
         States [batch, heads, tokens, head_dim]; result [batch, heads, columns * page_size,
-        head_dim], zeros or left-overs where no token is. Eager calls take the pages that are
-        needed; a compiled one has those that were reserved before it.
+        head_dim], zeros or left-overs where no token is. Eager calls take the pages they need; a
+        compiled one has those that were reserved before it. Raises ValueError for another batch.
         """
         batch, tokens = key_states.shape[0], key_states.shape[2]
         if self.counts and not (torch.compiler.is_compiling() and self.is_initialized):
