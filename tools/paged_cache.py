@@ -66,13 +66,15 @@ class PagedLayer(StaticLayer):
         return larger
 
     @torch.compiler.disable
-    def reserve(self, tokens: int, batch: int | None = None) -> None:
-        """Pages for `tokens` more of each sequence, of a batch where it is known."""
-        self.pages.reserve(tokens)
-        if batch is not None and self.is_initialized:
+    def reserve(self, tokens: int, batch: int = 0) -> None:
+        """Pages for `tokens` more of each sequence; of `batch` sequences, where that is known."""
+        changed = self.is_initialized and batch not in (0, self.pages.batch)
+        if changed:
             self.pages.begin(batch, self.device)
-        for layer in self.layers:
-            layer.follow()
+        changed |= self.pages.reserve(tokens)
+        if changed:
+            for layer in self.layers:
+                layer.follow()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -80,8 +82,8 @@ class PagedLayer(StaticLayer):
         """Writes the new tokens into their slots; returns every sequence's keys and values.
 
         States [batch, heads, tokens, head_dim]; result [batch, heads, columns * page_size,
-        head_dim], zeros or left-overs where no token is. Eager calls take the pages that are
-        needed; a compiled one has those that were reserved before it.
+        head_dim], zeros or left-overs where no token is. Eager calls take the pages they need; a
+        compiled one has those that were reserved before it. Raises ValueError for another batch.
         """
         batch, tokens = key_states.shape[0], key_states.shape[2]
         if self.counts and not (torch.compiler.is_compiling() and self.is_initialized):

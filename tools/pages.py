@@ -65,10 +65,11 @@ class Pages:
         self._extend(columns)
         self._most, self.ahead = most, ahead
 
-    def reserve(self, tokens: int) -> None:
-        """Room for `tokens` more of each sequence. Waits for the device only where it must know how
-        many are present. Raises ValueError beyond max_length, RuntimeError beyond max_pages."""
-        room = self.columns * self.page_size
+    def reserve(self, tokens: int) -> bool:
+        """Room for `tokens` more of each sequence; returns whether that took pages. Waits for the
+        device only where it must know how many tokens are present. Raises ValueError beyond
+        max_length, RuntimeError beyond max_pages."""
+        taken, room = False, self.columns * self.page_size
         if self.max_length is not None:
             room = min(room, self.max_length)
         if self._most + tokens > room:
@@ -78,8 +79,9 @@ class Pages:
                     f"PagedCache: {self._most} tokens and {tokens} more of a sequence, but "
                     f"max_cache_len is {self.max_length}"
                 )
-            self._extend(max(self.columns, self._pages_for(self._most + tokens)))
+            taken = self._extend(max(self.columns, self._pages_for(self._most + tokens)))
         self._most += tokens
+        return taken
 
     def present(self) -> int:
         """Tokens of each sequence; waits for the device. Raises RuntimeError where a forward pass
@@ -107,18 +109,19 @@ class Pages:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _extend(self, columns: int) -> None:
-        """`columns` pages for each sequence."""
+    def _extend(self, columns: int) -> bool:
+        """`columns` pages for each sequence; whether these are more."""
         if columns == self.columns:
-            return
+            return False
         more = columns - self.columns
-        taken = iter(self._take(more * self.batch, self.batch))
+        pages = iter(self._take(more * self.batch, self.batch))
         for row in self.rows:
-            row.extend(next(taken) for _ in range(more))
+            row.extend(next(pages) for _ in range(more))
         self.columns = columns
         if columns > self.width:
             self.width = 1 << (columns - 1).bit_length()
         self._write_table()
+        return True
 
     def _keep(self, rows: Sequence[Sequence[int]], length: int = 0) -> list[tuple[int, int]]:
         """The sequences have the first `length` tokens of these rows; all other pages are free."""
