@@ -82,6 +82,16 @@ class GroupedLinear(nn.Module):
         return torch._grouped_mm(rows, self.weight, offs=ends)
 
 
+class SharedHeads(nn.Module):
+    """cache_attention: the heads of a cache, repeated for the queries that share them; a mask."""
+
+    def forward(self, q, k, v, k_cache, v_cache, positions, mask):
+        k_cache.index_copy_(2, positions, k)
+        v_cache.index_copy_(2, positions, v)
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k_cache, v_cache))
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 class LatentAttention(nn.Module):
     """mla_prefill: keys and values of every head made of one latent, one rope key for all."""
 
@@ -164,6 +174,14 @@ def grouped_gemm() -> Loaded:
     )
 
 
+def cache_attention() -> Loaded:
+    q, k, v = (_floats(1, n, TOKENS, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
+    caches = [_floats(1, KV_HEADS, 32 * TOKENS, HEAD_DIM) for _ in "kv"]
+    positions = torch.zeros(TOKENS, dtype=torch.int64)
+    mask = torch.zeros(1, 1, TOKENS, 32 * TOKENS, dtype=torch.bool)
+    return _loaded(SharedHeads(), q, k, v, *caches, positions, mask)
+
+
 def mla_prefill() -> Loaded:
     q, rope_keys = _floats(1, HEADS, TOKENS, NOPE + ROPE), _floats(1, TOKENS, ROPE)
     return _loaded(LatentAttention(), q, _floats(1, TOKENS, RANK), rope_keys)
@@ -192,6 +210,7 @@ FAMILIES = (
     cache_store,
     moe,
     grouped_gemm,
+    cache_attention,
     mla_prefill,
     mla_latent_store,
     lora_qkv,

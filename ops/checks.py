@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any
@@ -153,3 +153,8 @@ def debug_values() -> bool:
     Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
     """
     return os.environ.get("TILEWRIGHT_DEBUG", "0") not in ("", "0")
+
+
+def readable(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether the values of all these tensors may be looked at: on the CPU, or debugging."""
+    return debug_values() or all(t is None or t.device.type == "cpu" for t in tensors)

@@ -1,69 +1,249 @@
-"""A paged KV cache, as serving engines keep it, behind transformers' cache interface.
+"""A paged KV cache for `generate()`: memory goes by the tokens present.
 
-Each layer has two pools `[num_pages, page_size, heads, head_dim]`; one block table
-`[batch, pages per sequence]` lists the pages of each sequence. Needs transformers.
+    from tilewright.tools.paged_cache import PagedCache
+
+    model.generate(**inputs, past_key_values=PagedCache(model.config))
+
+Each layer has two pools [num_pages, page_size, heads, head_dim]; one block table [batch, pages per
+sequence] says which pages each sequence has (`pages.py`). With latent attention the pools hold
+latents and rotated keys. Layers with a sliding window or chunks keep all their tokens, and the
+mask hides those out of sight. Needs transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+from tilewright.tools.pages import Pages, mark_address
 
 
 class PagedLayer(StaticLayer):
-    """The pools of one layer. All layers share `block_table`."""
+    """The pools of one layer. All layers share `pages`; the first one counts the tokens."""
 
-    def __init__(self, max_cache_len: int, page_size: int, block_table: torch.Tensor) -> None:
-        super().__init__(max_cache_len)
-        self.page_size, self.block_table = page_size, block_table
+    is_croppable = True
+    keys: torch.Tensor
+    values: torch.Tensor
 
+    def __init__(self, pages: Pages, layers: list[PagedLayer]) -> None:
+        super().__init__(-1 if pages.max_length is None else pages.max_length)
+        self.pages, self.layers = pages, layers
+        self.counts = not layers
+        layers.append(self)
+
+    @torch.compiler.disable
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self.keys, self.values = self._pool(key_states), self._pool(value_states)
+        """Pools for [batch, heads, tokens, head_dim] states, with pages for what is reserved."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.pages.begin(key_states.shape[0], self.device)
+        if self.pages.length.device != self.device:
+            raise ValueError(
+                f"PagedCache: the layers of a model on one device, got keys on {self.device} and "
+                f"on {self.pages.length.device}"
+            )
+        self.keys, self.values = (
+            _zeros(self.pages, states.shape[1], states.shape[3], states)
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+        for layer in self.layers:
+            layer.follow()
 
-    def _pool(self, states: torch.Tensor) -> torch.Tensor:
-        """A pool for [batch, heads, tokens, head_dim] states."""
-        shape = (self.block_table.numel(), self.page_size, states.shape[1], states.shape[3])
-        return torch.zeros(shape, dtype=states.dtype, device=states.device)
+    def follow(self) -> None:
+        """Pools and counts as the pages have become."""
+        self.cumulative_length = self.pages.length
+        self.batch_size = self.pages.batch
+        if self.is_initialized and self.keys.shape[0] < self.pages.num_pages:
+            self.keys, self.values = (self._grown(pool) for pool in (self.keys, self.values))
+
+    def _grown(self, pool: torch.Tensor) -> torch.Tensor:
+        larger = _zeros(self.pages, pool.shape[2], pool.shape[3], pool)
+        larger[: pool.shape[0]] = pool
+        return larger
+
+    @torch.compiler.disable
+    def reserve(self, tokens: int, batch: int | None = None) -> None:
+        """Pages for `tokens` more of each sequence, of a batch where it is known."""
+        self.pages.reserve(tokens)
+        if batch is not None and self.is_initialized:
+            self.pages.begin(batch, self.device)
+        for layer in self.layers:
+            layer.follow()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens into their slots; returns every sequence's keys and values."""
-        if self.keys is None or self.values is None:
+        """Writes the new tokens into their slots; returns every sequence's keys and values.
+
+        States [batch, heads, tokens, head_dim]; result [batch, heads, columns * page_size,
+        head_dim], zeros or left-overs where no token is. Eager calls take the pages that are
+        needed; a compiled one has those that were reserved before it.
+        """
+        batch, tokens = key_states.shape[0], key_states.shape[2]
+        if self.counts and not (torch.compiler.is_compiling() and self.is_initialized):
+            self.reserve(tokens, batch)
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        tokens = key_states.shape[-2]
-        positions = torch.arange(tokens, device=self.device) + self.cumulative_length
-        self.cumulative_length.add_(tokens)
-        pages = self.block_table[:, positions // self.page_size]
-        slots = (pages * self.page_size + positions % self.page_size).flatten()
+        table, page_size = self.pages.block_table, self.pages.page_size
+        if table.shape[0] != batch:
+            raise ValueError(
+                f"PagedCache: it has pages of {table.shape[0]} sequences, and got keys of {batch}"
+            )
+        if self.counts:
+            self.cumulative_length.add_(tokens)
+        positions = torch.arange(tokens, device=table.device) + (self.cumulative_length - tokens)
+        pages = table[:, positions // page_size]
+        slots = (pages * page_size + positions % page_size).flatten()
         for pool, states in ((self.keys, key_states), (self.values, value_states)):
             rows = states.transpose(1, 2).flatten(0, 1)
             pool.view(-1, *pool.shape[2:])[slots] = rows
         return self._gathered(self.keys), self._gathered(self.values)
 
     def _gathered(self, pool: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, max_cache_len, head_dim] of a pool."""
-        return pool[self.block_table].flatten(1, 2).transpose(1, 2)
+        """[batch, heads, columns * page_size, head_dim] of a pool."""
+        return pool[self.pages.block_table].flatten(1, 2).transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that `update` will return, and 0. `generate()` asks this before each forward pass,
+        compiled or not: here the pages for it are taken. Within a compiled model this breaks the
+        graph, unless its caller reserved pages."""
+        if torch.compiler.is_compiling() and self.pages.ahead:
+            return self.pages.block_table.shape[1] * self.pages.page_size, 0
+        self.reserve(query_length)
+        return self.pages.width * self.pages.page_size, 0
+
+    def get_seq_length(self) -> Any:
+        """Tokens of each sequence: int64 [], on the device."""
+        if torch.compiler.is_compiling():
+            return self.pages.length
+        return self.pages.length.clone() if self.pages.batch else 0
 
 
 class PagedCache(StaticCache):
-    """A StaticCache with pages. max_cache_len must be a multiple of page_size, in tokens."""
+    """A transformers Cache with pages and a block table, for any decoder that StaticCache serves.
+
+    config: the model's. page_size: tokens of a page, a power of two. max_cache_len: tokens that a
+    sequence may have; with one, the shapes that a compiled forward pass sees do not change with
+    the length. max_pages: that a pool may have. Raises ValueError for bad values, and for a model
+    whose attention layers keep more than keys and values.
+
+    Pages are taken as tokens come, between forward passes: by the first layer in an eager one, and
+    by `generate()`, which asks for the size of the mask before each. A compiled model called by
+    hand breaks its graph there, unless `reserve` took the pages before. Beams share full pages;
+    only pages partly filled are copied.
+    """
 
     def __init__(
-        self, config: Any, max_cache_len: int, batch: int, page_size: int, device: str
+        self,
+        config: Any,
+        page_size: int = 64,
+        max_cache_len: int | None = None,
+        max_pages: int | None = None,
     ) -> None:
-        if max_cache_len % page_size:
+        if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
+            raise ValueError(f"page_size: expected a power of two, in tokens, got {page_size!r}")
+        for name, value in (("max_cache_len", max_cache_len), ("max_pages", max_pages)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}: expected None or an int of at least 1, got {value!r}")
+        super().__init__(config=config, max_cache_len=1)
+        self.pages = Pages(page_size, max_cache_len, max_pages)
+        self.paged: list[PagedLayer] = []
+        self.layers: list[Any] = [self._layer_for(layer) for layer in self.layers]
+        if not self.paged:
+            raise ValueError(f"PagedCache: {type(config).__name__} has no layer of attention")
+
+    def _layer_for(self, layer: Any) -> Any:
+        """Pages in the place of a static cache's keys and values; other layers as they are."""
+        if type(layer) in (StaticLayer, StaticSlidingWindowLayer):
+            return PagedLayer(self.pages, self.paged)
+        if isinstance(layer, StaticLayer):
             raise ValueError(
-                f"max_cache_len: expected a multiple of page_size {page_size}, got {max_cache_len}"
+                f"PagedCache: its layers keep keys and values, and this model needs "
+                f"{type(layer).__name__}: StaticCache serves it"
             )
-        super().__init__(config=config, max_cache_len=max_cache_len)
-        pages = batch * max_cache_len // page_size
-        # Any permutation will do: pages of a sequence need not be neighbours.
-        block_table = torch.arange(pages, device=device).flip(0).view(batch, -1)
-        self.layers = [PagedLayer(max_cache_len, page_size, block_table) for _ in self.layers]
+        return layer
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each pool."""
+        return self.pages.num_pages
+
+    def reserve(self, tokens: int) -> None:
+        """Takes pages for `tokens` more of each sequence, so that none is taken on the way.
+
+        Compiled calls take none by themselves from here on, until `crop`, `reset` or another batch.
+        Before the first forward pass it is remembered. Raises ValueError beyond max_cache_len,
+        RuntimeError beyond max_pages.
+        """
+        self.paged[0].reserve(tokens)
+        self.pages.ahead = True
+
+    def reset(self) -> None:
+        """Without tokens, as new; the pools stay as large as they are."""
+        for layer in self._others():
+            layer.reset()
+        for pool in self._pools():
+            pool.zero_()
+        self.pages.crop(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last -tokens_to_remove tokens of each sequence. A positive number, which
+        releases up to 5.17 allow, is how many are kept."""
+        for layer in self._others():
+            layer.crop(tokens_to_remove)
+        length = self.pages.present()
+        kept = tokens_to_remove if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
+        if kept < length:
+            self._copy(self.pages.crop(kept))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence b continues what sequence beam_idx[b] was."""
+        for layer in self._others():
+            layer.reorder_cache(beam_idx)
+        self._rearrange(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times, one after the other."""
+        for layer in self._others():
+            layer.batch_repeat_interleave(repeats)
+        self._rearrange([b for b in range(self.pages.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these sequences, in this order."""
+        for layer in self._others():
+            layer.batch_select_indices(indices)
+        chosen = torch.arange(self.pages.batch, device=indices.device)[indices]
+        self._rearrange(chosen.tolist())
+
+    def _rearrange(self, sources: Sequence[int]) -> None:
+        if self.pages.batch:
+            self._copy(self.pages.rearrange(sources))
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages, (from, to), in every pool."""
+        for layer in self.paged:
+            layer.follow()
+        if not copies:
+            return
+        sources, places = torch.tensor(copies, device=self.pages.block_table.device).unbind(1)
+        for pool in self._pools():
+            pool[places] = pool[sources]
+
+    def _others(self) -> list[Any]:
+        """Layers without keys and values, such as those of a linear attention."""
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    def _pools(self) -> list[torch.Tensor]:
+        layers = [layer for layer in self.paged if layer.is_initialized]
+        return [pool for layer in layers for pool in (layer.keys, layer.values)]
+
+
+def _zeros(pages: Pages, heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
+    """A pool. Of zeros: a value that the mask hides is multiplied by zero, and must be finite."""
+    pool = like.new_zeros((pages.num_pages, pages.page_size, heads, head_dim))
+    mark_address(pool)
+    return pool

@@ -267,21 +267,21 @@ def build_zoo_model(
         model.requires_grad_(False)
         if form.endswith(LORA):
             model = _with_adapters(name, model)
-        cache = _cache(transformers, config, form.endswith(PAGED), batch, cache_length, device)
+        cache = _cache(transformers, config, form.endswith(PAGED), cache_length)
         _allocate(cache, config, batch, dtype, torch.device(device))
         input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
     return LoadedModel(model, (input_ids,), {"past_key_values": cache})
 
 
-def _cache(
-    transformers: ModuleType, config: Any, paged: bool, batch: int, length: int, device: str
-) -> Any:
+def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> Any:
     """The model's cache, by sequences or in pages, without its tensors."""
     if not paged:
         return transformers.StaticCache(config=config, max_cache_len=length)
     from tilewright.tools.paged_cache import PagedCache
 
-    return PagedCache(config, length, batch, PAGE_SIZE, device)
+    cache = PagedCache(config, PAGE_SIZE, max_cache_len=length)
+    cache.reserve(length)
+    return cache
 
 
 def _allocate(

@@ -68,7 +68,7 @@ def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
 
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
-    tried = BY_POINTERS
+    tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
@@ -114,10 +114,12 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
 
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
-    wanted = STAGES if problem.block_table is None else INDIRECT_STAGES
+    latent = problem.v is None and problem.mask_blocks is not None
+    indirect = latent or problem.block_table is not None
+    wanted = INDIRECT_STAGES if indirect else STAGES
     fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + KEYS) + SPARE_BYTES
     fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
-    if problem.v is None and (problem.block_table or problem.mask_blocks):
+    if problem.v is None and indirect:
         # A stage of the loads that come first holds no keys.
         fitting += 1
     if problem.v is None and target.tmem_columns:

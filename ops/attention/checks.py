@@ -8,8 +8,7 @@ import torch
 
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import check_attn_mask, check_mask
-from tilewright.ops.attention.positions import positions_of, token_sequences
-from tilewright.ops.cache.checks import readable
+from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     INT32_MAX,
@@ -21,6 +20,7 @@ from tilewright.ops.checks import (
     check_shape,
     first,
     holds,
+    readable,
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 
@@ -29,16 +29,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 512
 INDICES = ("row_offsets", "block_table", "key_lengths", "positions", "cache_lengths")
-
-
-def sequences(a: Any) -> Any:
-    """B."""
-    return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
-
-
-def room(a: Any) -> Any:
-    """K: how many keys a sequence has room for."""
-    return a.k.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
 
 
 def check_attention(op: str, a: Any) -> None:

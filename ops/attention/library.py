@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.checks import room
+from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 
 # From so many queries on a library's kernel takes less time than ours.
@@ -16,8 +16,8 @@ LIBRARY_QUERIES = 512
 
 def library_wanted(a: Any) -> bool:
     """Whether the library computes the same, by shapes alone, and gains by it."""
-    others = (a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths)
-    others += (a.attn_mask, a.sinks, a.k_scale, a.v_scale)
+    places = (a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths)
+    others = (*places, a.attn_mask, a.sinks, a.k_scale, a.v_scale)
     if any(tensor is not None for tensor in others) or a.softcap or a.k.dtype != a.q.dtype:
         return False
     queries = a.q.shape[0] // a.num_sequences

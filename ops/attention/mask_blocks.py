@@ -26,7 +26,6 @@ from tilewright.codegen.attention.mask_specs import (
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.cache.checks import readable
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
@@ -34,6 +33,7 @@ from tilewright.ops.checks import (
     check_last_dim_dense,
     check_shape,
     holds,
+    readable,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.runtime.operands import mask_bytes, operand

@@ -12,7 +12,7 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import ROPE_STRIDES, STRIDES, TENSORS
 from tilewright.codegen.operand import Operand
-from tilewright.ops.attention.checks import room, sequences
+from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import mask_bytes, operand
 

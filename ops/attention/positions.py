@@ -10,6 +10,16 @@ from tilewright.ops.cache.addressing import ragged_sequences
 from tilewright.ops.checks import ArgumentError, first
 
 
+def sequences(a: Any) -> Any:
+    """B."""
+    return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
+
+
+def room(a: Any) -> Any:
+    """K: how many keys a sequence has room for."""
+    return a.k.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
+
+
 def token_sequences(
     num_tokens: int,
     row_offsets: torch.Tensor | None,

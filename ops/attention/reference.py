@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.checks import room, sequences
 from tilewright.ops.attention.masks import mask_numbers, visible
-from tilewright.ops.attention.positions import positions_of, token_sequences
+from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 
 # Logits made at once.
 LOGITS = 1 << 26

@@ -23,13 +23,12 @@ from tilewright.ops.cache.addressing import (
 from tilewright.ops.cache.checks import (
     CACHE_SCALES,
     check_aliases,
-    readable,
     shares_memory,
     storage_address,
 )
 from tilewright.ops.cache.ragged_batch import check_row_offsets
 from tilewright.ops.cache.scale_values import check_scale_values
-from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import ArgumentError, readable
 from tilewright.ops.checks import first as first
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 

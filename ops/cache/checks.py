@@ -18,7 +18,6 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_tensor,
-    debug_values,
     holds,
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
@@ -129,11 +128,6 @@ def check_aliases(
             if shares_memory(source, base, CacheWindow(*window)):
                 expected = f"memory apart from what is written in {cache_name}"
                 raise ArgumentError(op, name, expected, f"a tensor that aliases {cache_name}")
-
-
-def readable(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether the values of all these tensors may be looked at: on the CPU, or debugging."""
-    return debug_values() or all(t is None or t.device.type == "cpu" for t in tensors)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.checks import readable
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
     check_dtype,
     check_shape,
     holds,
+    readable,
 )
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.formats.row_groups import (

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.checks import readable
-from tilewright.ops.checks import ArgumentError, in_words_of
+from tilewright.ops.checks import ArgumentError, in_words_of, readable
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.branch_checks import (

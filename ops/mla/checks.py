@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.arguments import as_attention
+from tilewright.ops.attention.checks import (
+    MAX_WIDTH,
+    attention_obstacle,
+    check_attention_values,
+    check_batch,
+)
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.positions import check_positions, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
-from tilewright.ops.cache.checks import check_aliases, readable
+from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import (
@@ -25,6 +32,8 @@ from tilewright.ops.checks import (
     check_scale_block,
     check_shape,
     holds,
+    in_words_of,
+    readable,
     shape_text,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -43,6 +52,9 @@ from tilewright.ops.mla.latents import (
     check_latents,
 )
 
+# What `cache_attention` calls otherwise.
+OWN_NAMES = {"k": "latent"}
+MAX_ROPE = 128
 INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
 ROPE_ON = ("qk", "q", "k")
 # What the kernels take.
@@ -319,3 +331,36 @@ def _width_obstacle(rank: int, rope_dim: int) -> str | None:
     if rope_dim % 2:
         return f"no kernel for {rope_dim} rope columns"
     return None if rank <= MAX_RANK else f"no kernel for latents of rank {rank}"
+
+
+def check_decode(op: str, a: Any) -> None:
+    """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
+    check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
+    check_dtype(op, "q", a.q, DTYPES)
+    check_last_dim_dense(op, "q", a.q)
+    rope_dim = check_weight(op, a)
+    check_shape(op, "latent", a.latent, "[P, S, L]", (None, None, a.kv_b_weight.shape[1]))
+    check_shape(op, "rope_keys", a.rope_keys, "[P, S, R]", (*a.latent.shape[:2], rope_dim))
+    for name in ("latent", "rope_keys"):
+        tensor = getattr(a, name)
+        check_dtype(op, name, tensor, (a.q.dtype,))
+        check_device(op, name, tensor, a.q.device)
+        check_last_dim_dense(op, name, tensor)
+    with in_words_of(op, OWN_NAMES):
+        check_batch(op, as_attention(a, a.q, a.latent))
+
+
+def check_decode_values(op: str, a: Any) -> None:
+    """Checks what only real memory shows: offsets, lengths, pages, scales. Raises ArgumentError."""
+    with in_words_of(op, OWN_NAMES):
+        check_attention_values(op, as_attention(a, a.q, a.latent))
+    if a.kv_b_scale is not None and readable([a.kv_b_scale]):
+        check_scale_values(op, "kv_b_scale", a.kv_b_scale)
+
+
+def decode_obstacle(a: Any) -> str | None:
+    """Why no kernel takes a call; None where one does. Metadata only."""
+    rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
+    if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
+        return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"
+    return attention_obstacle(as_attention(a, a.q, a.latent))

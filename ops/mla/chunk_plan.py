@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.ops.cache.checks import readable
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     INT32_MAX,
@@ -19,6 +18,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_shape,
     first,
+    readable,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, register
 from tilewright.ops.mla.cases import PLAN_CASES, PlanCase

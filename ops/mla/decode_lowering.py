@@ -12,10 +12,11 @@ import torch
 from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.mla.plan import DecodeSizes, absorbs
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.arguments import SHARED, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
 from tilewright.ops.attention.operands import RopePart
-from tilewright.ops.mla.decode import MlaDecodeArguments
-from tilewright.ops.mla.decode_checks import SHARED, as_attention, decode_obstacle
+from tilewright.ops.mla.checks import decode_obstacle
+from tilewright.ops.mla.decode_arguments import MlaDecodeArguments
 from tilewright.ops.mla.key_lowering import dequantized
 from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, sequences, widths
 from tilewright.ops.mla.operands import rotates_keys

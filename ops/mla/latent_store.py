@@ -19,13 +19,14 @@ import torch
 from tilewright.ops.attention.positions import check_positions, token_positions
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS, check_addressing
-from tilewright.ops.cache.checks import check_aliases, readable
+from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
     check_dtype,
     check_shape,
+    readable,
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow

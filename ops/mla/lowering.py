@@ -18,7 +18,7 @@ from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps, 
 from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
 from tilewright.ops.mla.branch import MlaBranchArguments, as_mla_prefill
 from tilewright.ops.mla.cudnn import library_wanted
-from tilewright.ops.mla.decode import MlaDecodeArguments
+from tilewright.ops.mla.decode_arguments import MlaDecodeArguments
 from tilewright.ops.mla.decode_lowering import absorbed_call, absorbed_steps, with_lengths
 from tilewright.ops.mla.key_lowering import (
     Keys,

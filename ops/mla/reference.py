@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.masks import mask_numbers, visible
 from tilewright.ops.attention.positions import positions_of, token_sequences
 from tilewright.ops.attention.reference import attention_reference
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
-from tilewright.ops.mla.decode_checks import as_attention
 from tilewright.ops.mla.keys import FP8, gathered_keys, key_places, sequences, widths
 from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
 

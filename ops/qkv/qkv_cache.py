@@ -25,12 +25,11 @@ from tilewright.ops.cache.address_checks import check_values
 from tilewright.ops.cache.checks import (
     HeadValues,
     check_caches,
-    readable,
     window_integers,
 )
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import ArgumentError, check_number, check_tensor
+from tilewright.ops.checks import ArgumentError, check_number, check_tensor, readable
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from tilewright.ops.cache.address_checks import check_address_values
-from tilewright.ops.cache.checks import check_aliases, readable
+from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
-from tilewright.ops.checks import ArgumentError, in_words_of
+from tilewright.ops.checks import ArgumentError, in_words_of, readable
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.gptq_buffer import SYMMETRIC_ZERO, sections
 from tilewright.ops.formats.paged_cache import CacheWindow

@@ -4,9 +4,10 @@
     out  = softmax(q @ k^T * scale, masked) @ v        ⇒   cache_attention(q, cache_k, cache_v)
 
 Spelled as `scaled_dot_product_attention` or as two products and a softmax, with heads repeated by
-hand, shared by `enable_gqa`, or one for each query head; the keys of a cache after its write, or
-made by this graph. A mask is named where the graph's expressions show what it says, and handed on
-as a tensor where they do not. Dimension letters: as in `patterns/recognise/attention.py`.
+hand, shared by `enable_gqa`, or one for each query head; the keys of a cache after its write,
+gathered from its pages, or made by this graph. A mask is named where the graph's expressions show
+what it says, and handed on as a tensor where they do not. Dimension letters: as in
+`patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.attention.pages import pages_of
 from tilewright.patterns.attention.shared_heads import (
     group_of,
     heads_repeat,
@@ -35,6 +37,7 @@ from tilewright.patterns.recognise.attention import (
     sketch_of,
 )
 from tilewright.patterns.recognise.dtypes import FLOATS, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.equality import equal_values
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def _gains(sketch: Sketch) -> bool:
     """Whether the op has less to read than the graph's own attention."""
     if heads_repeat(sketch.k) or sketch.k.shape[2] != sketch.q.shape[2] or sketch.masked:
         return True
+    if pages_of(sketch.k) is not None:
+        return True
     return sketch.k.value.op == "store" and sketch.k.shape[1] != sketch.q.shape[1]
 
 
@@ -93,8 +98,8 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     )
     check_device(v)
     group = group_of(k, v)
-    k, v = once(k, group), once(v, group)
-    for view, who in ((k, "key"), (v, "value")):
+    keys = _keys(once(k, group), once(v, group))
+    for view, who in ((keys["k"], "key"), (keys["v"], "value")):
         if heads_repeat(view):
             refuse(
                 f"the {who} heads that repeat do not lie side by side",
@@ -106,14 +111,27 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
             refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
     return {
         "q": _queries(q, flow),
-        "k": k,
-        "v": v,
+        **keys,
         "scale": attention.scale,
         "num_sequences": attention.queries[0],
         **visible_keys(attention),
         "softcap": attention.softcap,
         "sinks": attention.sinks,
     }
+
+
+def _keys(k: View, v: View) -> dict[str, Any]:
+    """k and v [B, K, Hkv, D] as arguments: where they lie in pages, those with their table."""
+    found = pages_of(k), pages_of(v)
+    if found[0] is None or found[1] is None:
+        return {"k": k, "v": v}
+    table = found[0].block_table
+    if not equal_values(table, found[1].block_table):
+        return {"k": k, "v": v}
+    pools = found[0].pool, found[1].pool
+    # The op does not count pages from the end.
+    pages = Computed("remainder", (table, pools[0].shape[0]))
+    return {"k": pools[0], "v": pools[1], "block_table": pages}
 
 
 def _queries(q: View, flow: Dataflow) -> View | Computed:
@@ -130,7 +148,8 @@ def _facts(attention: Attention, arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "heads": f"{heads}/{k.shape[2]}x{widths}",
         "queries": _size(queries),
-        "keys": _size(k.shape[1]),
+        "keys": _size(attention.keys[0].shape[1]),
+        **({"page": _size(k.shape[1])} if "block_table" in arguments else {}),
         "mask": mask_fact(arguments),
         **({"softcap": attention.softcap} if attention.softcap else {}),
         **({"sinks": "yes"} if attention.sinks is not None else {}),

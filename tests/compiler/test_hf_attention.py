@@ -10,7 +10,13 @@ from tilewright.compiler import lower, reports
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
 
-from tests.models.hf import CACHE_LENGTH, build_hf, in_float64, with_mask
+from tests.models.hf import (
+    CACHE_LENGTH,
+    build_encoder_decoder,
+    build_hf,
+    in_float64,
+    with_mask,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -46,6 +52,43 @@ def test_every_layer_is_fused_and_right(name, mask, phase):
     assert misses_of(found, "cache_attention") == []
     assert len(matches_of(found, "qkv_cache")) == layers
     assert_no_worse(logits, expected, reference, f"{name} logits")
+
+
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    [
+        # Its position bias and its masks are numbers; attention to the source is masked, too.
+        ("t5", ["tensor"] * 4),
+        # Nothing is masked in the source: that attention has nothing to gain.
+        ("whisper", ["causal by position"] * 2),
+    ],
+)
+def test_decoders_with_an_encoder(name, masks):
+    ours, eager, exact = (
+        build_encoder_decoder(name, dtype)
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float64)
+    )
+    expected, reference = (case.model(**case.kwargs).logits for case in (eager, exact))
+    compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(**ours.kwargs).logits
+    found = reports()[-1]
+    assert [m.shapes["mask"] for m in matches_of(found, "attention")] == masks
+    assert misses_of(found, "attention") == []
+    assert_no_worse(logits, expected, reference, f"{name} logits")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama4"])
+def test_several_steps_on_one_cache(name):
+    """Positions advance, and where they are numbers in Python they become symbols."""
+    ours, eager = (build_hf(name) for _ in range(2))
+    compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
+    for step in range(4):
+        token = torch.full_like(ours.args[0], 3 + step)
+        a = compiled(token, **ours.kwargs).logits
+        b = eager.model(token, **eager.kwargs).logits
+        assert (a.float() - b.float()).abs().max() < 0.05
+    found = reports()[-1]
+    assert len(matches_of(found, "cache_attention")) == 2, misses_of(found, "cache_attention")
 
 
 @pytest.mark.parametrize("name", ["llama"])

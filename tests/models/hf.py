@@ -84,6 +84,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", {}),
 }
 
+#: Encoders with decoders: name -> (model class, config class, fields, a batch for the encoder).
+ENCODER_DECODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+        {"input_ids": torch.arange(3, 21).view(2, 9)},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {"d_model": 64, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64}
+        | {f"{part}_layers": 2 for part in ("encoder", "decoder")}
+        | {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+        | {f"{part}_ffn_dim": 128 for part in ("encoder", "decoder")},
+        {"input_features": torch.linspace(-1, 1, 640).view(2, 8, 40)},
+    ),
+}
+
 CACHE_LENGTH = 32
 PREFILL_TOKENS = 7
 
@@ -144,6 +163,38 @@ def make_cache(transformers, config, cache):
     if cache == "dynamic":
         return transformers.DynamicCache(config=config)
     return transformers.StaticCache(config=config, max_cache_len=CACHE_LENGTH)
+
+
+def build_encoder_decoder(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> HfCase:
+    """A decode step of one of ENCODER_DECODERS, on static caches; T5's second source is padded.
+    Weights are those of bfloat16 in every dtype."""
+    import transformers
+
+    class_name, config_name, fields, batch = ENCODER_DECODERS[name]
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = getattr(transformers, config_name)(vocab_size=DIMS["vocab_size"], **tokens, **fields)
+    torch.manual_seed(seed)
+    model = getattr(transformers, class_name)(config).bfloat16().eval()
+    model.requires_grad_(False)
+    perturb_vectors(model)
+    model = model.to(dtype)
+    batch = {n: x.bfloat16().to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+    with torch.no_grad():
+        encoded = model.get_encoder()(**batch)
+        length = encoded.last_hidden_state.shape[1]
+        caches = (
+            transformers.StaticCache(config=config, max_cache_len=n) for n in (CACHE_LENGTH, length)
+        )
+        past = transformers.EncoderDecoderCache(*caches)
+        keywords = {"encoder_outputs": encoded, "past_key_values": past}
+        if name == "t5":
+            keywords["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+            keywords["attention_mask"][1, -3:] = 0
+        step = torch.randint(3, DIMS["vocab_size"], (2, PREFILL_TOKENS + 1))
+        model(decoder_input_ids=step[:, :PREFILL_TOKENS], **keywords)
+    keywords["decoder_input_ids"] = step[:, PREFILL_TOKENS:]
+    layers = past.self_attention_cache.layers
+    return HfCase(model, (), keywords, [(layer.keys, layer.values) for layer in layers])
 
 
 def with_mask(case: HfCase, kind: str) -> HfCase:

@@ -31,7 +31,7 @@ MASKS = (
 
 # name -> (query heads, key heads, width, options of `_call`).
 LLAMA, GEMMA2, GPT_OSS = (32, 8, 128), (8, 4, 256), (64, 8, 64)
-CALLS = {
+CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Llama-3-8B": (LLAMA, {}),
     "Llama-3-8B, mask tensor": (LLAMA, {"mask": "tensor"}),
     "Llama-3-8B, pages": (LLAMA, {"page_size": 64}),

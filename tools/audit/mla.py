@@ -16,7 +16,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla import decode
-from tilewright.ops.mla.decode import MlaDecodeArguments
+from tilewright.ops.mla.decode_arguments import MlaDecodeArguments
 from tilewright.ops.mla.operands import Buffers, up_problem
 from tilewright.ops.mla.prefill import OP, MlaPrefillArguments
 from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase, distinct

@@ -13,12 +13,13 @@ from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.attention.plan import decode_rows
 from tilewright.codegen.attention.specs import DecodeConfig
 from tilewright.codegen.targets import SM90
+from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart, cache_problem
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
-from tilewright.ops.mla.decode import MlaDecodeArguments, mla_decode
-from tilewright.ops.mla.decode_checks import as_attention
+from tilewright.ops.mla.decode import mla_decode
+from tilewright.ops.mla.decode_arguments import MlaDecodeArguments
 from tilewright.ops.runtime.program import drive
 
 OP = get_op("mla_decode")

@@ -257,6 +257,54 @@ def test_a_written_cache_is_read_where_it_lies():
     assert site_of(report).shapes["mask"] == "none"
 
 
+def paged(heads_first=False):
+    """q, pools of k and v [9, 4, Hkv, D] (heads first: [9, Hkv, 4, D]), mask, table [B, 3]."""
+    q, _, _, mask, *_ = inputs()
+    generator = torch.Generator().manual_seed(1)
+    shape = (9, KV_HEADS, 4, WIDTH) if heads_first else (9, 4, KV_HEADS, WIDTH)
+    pools = [torch.randn(shape, generator=generator).to(q.dtype) for _ in range(2)]
+    return [q, *pools, mask, torch.tensor([[4, 7, -9], [1, -1, 3]])]
+
+
+def gathered(q, k, v, mask, table):
+    k, v = (pool[table].flatten(1, 2).transpose(1, 2) for pool in (k, v))
+    return sdpa(q, k, v, attn_mask=mask)
+
+
+def gathered_flat(q, k, v, mask, table):
+    k, v = (
+        pool.index_select(0, (table % 9).flatten()).view(BATCH, KEYS, -1, WIDTH) for pool in (k, v)
+    )
+    return sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+
+
+def gathered_by_head(q, k, v, mask, table):
+    k, v = (pool[table].transpose(1, 2).flatten(2, 3) for pool in (k, v))
+    return sdpa(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("attend", [gathered, gathered_flat, gathered_by_head])
+def test_pages_are_read_where_they_lie(attend):
+    report = run(attend, paged(attend is gathered_by_head))
+    assert site_of(report).shapes["page"] == 4
+
+
+def test_pages_of_another_table_are_gathered():
+    def attend(q, k, v, mask, table):
+        k, v = k[table].flatten(1, 2), v[table.flip(1)].flatten(1, 2)
+        return sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+
+    assert "page" not in site_of(run(attend, paged())).shapes
+
+
+def test_pages_in_another_order_are_gathered():
+    def attend(q, k, v, mask, table):
+        k, v = (pool[table].transpose(1, 2).flatten(1, 2) for pool in (k, v))
+        return sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+
+    assert "page" not in site_of(run(attend, paged())).shapes
+
+
 # --- what is left alone ---------------------------------------------------------------------------
 
 

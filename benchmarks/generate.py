@@ -1,0 +1,228 @@
+"""`generate()` in tokens per second, by the wall clock: the CPU's part is in it.
+
+    python benchmarks/generate.py --model llama3-8b [--layers 32] [--batches 1 16 64] [--out DIR]
+
+Models: `end_to_end_models.py`, random weights. A batch of prompts of different lengths, padded on
+the left to 1000 tokens; 128 new tokens, greedy; generate() runs the prompt eagerly, and compiles
+its steps itself (`compile_config`, whose mode "reduce-overhead" gives Inductor's CUDA graphs):
+
+    eager              dynamic cache, nothing compiled
+    stock              StaticCache, torch.compile
+    tilewright         StaticCache, backend "tilewright"
+    tilewright-paged   PagedCache, backend "tilewright"
+
+The caches are emptied and used again from call to call, so CUDA graphs are recorded once; the
+dynamic one is a new one. Each batch is a process: all compile side by side, then each has the GPU
+to itself, where each variant warms up and then has its calls. tokens: of the batch, per second of
+whole calls, prompt included (the median call); steps: per second after the prompt. same: the share
+of new tokens that are eager's; with random weights two tokens nearly tie now and then, and all
+after that differ. cache: its memory in MiB; peak: of a call on top of model and cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from end_to_end_models import MODELS, build
+from side_by_side import finished_rows, has_turn
+from timing import keep
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
+
+from tilewright.compiler import reports
+from tilewright.tools.paged_cache import PagedCache
+
+PROMPT, NEW = 1000, 128
+LAYERS = {"llama3-8b": 32, "qwen3-30b-a3b": 16, "deepseek-v2-lite": 27}
+ROUNDS = 3
+# Each: the backend of its steps, and how its cache is made of a config and a length.
+VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
+    "eager": (None, lambda config, length: DynamicCache(config=config)),
+    "stock": ("inductor", lambda config, length: StaticCache(config=config, max_cache_len=length)),
+    "tilewright": (
+        "tilewright",
+        lambda config, length: StaticCache(config=config, max_cache_len=length),
+    ),
+    "tilewright-paged": (
+        "tilewright",
+        lambda config, length: PagedCache(config, max_cache_len=length),
+    ),
+}
+
+
+def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Of sequence b a share of b / (2 * batch) is padding."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, model.config.vocab_size, (batch, length), device=model.device)
+    mask = torch.ones_like(ids)
+    for b in range(batch):
+        mask[b, : length * b // (2 * batch)] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+class Variant:
+    """One way of calling generate(), with a cache of its own."""
+
+    def __init__(self, model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> None:
+        self.model, self.name, self.inputs, self.new = model, name, inputs, new
+        self.backend, self.make = VARIANTS[name]
+        self.cache = self.fresh()
+
+    def fresh(self) -> Any:
+        length = self.inputs["input_ids"].shape[1] + self.new
+        return self.make(self.model.config, length)
+
+    def config(self, new: int) -> GenerationConfig:
+        settings: dict[str, Any] = {"disable_compile": True}
+        if self.backend is not None:
+            settings = {"compile_config": CompileConfig(backend=self.backend)}
+            settings["compile_config"]._compile_all_devices = True
+        return GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, **settings)
+
+    def __call__(self, new: int | None = None) -> torch.Tensor:
+        """The new tokens [batch, new]."""
+        if self.name == "eager":
+            self.cache = self.fresh()
+        else:
+            self.cache.reset()
+        given = self.inputs | {"past_key_values": self.cache}
+        tokens = self.model.generate(**given, generation_config=self.config(new or self.new))
+        return tokens[:, self.inputs["input_ids"].shape[1] :]
+
+    def cache_mib(self) -> float:
+        pools = [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
+        return sum(t.numel() * t.element_size() for t in pools if t is not None) / 2**20
+
+
+def seconds(call: Callable[[], Any], rounds: int) -> float:
+    """The median wall-clock time of a call until the GPU is done."""
+    times = []
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_mib(call: Callable[[], Any]) -> float:
+    if not torch.cuda.is_available():
+        return 0.0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def facts(model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> dict[str, Any]:
+    """What a variant's warm calls took, and its tokens."""
+    variant = Variant(model, name, inputs, new)
+    batch = inputs["input_ids"].shape[0]
+    variant()
+    tokens = variant()
+    assert tokens.shape == (batch, new)
+    peak = peak_mib(variant)
+    whole, first = seconds(variant, ROUNDS), seconds(lambda: variant(1), ROUNDS)
+    return {
+        "tokens": batch * new / whole,
+        "steps": batch * (new - 1) / (whole - first),
+        "prompt_s": first,
+        "cache_mib": variant.cache_mib(),
+        "peak_mib": peak,
+        "answer": tokens,
+    }
+
+
+def prepare(model: Any) -> None:
+    """generate() goes on until all tokens are there, whatever they are."""
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.config.eos_token_id = None
+
+
+def warm_up(model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int) -> None:
+    """Compiles all that will be called."""
+    for name in names:
+        Variant(model, name, inputs, new)()
+
+
+def measured(
+    model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int
+) -> dict[str, Any]:
+    """A row: what is known of each variant, in columns `variant_fact`."""
+    row: dict[str, Any] = {}
+    answers = {}
+    for name in names:
+        found = facts(model, name, inputs, new)
+        answers[name] = found.pop("answer")
+        row |= {f"{name}_{fact}": value for fact, value in found.items()}
+        if "eager" in answers:
+            row[f"{name}_same"] = (answers[name] == answers["eager"]).float().mean().item()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return row
+
+
+def run_batch(name: str, layers: int, batch: int, names: list[str]) -> None:
+    """A process of its own: compiles, says so, times when it is told to, prints the row."""
+    with torch.no_grad():
+        model = build(name, layers)
+        prepare(model)
+        inputs = prompts(model, batch, PROMPT)
+        warm_up(model, names, inputs, NEW)
+        torch.cuda.empty_cache()
+        ops = [match.op for report in reports() for match in report.matches]
+        row = {"batch": batch, "layers": layers, "prompt": PROMPT, "new": NEW}
+        row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
+        if not has_turn():
+            return
+        row |= measured(model, names, inputs, NEW)
+    print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(LAYERS), required=True)
+    parser.add_argument("--layers", type=int, help="by default 32, 16 and 27")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--batch", type=int, help="one batch, driven by another process")
+    parser.add_argument("--hold", type=Path, help="times nothing before this file exists")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    given = parser.parse_args()
+    layers = given.layers or LAYERS[given.model]
+    if given.batch:
+        run_batch(given.model, layers, given.batch, given.variants)
+        return
+    shared = ["--model", given.model, "--layers", str(layers), "--variants", *given.variants]
+    commands = {f"batch {b}": [__file__, *shared, "--batch", str(b)] for b in given.batches}
+    rows = []
+    results = f"{MODELS[given.model].results.removesuffix('_end_to_end')}_generate"
+    for title, row in finished_rows(commands, given.hold):
+        rows.append({"model": MODELS[given.model].title, **row})
+        print(f"{title}, fused {row['fused']}")
+        for name in given.variants:
+            print(
+                f"  {name:<17} {row[f'{name}_tokens']:8.0f} tokens/s  steps "
+                f"{row[f'{name}_steps']:8.0f}  prompt {row[f'{name}_prompt_s']:6.3f} s  same "
+                f"{row.get(f'{name}_same', 1.0):.2f}  cache {row[f'{name}_cache_mib']:7.0f}  peak "
+                f"{row[f'{name}_peak_mib']:7.0f} MiB",
+                flush=True,
+            )
+        keep(results, rows, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""`PagedCache` under `generate()`: the tokens of a dynamic cache, in pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="PagedCache is a cache of transformers")
+
+import transformers
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
+
+from tilewright.compiler import reports
+from tilewright.tools.paged_cache import PagedCache
+
+WIDTHS = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+}
+MODELS = {
+    "Llama": {},
+    "Qwen3Moe": {"head_dim": 16, "num_experts": 4, **EXPERTS},
+    # One layer in two sees 6 tokens; all are kept.
+    "Gemma2": {"head_dim": 8, "sliding_window": 6},
+    "DeepseekV2": {**LATENT, **EXPERTS, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+}
+PROMPT, NEW, PAGE = 13, 19, 4
+
+
+def built(name: str) -> transformers.PreTrainedModel:
+    """A tiny model, whose weights are large enough for its tokens to differ."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**WIDTHS | MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    return model
+
+
+def prompts(batch: int = 3) -> dict[str, torch.Tensor]:
+    """Of different lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, WIDTHS["vocab_size"], (batch, PROMPT), generator=generator)
+    mask = torch.ones_like(ids)
+    for b in range(batch):
+        mask[b, : 3 * b] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def generated(model, cache, inputs=None, **how) -> torch.Tensor:
+    torch.manual_seed(2)
+    settings = {"do_sample": False, "max_new_tokens": NEW} | how
+    given = prompts() if inputs is None else inputs
+    return model.generate(**given, past_key_values=cache, **settings)
+
+
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True},
+    "beams": {"num_beams": 4},
+    "sampled-beams": {"num_beams": 2, "do_sample": True, "num_return_sequences": 2},
+    "chunks-of-prompt": {"prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_a_dynamic_cache(name, way):
+    model = built(name)
+    want = generated(model, DynamicCache(config=model.config), **WAYS[way])
+    assert len(want.unique()) > 8
+    cache = PagedCache(model.config, page_size=PAGE)
+    assert torch.equal(generated(model, cache, **WAYS[way]), want)
+    assert int(cache.get_seq_length()) == PROMPT + NEW - 1
+
+
+def test_an_assistant_s_rejected_tokens_are_cropped():
+    model, assistant = built("Llama"), built("Llama")
+    assistant.lm_head.weight.data.normal_()
+    inputs = {name: tensor[:1] for name, tensor in prompts().items()}
+    want = generated(model, DynamicCache(config=model.config), inputs)
+    cache = PagedCache(model.config, page_size=PAGE)
+    assert torch.equal(generated(model, cache, inputs, assistant_model=assistant), want)
+
+
+def test_a_conversation_goes_on_with_its_cache():
+    model = built("Llama")
+    caches = [DynamicCache(config=model.config), PagedCache(model.config, page_size=PAGE)]
+    turns = [generated(model, cache) for cache in caches]
+    ids = torch.cat([turns[0], prompts()["input_ids"][:, :5]], dim=1)
+    mask = torch.cat([prompts()["attention_mask"], ids.new_ones(3, NEW + 5)], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    want, found = (generated(model, cache, inputs) for cache in caches)
+    assert torch.equal(found, want)
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def test_memory_goes_by_the_tokens_present():
+    """With a quarter to grow into, and one page that is nobody's."""
+    model = built("Llama")
+    cache = PagedCache(model.config, page_size=PAGE)
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(cache.layers[1].keys.shape))
+    generated(model, cache)
+    for step, (num_pages, *of_a_page) in enumerate(seen):
+        present = 3 * pages_for(PROMPT + step)
+        assert present < num_pages <= 1 + 1.25 * present + 1
+        assert of_a_page == [PAGE, 2, 8]
+    assert len(set(seen)) > 2
+
+
+def test_beams_share_the_pages_of_their_prompt():
+    model = built("Llama")
+    cache = PagedCache(model.config, page_size=PAGE)
+    inputs = {name: tensor[:1] for name, tensor in prompts().items()}
+    generated(model, cache, inputs, num_beams=4)
+    full = PROMPT // PAGE
+    assert cache.pages.block_table.shape[0] == 4
+    assert (cache.pages.block_table[:, :full] == cache.pages.block_table[:1, :full]).all()
+    last = cache.pages.block_table[:, cache.pages.columns - 1]
+    assert len(last.unique()) == 4
+
+
+def states(batch: int, tokens: int, start: int = 0) -> torch.Tensor:
+    """Keys or values [batch, 2, tokens, 8] that say whose they are."""
+    marks = 1000.0 * torch.arange(batch).view(-1, 1, 1, 1) + start + torch.arange(tokens)[:, None]
+    return marks.expand(batch, 2, tokens, 8).clone()
+
+
+def filled(batch: int, tokens: int, **options) -> PagedCache:
+    cache = PagedCache(built("Llama").config, page_size=PAGE, **options)
+    for layer in range(2):
+        cache.update(states(batch, tokens), -states(batch, tokens), layer)
+    return cache
+
+
+def held(cache: PagedCache) -> list[torch.Tensor]:
+    """What each layer has present: [batch, tokens] of one head and dimension."""
+    length = int(cache.get_seq_length())
+    pools = [pool for layer in cache.layers for pool in (layer.keys, layer.values)]
+    table = cache.pages.block_table
+    return [pool[table].flatten(1, 2)[:, :length, 0, 0].abs() for pool in pools]
+
+
+def appended(cache: PagedCache, batch: int, tokens: int, start: int) -> None:
+    for layer in range(2):
+        cache.update(states(batch, tokens, start), states(batch, tokens, start), layer)
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 6, 8])
+@pytest.mark.parametrize(
+    ("change", "sources"),
+    [
+        (lambda c: c.reorder_cache(torch.tensor([2, 0, 2])), [2, 0, 2]),
+        (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda c: c.batch_select_indices(torch.tensor([1, 1])), [1, 1]),
+        (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    ],
+    ids=["reorder", "repeat", "select", "mask"],
+)
+def test_sequences_that_share_pages_write_into_their_own(change, sources, tokens):
+    """Whether the last page is full, begun or not there yet; and after a crop into a full one."""
+    cache = filled(3, tokens)
+    change(cache)
+    batch = len(sources)
+    assert cache.batch_size == batch
+    old = states(3, tokens)[sources, 0, :, 0]
+    assert all(torch.equal(found, old) for found in held(cache))
+    cache.crop(-2)
+    appended(cache, batch, 5, 500)
+    want = torch.cat([old[:, :-2], states(batch, 5, 500)[:, 0, :, 0]], dim=1)
+    assert all(torch.equal(found, want) for found in held(cache))
+
+
+def test_crop_gives_pages_back_and_reset_all_of_them():
+    cache = filled(3, 9)
+    cache.crop(-6)
+    assert int(cache.get_seq_length()) == 3
+    assert len(cache.pages.free) == cache.num_pages - 1 - 3
+    cache.crop(-40)
+    cache.crop(0)
+    assert int(cache.get_seq_length()) == 0
+    cache.reset()
+    assert len(cache.pages.free) == cache.num_pages - 1
+    assert not cache.layers[1].keys.any()
+    appended(cache, 2, 5, 0)
+    assert all(torch.equal(found, states(2, 5)[:, 0, :, 0]) for found in held(cache))
+
+
+@pytest.mark.parametrize("backend", ["eager", "tilewright", "inductor"])
+def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
+    """Compiled as generate() does it: prompts eagerly, steps as one graph."""
+    torch._dynamo.reset()
+    model = built("Llama")
+    want = generated(model, DynamicCache(config=model.config))
+    options = {"inner": "eager"} if backend == "tilewright" else None
+    how = CompileConfig(backend=backend, mode=None, options=options, fullgraph=True)
+    how._compile_all_devices = True
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        cache = PagedCache(model.config, page_size=PAGE)
+        assert torch.equal(generated(model, cache, compile_config=how), want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+    if backend == "tilewright":
+        found = {match.op for match in reports()[-1].matches}
+        assert found >= {"fused_qkv_paged", "cache_attention"}
+
+
+def test_a_model_compiled_as_a_whole_breaks_its_graph_where_it_takes_pages():
+    torch._dynamo.reset()
+    model = built("Llama")
+    ids = prompts()["input_ids"]
+    want = model(ids, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager")
+    cache = PagedCache(model.config, page_size=PAGE)
+    parts = [compiled(part, past_key_values=cache).logits for part in ids.split([6, 1, 1, 5], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), want)
+
+
+def test_a_whole_graph_writes_where_its_caller_took_pages():
+    torch._dynamo.reset()
+    model = built("Llama")
+    ids = prompts()["input_ids"]
+    want = model(ids, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    cache = PagedCache(model.config, page_size=PAGE)
+    cache.early_initialization(3, 2, 8, torch.float32, torch.device("cpu"))
+    cache.reserve(PROMPT + 4)
+    num_pages = cache.num_pages
+    parts = [compiled(part, past_key_values=cache).logits for part in ids.split([6, 1, 1, 5], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), want)
+    assert cache.num_pages == num_pages
+    # Nobody took pages for these: the next look from outside tells.
+    for token in ids.split(1, 1)[:8]:
+        compiled(token, past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"wrote token 21 of a sequence into pages for 20"):
+        cache.crop(-1)
+
+
+def test_room_for_all_tokens_keeps_every_shape():
+    model = built("Llama")
+    cache = PagedCache(model.config, page_size=PAGE, max_cache_len=PROMPT + NEW)
+    assert cache.get_max_length() == PROMPT + NEW
+    shapes = set()
+    model.register_forward_hook(lambda *_: shapes.add(cache.pages.block_table.shape))
+    generated(model, cache)
+    assert shapes == {(3, pages_for(PROMPT + NEW))}
+    reserved = PagedCache(model.config, page_size=PAGE)
+    reserved.reserve(PROMPT + NEW)
+    pools = set()
+    model.register_forward_hook(lambda *_: pools.add(reserved.layers[0].keys.data_ptr()))
+    generated(model, reserved)
+    assert len(pools) == 1
+
+
+@pytest.mark.parametrize("page_size", [0, -4, 3, 16.0, "16"])
+def test_a_bad_page_size_is_named(page_size):
+    with pytest.raises(ValueError, match=r"page_size: expected a power of two.*got"):
+        PagedCache(built("Llama").config, page_size=page_size)
+
+
+@pytest.mark.parametrize("name", ["max_cache_len", "max_pages"])
+def test_a_bad_limit_is_named(name):
+    with pytest.raises(ValueError, match=rf"{name}: expected None or an int of at least 1, got 0"):
+        PagedCache(built("Llama").config, **{name: 0})
+
+
+def test_limits_are_told_before_anything_is_written():
+    cache = filled(3, 8, max_pages=7)
+    with pytest.raises(RuntimeError, match=r"3 sequences need 9 pages.*max_pages is 7"):
+        appended(cache, 3, 1, 8)
+    assert all(torch.equal(found, states(3, 8)[:, 0, :, 0]) for found in held(cache))
+    cache = filled(3, 6, max_pages=7)
+    with pytest.raises(RuntimeError, match=r"7 sequences need 10 pages.*max_pages is 7"):
+        cache.batch_select_indices(torch.tensor([0, 0, 0, 1, 1, 2, 2]))
+    cache = filled(3, 8, max_cache_len=9)
+    appended(cache, 3, 1, 8)
+    with pytest.raises(ValueError, match=r"9 tokens and 1 more .* max_cache_len is 9"):
+        appended(cache, 3, 1, 9)
+
+
+def test_another_batch_is_told():
+    cache = filled(3, 8)
+    with pytest.raises(ValueError, match=r"8 tokens of 3 sequences, and got keys of 2"):
+        appended(cache, 2, 1, 8)
+
+
+def test_a_model_that_keeps_more_than_keys_and_values_is_refused():
+    config = transformers.LlamaConfig(**WIDTHS, layer_types=["indexed_attention"] * 2)
+    assert len(StaticCache(config, max_cache_len=8)) == 2
+    with pytest.raises(ValueError, match=r"this model needs StaticIndexedLayer"):
+        PagedCache(config)
+
+
+def test_generate_takes_no_second_cache():
+    """What transformers says where both are asked for."""
+    model = built("Llama")
+    with pytest.raises(ValueError, match="cache_implementation"):
+        generated(
+            model,
+            PagedCache(model.config),
+            generation_config=GenerationConfig(cache_implementation="static", pad_token_id=0),
+        )

@@ -1,0 +1,180 @@
+"""Which pages of a pool each sequence of a batch has: a block table, and who may write where.
+
+    key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
+
+All that is decided here is decided on the host, between forward passes. Sequences may share pages
+that are full; the page that a sequence writes next is its own (copy on write). Page 0 is nobody's:
+columns of the block table that have no page yet say 0, and what they show is hidden by the mask.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+# A pool that is too small grows by a quarter at least, so that few tokens are copied often.
+GROWTH = 4
+
+
+class Pages:
+    """The pages of a batch whose sequences have the same number of tokens.
+
+    page_size: tokens. max_length: tokens of one sequence, and then the block table has this width
+    from the start; without one, its width is a power of two and doubles. max_pages: of the pool.
+    num_pages: what a pool needs, page 0 included. length: int64 [], tokens present, on the device,
+    where forward passes count them.
+    """
+
+    def __init__(self, page_size: int, max_length: int | None, max_pages: int | None) -> None:
+        self.page_size, self.max_length, self.max_pages = page_size, max_length, max_pages
+        self.rows: list[list[int]] = []
+        self.free: list[int] = []
+        self.num_pages = 1
+        # Pages of each sequence, and the columns of the block table.
+        self.columns = 0
+        self.width = 1 if max_length is None else self._pages_for(max_length)
+        self.length = torch.zeros((), dtype=torch.int64)
+        self.block_table = torch.zeros((0, self.width), dtype=torch.int32)
+        # Whether the caller takes the pages for compiled calls.
+        self.ahead = False
+        # Tokens present, if every forward pass used what was reserved for it: never too few.
+        self._most = 0
+
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 where that is not known yet."""
+        return len(self.rows)
+
+    def begin(self, batch: int, device: torch.device) -> None:
+        """Gives each of `batch` sequences its pages. Raises ValueError where others have theirs."""
+        if batch == self.batch:
+            return
+        if self.batch and self.present():
+            raise ValueError(
+                f"PagedCache: it holds {self.present()} tokens of {self.batch} sequences, and got "
+                f"keys of {batch}; reset() it, or make another"
+            )
+        if self.length.device != device:
+            self.length = torch.zeros((), dtype=torch.int64, device=device)
+        mark_address(self.length)
+        self.block_table = self.block_table.new_zeros((0, self.width), device=device)
+        columns, most, ahead = self.columns, self._most, self.ahead
+        self._keep([[] for _ in range(batch)])
+        self._extend(columns)
+        self._most, self.ahead = most, ahead
+
+    def reserve(self, tokens: int) -> None:
+        """Room for `tokens` more of each sequence. Waits for the device only where it must know how
+        many are present. Raises ValueError beyond max_length, RuntimeError beyond max_pages."""
+        room = self.columns * self.page_size
+        if self.max_length is not None:
+            room = min(room, self.max_length)
+        if self._most + tokens > room:
+            self._most = self.present()
+            if self.max_length is not None and self._most + tokens > self.max_length:
+                raise ValueError(
+                    f"PagedCache: {self._most} tokens and {tokens} more of a sequence, but "
+                    f"max_cache_len is {self.max_length}"
+                )
+            self._extend(max(self.columns, self._pages_for(self._most + tokens)))
+        self._most += tokens
+
+    def present(self) -> int:
+        """Tokens of each sequence; waits for the device. Raises RuntimeError where a forward pass
+        wrote more than there was room for."""
+        if not self.batch or self.length.is_meta:  # meta tensors have no numbers
+            return 0
+        length, room = int(self.length), self.columns * self.page_size
+        if length > room:
+            raise RuntimeError(
+                f"PagedCache: a compiled forward pass wrote token {length} of a sequence into "
+                f"pages for {room}, and what came after those is lost: reserve(tokens) before a "
+                "compiled call that generate() does not make"
+            )
+        return length
+
+    def crop(self, length: int) -> list[tuple[int, int]]:
+        """Keeps `length` tokens of each sequence; returns the pages to be copied, (from, to)."""
+        return self._keep(self.rows, length)
+
+    def rearrange(self, sources: Sequence[int]) -> list[tuple[int, int]]:
+        """Sequence b becomes what sequence sources[b] was; returns the pages to be copied."""
+        length = self.present()
+        return self._keep([self.rows[source] for source in sources], length)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _extend(self, columns: int) -> None:
+        """`columns` pages for each sequence."""
+        if columns == self.columns:
+            return
+        more = columns - self.columns
+        taken = iter(self._take(more * self.batch, self.batch))
+        for row in self.rows:
+            row.extend(next(taken) for _ in range(more))
+        self.columns = columns
+        if columns > self.width:
+            self.width = 1 << (columns - 1).bit_length()
+        self._write_table()
+
+    def _keep(self, rows: Sequence[Sequence[int]], length: int = 0) -> list[tuple[int, int]]:
+        """The sequences have the first `length` tokens of these rows; all other pages are free."""
+        columns = self._pages_for(length)
+        kept = [list(row[:columns]) for row in rows]
+        users = Counter(page for row in kept for page in row)
+        free, self.free = self.free, [p for p in range(self.num_pages - 1, 0, -1) if p not in users]
+        copies = []
+        if length % self.page_size:
+            shared = []
+            for row in kept:
+                if users[row[-1]] > 1:
+                    users[row[-1]] -= 1
+                    shared.append(row)
+            try:
+                own = self._take(len(shared), len(kept))
+            except RuntimeError:
+                self.free = free
+                raise
+            for row, page in zip(shared, own, strict=True):
+                copies.append((row[-1], page))
+                row[-1] = page
+        self.rows, self.columns, self._most, self.ahead = kept, columns, length, False
+        self.length.fill_(length)
+        self._write_table()
+        return copies
+
+    def _take(self, count: int, sequences: int) -> list[int]:
+        """Free pages, of a larger pool where there are too few."""
+        missing = count - len(self.free)
+        if missing > 0:
+            more = max(missing, self.num_pages // GROWTH)
+            if self.max_pages is not None:
+                more = min(more, self.max_pages + 1 - self.num_pages)
+                if more < missing:
+                    used = self.num_pages - 1 - len(self.free)
+                    raise RuntimeError(
+                        f"PagedCache: {sequences} sequences need {used + count} pages of "
+                        f"{self.page_size} tokens, but max_pages is {self.max_pages}"
+                    )
+            self.free[:0] = range(self.num_pages + more - 1, self.num_pages - 1, -1)
+            self.num_pages += more
+        return [self.free.pop() for _ in range(count)]
+
+    def _write_table(self) -> None:
+        """The block table of these rows, in the same memory where its shape is the same."""
+        padding = [0] * (self.width - self.columns)
+        rows = [row + padding for row in self.rows]
+        table = torch.tensor(rows, dtype=torch.int32, device=self.block_table.device)
+        if self.block_table.shape == table.shape:
+            self.block_table.copy_(table)
+        else:
+            self.block_table = table
+            mark_address(table)
+
+
+def mark_address(tensor: torch.Tensor) -> None:
+    """CUDA graphs read it where it lies, and are recorded again where that changes."""
+    torch._dynamo.mark_static_address(tensor)
