@@ -69,6 +69,8 @@ def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
+    if problem.attn_mask is not None:
+        tried = BY_POINTERS[1:]  # twice the queries for each tile of the mask
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)

@@ -14,10 +14,11 @@ class CacheProblem:
 
     group: heads of q that share a head of keys. k, v: strides (key,). v None: a key's head_dim
     columns are its value. q_rope, k_rope: more columns of queries and keys, rope_dim of them, the
-    keys' the same for all heads; strides of k_rope (key,). page_size: keys of a page, 0 without a
-    block table. softcap: whether logits are capped. divisible: names of run-time strides
-    that 16 divides. sequences: a power of two, no fewer than the ragged ones. tma: descriptors
-    reach keys and values. Tensors are None where a call has none.
+    keys' the same for all heads; strides of k_rope (key,). attn_mask: strides (1,) where the keys
+    of a query follow each other. page_size: keys of a page, 0 without a block table. softcap:
+    whether logits are capped. divisible: names of run-time strides that 16 divides. sequences: a
+    power of two, no fewer than the ragged ones. tma: descriptors reach keys and values. Tensors are
+    None where a call has none.
     """
 
     num_kv_heads: int

@@ -132,7 +132,7 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
             "softcap": "fp32",
-            **dict.fromkeys((name for name in STRIDES if name != "blocks_head_stride"), "i64"),
+            **{n: t for n, t in _strides(p).items() if n != "blocks_head_stride"},
             **({} if p.v else dict.fromkeys(V_STRIDES, 0)),
             **dict.fromkeys(ROPE_STRIDES, "i64" if rope else 0),
         },
@@ -143,6 +143,14 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
         num_stages=config.num_stages,
         target=target,
     )
+
+
+def _strides(p: CacheProblem) -> dict[str, str | int]:
+    """The strides of a launch; a mask's keys mostly follow each other."""
+    strides: dict[str, str | int] = dict.fromkeys(STRIDES, "i64")
+    if p.attn_mask is not None and p.attn_mask.strides:
+        strides["mask_column_stride"] = p.attn_mask.strides[0]
+    return strides
 
 
 def _constants(p: CacheProblem) -> dict[str, Constant]:
@@ -192,7 +200,7 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
             "head_group": "i32",
             "factor": "fp32",
             "softcap": "fp32",
-            **dict.fromkeys(STRIDES, "i64"),
+            **_strides(p),
         },
         divisible=p.divisible,
         ranges=("num_queries", "num_keys", "row_tiles", "head_group"),

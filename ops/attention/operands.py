@@ -48,6 +48,8 @@ def cache_problem(a: Any, rope: RopePart | None = None) -> tuple[CacheProblem, V
     if a.attn_mask is not None:
         tensors["mask_ptr"] = mask_bytes(a.attn_mask)
     given: Any = {TENSORS[name]: operand(tensor) for name, tensor in tensors.items()}
+    if strides["mask_column_stride"] == 1:
+        given["attn_mask"] = operand(tensors["mask_ptr"], 1)
     problem = CacheProblem(
         num_kv_heads=a.k.shape[2],
         group=a.q.shape[1] // a.k.shape[2],
