@@ -50,7 +50,8 @@ STRIDES = (
     "blocks_sequence_stride",
     "blocks_head_stride",
     "blocks_tile_stride",
-    "scale_stride",
+    "k_scale_stride",
+    "v_scale_stride",
 )
 
 

@@ -22,6 +22,7 @@ class AttentionCase:
     head-major, as StaticCache has them), "tokens" (the same, token-major), "paged" (a block table
     over pages of page_size). positions: "lengths" (cache_lengths), "each" (of every token),
     "shared" (the same for all sequences), "none". lengths: whether key_lengths are given.
+    scales: of an 8-bit cache, "none", "number", "heads" or "mixed" (k a number, v by head).
     attn_mask: "none", "bool", "heads" (bool, different for each head), "padding" (bool [B, 1, 1,
     K]), "float", "lowest" (float, hidden keys at the least finite number). ragged: row_offsets.
     """
@@ -75,6 +76,10 @@ CASES = (
     AttentionCase("decode_paged_window", pool="paged", mask="sliding_window", window=17),
     AttentionCase("decode_fp8", cache_dtype=FP8, scales="number", pool="tokens"),
     AttentionCase("decode_fp8_heads", cache_dtype=FP8, scales="heads", pool="paged", lengths=True),
+    AttentionCase("decode_fp8_mixed", cache_dtype=FP8, scales="mixed"),
+    AttentionCase("prefill_fp8", new_tokens=(70, 70), key_lengths=(70, 75), num_heads=4,
+                  cache_dtype=FP8, scales="mixed"),
+    AttentionCase("no_keys", key_lengths=(0, 0, 0), room=0, mask="none", positions="none"),
     AttentionCase("decode_wide", head_dim=256, v_dim=256, num_heads=4, key_lengths=(20, 5, 33),
                   room=40),
     AttentionCase("decode_odd_widths", head_dim=80, v_dim=48, num_heads=6, num_kv_heads=3),
@@ -170,7 +175,8 @@ def _pool(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         tensor = tensor.to(case.cache_dtype or case.dtype)
         made[name] = tensor.contiguous() if case.pool != "static" else tensor
         if case.scales != "none":
-            shape = () if case.scales == "number" else (case.num_kv_heads,)
+            each = case.scales == "heads" or (case.scales == "mixed" and name == "v")
+            shape = (case.num_kv_heads,) if each else ()
             scale = sampler.normal(*shape, dtype=torch.float32).abs() + 0.5
             made[f"{name}_scale"] = scale.reshape(shape)
     return made

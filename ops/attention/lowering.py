@@ -35,6 +35,7 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
+from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
@@ -71,6 +72,9 @@ def attention_steps(
     if config is None and rope is None and library_wanted(a):
         return (yield from library_steps(a))
     out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
+    if room(a) == 0:
+        yield Library(torch.Tensor.zero_, (out,))
+        return Outcome(out, "nothing", "there are no keys, so zeros")
     a = yield from _with_list((yield from with_dense(a, BY_SEQUENCE)), target)
     problem, values = cache_problem(a, rope)
     sizes, values["out_ptr"] = cache_sizes(a), out

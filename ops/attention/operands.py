@@ -116,7 +116,7 @@ def _strides(a: Any) -> dict[str, int]:
     each = positions is not None and positions.shape[0] == a.q.shape[0] != 0
     step = 0 if positions is None else positions.stride(0)
     own_run = step * (a.q.shape[0] // max(sequences(a), 1)) if each else 0
-    scale = next((s for s in (a.k_scale, a.v_scale) if s is not None), None)
+    scales = [0 if s is None or s.numel() == 1 else s.stride(0) for s in (a.k_scale, a.v_scale)]
     given = (
         a.q.stride(0),
         a.q.stride(1),
@@ -129,7 +129,7 @@ def _strides(a: Any) -> dict[str, int]:
         0 if a.block_table is None else a.block_table.stride(0),
         *masks,
         *listed,
-        0 if scale is None or scale.numel() == 1 else scale.stride(0),
+        *scales,
     )
     return dict(zip(STRIDES, given, strict=True))
 

@@ -69,7 +69,8 @@ def decode_reference(a: Any) -> torch.Tensor:
     keys = torch.cat((a.latent, a.rope_keys), dim=-1)
     call = as_attention(a, torch.cat((q_latent, q[..., nope:]), dim=-1), keys)
     latents = attention_reference(call)[..., : a.latent.shape[2]]
-    return torch.einsum("thl,hvl->thv", latents, weight[:, nope:]).to(a.q.dtype)
+    out = torch.einsum("thl,hvl->thv", latents, weight[:, nope:])
+    return out.to(a.q.dtype).contiguous()
 
 
 def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:

@@ -269,7 +269,7 @@ def merged(
 @triton.jit
 def finish(
     output, top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head, real,
-    kv_head, scale_stride,
+    kv_head, v_scale_stride,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes rows of output [rows, V_BLOCK], divided by their sums of weights."""
@@ -281,7 +281,7 @@ def finish(
         total = total * scale + tl.exp2(sink - new_top)
     output /= tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale_ptr is not None:
-        output *= tl.load(v_scale_ptr + kv_head * scale_stride)
+        output *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
     dims = tl.arange(0, V_BLOCK)
     places = ((first_token + query) * HEADS + head) * V_DIM
     tl.store(
@@ -299,7 +299,8 @@ def attention_decode(
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     positions_sequence_stride, positions_stride, table_stride, mask_sequence_stride,
     mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride,
-    blocks_tile_stride, scale_stride, q_rope_token_stride, q_rope_head_stride, rope_page_stride,
+    blocks_tile_stride, k_scale_stride, v_scale_stride, q_rope_token_stride, q_rope_head_stride,
+    rope_page_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -382,7 +383,7 @@ def attention_decode(
     if MASK_KIND != "none":
         mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
     if k_scale_ptr is not None:
-        factor *= tl.load(k_scale_ptr + kv_head * scale_stride)
+        factor *= tl.load(k_scale_ptr + kv_head * k_scale_stride)
     # The blocks of the tile; with a list from here on places on it. Whole ones come first, and this
     # program takes those from `begin` to `end`.
     first, whole, num_whole, num_blocks = block_range(
@@ -440,7 +441,7 @@ def attention_decode(
     if SPLITS == 1:
         finish(
             tl.trans(output), top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head,
-            real, kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
+            real, kv_head, v_scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
         )  # fmt: skip
     else:
         parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
@@ -459,7 +460,7 @@ def attention_decode(
             m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
             finish(
                 m_output, m_top, m_total, out_ptr, sinks_ptr, v_scale_ptr, first_token, m_query,
-                m_head, m_real, kv_head, scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
+                m_head, m_real, kv_head, v_scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
             )  # fmt: skip
 
 

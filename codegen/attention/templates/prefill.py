@@ -55,7 +55,7 @@ def attention_prefill(
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     positions_sequence_stride, positions_stride, table_stride, mask_sequence_stride,
     mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride,
-    blocks_head_stride, blocks_tile_stride, scale_stride,
+    blocks_head_stride, blocks_tile_stride, k_scale_stride, v_scale_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, MASK: tl.constexpr,
@@ -111,7 +111,7 @@ def attention_prefill(
         mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
         mask_base += head.to(tl.int64) * mask_head_stride
     if k_scale_ptr is not None:
-        factor *= tl.load(k_scale_ptr + kv_head * scale_stride)
+        factor *= tl.load(k_scale_ptr + kv_head * k_scale_stride)
     LISTED: tl.constexpr = MASK_KIND != "none"
     first, whole, num_whole, num_blocks = block_range(
         lowest, highest, 0, own_keys, 0, MASK, WINDOW, KEYS if LISTED else BLOCK_N
@@ -208,7 +208,7 @@ def attention_prefill(
         total = total * scale + tl.exp2(sink - new_top)
     output /= tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale_ptr is not None:
-        output *= tl.load(v_scale_ptr + kv_head * scale_stride)
+        output *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
     dims = tl.arange(0, V_BLOCK)
     places = ((query_base + rows) * NUM_HEADS + head) * V_DIM
     tl.store(

@@ -17,7 +17,7 @@ from tilewright.ops.mla.decode_lowering import absorbed_call
 from tilewright.ops.mla.keys import FP8
 
 RAGGED = PrefillCase(
-    "ragged", num_pages=40, page_size=32, cached_tokens=(300, 0, 257, 30), new_tokens=(2, 0, 1, 3)
+    "ragged", num_pages=60, page_size=32, cached_tokens=(300, 0, 557, 400), new_tokens=(2, 0, 1, 3)
 )
 STATIC = PrefillCase(
     "static", keys="pages", pool="static", slots="per_sequence", runs=True, new_tokens=(2, 2),
