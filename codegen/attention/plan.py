@@ -121,7 +121,7 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     wanted = INDIRECT_STAGES if indirect else STAGES
     fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + KEYS) + SPARE_BYTES
     fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
-    if problem.v is None and indirect:
+    if problem.v is None and (problem.block_table or problem.mask_blocks):
         # A stage of the loads that come first holds no keys.
         fitting += 1
     if problem.v is None and target.tmem_columns:

@@ -9,6 +9,7 @@ from tilewright.codegen.attention.blocks import KEYS, QUERIES
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.targets import get_target
 
 # Tensors of a launch: parameter -> field of CacheProblem.
 TENSORS = {
@@ -111,6 +112,8 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "TOKENS": config.tokens,
             "ROWS": config.rows,
             "REAL": real,
+            # In tensor memory an accumulator that two products share is wrong before Triton 3.9.
+            "CHAINED": not get_target(target).tmem_columns,
             "BLOCK_N": config.block_n,
             "SPLITS": config.splits,
             "CHUNK": _merged_at_once(real, v_block, config),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
@@ -56,3 +58,45 @@ def _part_block(problem: UpProblem, most: int) -> int:
     """Rows of the weight in a tile: a power of two that keeps to one part and one scale."""
     block = min(most, next_power_of_2(max(problem.nope, problem.v_dim)))
     return max(block, 16)
+
+
+@dataclass(frozen=True)
+class DecodeSizes:
+    """Queries of a sequence and the keys that it has room for; heads, N, R, V and the rank L; rows
+    of a tile of absorbed attention."""
+
+    queries: int
+    keys: int
+    heads: int
+    nope: int
+    rope: int
+    v_dim: int
+    rank: int
+    rows: int
+
+
+# Keys from which fewer bytes and products are worth two more launches.
+FEWEST_KEYS = 256
+# Multiply-adds of an H200 in the time that memory takes for a 16-bit number.
+NUMBER_MACS = 170
+# Of absorbed attention, whose tiles are narrow, over those of a GEMM in the same time.
+NARROW_MACS = 3
+
+
+def absorbs(sizes: DecodeSizes) -> bool:
+    """Whether attention to the latents themselves takes less time than to keys made of them.
+
+    For each key: the up-projection multiplies it into all heads' columns, H * L * (N + V), which
+    are written and read again; attention then costs little. Absorbed, each tile of rows reads
+    L + R numbers and multiplies each twice, but for R. (What a query costs by itself is left out:
+    both read the weight once.)
+    """
+    if sizes.keys < FEWEST_KEYS:
+        return False
+    columns = sizes.heads * (sizes.nope + sizes.v_dim)
+    expanded = columns * (sizes.rank + 2 * NUMBER_MACS)
+    expanded += sizes.queries * (columns + sizes.heads * sizes.rope)
+    tiles = cdiv(sizes.queries * sizes.heads, sizes.rows)
+    tile = NARROW_MACS * sizes.rows * (2 * sizes.rank + sizes.rope)
+    tile += NUMBER_MACS * (sizes.rank + sizes.rope)
+    return tiles * tile < expanded

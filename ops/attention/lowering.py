@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.plan import decode_config, decodes, head_group, prefill_config
+from tilewright.codegen.attention.plan import (
+    decode_config,
+    decode_rows,
+    decodes,
+    head_group,
+    prefill_config,
+)
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import (
     DecodeConfig,
@@ -110,6 +116,11 @@ def _prefill(
     values |= {"row_tiles": tiles, "head_group": group}
     yield Launch(spec, prefill_grid(problem, sizes, tiles, group), values)
     return Outcome(values["out_ptr"], "prefill kernel", config)
+
+
+def decode_tile(a: Any, rope: RopePart, num_queries: int) -> int:
+    """Rows of a tile of a call with so many queries in a sequence."""
+    return decode_rows(cache_problem(a, rope)[0], num_queries)[2]
 
 
 def with_dense(a: Any, names: Sequence[str]) -> Generator[Step, Any, Any]:

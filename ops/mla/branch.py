@@ -30,8 +30,8 @@ from tilewright.ops.mla.branch_checks import (
 )
 from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
 from tilewright.ops.mla.checks import branch_obstacle, check_prefill_values
-from tilewright.ops.mla.prefill import TOLERANCES, MlaPrefillArguments
-from tilewright.ops.mla.reference import prefill_reference
+from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_branch
 from tilewright.ops.schema import SymInt, Written
 

@@ -19,8 +19,7 @@ import torch
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.mla.cases import DECODE_CASES, DecodeCase
 from tilewright.ops.mla.checks import check_decode, check_decode_values, decode_obstacle
-from tilewright.ops.mla.prefill import TOLERANCES
-from tilewright.ops.mla.reference import decode_reference
+from tilewright.ops.mla.reference import TOLERANCES, decode_reference
 from tilewright.ops.mla.samples import sample_decode
 from tilewright.ops.schema import SymInt
 

@@ -1,18 +1,25 @@
-"""The steps of `mla_decode`: attention to latents between two products of each head."""
+"""The steps of `mla_decode`: attention to latents between two products of each head; and calls of
+`mla_prefill` that it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.mla.plan import DecodeSizes, absorbs
 from tilewright.codegen.targets import Target
-from tilewright.ops.attention.arguments import as_attention
-from tilewright.ops.attention.lowering import attention_steps
+from tilewright.ops.attention.arguments import SHARED, as_attention
+from tilewright.ops.attention.lowering import attention_steps, decode_tile
 from tilewright.ops.attention.operands import RopePart
+from tilewright.ops.mla.checks import decode_obstacle
+from tilewright.ops.mla.decode import MlaDecodeArguments
 from tilewright.ops.mla.key_lowering import dequantized
-from tilewright.ops.mla.keys import FP8, widths
+from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, sequences, widths
+from tilewright.ops.mla.operands import rotates_keys
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
 NAME = "absorbed attention"
@@ -51,3 +58,68 @@ def _by_head(x: torch.Tensor, weights: torch.Tensor) -> Generator[Step, Any, tor
 
 def _bmm(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
     torch.bmm(x, weights, out=out)
+
+
+def absorbed_call(a: Any) -> MlaDecodeArguments | None:
+    """A call of `mla_prefill` as one of `mla_decode`, its queries not rotated yet; None where that
+    does not mean the same, or would take longer. Where keys are counted (key_offsets) the lengths
+    are left to `with_lengths`."""
+    coded = a.quantize_latent or a.latent_scale is not None
+    if coded or a.attention_dtype not in (None, a.q.dtype) or sequences(a) == 0:
+        return None
+    keys = _keys_in_place(a)
+    if keys is None:
+        return None
+    given = {name: getattr(a, name) for name in SHARED if name != "block_table"}
+    table = a.lookup_table if a.keys == "table" else None
+    call = MlaDecodeArguments(
+        a.q,
+        *keys,
+        a.kv_b_weight,
+        v_dim=a.v_dim,
+        kv_b_scale=a.kv_b_scale,
+        scale_block=a.scale_block,
+        block_table=table,
+        **given,
+    )
+    return call if decode_obstacle(call) is None and absorbs(_sizes(call, buffer_rows(a))) else None
+
+
+def _keys_in_place(a: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(latents, rope keys) [P, S, ..] where they are finished and lie as attention can read them:
+    equal runs of rows, pages that are sequences, or pages of a table."""
+    if a.keys in ("pages", "table"):
+        return cache_views(a)
+    finished = a.norm_weight is None and not rotates_keys(a)
+    if a.keys != "given" or not finished or a.row_offsets is not None or a.key_offsets is not None:
+        return None
+    latent, rope = (rows.unflatten(0, (a.num_sequences, -1)) for rows in (a.latent, a.k_rope))
+    return latent, rope
+
+
+def _sizes(call: MlaDecodeArguments, num_keys: int) -> DecodeSizes:
+    """Of a call with so many keys of all sequences together."""
+    nope, rope, v_dim = widths(call)
+    (tokens, heads, _), rank, batch = call.q.shape, call.latent.shape[2], sequences(call)
+    queries = cdiv(tokens, batch)
+    q_latent = torch.empty(tokens, heads, rank, dtype=call.q.dtype, device="meta")
+    part = RopePart(call.q[..., nope:], call.rope_keys)
+    rows = decode_tile(as_attention(call, q_latent, call.latent), part, queries)
+    return DecodeSizes(queries, num_keys // batch, heads, nope, rope, v_dim, rank, rows)
+
+
+def with_lengths(call: MlaDecodeArguments, a: Any) -> Generator[Step, Any, MlaDecodeArguments]:
+    """The call with the lengths of sequences whose keys are counted by a.key_offsets."""
+    if a.key_offsets is None:
+        return call
+    lengths = yield Buffer((sequences(a),), torch.int32)
+    given = (a.key_offsets,) if a.key_lengths is None else (a.key_offsets, a.key_lengths)
+    yield Library(_counted, (lengths, *given))
+    return replace(call, key_lengths=lengths)
+
+
+def _counted(
+    lengths: torch.Tensor, offsets: torch.Tensor, most: torch.Tensor | None = None
+) -> None:
+    counts = offsets.to(torch.int64).diff()
+    lengths.copy_(counts if most is None else counts.minimum(most.to(torch.int64)))

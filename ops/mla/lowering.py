@@ -14,10 +14,12 @@ from tilewright.codegen.mla.plan import uses_library
 from tilewright.codegen.mla.query_specs import TMA_BYTES
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.contract import LoweringReport
-from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps
+from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps, query_steps
 from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
 from tilewright.ops.mla.branch import MlaBranchArguments, as_mla_prefill
 from tilewright.ops.mla.cudnn import library_wanted
+from tilewright.ops.mla.decode import MlaDecodeArguments
+from tilewright.ops.mla.decode_lowering import absorbed_call, absorbed_steps, with_lengths
 from tilewright.ops.mla.key_lowering import (
     Keys,
     joined_shape,
@@ -105,6 +107,9 @@ def _one_chunk(a: Any, chunk: Chunk, target: Target) -> Steps:
         for call in latent_calls(a, chunk, None):
             yield latent_launch(call, target)
         return (yield from _no_keys(a))
+    absorbed = absorbed_call(a)
+    if absorbed is not None:
+        return (yield from _naming_kernels(_absorbed(a, absorbed, chunk, target)))
     done = yield from _naming_kernels(_attended(_aligned(a), chunk, target))
     (out,) = _tensors(done)
     return replace(done, result=out if out.dim() == 3 else out.flatten(0, 1))
@@ -157,6 +162,22 @@ def _attended(a: Any, chunk: Chunk, target: Target, *, part: bool = False) -> St
         joined = joined.unflatten(0, (call.q.shape[0], -1))
     done = yield from attention_steps(call, target, joined)
     return replace(done, reason=f"{how}, {done.reason}")
+
+
+def _absorbed(a: Any, call: MlaDecodeArguments, chunk: Chunk, target: Target) -> Steps:
+    """The same as `call`, after the new tokens are written and the queries rotated."""
+    for latents in latent_calls(a, chunk, None) if a.keys != "given" else ():
+        yield latent_launch(latents, target)
+    (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
+    q_nope, q_rope = a.q[..., :nope], a.q[..., nope:]
+    if _query_tables(a) is not None:
+        # Of the keys only what a query is rotated by: how wide they are.
+        sizes = ((chunk.rows, heads, nope), (chunk.rows, heads, v_dim), (chunk.rows, rope))
+        keys = Keys(*(torch.empty(size, dtype=a.q.dtype, device="meta") for size in sizes))
+        _, turned = yield from query_steps((yield from _core_call(a, chunk, keys)), target)
+        q_rope = turned.view(tokens, heads, rope)
+    call = yield from with_lengths(call, a)
+    return (yield from absorbed_steps(call, q_nope, q_rope, target))
 
 
 def _aligned(a: Any) -> Any:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, get_op, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, get_op, register
 from tilewright.ops.mla.cases import PREFILL_CASES, PrefillCase
 from tilewright.ops.mla.checks import check_prefill, check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.latents import pool_windows
-from tilewright.ops.mla.reference import prefill_reference
+from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_prefill
 from tilewright.ops.schema import SymInt, Written
 
@@ -32,12 +32,6 @@ ERROR_MODEL = (
     "kernel's softmax weights: errors of half a unit in the last place of the terms of each sum, "
     "measured against the rms of the output; then one rounding of the result"
 )
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=3 * 2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=3 * 2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-17),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-44),
-}
 
 
 @dataclass(frozen=True)

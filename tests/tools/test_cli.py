@@ -223,7 +223,7 @@ def test_a_zoo_model_in_full_size():
     assert "model.layers.*.self_attn  x32  qkv_cache -> fused_qkv_paged" in done.stdout
     assert "heads=32/8x128 rope=half" in done.stdout
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
-    sites = done.stdout.partition("Fused: 32 sites\n")[2].partition("    lowering")[0]
+    sites = done.stdout.partition("Fused: 64 sites\n")[2].partition("    lowering")[0]
     assert sites.strip()
     assert sites in readme
     names = [word for word in done.stdout.split() if word.startswith("qkv_projection")]

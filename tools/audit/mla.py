@@ -15,9 +15,11 @@ from tilewright.codegen.mla.plan import up_config
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla import decode
+from tilewright.ops.mla.decode import MlaDecodeArguments
 from tilewright.ops.mla.operands import Buffers, up_problem
 from tilewright.ops.mla.prefill import OP, MlaPrefillArguments
-from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase
+from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase, distinct
 
 ROW_COUNTS = (64, 4096)
 SCALED_SUMS_REASON = "each block of columns has scales of its own"
@@ -30,6 +32,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "values, 8-bit core": {"core": FP8},
     "dequantised": {"weight": "codes"},
 }
+
+
+# Absorbed attention: what a step is called, its tokens, options of `_decode_call`.
+DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("positions", 1, {}),
+    ("mask tensor", 1, {"mask": "none"}),
+    ("pages", 1, {"page_size": 64}),
+    ("4 tokens", 4, {}),
+)
+# ptxas keeps addresses of shared memory that no loop changes there, once more than it has registers
+# for.
+DECODE_STACK = 512
+SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,11 @@ MODELS = (
     Latents("deepseek-v2-lite", 16),
     Latents("glm-5", 8, nope=192, v_dim=256, granularity=64),
 )
+DECODED = (
+    *MODELS[:2],
+    Latents("glm-4.7-flash", 20, nope=192, v_dim=256),
+    Latents("minicpm3", 40, nope=64, rope=32, v_dim=64, rank=256),
+)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -109,8 +129,46 @@ def mla_cases(target: Target) -> list[AuditCase]:
     cases = [
         case for model in MODELS for rows in ROW_COUNTS for case in _cases(model, rows, target)
     ]
-    distinct = {case.spec: case for case in reversed(cases)}
-    return [case for case in cases if distinct[case.spec] is case]
+    return distinct([*cases, *_decode_cases(target)])
+
+
+def _decode_cases(target: Target) -> Iterator[AuditCase]:
+    """Absorbed attention of each model that is decoded so, by each form of its mask."""
+    for model in DECODED:
+        for name, tokens, options in DECODES:
+            report = decode.OP.plan_for(_decode_call(model, tokens, **options), target.name)
+            for spec in report.specs:
+                if spec.kernel == "attention_decode":
+                    claims = Expectations(
+                        mma="bf16", stack_bytes=DECODE_STACK, fresh_sums_reason=SOFTMAX_REASON
+                    )
+                    yield AuditCase(f"mla decode {model.name}, {name}", spec, claims)
+                elif spec.kernel == "attention_merge":
+                    yield AuditCase(f"mla merge {model.name}, {name}", spec, Expectations())
+
+
+def _decode_call(
+    model: Latents, tokens: int, *, mask: str = "causal", page_size: int = 0
+) -> MlaDecodeArguments:
+    """A step of four sequences of 4096 keys, on meta tensors."""
+    batch, keys, width = 4, 4096, model.nope + model.rope
+    pages, rows = (batch * keys // page_size, page_size) if page_size else (batch, keys)
+    entries = _meta(pages, rows, model.rank + model.rope)
+    given: dict[str, Any] = {"cache_lengths": _meta(batch, dtype=torch.int64), "mask": mask}
+    if mask == "none":
+        given = {"mask": mask, "attn_mask": _meta(batch, 1, tokens, keys, dtype=torch.bool)}
+    if page_size:
+        given["block_table"] = _meta(batch, keys // page_size, dtype=torch.int32)
+    return MlaDecodeArguments(
+        _meta(batch * tokens, model.num_heads, width),
+        entries[..., : model.rank],
+        entries[..., model.rank :],
+        _meta(model.num_heads * (model.nope + model.v_dim), model.rank),
+        v_dim=model.v_dim,
+        scale=width**-0.5,
+        num_sequences=batch,
+        **given,
+    )
 
 
 def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:

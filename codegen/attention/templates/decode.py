@@ -116,7 +116,7 @@ def attend_block(
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    LISTED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    LISTED: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(output [V, rows], top, total) after a block of keys. MASKED: some row may not see some key
     of it. LISTED: the mask tensor hides nothing of the first num_whole steps. v_base None: the keys
@@ -165,7 +165,10 @@ def attend_block(
     scores = tl.dot(k.to(q.dtype), q)
     if rope_base is not None:
         k_rope = load_block(rope_rows, exists, ROPE_DIM, ROPE_BLOCK, CHECKED)
-        scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
+        if CHAINED:
+            scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
+        else:
+            scores += tl.dot(k_rope.to(q.dtype), q_rope)
     if CAPPED:
         scores = capped(scores, factor, softcap)
     elif MASK_KIND == "additive":
@@ -304,22 +307,23 @@ def attention_decode(
     RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
     LISTED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    REAL: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
     Grid (B * row_tiles * NUM_KV_HEADS * head tiles * SPLITS,). A tile has TOKENS queries of
     TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. With k_rope a key has
     ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v a
-    key's other columns are its value. Strides count elements; K_STRIDE and V_STRIDE from key to key
-    of a page; without a block table a sequence is a page. factor takes products to the base-2
-    domain; where CAPPED to twice what tanh is taken of there, and softcap takes its result to the
-    base-2 domain. MASK_KIND: "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks
-    has the mask's list of blocks (codegen/attention/blocks.py), a row for each QUERIES queries.
-    REAL: the first rows, a power of two, that hold all queries. With SPLITS > 1, workspace has
-    SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and counters one zero; CHUNK parts are
-    merged at once. Without counters the parts are left to `attention_merge`.
+    key's other columns are its value; CHAINED: the products of both parts are summed in one
+    accumulator. Strides count elements; K_STRIDE and V_STRIDE from key to key of a page; without a
+    block table a sequence is a page. factor takes products to the base-2 domain; where CAPPED to
+    twice what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
+    "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks has the mask's list of
+    blocks (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the first rows, a
+    power of two, that hold all queries. With SPLITS > 1, workspace has SPLITS * REAL * (V_BLOCK +
+    2) numbers for each tile, and counters one zero; CHUNK parts are merged at once. Without
+    counters the parts are left to `attention_merge`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -360,6 +364,9 @@ def attention_decode(
     own_keys = num_keys
     if key_lengths_ptr is not None:
         own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
+    if RAGGED and v_ptr is None:
+        # Any sequence may have all the queries: most have no row in most tiles.
+        own_keys = tl.where(tl.max(real.to(tl.int32), axis=0) > 0, own_keys, 0)
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
     if v_ptr is not None:
@@ -415,7 +422,7 @@ def attention_decode(
                 rope_page_stride, positions, query, head, mask_base, mask_head_stride,
                 mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
                 HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
-                WINDOW, MASK_KIND, CAPPED, False, LISTED, BLOCK_N, ROWS,
+                WINDOW, MASK_KIND, CAPPED, False, LISTED, CHAINED, BLOCK_N, ROWS,
             )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
         block = block_of_step(step, first, whole, num_whole)
@@ -428,7 +435,7 @@ def attention_decode(
             rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
             mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
             ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, True, LISTED, BLOCK_N, ROWS,
+            CAPPED, True, LISTED, CHAINED, BLOCK_N, ROWS,
         )  # fmt: skip
     if SPLITS == 1:
         finish(

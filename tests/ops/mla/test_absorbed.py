@@ -1,0 +1,108 @@
+"""Which calls of `mla_prefill` are computed absorbed, and that they mean the same: few queries to
+many keys, wherever these lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.interpreted import interpret
+from tests.ops.test_contract import as_double, clone
+from tilewright.codegen.mla.plan import DecodeSizes, absorbs
+from tilewright.ops.contract import get_op
+from tilewright.ops.mla.cases import PrefillCase
+from tilewright.ops.mla.decode_lowering import absorbed_call
+from tilewright.ops.mla.keys import FP8
+
+RAGGED = PrefillCase(
+    "ragged", num_pages=40, page_size=32, cached_tokens=(300, 0, 257, 30), new_tokens=(2, 0, 1, 3)
+)
+STATIC = PrefillCase(
+    "static", keys="pages", pool="static", slots="per_sequence", runs=True, new_tokens=(2, 2),
+    cached_tokens=(270, 270), page_size=300, rope_style="half", table_width="full",
+)  # fmt: skip
+CASES = {
+    "counted keys": RAGGED,
+    "a table by position": replace(
+        RAGGED, by_position=True, pool="layers", index_dtype=torch.uint32
+    ),
+    "all keys of a table": replace(
+        RAGGED, ragged_keys=False, slots="block_table", norm=False, rope_style="none"
+    ),
+    "fp8 weight": replace(RAGGED, weight="fp8", rank=160, mask="sliding_window", window=40),
+    "static cache": STATIC,
+    "mask": replace(STATIC, mask="none", attn_mask="bool"),
+    "mask of numbers": replace(STATIC, mask="none", attn_mask="float", dtype=torch.float16),
+}  # fmt: skip
+
+
+def assert_absorbed(op, a):
+    """Also that the cache is written as it is otherwise."""
+    given, expected = clone(a), as_double(clone(a))
+    want = op.reference(expected)
+    program = interpret(op, given)
+    kernels = [spec.kernel for spec in program.specs]
+    assert "attention_decode" in kernels
+    out = program.outcome.result
+    problem = op.tolerances[out.dtype].problem(out, want)
+    assert problem is None, problem
+    if given.latent_cache is not None:
+        problem = op.tolerances[out.dtype].problem(given.latent_cache, expected.latent_cache)
+        assert problem is None, problem
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_few_queries_of_a_cache_are_absorbed(case):
+    op = get_op("mla_prefill")
+    assert_absorbed(op, op.sample_inputs(case))
+
+
+def given_latents():
+    """300 latents for each of two sequences."""
+    case = PrefillCase(
+        "given", keys="given", slots="none", runs=True, new_tokens=(300, 300), norm=False,
+        cached_tokens=(0, 0), rope_on="q", rope_style="half", table_width="full", num_pages=100,
+    )  # fmt: skip
+    return get_op("mla_prefill_dense").sample_inputs(case)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_few_queries_of_given_latents_are_absorbed(queries, by_position):
+    a = given_latents()
+    rows = 300 if by_position else 2 * queries
+    q = a.q.unflatten(0, (2, -1))[:, :queries].flatten(0, 1)
+    positions = torch.arange(queries) + 250
+    a = replace(a, q=q, cos=a.cos[:rows], sin=a.sin[:rows], rope_by_position=by_position)
+    assert_absorbed(get_op("mla_prefill_dense"), replace(a, positions=positions))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(STATIC, cached_tokens=(150, 150), page_size=200),
+        replace(RAGGED, keys="slots", slots="flat", pool="pair"),
+        replace(RAGGED, weight="quantized", rank=128),
+        replace(RAGGED, attention_dtype=FP8),
+    ],
+    ids=["few keys", "keys anywhere", "quantised latents", "8-bit attention"],
+)
+def test_others_are_not(case):
+    assert absorbed_call(get_op("mla_prefill").sample_inputs(case)) is None
+
+
+def test_as_many_queries_as_keys_are_not():
+    assert absorbed_call(given_latents()) is None
+
+
+LITE = DecodeSizes(1, 4096, 16, 128, 64, 128, 512, 16)
+
+
+def test_what_the_plan_says_of_a_published_model():
+    """DeepSeek-V2-Lite: a step, some drafted tokens, a prefill."""
+    assert absorbs(LITE)
+    assert absorbs(replace(LITE, queries=4, rows=32))
+    assert not absorbs(replace(LITE, queries=512, rows=32))
+    assert not absorbs(replace(LITE, keys=128))
