@@ -14,7 +14,7 @@ its steps itself (`compile_config`, whose mode "reduce-overhead" gives Inductor'
 The caches are emptied and used again from call to call, so CUDA graphs are recorded once; the
 dynamic one is a new one. Each batch is a process: all compile side by side, then each has the GPU
 to itself, where each variant warms up and then has its calls. tokens: of the batch, per second of
-whole calls, prompt included (the median call); steps: per second after the prompt. same: the share
+whole calls, prompt included; steps: per second after the prompt. same: the share
 of new tokens that are eager's; with random weights two tokens nearly tie now and then, and all
 after that differ. cache: its memory in MiB; peak: of a call on top of model and cache.
 """
@@ -26,7 +26,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from tilewright.tools.paged_cache import PagedCache
 
 PROMPT, NEW = 1000, 128
 LAYERS = {"llama3-8b": 32, "qwen3-30b-a3b": 16, "deepseek-v2-lite": 27}
-ROUNDS = 3
+ROUNDS = 2
 # Each: the backend of its steps, and how its cache is made of a config and a length.
 VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
     "eager": (None, lambda config, length: DynamicCache(config=config)),
@@ -101,7 +100,7 @@ class Variant:
 
 
 def seconds(call: Callable[[], Any], rounds: int) -> float:
-    """The median wall-clock time of a call until the GPU is done."""
+    """The mean wall-clock time of a call until the GPU is done."""
     times = []
     for _ in range(rounds):
         synchronize()
@@ -109,7 +108,7 @@ def seconds(call: Callable[[], Any], rounds: int) -> float:
         call()
         synchronize()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return sum(times) / rounds
 
 
 def synchronize() -> None:
@@ -131,10 +130,9 @@ def facts(model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> d
     """What a variant's warm calls took, and its tokens."""
     variant = Variant(model, name, inputs, new)
     batch = inputs["input_ids"].shape[0]
-    variant()
     tokens = variant()
     assert tokens.shape == (batch, new)
-    peak = peak_mib(variant)
+    peak = peak_mib(variant)  # the second call: graphs of the first are recorded
     whole, first = seconds(variant, ROUNDS), seconds(lambda: variant(1), ROUNDS)
     return {
         "tokens": batch * new / whole,
@@ -155,7 +153,8 @@ def prepare(model: Any) -> None:
 def warm_up(model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int) -> None:
     """Compiles all that will be called."""
     for name in names:
-        Variant(model, name, inputs, new)()
+        if VARIANTS[name][0] is not None:
+            Variant(model, name, inputs, new)()
 
 
 def measured(

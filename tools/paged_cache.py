@@ -21,6 +21,11 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from tilewright.tools.pages import Pages, mark_address
 
+BETWEEN_GRAPHS = (
+    "PagedCache takes its pages between graphs; early_initialization() and reserve(tokens) do so "
+    "before the call"
+)
+
 
 class PagedLayer(StaticLayer):
     """The pools of one layer. All layers share `pages`; the first one counts the tokens."""
@@ -35,7 +40,7 @@ class PagedLayer(StaticLayer):
         self.counts = not layers
         layers.append(self)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=BETWEEN_GRAPHS)
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Pools for [batch, heads, tokens, head_dim] states, with pages for what is reserved."""
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -65,7 +70,7 @@ class PagedLayer(StaticLayer):
         larger[: pool.shape[0]] = pool
         return larger
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=BETWEEN_GRAPHS)
     def reserve(self, tokens: int, batch: int = 0) -> None:
         """Pages for `tokens` more of each sequence; of `batch` sequences, where that is known."""
         changed = self.is_initialized and batch not in (0, self.pages.batch)
