@@ -120,6 +120,8 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     indirect = latent or problem.block_table is not None
     wanted = INDIRECT_STAGES if indirect else STAGES
     fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + KEYS) + SPARE_BYTES
+    if problem.attn_mask is not None:
+        fixed += wanted * rows * KEYS * ELEMENT_BYTES[problem.attn_mask.dtype]
     fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
     if problem.v is None and indirect:
         # A stage of the loads that come first holds no keys.

@@ -15,6 +15,7 @@ from tilewright.codegen.mla.attention_specs import AttentionConfig, AttentionPro
 from tilewright.codegen.mla.query_specs import query_grid, query_spec
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.lowering import with_dense
 from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.mla.attention_operands import (
     AttentionCall,
@@ -26,6 +27,9 @@ from tilewright.ops.mla.attention_operands import (
 from tilewright.ops.mla.cudnn import library_steps, library_wanted, whole_steps
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
+
+# Tensors with an element for each sequence, which kernels read one after the other.
+BY_SEQUENCE = ("query_offsets", "key_offsets", "query_starts", "key_starts", "key_lengths")
 
 _query_spec = cache(query_spec)
 _merge_spec = cache(kernels.merge_spec)
@@ -47,7 +51,7 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
         _, turned = yield from query_steps(a, target, whole=True, joined=joined)
         keys = joined[..., : a.rope + a.nope]
         return (yield from whole_steps(a, turned, keys))
-    a = yield from _ready_queries(a, target)
+    a = yield from _ready_queries((yield from with_dense(a, BY_SEQUENCE)), target)
     check_call(a)
     if a.q.numel() == 0:
         return Outcome((yield from _results(a)), "mla attention", "no queries")
