@@ -1,0 +1,75 @@
+"""Offsets, lengths, ids and positions may be every other element of a tensor: a call means the
+same."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tests.interpreted import Interpreter, interpret
+from tests.ops.test_lowerings import MOST_PROGRAMS, allowed, programs_of, results_of
+from tilewright.codegen.targets import SM90
+from tilewright.ops import ArgumentError
+from tilewright.ops.contract import all_ops
+
+
+def vectors_of(a):
+    """The integer vectors of a call, by name."""
+    named = {field.name: getattr(a, field.name) for field in fields(a)}
+    return {
+        name: t
+        for name, t in named.items()
+        if isinstance(t, torch.Tensor) and t.dim() == 1 and len(t) > 1 and not t.is_floating_point()
+    }
+
+
+def apart(vector):
+    """The same numbers, others between them."""
+    held = torch.full((len(vector), 3), 7).to(vector.dtype)
+    held[:, 0] = vector
+    return held[:, 0]
+
+
+def cases():
+    """Of each op as many cases as make each of its vectors strided once."""
+    for op in all_ops():
+        if op.namespace != "tilewright" or not any(lowering.build for lowering in op.lowerings):
+            continue
+        left: set[str] | None = None
+        for case in op.cases:
+            a = op.sample_inputs(case)
+            if op.choose("cuda", a).lowering.name == "reference":
+                continue
+            if programs_of(op, a, SM90) > MOST_PROGRAMS:
+                continue
+            names = set(vectors_of(a))
+            if names - (left or set()):
+                left = (left or set()) | names
+                yield pytest.param(op, case, id=f"{op.name}-{case.name}")
+
+
+@pytest.mark.parametrize(("op", "case"), cases())
+def test_vectors_may_have_any_stride(op, case):
+    """Taken as they are, copied, or refused by name: never read as if they followed each other."""
+    given, expected = op.sample_inputs(case), op.sample_inputs(case)
+    given = replace(given, **{name: apart(t) for name, t in vectors_of(given).items()})
+    refused = ""
+    try:
+        op.validate(given)
+    except ArgumentError as error:
+        refused = error.argument
+    if refused:
+        assert refused in vectors_of(given)
+        return
+    if op.choose("cuda", given).lowering.name == "reference":
+        return
+    program = interpret(op, given, SM90, Interpreter().target.num_sms)
+    wanted = op.reference(expected)
+    for got, want in zip(results_of(program.outcome.result), results_of(wanted), strict=True):
+        assert allowed(op, program, want.dtype).problem(got, want) is None
+    for name in op.mutated:
+        got, want = getattr(given, name), getattr(expected, name)
+        if want is not None:
+            assert allowed(op, program, want.dtype).problem(got, want) is None, name
