@@ -42,20 +42,25 @@ def rewind(cache: StaticCache, position: int) -> None:
         layer.cumulative_length.fill_(position)
 
 
+def padded_tokens(batch: int, tokens: int) -> torch.Tensor:
+    """How many of so many tokens are padding in each sequence of a batch of unequal prompts: of
+    sequence b a share of b / (2 * batch)."""
+    return tokens * torch.arange(batch, device="cuda") // (2 * batch)
+
+
 def generate_inputs(
     model: Any, cache: StaticCache, ids: torch.Tensor, position: int, *, padded: bool
 ) -> dict[str, Any]:
     """The keyword arguments besides input_ids with which `generate()` calls a model whose cache
     holds `position` tokens: a 4-D mask, made outside of the compiled pass, and positions.
 
-    padded: the prompts of a batch differ in length, so that shorter ones have padding before them:
-    of sequence b a share of b / (2 * batch).
+    padded: the prompts of a batch differ in length, so that shorter ones have padding before them.
     """
     batch, tokens = ids.shape
     present = torch.ones((batch, position + tokens), dtype=torch.int64, device=ids.device)
     if padded:
-        for b in range(batch):
-            present[b, : (position + tokens) * b // (2 * batch)] = 0
+        places = torch.arange(position + tokens, device=ids.device)
+        present *= places >= padded_tokens(batch, position + tokens).to(ids.device)[:, None]
     positions = (present.cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
     rewind(cache, position)
     mask = create_masks_for_generate(

@@ -55,7 +55,6 @@ PASSES = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tile
 KINDS = {
     "padded": ", left padding",
     "nomask": ", no mask",
-    "static": ", no mask",
     "nocache": ", no cache",
 }
 
@@ -67,15 +66,18 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
         speed = f"{min(row['eager'], row['stock']) / row['tilewright']:.2f}"
         case = f"{row['batch']} x {row['tokens']}"
-        case += KINDS.get(row.get("kind") or row.get("cache", ""), "")
+        case += KINDS.get(row["kind"], "")
         rows.append((case, *map(microseconds, times), speed))
     first = data["rows"][0]
-    return first.get("model", "Llama-3-8B"), first.get("layers") or first["layers_fused"], rows
+    return first["model"], first["layers"], rows
 
 
 def all_passes() -> str:
-    """The README's table: the whole passes of every model that has results."""
+    """The README's table: the whole passes of every model, called as `generate()` does with prompts
+    of one length."""
     found = [json.loads((RESULTS / name).read_text("utf-8")) for name in END_TO_END]
+    for data in found:
+        data["rows"] = [row for row in data["rows"] if row["kind"] == "mask"]
     rows, layers, places = [], set(), []
     for data in found:
         model, count, cases = passes(data)

@@ -11,7 +11,12 @@ from tilewright.codegen.audit import Audit, Expectations, check
 from tilewright.codegen.build import BuildError
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import Kernel
-from tilewright.tools.audit.cases import MMA_ROWS, SHORT_TILE_REASON, SPECIALISED_STACK_BYTES
+from tilewright.tools.audit.cases import (
+    MMA_ROWS,
+    SHORT_TILE_REASON,
+    SOFTMAX_REASON,
+    SPECIALISED_STACK_BYTES,
+)
 from tilewright.tools.audit.moe import ROW_SCALES_REASON, nvfp4_mma
 from tilewright.tools.audit.qkv import fresh_sums_reason
 
@@ -81,7 +86,7 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
 
     One that multiplies tiles does so on the tensor cores meant for its dtype, unless its tiles are
     too short for them; NVFP4 x NVFP4 does so as NVFP4 wherever the chip can. A warp-specialised
-    one, or one that unpacks codes, may keep a little on the stack.
+    one, one that unpacks codes, or attention, may keep a little on the stack.
     """
     if "tl.dot" not in kernel.source:
         return Expectations()
@@ -90,7 +95,8 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     constants = dict(kernel.spec.constants)
     pairs = constants.get("BLOCK_P")
     short = isinstance(pairs, int) and 2 * pairs < MMA_ROWS
-    roomy = constants.get("WARP_SPECIALIZE") or "CODE_OFFSET" in constants
+    attends = "MASK_KIND" in constants
+    roomy = constants.get("WARP_SPECIALIZE") or "CODE_OFFSET" in constants or attends
     roomy = roomy or constants.get("FORMAT", "dense") != "dense"
     if "BLOCK_SCALED" in constants:
         dtype = nvfp4_mma(target)
@@ -99,5 +105,5 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
         legacy_mma_reason=SHORT_TILE_REASON if short else "",
         stack_bytes=SPECIALISED_STACK_BYTES if roomy else 0,
         row_scales_reason=ROW_SCALES_REASON if constants.get("SWAPPED") else "",
-        fresh_sums_reason=fresh_sums_reason(constants),
+        fresh_sums_reason=SOFTMAX_REASON if attends else fresh_sums_reason(constants),
     )

@@ -14,7 +14,7 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention import cache_attention, mask_blocks
 from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
-from tilewright.tools.audit.cases import AuditCase, distinct
+from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, distinct
 
 # (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length.
 MASKS = (
@@ -45,7 +45,6 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
 # Some releases keep 8 bytes of a program with tensor memory on the stack.
 STACK_BYTES = 8
-SOFTMAX_REASON = "the softmax reads each block's scores"
 
 
 def attention_cases(target: Target) -> list[AuditCase]:

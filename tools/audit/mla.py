@@ -19,7 +19,12 @@ from tilewright.ops.mla import decode
 from tilewright.ops.mla.decode import MlaDecodeArguments
 from tilewright.ops.mla.operands import Buffers, up_problem
 from tilewright.ops.mla.prefill import OP, MlaPrefillArguments
-from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase, distinct
+from tilewright.tools.audit.cases import (
+    SOFTMAX_REASON,
+    SPECIALISED_STACK_BYTES,
+    AuditCase,
+    distinct,
+)
 
 ROW_COUNTS = (64, 4096)
 SCALED_SUMS_REASON = "each block of columns has scales of its own"
@@ -44,7 +49,6 @@ DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
 # ptxas keeps addresses of shared memory that no loop changes there, once more than it has registers
 # for.
 DECODE_STACK = 512
-SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
 
 
 @dataclass(frozen=True)

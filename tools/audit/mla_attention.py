@@ -21,11 +21,10 @@ from tilewright.ops.mla.attention_operands import (
     query_call,
 )
 from tilewright.ops.runtime.program import Planner, drive
-from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase
+from tilewright.tools.audit.cases import SOFTMAX_REASON, SPECIALISED_STACK_BYTES, AuditCase
 
 FP8 = torch.float8_e4m3fn
 # Scores start at zero for each block of keys and are read at once, and the output is rescaled.
-SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
