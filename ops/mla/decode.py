@@ -90,10 +90,12 @@ def fake(a: MlaDecodeArguments) -> torch.Tensor:
 def reference(a: MlaDecodeArguments) -> torch.Tensor:
     """In fp32 (float64 for float64 q), the weight dequantised and rounded to q's dtype first:
 
-    q_latent = q_nope @ W_UK[h]                          q's first N columns
-    logits = scale * (q_latent | q_rope) @ (latent | rope_keys)^T + attn_mask
-    o_latent = softmax(logits) @ latent                  -inf where the mask hides
-    out = o_latent @ W_UV[h]^T                           rounded to q's dtype
+        q_latent = q_nope @ W_UK[h]                          q's first N columns
+        logits = scale * (q_latent | q_rope) @ (latent | rope_keys)^T + attn_mask
+        o_latent = softmax(logits) @ latent                  -inf where the mask hides
+        out = o_latent @ W_UV[h]^T                           rounded to q's dtype
+
+    Latents that no query sees are not looked at.
     """
     return decode_reference(a)
 
