@@ -1,10 +1,10 @@
 """What Triton's interpreter makes anew at every operation, made once per launch.
 
-An interpreted operation on a small block costs some 100 microseconds, nearly all of it spent on the
-types of operands and results: shapes are unwrapped and checked, names formatted, tables of dtypes
-built; and a sum of integers is a dozen further operations that look for an overflow and tell nobody.
-Here, within a launch, types with equal element and shape share what they are made of, and tensors what
-follows from their type. What kernels compute, and what is refused, stays as it is.
+An interpreted operation on a small block costs some 100 microseconds, nearly all of it spent on
+the types of operands and results: shapes are unwrapped and checked, names formatted, tables of
+dtypes built; and a sum of integers is a dozen further operations that look for an overflow and tell
+nobody. Here, within a launch, types with equal element and shape share what they are made of, and
+tensors what follows from their type. What kernels compute, and what is refused, stays as it is.
 """
 
 from __future__ import annotations
