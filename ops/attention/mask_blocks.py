@@ -16,16 +16,18 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, QUERIES
 from tilewright.codegen.attention.mask_plan import mask_config
 from tilewright.codegen.attention.mask_specs import (
     MaskConfig,
     MaskProblem,
     blocks_per_part,
     mask_spec,
+    numbers_per_tile,
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.masks import largest_power
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
@@ -50,7 +52,13 @@ class MaskBlocksArguments:
     """The arguments of `mask_blocks`: B sequences, H heads, S queries, K keys.
 
     attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
-    added to logits, of which -inf alone hides.
+    added to logits, of which -inf hides.
+
+    hide_lowest: so do numbers of -1.75 E and less in a tile of 128 queries of which each has one of
+    -E / 8 or more, E the largest power of two of the mask's dtype: `torch.finfo(dtype).min` is
+    almost -2 E. True where such numbers leave no weight beside ordinary ones: logits are at most
+    E / 2, and the mask alone says which keys are seen, of as many keys as it has. Of booleans it
+    says nothing.
 
     Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries how many
     blocks of 64 keys some query of it sees, then those blocks in ascending order, then zeros. A
@@ -59,6 +67,7 @@ class MaskBlocksArguments:
     """
 
     attn_mask: torch.Tensor
+    hide_lowest: bool = False
 
 
 def validate(a: MaskBlocksArguments) -> None:
@@ -90,7 +99,10 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
         whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
         out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
 
-    Of booleans, True is seen, and whole where there is nothing else.
+    Of booleans, True is seen, and whole where there is nothing else. With hide_lowest, where
+    all(any(mask[128 t:] >= -E / 8, keys)):
+
+        seen[t, b] = any(mask[128 t:, 64 b:] > -1.75 E)
     """
     mask, made = a.attn_mask, fake(a).zero_()
     if mask.dtype != torch.bool:
@@ -99,6 +111,10 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
         seen_pairs = whole_pairs = mask
     seen = _tiled(seen_pairs, spare_query=False).any(3).any(-1)
     whole = _tiled(whole_pairs, spare_query=True).all(3).all(-1)
+    if unit := _unit(a):
+        higher = _tiled(~(mask <= LOWEST * unit), spare_query=False).any(3).any(-1)
+        ordinary = _tiled(mask >= ORDINARY * unit, spare_query=True).flatten(-2).any(-1).all(-1)
+        seen = torch.where(ordinary[..., None], higher, seen)
     # Blocks that are seen in their order, and then the others.
     order = (~seen).int().argsort(dim=-1, stable=True)
     entries = torch.where(seen, 2 * torch.arange(seen.shape[-1], device=mask.device) + whole, 0)
@@ -118,6 +134,12 @@ def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
     return full.unflatten(-2, (-1, QUERIES)).unflatten(-1, (-1, KEYS))
 
 
+def _unit(a: MaskBlocksArguments) -> float:
+    """The largest power of two of a mask whose lowest numbers hide; 0 where they do not."""
+    hides = a.hide_lowest and a.attn_mask.dtype != torch.bool
+    return largest_power(a.attn_mask.dtype) if hides else 0.0
+
+
 # --- the kernel -----------------------------------------------------------------------------------
 
 
@@ -127,8 +149,9 @@ def unsupported(a: MaskBlocksArguments) -> str | None:
     return f"no kernel for {dtype}" if dtype == torch.float64 else None
 
 
-def mask_problem(mask: torch.Tensor, numbers: dict[str, Any]) -> MaskProblem:
+def mask_problem(a: MaskBlocksArguments, numbers: dict[str, Any]) -> MaskProblem:
     """The static part of a call. numbers: of its launch, by the kernel's parameter names."""
+    mask = a.attn_mask
     _, _, queries, keys = mask.shape
     return MaskProblem(
         mask=operand(mask_bytes(mask)),
@@ -136,6 +159,7 @@ def mask_problem(mask: torch.Tensor, numbers: dict[str, Any]) -> MaskProblem:
         rows=next_power_of_2(min(queries, QUERIES)),
         key_blocks=next_power_of_2(cdiv(keys, KEYS)),
         divisible=tuple(name for name in _DIVISIBLE if numbers[name] % 16 == 0),
+        unit=_unit(a),
     )
 
 
@@ -164,10 +188,10 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
         "row_stride": steps[2],
         "column_stride": mask.stride(3) if mask.shape[3] > 1 else 1,
     }
-    problem = mask_problem(mask, numbers)
+    problem = mask_problem(a, numbers)
     config = mask_config(problem, tiles, target)
     out = yield Buffer(shape, torch.int32)
-    flags, counters = yield SplitK(tiles, key_blocks)
+    flags, counters = yield SplitK(tiles, numbers_per_tile(problem, config, key_blocks))
     values = numbers | {
         "mask_ptr": mask_bytes(mask),
         "out_ptr": out,
@@ -180,13 +204,15 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
     return Outcome(out, "mask blocks", str(config))
 
 
-def list_steps(mask: torch.Tensor, target: Target) -> Generator[Step, Any, torch.Tensor]:
+def list_steps(
+    mask: torch.Tensor, target: Target, *, hide_lowest: bool
+) -> Generator[Step, Any, torch.Tensor]:
     """The steps that make the list of blocks of a mask, for a call that was given none. Dimensions
     that a mask is expanded along have one element there."""
     for dim in range(3):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
-    done = yield from mask_blocks_steps(MaskBlocksArguments(mask), target)
+    done = yield from mask_blocks_steps(MaskBlocksArguments(mask, hide_lowest), target)
     assert isinstance(done.result, torch.Tensor)
     return done.result
 
@@ -206,13 +232,14 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
 
 
 def check_mask_blocks_values(
-    op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None
+    op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
     """Checks that a list is that of its mask, where it is on the CPU, or under TILEWRIGHT_DEBUG=1.
-    Raises ArgumentError."""
+    hide_lowest: that with its lowest numbers hidden will do, too. Raises ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):
         return
-    if not torch.equal(blocks, reference(MaskBlocksArguments(mask))):
+    lists = (MaskBlocksArguments(mask, hides) for hides in (False, True)[: 1 + hide_lowest])
+    if not any(torch.equal(blocks, reference(own)) for own in lists):
         raise ArgumentError(op, "mask_blocks", "mask_blocks(attn_mask)", "another list")
 
 
