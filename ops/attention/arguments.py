@@ -28,7 +28,9 @@ class AttentionArguments:
     and j // window == p // window) or "none"; and attn_mask [B or 1, Hq or 1, S or 1, K or more]:
     bool, True is seen, or numbers (of q's dtype or fp32) that are added to the scaled and capped
     logits, -inf hides. Only for equal runs of S queries. mask_blocks: what `mask_blocks` gives for
-    this attn_mask; made by the call where it is None. A query that sees no key gives zeros.
+    this attn_mask; made by the call where it is None. A query that sees no key gives zeros. With
+    hide_lowest only beside mask "none", no key_lengths, and as many columns as keys, where softcap
+    or a scale of at most 1 / 4 bounds logits: products q @ k^T are finite in q's dtype.
 
     A query's position: `positions` [T] or [T / B] (the same for every sequence) where given, else
     cache_lengths[b] + i for the i-th query of sequence b, else i.

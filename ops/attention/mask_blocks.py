@@ -9,7 +9,7 @@ whole. All layers of a model share one list.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any
 
@@ -67,6 +67,7 @@ class MaskBlocksArguments:
     """
 
     attn_mask: torch.Tensor
+    _: KW_ONLY
     hide_lowest: bool = False
 
 
@@ -212,7 +213,7 @@ def list_steps(
     for dim in range(3):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
-    done = yield from mask_blocks_steps(MaskBlocksArguments(mask, hide_lowest), target)
+    done = yield from mask_blocks_steps(MaskBlocksArguments(mask, hide_lowest=hide_lowest), target)
     assert isinstance(done.result, torch.Tensor)
     return done.result
 
@@ -238,8 +239,8 @@ def check_mask_blocks_values(
     hide_lowest: that with its lowest numbers hidden will do, too. Raises ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):
         return
-    lists = (MaskBlocksArguments(mask, hides) for hides in (False, True)[: 1 + hide_lowest])
-    if not any(torch.equal(blocks, reference(own)) for own in lists):
+    own = [MaskBlocksArguments(mask, hide_lowest=hides) for hides in {False, hide_lowest}]
+    if not any(torch.equal(blocks, reference(arguments)) for arguments in own):
         raise ArgumentError(op, "mask_blocks", "mask_blocks(attn_mask)", "another list")
 
 
@@ -249,8 +250,8 @@ def check_mask_blocks_values(
 @dataclass(frozen=True)
 class MaskCase:
     """A mask [batch, heads, queries, keys]. cached: keys before the first query's own; later keys
-    are hidden by position. padding: keys hidden at the left of every second sequence.
-    transposed: a key's queries lie side by side."""
+    are hidden by position. padding: keys hidden at the left of every second sequence. transposed: a
+    key's queries lie side by side."""
 
     name: str
     queries: int
@@ -261,6 +262,7 @@ class MaskCase:
     padding: int = 0
     transposed: bool = False
     dtype: torch.dtype = torch.bool
+    hide_lowest: bool = False
 
 
 CASES = (
@@ -270,11 +272,15 @@ CASES = (
     MaskCase("heads", 5, 130, cached=64, heads=3, transposed=True),
     MaskCase("added_bf16", 1, 640, cached=320, batch=2, padding=128, dtype=torch.bfloat16),
     MaskCase("added_fp16", 130, 192, cached=62, padding=64, batch=2, dtype=torch.float16),
+    MaskCase("lowest", 130, 700, cached=200, padding=70, batch=2, dtype=torch.float32,
+             hide_lowest=True),
+    MaskCase("lowest_bf16", 1, 640, cached=320, batch=2, dtype=torch.bfloat16, hide_lowest=True),
+    MaskCase("lowest_fp16", 200, 333, cached=100, dtype=torch.float16, hide_lowest=True),
     MaskCase("double", 3, 70, dtype=torch.float64),
     MaskCase("one_key", 1, 1),
     MaskCase("no_queries", 0, 70),
     MaskCase("no_keys", 3, 0),
-)
+)  # fmt: skip
 
 
 def sample_inputs(
@@ -287,13 +293,14 @@ def sample_inputs(
     mask = (keys <= positions[:, None]).repeat(case.batch, case.heads, 1, 1)
     mask[1::2, ..., : case.padding] = False
     if case.dtype != torch.bool:
-        hidden = torch.finfo(case.dtype).min if seed % 2 else float("-inf")
+        lowest = case.hide_lowest or seed % 2
+        hidden = torch.finfo(case.dtype).min if lowest else float("-inf")
         numbers = torch.zeros(mask.shape, dtype=case.dtype).masked_fill(~mask, hidden)
         biased = torch.rand(mask.shape, generator=generator) < 1 / 4096
         mask = torch.where(mask & biased, 0.5, numbers).to(case.dtype)
     if case.transposed:
         mask = mask.mT.contiguous().mT
-    return MaskBlocksArguments(mask.to(device))
+    return MaskBlocksArguments(mask.to(device), hide_lowest=case.hide_lowest)
 
 
 OP = register(

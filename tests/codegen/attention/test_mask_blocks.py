@@ -24,7 +24,7 @@ SMALL = replace(SM90, num_sms=3)
 
 def check(mask, target=SMALL, *, hide_lowest=False):
     """The kernel's list, every number of it."""
-    a = MaskBlocksArguments(mask, hide_lowest)
+    a = MaskBlocksArguments(mask, hide_lowest=hide_lowest)
     done = drive(mask_blocks_steps(a, target), Interpreter(target))
     assert torch.equal(done.outcome.result, reference(a))
     return done
