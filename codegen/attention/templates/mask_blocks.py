@@ -40,11 +40,11 @@ def lowest_flags(
     whether rows [ROWS] have an ordinary one) of numbers [ROWS, BLOCKS, KEYS]. num_rows: so many
     are there."""
     numbers = values.to(tl.float32)
-    # Counts of a row's keys in a block, a byte each.
-    marks = (numbers != float("-inf")).to(tl.int32)
-    marks += (~(numbers <= LOWEST)).to(tl.int32) << 8
-    marks += (numbers == 0).to(tl.int32) << 16
-    marks += (numbers >= ORDINARY).to(tl.int32) << 24
+    # Counts of a row's keys in a block, a byte each: not -inf, above LOWEST, zero, ordinary.
+    marks = tl.where(numbers != float("-inf"), 1, 0)
+    marks = tl.where(numbers <= LOWEST, marks, 0x101)
+    marks = tl.where(numbers >= ORDINARY, 0x1000101, marks)
+    marks = tl.where(numbers == 0, 0x1010101, marks)
     counts = tl.sum(marks, axis=2)
     ordinary = tl.max(((counts >> 24) > 0).to(tl.int32), axis=1)
     # Counts of the rows that see a key, that do so by a higher number, and that see all.
