@@ -37,7 +37,7 @@ from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
 from tilewright.ops.attention.positions import room
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
@@ -96,15 +96,12 @@ def _decode(
     else:
         spec = decode_spec(problem, config, target.name)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    merges, elements = config.splits > 1 and problem.merges, workspace_elements(problem, config)
-    if merges:
-        values["workspace_ptr"] = yield Buffer((tiles, elements), torch.float32)
-    elif config.splits > 1:
-        scratch = yield SplitK(tiles, elements)
-        values["workspace_ptr"], values["counters_ptr"] = scratch
+    if config.splits > 1:
+        shape = tiles, workspace_elements(problem, config)
+        values["workspace_ptr"] = yield Buffer(shape, torch.float32)
     values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
     yield Launch(spec, (tiles * config.splits,), values)
-    if merges:
+    if config.splits > 1:
         merge = _merge_spec(problem, config, target.name)
         yield Launch(merge, merge_grid(problem, config, tiles), values)
     return Outcome(values["out_ptr"], "decode kernel", config)
