@@ -34,6 +34,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.mask_blocks import list_steps
+from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
 from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
@@ -139,7 +140,9 @@ def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:
     """The same call with the list of blocks of its mask."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a
-    return replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
+    hides = lowest_hides(a, room(a))
+    blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
+    return replace(a, mask_blocks=blocks)
 
 
 def _bucket(sizes: CacheSizes) -> CacheSizes:
