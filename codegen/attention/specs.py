@@ -57,13 +57,17 @@ STRIDES = (
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Tiles of block_m queries and block_n keys. tma: keys and values by descriptors."""
+    """Tiles of block_m queries and block_n keys. tma: loads by descriptors. one_loop: masked and
+    whole key blocks in one."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     tma: bool = False
+    warp_specialize: bool = False
+    one_loop: bool = False
+    maxnreg: int | None = None
 
     def __str__(self) -> str:
         tile = f"{self.block_m} queries x {self.block_n} keys w{self.num_warps} s{self.num_stages}"
@@ -189,6 +193,8 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "TMA": config.tma,
+            "ONE_LOOP": config.one_loop,
+            "WARP_SPECIALIZE": config.warp_specialize,
         },
         {
             "q_ptr": p.q,
@@ -208,6 +214,7 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
         dependent=True,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
         target=target,
     )
 

@@ -74,30 +74,13 @@ def tile_place(
 
 
 @triton.jit
-def own_rows(
-    query_offsets_ptr, key_offsets_ptr, key_lengths_ptr, sequence, real, num_queries, num_keys,
-    key_start, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """(first query, number of queries, first key, number of keys) of a sequence, none unless real.
-
-    Keys at positions from key_lengths on do not count; a sequence's first key is at key_start.
-    """
-    if RAGGED:
-        query_base = tl.load(query_offsets_ptr + sequence).to(tl.int64)
-        query_end = tl.load(query_offsets_ptr + sequence + 1).to(tl.int64)
-        key_base = tl.load(key_offsets_ptr + sequence).to(tl.int64)
-        key_end = tl.load(key_offsets_ptr + sequence + 1).to(tl.int64)
-        own_queries = tl.where(real, (query_end - query_base).to(tl.int32), 0)
-        own_keys = tl.where(real, (key_end - key_base).to(tl.int32), 0)
+def run_of(offsets_ptr, sequence, length):
+    """(first row, number of rows) of a sequence: ragged by offsets, else `length` of each."""
+    if offsets_ptr is None:
+        return sequence.to(tl.int64) * length, length
     else:
-        query_base = sequence.to(tl.int64) * num_queries
-        key_base = query_base
-        own_queries = tl.where(real, num_queries, 0)
-        own_keys = tl.where(real, num_keys, 0)
-    if key_lengths_ptr is not None:
-        length = tl.load(key_lengths_ptr + sequence).to(tl.int32)
-        own_keys = tl.minimum(own_keys, length - key_start)
-    return query_base, own_queries, key_base, tl.maximum(own_keys, 0)
+        first = tl.load(offsets_ptr + sequence).to(tl.int64)
+        return first, (tl.load(offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
 
 
 @triton.jit
@@ -138,6 +121,15 @@ def query_positions(
         lowest = start + first_row
         highest = start + tl.minimum(first_row + BLOCK_M, own_queries) - 1
     return positions, lowest, highest
+
+
+@triton.jit
+def keys_in_sight(own_keys, highest, key_start, MASK: tl.constexpr):
+    """Of own_keys those up to the last that a query at `highest` sees."""
+    if MASK == "none":
+        return own_keys
+    else:
+        return tl.maximum(tl.minimum(own_keys, highest + 1 - key_start), 0)
 
 
 @triton.jit
