@@ -16,7 +16,7 @@ import triton.language as tl
 from tilewright.codegen.attention.templates.block_list import blocks_to_visit, key_of_step
 from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
-from tilewright.codegen.attention.templates.tiles import run_of
+from tilewright.codegen.attention.templates.tiles import keys_in_sight, run_of
 
 
 @triton.jit
@@ -319,6 +319,7 @@ def attention_decode(
     if RAGGED and v_ptr is None:
         # Any sequence may have all the queries: most have no row in most tiles.
         own_keys = tl.where(tl.max(real.to(tl.int32), axis=0) > 0, own_keys, 0)
+    own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
     if v_ptr is not None:

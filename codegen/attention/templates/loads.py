@@ -57,5 +57,5 @@ def places_of_keys(
             pages = tl.load(table_ptr + (first_slot + first_key) // PAGE_SIZE).to(tl.int64)
         else:
             pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=exists, other=-1).to(tl.int64)
-        exists = exists & (pages >= 0) & (pages < num_pages)
+        exists = exists & ((pages >= 0) & (pages < num_pages))
         return pages, (slots % PAGE_SIZE).to(tl.int64), exists

@@ -126,10 +126,9 @@ def query_positions(
 @triton.jit
 def keys_in_sight(own_keys, highest, key_start, MASK: tl.constexpr):
     """Of own_keys those up to the last that a query at `highest` sees."""
-    if MASK == "none":
-        return own_keys
-    else:
-        return tl.maximum(tl.minimum(own_keys, highest + 1 - key_start), 0)
+    if MASK != "none":
+        own_keys = tl.minimum(own_keys, highest + 1 - key_start)
+    return tl.maximum(own_keys, 0)
 
 
 @triton.jit
@@ -139,15 +138,14 @@ def block_range(
 ):  # fmt: skip
     """(first block, first whole block, whole blocks, all blocks) of keys for a tile of queries.
 
-    Every query sees all keys of a whole block; blocks before and after the whole ones need a mask.
+    own_keys: as `keys_in_sight` gives them. Every query sees all keys of a whole block; blocks
+    before and after the whole ones need a mask.
     The first `lead` keys belong to no sequence.
     """
     low = 0
-    high = own_keys
     whole_low = lead
     whole_high = own_keys
     if MASK != "none":
-        high = tl.minimum(own_keys, highest + 1 - key_start)
         whole_high = tl.minimum(own_keys, lowest + 1 - key_start)
     # A window may begin behind the last key; where there is none, no block is read.
     if MASK == "sliding_window":
@@ -157,9 +155,8 @@ def block_range(
         low = tl.minimum(lowest // WINDOW * WINDOW - key_start, own_keys)
         whole_low = highest // WINDOW * WINDOW - key_start
     low = tl.maximum(low, 0)
-    high = tl.maximum(high, low)
     first = low // BLOCK_N
-    total = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first, 0)
+    total = (own_keys + BLOCK_N - 1) // BLOCK_N - first
     whole = (tl.maximum(whole_low, lead) + BLOCK_N - 1) // BLOCK_N
     num_whole = tl.maximum(whole_high, 0) // BLOCK_N - whole
     # Where no block is whole, the masked blocks start at the first.

@@ -77,7 +77,7 @@ def mla_attention(
     own_keys = tl.where(real, own_keys, 0)
     if key_lengths_ptr is not None:
         length = tl.load(key_lengths_ptr + sequence).to(tl.int32)
-        own_keys = tl.maximum(tl.minimum(own_keys, length - key_start), 0)
+        own_keys = tl.minimum(own_keys, length - key_start)
     # A descriptor starts at a multiple of 16 bytes: where keys are contiguous, it starts `lead`
     # keys before the sequence's first, and those are masked.
     LED: tl.constexpr = RAGGED and V_BY_KEY and TMA
