@@ -24,24 +24,21 @@ from tilewright.codegen.attention.templates.softmax import (
 
 
 @triton.jit
-def block_scores(
-    q, q_rope, k, k_rope, factor, CHAINED: tl.constexpr
-):  # fmt: skip
+def block_scores(q, q_rope, k, k_rope, factor, CHAINED: tl.constexpr):
     """fp32 [queries, keys]: q . k + q_rope . k_rope, not yet scaled where CHAINED.
 
     CHAINED: both products share an accumulator; else each has one, and they are scaled before they
     are added, because the compiler turns a plain sum into a chain.
     """
-    if CHAINED:
-        if q_rope is not None:
-            scores = tl.dot(q, k.T, tl.dot(q_rope, k_rope.T))
-        else:
-            scores = tl.dot(q, k.T)
-    elif q_rope is not None:
+    if q_rope is None:
+        scores = tl.dot(q, k.T)
+        if not CHAINED:
+            scores *= factor
+    elif CHAINED:
+        scores = tl.dot(q, k.T, tl.dot(q_rope, k_rope.T))
+    else:
         scores = tl.dot(q_rope, k_rope.T) * factor
         scores += tl.dot(q, k.T) * factor
-    else:
-        scores = tl.dot(q, k.T) * factor
     return scores
 
 
@@ -83,8 +80,8 @@ def attend_keys(
     LED: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, EVERY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(output, top, total) after the BLOCK_N keys from `key` on. MASKED: some query may not see some
-    of them; EVERY_BLOCK: that is said of all blocks."""
+    """(output, top, total) after the BLOCK_N keys from `key` on. MASKED: some query may not see
+    some of them; EVERY_BLOCK: that is said of all blocks."""
     table, num_pages, k_page_stride, v_page_stride = k_pages
     pages, slots, exists = places_of_keys(
         key, own_keys, key_start, table, num_pages, PAGE_SIZE, PAGE_SIZE % BLOCK_N == 0, BLOCK_N
@@ -94,9 +91,8 @@ def attend_keys(
     if TMA:
         k = k_source.load([key, 0])
     else:
-        k = load_rows(
-            k_source + pages * k_page_stride + slots * K_STRIDE, real, DIMS[0], BLOCKS[0]
-        )
+        k_rows = k_source + pages * k_page_stride + slots * K_STRIDE
+        k = load_rows(k_rows, real, DIMS[0], BLOCKS[0])
     k_rope = None
     if q_rope is not None:
         if ROPE_TMA:

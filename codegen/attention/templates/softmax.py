@@ -99,15 +99,15 @@ def finish(
         total = total * scale + tl.exp2(sink - new_top)
     sees = total != 0.0
     total = tl.where(sees, total, 1.0)
+    rows = (first_token + query) * HEADS + head
+    if lse_ptr is not None:
+        lse = tl.where(sees, (top - SHIFT + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse_ptr + rows, lse, mask=real)
     output *= (1.0 / total)[:, None]
     if v_scale_ptr is not None:
         output *= tl.load(v_scale_ptr + v_scale_place)
-    rows = (first_token + query) * HEADS + head
     dims = tl.arange(0, V_BLOCK)
     tl.store(
         out_ptr + rows[:, None] * V_DIM + dims[None, :], output.to(out_ptr.dtype.element_ty),
         mask=real[:, None] & (dims < V_DIM)[None, :],
     )  # fmt: skip
-    if lse_ptr is not None:
-        lse = tl.where(sees, (top - SHIFT + tl.log2(total)) * LN2, float("-inf"))
-        tl.store(lse_ptr + rows, lse, mask=real)
