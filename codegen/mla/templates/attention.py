@@ -59,8 +59,7 @@ def mla_attention(
     of the mask tensor; mask_blocks: its list of blocks, of tiles of QUERIES queries and KEYS keys,
     which BLOCK_M and BLOCK_N divide: the blocks on it are visited, and no others. JOINT: one
     descriptor reads keys and values, which follow them. CHAINED, ONE_LOOP: as in `attend`.
-    ROPE_STYLE: the rotation of q_rope, "none" if
-    it is rotated already; table_rows: of cos and sin.
+    ROPE_STYLE: the rotation of q_rope, "none" if it is rotated already; table_rows: of cos and sin.
     """
     # A program without a tile goes on with no queries and no keys: Triton cannot specialise warps
     # where a program returns early.
