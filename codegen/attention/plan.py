@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, head_group
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import DecodeConfig, PrefillConfig, decode_tiles
+from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles
 from tilewright.codegen.targets import Target
 
 # Rows of a tile at most.
@@ -36,8 +37,8 @@ BY_POINTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# Share of the L2 cache that the keys and values of one group of heads may take.
-L2_SHARE = 0.6
+# With a mask tensor, whose tile takes registers too.
+MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
 def decode_rows(problem: CacheProblem, num_queries: int) -> tuple[int, int, int]:
@@ -68,7 +69,7 @@ def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if problem.attn_mask is not None:
-        tried = BY_POINTERS[1:]  # twice the queries for each tile of the mask
+        tried = MASKED if max(problem.blocks) <= 128 else BY_POINTERS[1:]
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
@@ -76,24 +77,17 @@ def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
 
 
 def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
-    """Whether shared memory holds q's tile and the stages of keys, values and mask."""
     head_block, v_block = problem.blocks
-    tiles = config.block_m * head_block * ELEMENT_BYTES[problem.q.dtype]
-    width = (head_block + v_block) * ELEMENT_BYTES[problem.k.dtype]
-    if problem.attn_mask is not None:
-        width += config.block_m * ELEMENT_BYTES[problem.attn_mask.dtype]
-    held = tiles + config.num_stages * config.block_n * width + SPARE_BYTES
-    return held <= target.max_shared_bytes
+    q_bytes = head_block * ELEMENT_BYTES[problem.q.dtype]
+    key_bytes = (head_block + v_block) * ELEMENT_BYTES[problem.k.dtype]
+    return config.fits(q_bytes, key_bytes, problem.attn_mask, target)
 
 
-def head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
-    """Heads (of a dense batch: pairs of sequence and head) whose tiles run side by side: as many as
-    the L2 cache holds keys and values of."""
+def query_head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
+    """Heads of q (of a dense batch: pairs of sequence and head) whose tiles run side by side."""
     ragged = problem.row_offsets is not None
     pairs = problem.num_kv_heads * (1 if ragged else max(sizes.num_sequences, 1))
-    fitting = max(int(L2_SHARE * target.l2_bytes / (sizes.num_keys * problem.key_bytes)), 1)
-    # Groups of one size: a small last one would leave multiprocessors idle.
-    return cdiv(pairs, cdiv(pairs, fitting)) * problem.group
+    return head_group(pairs, sizes.num_keys * problem.key_bytes, target) * problem.group
 
 
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:

@@ -1,4 +1,4 @@
-"""The kernel specs of `attention_decode` and `attention_prefill`, and their grids."""
+"""The kernel specs of `attention_decode` and `attention_prefill`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS, QUERIES
-from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, mask_kind
+from tilewright.codegen.attention.problem import CacheProblem
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import get_target
@@ -53,21 +54,6 @@ STRIDES = (
     "k_scale_stride",
     "v_scale_stride",
 )
-
-
-@dataclass(frozen=True)
-class PrefillConfig:
-    """Tiles of block_m queries and block_n keys. tma: keys and values by descriptors."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-
-    def __str__(self) -> str:
-        tile = f"{self.block_m} queries x {self.block_n} keys w{self.num_warps} s{self.num_stages}"
-        return f"{tile} tma" if self.tma else tile
 
 
 @dataclass(frozen=True)
@@ -166,7 +152,7 @@ def _constants(p: CacheProblem) -> dict[str, Constant]:
         "RAGGED": p.row_offsets is not None,
         "MASK": p.mask,
         "WINDOW": p.window,
-        "MASK_KIND": p.mask_kind,
+        "MASK_KIND": mask_kind(p.attn_mask),
         "CAPPED": p.softcap,
         "QUERIES": QUERIES,
     }
@@ -183,9 +169,7 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
             "NUM_HEADS": p.num_kv_heads * p.group,
             "SEQUENCES": p.sequences,
             "KEYS": KEYS,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "TMA": config.tma,
+            **config.constants,
         },
         {
             "q_ptr": p.q,
@@ -205,25 +189,9 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
         dependent=True,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
         target=target,
     )
-
-
-def prefill_tiles(problem: CacheProblem, config: PrefillConfig, sizes: CacheSizes) -> int:
-    """Tiles of one sequence and head, or at most of all ragged sequences; at least 1."""
-    if problem.row_offsets is None:
-        return max(cdiv(sizes.num_queries, config.block_m), 1)
-    # Each sequence has at most one tile that is not full.
-    return cdiv(sizes.num_queries, config.block_m) + max(sizes.num_sequences - 1, 0)
-
-
-def prefill_grid(
-    problem: CacheProblem, sizes: CacheSizes, tiles: int, head_group: int
-) -> tuple[int]:
-    """One program per tile; those of a last group that is not full have nothing to do."""
-    pairs = problem.num_kv_heads * problem.group
-    pairs *= 1 if problem.row_offsets is not None else sizes.num_sequences
-    return (cdiv(pairs, head_group) * head_group * tiles,)
 
 
 def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:

@@ -14,20 +14,18 @@ from tilewright.codegen.attention.plan import (
     decode_config,
     decode_rows,
     decodes,
-    head_group,
     prefill_config,
+    query_head_group,
 )
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, num_tiles, tile_grid
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import (
     DecodeConfig,
-    PrefillConfig,
     decode_spec,
     decode_tiles,
     merge_grid,
     merge_spec,
-    prefill_grid,
     prefill_spec,
-    prefill_tiles,
     workspace_elements,
 )
 from tilewright.codegen.spec import KernelSpec
@@ -114,9 +112,12 @@ def _prefill(
         config, spec = _chosen_prefill(problem, target)
     else:
         spec = prefill_spec(problem, config, target.name)
-    tiles, group = prefill_tiles(problem, config, sizes), head_group(problem, sizes, target)
+    ragged, queries = problem.row_offsets is not None, sizes.num_queries
+    tiles = num_tiles(config.block_m, sizes.num_sequences, queries, queries, ragged=ragged)
+    group = query_head_group(problem, sizes, target)
     values |= {"row_tiles": tiles, "head_group": group}
-    yield Launch(spec, prefill_grid(problem, sizes, tiles, group), values)
+    pairs = problem.num_kv_heads * problem.group * (1 if ragged else sizes.num_sequences)
+    yield Launch(spec, tile_grid(pairs, tiles, group), values)
     return Outcome(values["out_ptr"], "prefill kernel", config)
 
 

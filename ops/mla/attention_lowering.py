@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mla import attention_specs as kernels
-from tilewright.codegen.mla.attention_plan import attention_config, head_group, rotates_queries
-from tilewright.codegen.mla.attention_specs import AttentionConfig, AttentionProblem
+from tilewright.codegen.mla.attention_plan import attention_config, own_head_group, rotates_queries
+from tilewright.codegen.mla.attention_specs import AttentionProblem
 from tilewright.codegen.mla.query_specs import query_grid, query_spec
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
@@ -37,7 +38,7 @@ _merge_spec = cache(kernels.merge_spec)
 
 
 @cache
-def _spec(problem: AttentionProblem, config: AttentionConfig, target: str) -> KernelSpec:
+def _spec(problem: AttentionProblem, config: PrefillConfig, target: str) -> KernelSpec:
     return kernels.attention_spec(problem, config, target)
 
 
@@ -66,7 +67,7 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
     config = attention_config(problem, sizes, target)
     results = yield from _results(a)
     tiles = kernels.row_tiles(problem, config, sizes)
-    group = head_group(problem, sizes, target)
+    group = own_head_group(problem, sizes, target)
     values = launch_values(a) | {
         "out_ptr": results[0],
         "lse_ptr": results[-1],

@@ -12,9 +12,10 @@ The blocks of keys that the rows see are dealt out to SPLITS programs (Flash-Dec
 import triton
 import triton.language as tl
 
-from tilewright.codegen.attention.templates.block_list import listed_key, listed_range, tile_list
-from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped
-from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
+from tilewright.codegen.attention.templates.block_list import blocks_to_visit, key_of_step
+from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
+from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
+from tilewright.codegen.attention.templates.tiles import keys_in_sight, run_of
 
 
 @triton.jit
@@ -29,12 +30,7 @@ def rows_of_tile(
     rows = tl.arange(0, ROWS)
     query = tile * TOKENS + rows // TILE_HEADS
     head = kv_head * GROUP + rows % TILE_HEADS
-    if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
-        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
-    else:
-        first = sequence.to(tl.int64) * num_queries
-        own = num_queries
+    first, own = run_of(row_offsets_ptr, sequence, num_queries)
     real = (rows < TOKENS * TILE_HEADS) & (query < own)
     if TILE_HEADS < GROUP:
         head += first_head
@@ -59,7 +55,7 @@ def rows_of_tile(
 @triton.jit
 def seen_keys(
     scores, keys, exists, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-    mask_column_stride, num_keys, is_whole,
+    mask_column_stride, is_whole,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """(scores [keys, rows] with the mask's numbers added, which of them are seen). is_whole,
@@ -90,16 +86,6 @@ def seen_keys(
 
 
 @triton.jit
-def load_block(rows, needed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
-    """[keys, BLOCK] of keys or values at `rows`, zeros where CHECKED and not needed."""
-    columns = tl.arange(0, BLOCK)
-    real = (columns < WIDTH)[None, :]
-    if CHECKED:
-        real = real & needed[:, None]
-    return tl.load(rows[:, None] + columns[None, :], mask=real, other=0.0)
-
-
-@triton.jit
 def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointers to BLOCK_N rows of a page from a slot on."""
     start = base + page * page_stride + tl.cast(slot, tl.int64) * STRIDE
@@ -109,7 +95,7 @@ def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.c
 @triton.jit
 def attend_block(
     first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base, rope_base, table_ptr,
-    own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride, positions, query,
+    own_keys, num_pages, k_page_stride, v_page_stride, rope_page_stride, positions, query,
     head, mask_base, mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -120,29 +106,18 @@ def attend_block(
     """(output [V, rows], top, total) after a block of keys. MASKED: some row may not see some key
     of it. LISTED: the mask tensor hides nothing of the first num_whole steps. v_base None: the keys
     are the values."""
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     keys = first_key + tl.arange(0, BLOCK_N)
-    exists = keys < own_keys
-    if table_ptr is None:
-        slots = keys.to(tl.int64)
-        k_rows = k_base + slots * K_STRIDE
-        if v_base is not None:
-            v_rows = v_base + slots * V_STRIDE
-        first_slot = first_key
-        pages = 0
-    else:
-        if PAGE_SIZE % BLOCK_N == 0:
-            pages = tl.load(table_ptr + first_key // PAGE_SIZE).to(tl.int64)
-        else:
-            pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=exists, other=-1).to(tl.int64)
-        exists &= (pages >= 0) & (pages < num_pages)
-        slots = (keys % PAGE_SIZE).to(tl.int64)
-        k_rows = k_base + pages * k_page_stride + slots * K_STRIDE
-        if v_base is not None:
-            v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
-        if rope_base is not None:
-            rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
-        first_slot = first_key % PAGE_SIZE
-    if v_base is None and (table_ptr is None or PAGE_SIZE % BLOCK_N == 0):
+    pages, slots, exists = places_of_keys(
+        first_key, own_keys, 0, table_ptr, num_pages, PAGE_SIZE, ONE_PAGE, BLOCK_N
+    )
+    k_rows = k_base + pages * k_page_stride + slots * K_STRIDE
+    if v_base is not None:
+        v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
+    if rope_base is not None:
+        rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
+    first_slot = first_key if table_ptr is None else first_key % PAGE_SIZE
+    if v_base is None and (table_ptr is None or ONE_PAGE):
         # A block is one run of memory. Its rows lie at constants from one address: many wide rows
         # would take a thread's registers with one each.
         k_rows = rows_from(k_base, pages, k_page_stride, first_slot, K_STRIDE, BLOCK_N)
@@ -156,14 +131,14 @@ def attend_block(
         # Keys that no row sees are not read: they are values, and NaN times zero is NaN.
         added, seen = seen_keys(
             tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
-            mask_head_stride, mask_row_stride, mask_column_stride, num_keys,
+            mask_head_stride, mask_row_stride, mask_column_stride,
             step < num_whole, MASK, WINDOW, MASK_KIND, LISTED,
         )  # fmt: skip
         exists = tl.max(seen.to(tl.int32), axis=1) > 0
-    k = load_block(k_rows, exists, HEAD_DIM, HEAD_BLOCK, CHECKED)
+    k = load_rows(k_rows, exists if CHECKED else None, HEAD_DIM, HEAD_BLOCK)
     scores = tl.dot(k.to(q.dtype), q)
     if rope_base is not None:
-        k_rope = load_block(rope_rows, exists, ROPE_DIM, ROPE_BLOCK, CHECKED)
+        k_rope = load_rows(rope_rows, exists if CHECKED else None, ROPE_DIM, ROPE_BLOCK)
         if CHAINED:
             scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
         else:
@@ -180,7 +155,7 @@ def attend_block(
     elif MASKED:
         scores, seen = seen_keys(
             scores, keys, exists, positions, query, head, mask_base, mask_head_stride,
-            mask_row_stride, mask_column_stride, num_keys, False, MASK, WINDOW, MASK_KIND, False,
+            mask_row_stride, mask_column_stride, False, MASK, WINDOW, MASK_KIND, False,
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
         # Values that no row sees are not read: NaN times zero is NaN.
@@ -189,7 +164,7 @@ def attend_block(
         scores = tl.where(exists[:, None], scores, float("-inf"))
     v = k
     if v_base is not None:
-        v = load_block(v_rows, needed, V_DIM, V_BLOCK, CHECKED)
+        v = load_rows(v_rows, needed if CHECKED else None, V_DIM, V_BLOCK)
     steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
     new_top = tl.maximum(top, tl.max(scores, axis=0) * steepness)
     # A row that has seen no key yet.
@@ -216,30 +191,6 @@ def store_part(
     numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
     tl.store(numbers, top, mask=rows < REAL)
     tl.store(numbers + SPLITS * REAL, total, mask=rows < REAL)
-
-
-@triton.jit
-def finish(
-    output, top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head, real,
-    kv_head, v_scale_stride,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes rows of output [rows, V_BLOCK], divided by their sums of weights."""
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        scale = tl.exp2(top - new_top)
-        output *= scale[:, None]
-        total = total * scale + tl.exp2(sink - new_top)
-    output /= tl.where(total == 0.0, 1.0, total)[:, None]
-    if v_scale_ptr is not None:
-        output *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
-    dims = tl.arange(0, V_BLOCK)
-    places = ((first_token + query) * HEADS + head) * V_DIM
-    tl.store(
-        out_ptr + places[:, None] + dims[None, :], output.to(out_ptr.dtype.element_ty),
-        mask=real[:, None] & (dims < V_DIM)[None, :],
-    )  # fmt: skip
 
 
 @triton.jit
@@ -319,6 +270,7 @@ def attention_decode(
     if RAGGED and v_ptr is None:
         # Any sequence may have all the queries: most have no row in most tiles.
         own_keys = tl.where(tl.max(real.to(tl.int32), axis=0) > 0, own_keys, 0)
+    own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
     if v_ptr is not None:
@@ -337,20 +289,11 @@ def attention_decode(
         factor *= tl.load(k_scale_ptr + kv_head * k_scale_stride)
     # The blocks of the tile; with a list from here on places on it. Whole ones come first, and this
     # program takes those from `begin` to `end`.
-    first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, 0, own_keys, 0, MASK, WINDOW, BLOCK_N
-    )
-    whole_block = whole
-    entries = mask_blocks_ptr
-    if LISTED:
-        entries, count = tile_list(
-            mask_blocks_ptr, sequence, kv_head, row_tile * TOKENS, blocks_sequence_stride, 0,
-            blocks_tile_stride, QUERIES,
-        )  # fmt: skip
-        first, whole, num_whole, num_blocks, whole_block = listed_range(
-            entries, count, first, whole, num_whole, num_blocks
-        )
-    elif MASK_KIND != "none":
+    entries, first, whole, num_whole, num_blocks, whole_block = blocks_to_visit(
+        mask_blocks_ptr, blocks_sequence_stride, 0, blocks_tile_stride, sequence, kv_head,
+        row_tile * TOKENS, lowest, highest, 0, own_keys, 0, MASK, WINDOW, QUERIES, BLOCK_N, BLOCK_N,
+    )  # fmt: skip
+    if MASK_KIND != "none" and not LISTED:
         # Nobody has said which blocks the mask lets all rows see whole.
         whole = first
         num_whole = 0
@@ -370,20 +313,17 @@ def attention_decode(
             first_key = (whole_block + step) * BLOCK_N
             output, top, total = attend_block(
                 first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
-                rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+                rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
                 rope_page_stride, positions, query, head, mask_base, mask_head_stride,
                 mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
                 HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
                 WINDOW, MASK_KIND, CAPPED, False, LISTED, CHAINED, BLOCK_N, ROWS,
             )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
-        block = block_of_step(step, first, whole, num_whole)
-        first_key = block * BLOCK_N
-        if LISTED:
-            first_key = listed_key(entries, block, BLOCK_N, BLOCK_N)
+        first_key = key_of_step(step, entries, first, whole, num_whole, False, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
             first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
-            rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+            rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
             rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
             mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
             ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
@@ -391,8 +331,9 @@ def attention_decode(
         )  # fmt: skip
     if SPLITS == 1:
         finish(
-            tl.trans(output), top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head,
-            real, kv_head, v_scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
+            tl.trans(output), top, total, out_ptr, None, sinks_ptr, v_scale_ptr,
+            kv_head * v_scale_stride, first_token, query, head, real, NUM_KV_HEADS * GROUP, V_DIM,
+            V_BLOCK, 0.0,
         )  # fmt: skip
     else:
         parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
@@ -424,12 +365,7 @@ def attention_merge(
     sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
     within = tile % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
     query = row_tile * TOKENS + row // TILE_HEADS
-    if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
-        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
-    else:
-        first = sequence.to(tl.int64) * num_queries
-        own = num_queries
+    first, own = run_of(row_offsets_ptr, sequence, num_queries)
     if (row < TOKENS * TILE_HEADS) & (query < own) & (within < GROUP):
         splits = tl.arange(0, SPLIT_BLOCK)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

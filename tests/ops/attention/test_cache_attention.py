@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.interpreted import interpret
+from tests.attention_cases import performed
+from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops import ArgumentError, cache_attention
 from tilewright.ops.attention.cache_attention import OP, AttentionArguments
+from tilewright.ops.attention.lowering import attention_steps
 
 B, HEADS, KV_HEADS, WIDTH, ROOM = 2, 8, 2, 16, 80
 
@@ -58,6 +61,38 @@ def test_keys_that_nobody_sees_may_hold_nan(way, target):
         tensor[hidden] = torch.nan
     assert torch.equal(OP.reference(a), clean)
     got = interpret(OP, a, target).outcome.result
+    assert OP.tolerances[torch.bfloat16].problem(got, clean.double()) is None
+
+
+MANY = 30
+# way -> (arguments, first and last key that some query of each sequence sees).
+WAYS_OF_MANY = {
+    "mask tensor": ({"mask": "none", "attn_mask": seen_by((70, 5), MANY)}, ((0, 69), (0, 4))),
+    "lengths": ({"mask": "none", "key_lengths": torch.tensor([70, 5])}, ((0, 69), (0, 4))),
+    "causal": ({"cache_lengths": torch.tensor([40, 3])}, ((0, 69), (0, 32))),
+    "window": (
+        {"mask": "sliding_window", "window": 9, "cache_lengths": torch.tensor([40, 3])},
+        ((32, 69), (0, 32)),
+    ),
+}
+TILES = [
+    PrefillConfig(64, 32, 4, 2),
+    PrefillConfig(64, 32, 4, 2, tma=True),
+    PrefillConfig(64, 32, 4, 2, tma=True, one_loop=True),
+]
+
+
+@pytest.mark.parametrize("way", WAYS_OF_MANY)
+@pytest.mark.parametrize("config", TILES, ids=str)
+def test_values_that_none_of_many_queries_sees_may_be_nan(way, config):
+    """By pointers and by descriptors, in loops of their own and in one."""
+    options, extents = WAYS_OF_MANY[way]
+    a = call(MANY, **options)
+    clean = OP.reference(a)
+    for sequence, (first, last) in enumerate(extents):
+        for tensor in (a.k, a.v):
+            tensor[sequence, :first] = tensor[sequence, last + 1 :] = torch.nan
+    got = performed(attention_steps(a, SM90, config), Interpreter(SM90)).result
     assert OP.tolerances[torch.bfloat16].problem(got, clean.double()) is None
 
 
