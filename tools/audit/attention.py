@@ -44,8 +44,8 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 # (sequences, queries of each, keys that each has room for).
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
-# Some releases keep 8 bytes of a program with tensor memory on the stack.
-STACK_BYTES = 8
+# What Triton 3.6 to 3.9 keep on the stack of some kernel: 3.9 56 bytes for Gemma-2's wide heads.
+STACK_BYTES = 64
 
 
 def attention_cases(target: Target) -> list[AuditCase]:
@@ -61,11 +61,12 @@ def _attention_cases(target: Target) -> Iterator[AuditCase]:
                     continue
                 places = " x ".join(map(str, sizes))
                 claims = Expectations(
-                    mma="bf16",
-                    stack_bytes=STACK_BYTES,
-                    fresh_sums_reason=SOFTMAX_REASON,
+                    mma="bf16", stack_bytes=STACK_BYTES, fresh_sums_reason=SOFTMAX_REASON
                 )
-                yield AuditCase(f"attention, {name}, {places}: {report.reason}", spec, claims)
+                if spec.kernel == "attention_merge":
+                    claims = Expectations()
+                title = f"attention, {name}, {places}, {spec.kernel}: {report.reason}"
+                yield AuditCase(title, spec, claims)
 
 
 def _call(
