@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.attention.flex import refuse_unread, unread_calls
 from tilewright.patterns.attention.pages import pages_of
 from tilewright.patterns.attention.shared_heads import (
     group_of,
@@ -54,9 +55,11 @@ class CacheAttention:
             sketch = sketch_of(value)
             if sketch is not None and _gains(sketch):
                 yield value
+        yield from unread_calls(flow)
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         try:
+            refuse_unread(anchor)
             return self._match(anchor, flow)
         except Reject as rejection:
             # A kernel computes the graph as it is.

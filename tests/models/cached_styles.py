@@ -63,7 +63,7 @@ def table_mask_grouped(q, k, v, keys, values, positions):
 
 
 def lit_mask(length):
-    return torch.ones((length, length), dtype=torch.bool).tril_().view(1, 1, length, length)
+    return torch.ones((length, length), dtype=torch.bool).tril().view(1, 1, length, length)
 
 
 def lit_update(cache, positions, new):
@@ -93,7 +93,8 @@ def selected_mask_capped(q, k, v, keys, values, positions):
     """The mask of booleans is used as numbers: minus infinity where a key is hidden."""
     mask = lit_mask(keys.shape[2]).index_select(2, positions)
     q, k, v = heads_first(q, k, v)
-    k, v = expanded(lit_update(keys, positions, k)), expanded(lit_update(values, positions, v))
+    k, v = lit_update(keys, positions, k), lit_update(values, positions, v)
+    k, v = expanded(k), expanded(v)
     scores = q @ k.mT * WIDTH**-0.5
     scores = torch.tanh(scores / 50.0) * 50.0
     numbers = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
@@ -107,7 +108,8 @@ def window_of_table(q, k, v, keys, values, positions):
     ones = torch.ones(keys.shape[2], keys.shape[2], dtype=torch.bool)
     band = ones.tril() & ones.triu(diagonal=-CHUNK + 1)
     q, k, v = heads_first(q, k, v)
-    k, v = expanded(lit_update(keys, positions, k)), expanded(lit_update(values, positions, v))
+    k, v = lit_update(keys, positions, k), lit_update(values, positions, v)
+    k, v = expanded(k), expanded(v)
     return merged(
         F.scaled_dot_product_attention(q, k, v, attn_mask=band[None, None, positions])
     )
