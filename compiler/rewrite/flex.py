@@ -27,13 +27,12 @@ from tilewright.compiler.dataflow.spelling import is_tensor_node, name_of
 from tilewright.patterns.attention.flex import SPELLED, UNREAD
 
 # What computes each element from the same element of its operands.
-_ELEMENTWISE = frozenset(
-    """
-    add sub mul div neg abs floor_divide remainder minimum maximum clamp where tanh
-    exp exp2 log pow sqrt eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not
-    to int long bool float
-    """.split()
-)
+_ELEMENTWISE = {
+    "add", "sub", "mul", "div", "neg", "abs", "floor_divide", "remainder", "minimum", "maximum",
+    "clamp", "where", "tanh", "exp", "exp2", "log", "pow", "sqrt", "eq", "ne", "lt", "le", "gt",
+    "ge", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
+    "to", "int", "long", "bool", "float",
+}  # fmt: skip
 #: The block size of a block mask that has one block: nothing is left out.
 _NO_BLOCKS = 1 << 30
 
@@ -225,15 +224,17 @@ def _applied(
             raise _Unreadable(f"{node.op} {node.target} in its function")
         if (looked_up := _looked_up(node, tables)) is not None:
             table, at = looked_up
-            known[node] = write.call(operator.getitem, known[table], _as_index(at, known))
+            places = tuple(known[i] if isinstance(i, fx.Node) else i for i in at)
+            known[node] = write.call(operator.getitem, known[table], places)
         elif (held := _rank_of(node)) is not None and held > 0:
             continue  # a row of a table, of which one element is taken later
         elif name_of(node) not in _ELEMENTWISE:
             raise _Unreadable(f"its function calls {name_of(node)}")
         else:
             whole = {n: _wide(write, n, known) for n in node.all_input_nodes}
+            target: Any = node.target
             args, kwargs = (fx.node.map_arg(a, whole.__getitem__) for a in (node.args, node.kwargs))
-            known[node] = write.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            known[node] = write.call(target, *args, **kwargs)
     result = body.output_node().args[0]
     if not isinstance(result, fx.Node):
         raise _Unreadable("its function gives no tensor")
@@ -242,9 +243,7 @@ def _applied(
 
 def _wide(write: _Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """An operand with the four dimensions that dtypes of results are decided by."""
-    if node not in known:
-        raise _Unreadable("its function uses more than one element of a tensor")
-    item = known[node]
+    item = known.get(node)
     if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:
         return item
     if _rank_of(node) != 0:
@@ -263,13 +262,6 @@ def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]]
         at = [*(index if isinstance(index, (tuple, list)) else (index,)), *at]
     scalars = all(isinstance(i, int) or (isinstance(i, fx.Node) and not _rank_of(i)) for i in at)
     return (held, at) if node is not held and scalars and len(at) == _rank_of(held) else None
-
-
-def _as_index(at: Sequence[Any], known: dict[fx.Node, Any]) -> tuple[Any, ...]:
-    items = tuple(known[i] if isinstance(i, fx.Node) else i for i in at)
-    if not any(is_tensor_node(i) and i.meta["example_value"].dim() == 4 for i in items):
-        raise _Unreadable("its function reads a table at a fixed place")
-    return items
 
 
 def _rank_of(node: fx.Node) -> int | None:

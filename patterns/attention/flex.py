@@ -1,5 +1,5 @@
-"""Calls of `flex_attention`, which the compiler spells out before patterns look: those that it could
-not, and those whose functions make no known attention."""
+"""Calls of `flex_attention`, which the compiler spells out before patterns look: those that it
+could not, and those whose functions make no known attention."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewright.patterns import effects
@@ -35,8 +35,8 @@ class Logits:
     seen, hidden: where a key is seen, or is not, over the softmax's dimensions. finite: hidden
     logits are a large number instead of minus infinity. added: numbers on top of the scaled
     products. softcap c: what is masked are c * tanh(scaled products / c); 0: the products. sinks
-    [H]. roles: which of the softmax's dimensions are B (or none), H (two where heads that share keys
-    have their own), S and K.
+    [H]. roles: which of the softmax's dimensions are B (or none), H (two where groups of heads have
+    their own), S and K.
     """
 
     scale: float = 1.0
@@ -104,8 +104,8 @@ def _peel(found: Logits, view: View) -> bool:
     """Walks back from the logits, operation by operation; False where one is unknown."""
     for _ in range(_REACH):
         value = view.value
-        if named_product(value) is not None:
-            return _term(found, view)
+        if (product := _batched_sum(found, view) or named_product(value)) is not None:
+            return _term(found, view, product)
         if is_float_cast(value):
             inner: View | None = value.operands[0]
         elif value.op in ("aten.mul", "aten.div"):
@@ -259,15 +259,31 @@ def _holds_product(view: View) -> bool:
     return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
-def _term(found: Logits, view: View) -> bool:
+def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
+    """The product of baddbmm, which adds alpha times it to beta times a tensor; notes these."""
+    value = view.value
+    if value.op != "aten.baddbmm" or len(value.operands) != 3 or found.terms:
+        return None
+    alpha, beta = (number_of(value.kwargs.get(name, 1)) for name in ("alpha", "beta"))
+    if beta != 0:
+        if beta != 1 or found.added is not None or found.scale != 1.0 or found.softcap:
+            return None
+        found.added = view.of_operand(value.operands[0])
+    found.scale *= alpha
+    one, other = (
+        Side(v, names) for v, names in zip(value.operands[1:], ("aMK", "aKN"), strict=True)
+    )
+    return NamedProduct((one, other), "aMN")
+
+
+def _term(found: Logits, view: View, product: NamedProduct) -> bool:
     """One product q @ k^T."""
-    product = named_product(view.value)
-    assert product is not None
+    sides = [_without_repeats(side, product) for side in product.sides]
+    product = replace(product, sides=(sides[0], sides[1]))
     named = _named(view.effect, product, view.value.shape) if product.names_differ else None
-    if named is None or named[1][-1] is None:
+    if named is None or (keys := named[1][-1]) is None:
         return False
     product, dims = named
-    keys = dims[-1]
     q, k = sorted(product.sides, key=lambda side: keys in side.names)
     q_names, k_names = q.names, k.names
     if keys in q_names or keys not in k_names:
@@ -280,9 +296,11 @@ def _term(found: Logits, view: View) -> bool:
     known = {*batch, *heads, *queries, *summed}
     fits = last == (keys,) and len(summed) == 1 and not set(queries) & set(k_names)
     fits = fits and set(heads) <= set(q_names)
-    if not fits or not set(q_names) <= known or not set(k_names) <= (known - {*queries, keys}) | {
-        keys
-    }:
+    if (
+        not fits
+        or not set(q_names) <= known
+        or not set(k_names) <= (known - {*queries, keys}) | {keys}
+    ):
         return False
     found.roles = order
     found.absorbed.append(view.value)
@@ -300,27 +318,35 @@ def _roles_in(
 ) -> tuple[tuple[int, ...], ...]:
     """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head, or
     for each group of heads."""
-    shared = [n for n in dims if n is not None and n in q_names and n in k_names]
-    *groups, queries = [n for n in dims if n is not None and n in q_names and n not in k_names] or [
-        None
-    ]
-    if queries is None or len(shared) not in (1, 2) or len(groups) > 1:
+    of_q = [n for n in dims[:-1] if n is not None and n in q_names]
+    own = [n for n in of_q if n not in k_names]
+    lead = [n for n in of_q if n not in own[-1:]]
+    if not own or not lead or not set(lead) & set(k_names):
         return ()
-    # One dimension of both is that of the heads, unless the heads have their own.
-    batch = shared[:1] if len(shared) == 2 or groups else []
-    heads = [*shared[len(batch) :], *groups]
-    wanted = (batch, heads, [queries], [dims[-1]])
-    return tuple(tuple(dims.index(n) for n in names) for names in wanted)
+    first = len(lead) > 1
+    wanted = (lead[:first], lead[first:], own[-1:])
+    return (*(tuple(dims.index(n) for n in names) for names in wanted), (len(dims) - 1,))
+
+
+def _without_repeats(side: Side, product: NamedProduct) -> Side:
+    """A side without the names of dimensions that broadcast."""
+    sizes = _sizes(product)
+    kept = [
+        n
+        for n, size in zip(side.names, side.view.shape, strict=True)
+        if size != 1 or sizes[n] == 1 or n not in product.result
+    ]
+    return Side(side.ordered(kept), "".join(kept))
 
 
 def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -> View:
     """A side with the dimensions of each axis in one; of some that it lacks, repeated."""
     dims, sizes = side.dims, _sizes(product)
-    found = []
+    found: list[Dim] = []
     for names in axes:
         held = any(n in dims for n in names)
         repeated = {n: (Atom(None, 0, sizes[n]),) for n in names if held and sizes[n] != 1}
-        parts = [dims.get(n) or repeated.get(n, ()) for n in names]
+        parts: list[Dim] = [dims.get(n, ()) or repeated.get(n, ()) for n in names]
         found.append(effects.coalesce(a for dim in parts for a in dim))
     return side.view.with_dims(*found)
 
@@ -379,9 +405,7 @@ def _tile(atoms: Sequence[Atom], size: Size) -> bool:
     return bool(step == size)
 
 
-def _split(
-    product: NamedProduct, split: dict[str, list[Size]]
-) -> tuple[NamedProduct, list[str]]:
+def _split(product: NamedProduct, split: dict[str, list[Size]]) -> tuple[NamedProduct, list[str]]:
     """The product with some dimensions as several, and the names of each of its result's.
 
     Raises InexpressibleError where a side's dimension cannot be viewed as several.
@@ -455,6 +479,7 @@ def _weighted(
     except effects.InexpressibleError:
         return None
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
+    v = _without_repeats(v, product)
     p_names, v_names = p.names, v.names
     # Letters for the softmax's own dimensions.
     letters = "".join(chr(ord("a") + i) for i in range(len(shape)))

@@ -115,7 +115,7 @@ def _visible(terms: _Terms, mask: View, batch: Size, queries: Size) -> Visible |
     if terms.rows and len(terms.rows) != len(terms.upper) + len(terms.lower):
         return None  # other terms do not count rows from the end
     if high is None:
-        positions = _counted(shift, queries, mask)
+        positions: View | Computed | None = _counted(shift, queries, mask)
     else:
         positions = _positions(high, shift, batch, queries)
     if terms.rows and positions is not None:
@@ -225,9 +225,7 @@ def _sorted_out(item: Any, sign: int) -> _SortedOut | None:
     one, other = parts
     if one is None or other is None or value.dtype not in _INTEGERS:
         return None
-    return _SortedOut(
-        one.keys + other.keys, one.more + other.more, (*one.numbers, *other.numbers)
-    )
+    return _SortedOut(one.keys + other.keys, one.more + other.more, (*one.numbers, *other.numbers))
 
 
 def _add_chunks(view: View, sees: bool, terms: _Terms) -> bool:

@@ -2,9 +2,9 @@
 
     module, args = build("table_mask", phase="decode")      # one of STYLES
 
-A style gets q [B, S, Hq, D], k and v [B, S, Hkv, D] (new tokens), its caches and the positions of the
-tokens; it writes the caches and returns [B, S, Hq, D]. Written in the manner of gpt-fast, LitGPT,
-torchtune and the Llama 3 and 4 reference code, and of models with a window kept as a ring.
+A style gets q [B, S, Hq, D], k and v [B, S, Hkv, D] (new tokens), its caches and the positions of
+the tokens; it writes the caches and returns [B, S, Hq, D]. Written in the manner of gpt-fast,
+LitGPT, torchtune and the Llama 3 and 4 reference code, and of models with a window kept as a ring.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 BATCH, HEADS, KV_HEADS, WIDTH, HIDDEN, LENGTH = 2, 4, 2, 16, 32, 12
 GROUP = HEADS // KV_HEADS
@@ -29,7 +30,7 @@ def heads_first(*tensors):
     return (x.transpose(1, 2) for x in tensors)
 
 
-# --- keys by head [B, Hkv, L, D]: gpt-fast ----------------------------------------------------------
+# --- keys by head [B, Hkv, L, D]: gpt-fast --------------------------------------------------------
 
 
 def put(cache, positions, new):
@@ -59,7 +60,41 @@ def table_mask_grouped(q, k, v, keys, values, positions):
     return merged(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
 
 
-# --- index_copy_, expand, softcapping: LitGPT -------------------------------------------------------
+def behind(i, j):
+    return i >= j
+
+
+def made_block_mask(q, k, v, keys, values, positions):
+    """flex_attention; the block mask is made where it is used."""
+    first = positions[0]
+
+    def mask_mod(b, h, i, j):
+        return behind(i + first, j)
+
+    blocks = create_block_mask(mask_mod, None, None, q.shape[1], LENGTH, device="cpu")
+    q, k, v = heads_first(q, k, v)
+    k, v = put(keys, positions, k), put(values, positions, v)
+    return merged(flex_attention(q, k, v, block_mask=blocks, enable_gqa=True))
+
+
+ROWS = create_block_mask(lambda b, h, i, j: behind(i, j), None, None, LENGTH, LENGTH, device="cpu")
+
+
+def rows_of_block_mask(q, k, v, keys, values, positions):
+    """flex_attention; one token's row of blocks is taken of a block mask for all."""
+    first = positions[0]
+
+    def mask_mod(b, h, i, j):
+        return behind(i + first, j)
+
+    blocks = ROWS[:, :, positions // ROWS.BLOCK_SIZE[0]]
+    blocks.mask_mod, blocks.seq_lengths = mask_mod, (1, LENGTH)
+    q, k, v = heads_first(q, k, v)
+    k, v = put(keys, positions, k), put(values, positions, v)
+    return merged(flex_attention(q, k, v, block_mask=blocks, enable_gqa=True))
+
+
+# --- index_copy_, expand, softcapping: LitGPT -----------------------------------------------------
 
 
 def lit_mask(length):
@@ -110,12 +145,10 @@ def window_of_table(q, k, v, keys, values, positions):
     q, k, v = heads_first(q, k, v)
     k, v = lit_update(keys, positions, k), lit_update(values, positions, v)
     k, v = expanded(k), expanded(v)
-    return merged(
-        F.scaled_dot_product_attention(q, k, v, attn_mask=band[None, None, positions])
-    )
+    return merged(F.scaled_dot_product_attention(q, k, v, attn_mask=band[None, None, positions]))
 
 
-# --- expand and flatten, a mask for each sequence: torchtune ----------------------------------------
+# --- expand and flatten, a mask for each sequence: torchtune --------------------------------------
 
 
 def per_sequence_mask(q, k, v, keys, values, positions):
@@ -127,7 +160,7 @@ def per_sequence_mask(q, k, v, keys, values, positions):
     return merged(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, :, :]))
 
 
-# --- keys by token [B, L, Hkv, D]: Llama 3 and 4 ----------------------------------------------------
+# --- keys by token [B, L, Hkv, D]: Llama 3 and 4 --------------------------------------------------
 
 
 def repeat_tokens(x):
@@ -175,7 +208,7 @@ def local_chunks(q, k, v, keys, values, start):
     return merged(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0))
 
 
-# --- a window kept as a ring [B, Hkv, W, D] ---------------------------------------------------------
+# --- a window kept as a ring [B, Hkv, W, D] -------------------------------------------------------
 
 
 def rolled_ring(q, k, v, keys, values, positions):
@@ -231,6 +264,8 @@ BOTH, DECODE = ("prefill", "decode"), ("decode",)
 STYLES = {
     table_mask: (BY_HEAD, "tensor", BOTH),
     table_mask_grouped: (BY_HEAD, "tensor", BOTH),
+    made_block_mask: (BY_HEAD, "tensor", BOTH),
+    rows_of_block_mask: (BY_HEAD, "tensor", DECODE),
     selected_mask: (BY_HEAD, "tensor", BOTH),
     selected_mask_capped: (BY_HEAD, "tensor", BOTH),
     window_of_table: (BY_HEAD, "tensor", BOTH),
