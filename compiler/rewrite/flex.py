@@ -243,7 +243,7 @@ def _applied(
 
 def _wide(write: _Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """An operand with the four dimensions that dtypes of results are decided by."""
-    item = known.get(node)
+    item = known[node]
     if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:
         return item
     if _rank_of(node) != 0:
