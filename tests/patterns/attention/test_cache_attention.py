@@ -521,3 +521,12 @@ def test_misses_are_advice(attend, code):
     assert matches_of(report, "attention") == []
     (miss,) = misses_of(report, "attention")
     assert (miss.code, miss.is_lost) == (code, False)
+
+
+def test_a_view_that_needs_the_graphs_own_strides():
+    """`view` of a result [B, H, S, D] that lies so; the op's lies by tokens."""
+
+    def attend(q, k, v, mask, *_):
+        return sdpa(q, k, v, attn_mask=mask).view(q.shape[0], -1)
+
+    site_of(run(attend, inputs()))
