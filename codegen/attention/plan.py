@@ -17,15 +17,13 @@ HELD_NUMBERS = 64
 MOST_WARPS = 8
 # Shared memory for the weights, barriers and reductions.
 SPARE_BYTES = 8192
-MOST_SPLITS = 64
-# What a split costs, in the time that a multiprocessor takes for a block of keys: handing over a
-# part, and merging it.
-HANDOVER_BLOCKS = 1.5
-MERGE_BLOCKS = 0.05
-# The same where a launch of its own merges.
-MOST_MERGED = 128
-LAUNCH_BLOCKS = 2.5
-MERGED_BLOCKS = 0.02
+MOST_SPLITS = 128
+# What splitting costs, in bytes of keys that a multiprocessor reads in that time (measured on an
+# H200): another launch, and each part that it merges.
+LAUNCH_BYTES = 56 * 1024
+MERGED_BYTES = 2 * 1024
+# More programs than fit at once would start late where most of the capacity is empty.
+RESIDENT_PROGRAMS = 2
 # Stages of the pipeline: more where a block's page is loaded before it.
 STAGES = 3
 INDIRECT_STAGES = 5
@@ -110,8 +108,7 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
     config = DecodeConfig(tokens, heads, rows, 1, num_warps=warps, num_stages=stages)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
     blocks = cdiv(sizes.num_keys, KEYS)
-    splits = _splits(tiles, blocks, target.num_sms, launched=problem.merges)
-    return replace(config, splits=splits)
+    return replace(config, splits=_splits(tiles, blocks, KEYS * problem.key_bytes, target.num_sms))
 
 
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
@@ -132,19 +129,16 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     return max(min(wanted, fitting), 1)
 
 
-def _splits(tiles: int, blocks: int, num_sms: int, *, launched: bool) -> int:
-    """Into how many parts the keys of each tile fall, for the least time. launched: a launch of its
-    own merges them.
+def _splits(tiles: int, blocks: int, block_bytes: int, num_sms: int) -> int:
+    """Into how many parts the keys of each tile fall, for the least time.
 
     One program keeps a multiprocessor's share of the memory busy, so what counts is how many blocks
     of keys the busiest one takes.
     """
-    most, once, each = MOST_SPLITS, HANDOVER_BLOCKS, MERGE_BLOCKS
-    if launched:
-        most, once, each = MOST_MERGED, LAUNCH_BLOCKS, MERGED_BLOCKS
+    most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * num_sms // tiles)
 
     def time(splits: int) -> float:
-        shared = once + each * splits if splits > 1 else 0.0
-        return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) + shared
+        merging = LAUNCH_BYTES + MERGED_BYTES * splits if splits > 1 else 0
+        return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) * block_bytes + merging
 
-    return min(range(1, max(min(blocks, most), 1) + 1), key=time)
+    return min(range(1, max(most, 1) + 1), key=time)

@@ -97,7 +97,6 @@ class DecodeConfig:
 def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
     """The `attention_decode` kernel of a problem."""
     p = problem
-    _, v_block = p.blocks
     split, real, rope = config.splits > 1, config.real_rows, p.k_rope is not None
     return KernelSpec.of(
         "attention.decode",
@@ -117,7 +116,6 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "CHAINED": not get_target(target).tmem_columns,
             "BLOCK_N": config.block_n,
             "SPLITS": config.splits,
-            "CHUNK": _merged_at_once(real, v_block, config),
             "STAGES": config.num_stages,
         },
         {
@@ -128,7 +126,6 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "k_rope_ptr": p.k_rope,
             "out_ptr": p.out,
             "workspace_ptr": Operand("fp32") if split else None,
-            "counters_ptr": Operand("i32", aligned=False) if split and not p.merges else None,
             **{name: getattr(p, field) for name, field in TENSORS.items()},
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
@@ -241,14 +238,8 @@ def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
     return config.splits * config.real_rows * (problem.blocks[1] + 2)
 
 
-def _merged_at_once(rows: int, v_block: int, config: DecodeConfig) -> int:
-    """Parts that the merging program holds in registers at once."""
-    fitting = MERGED_NUMBERS * config.num_warps // (rows * v_block)
-    return max(min(next_power_of_2(config.splits), fitting), 1)
-
-
 def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
-    """The `attention_merge` kernel after that of `decode_spec`, where the problem `merges`."""
+    """The `attention_merge` kernel after that of `decode_spec`, where keys are split."""
     p = problem
     return KernelSpec.of(
         "attention.decode",
@@ -270,8 +261,11 @@ def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Kern
             "workspace_ptr": Operand("fp32"),
             "out_ptr": p.out,
             "row_offsets_ptr": p.row_offsets,
+            "sinks_ptr": p.sinks,
+            "v_scale_ptr": p.v_scale,
             "num_queries": "i32",
             "row_tiles": "i32",
+            "v_scale_stride": "i64",
         },
         ranges=("num_queries", "row_tiles"),
         dependent=True,

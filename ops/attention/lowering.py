@@ -34,9 +34,10 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.mask_blocks import list_steps
+from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
 from tilewright.ops.attention.positions import room
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
@@ -95,15 +96,12 @@ def _decode(
     else:
         spec = decode_spec(problem, config, target.name)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    merges, elements = config.splits > 1 and problem.merges, workspace_elements(problem, config)
-    if merges:
-        values["workspace_ptr"] = yield Buffer((tiles, elements), torch.float32)
-    elif config.splits > 1:
-        scratch = yield SplitK(tiles, elements)
-        values["workspace_ptr"], values["counters_ptr"] = scratch
+    if config.splits > 1:
+        shape = tiles, workspace_elements(problem, config)
+        values["workspace_ptr"] = yield Buffer(shape, torch.float32)
     values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
     yield Launch(spec, (tiles * config.splits,), values)
-    if merges:
+    if config.splits > 1:
         merge = _merge_spec(problem, config, target.name)
         yield Launch(merge, merge_grid(problem, config, tiles), values)
     return Outcome(values["out_ptr"], "decode kernel", config)
@@ -142,7 +140,9 @@ def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:
     """The same call with the list of blocks of its mask."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a
-    return replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
+    hides = lowest_hides(a, room(a))
+    blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
+    return replace(a, mask_blocks=blocks)
 
 
 def _bucket(sizes: CacheSizes) -> CacheSizes:

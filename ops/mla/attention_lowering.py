@@ -17,6 +17,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.lowering import with_dense
 from tilewright.ops.attention.mask_blocks import list_steps
+from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.mla.attention_operands import (
     AttentionCall,
     attention_problem,
@@ -58,7 +59,9 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
     if library_wanted(a, target):
         return (yield from library_steps(a, target))
     if a.attn_mask is not None and a.mask_blocks is None:
-        a = replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
+        hides = lowest_hides(a, a.sizes.num_keys)
+        blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
+        a = replace(a, mask_blocks=blocks)
     problem, sizes = attention_problem(a), a.sizes
     config = attention_config(problem, sizes, target)
     results = yield from _results(a)

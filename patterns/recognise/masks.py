@@ -112,14 +112,16 @@ def _visible(terms: _Terms, mask: View, batch: Size, queries: Size) -> Visible |
     (high, shift), *others = terms.upper
     if any(_apart(high, other) != more - shift for other, more in others):
         return None
-    if terms.rows and len(terms.rows) != len(terms.upper) + len(terms.lower):
+    limits = (*terms.upper, *terms.lower, *terms.chunks)
+    if terms.rows and (len(terms.rows) != len(limits) or len(set(terms.rows)) != 1):
         return None  # other terms do not count rows from the end
     if high is None:
         positions: View | Computed | None = _counted(shift, queries, mask)
+    elif terms.rows:
+        positions = Computed("remainder", (_numbers(high, batch, queries), terms.rows[0]))
+        positions = Computed("add", (positions, shift)) if shift != 0 else positions
     else:
         positions = _positions(high, shift, batch, queries)
-    if terms.rows and positions is not None:
-        positions = Computed("remainder", (positions, terms.rows[0]))
     windows = {_apart(high, low, shift + 1 - more) for low, more in terms.lower}
     chunks = {size if _apart(high, at, shift) == 0 else None for at, size in terms.chunks}
     if not windows and not chunks:
@@ -149,13 +151,18 @@ def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Co
     steps = (0, 0, 0 if queries == 1 else 1, 0)
     if line is not None and line.slopes == steps and line.offset + shift == 0:
         return None
+    positions = _numbers(high, batch, queries)
+    return positions if shift == 0 else Computed("add", (positions, shift))
+
+
+def _numbers(high: View, batch: Size, queries: Size) -> View:
+    """[S] or, where sequences differ, [B * S]."""
     of_batch, _, of_query, _ = high.effect.dims
     one = all(atom.axis is None for atom in of_batch)
     both = Effect((() if one else of_batch, of_query), high.effect.start)
     lead = 1 if one else batch
     wide = effects.expand(both, (lead, queries))
-    positions = View(high.value, effects.reshape(wide, (effects.product(wide.shape),)))
-    return positions if shift == 0 else Computed("add", (positions, shift))
+    return View(high.value, effects.reshape(wide, (effects.product(wide.shape),)))
 
 
 # --- terms ----------------------------------------------------------------------------------------

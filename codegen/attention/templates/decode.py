@@ -6,8 +6,7 @@ side: a tile of 64 keys fills the former with one row only. Keys may lie in two 
 rope columns (MLA, absorbed), and values be the first part: it is loaded once for both products.
 
 The blocks of keys that the rows see are dealt out to SPLITS programs (Flash-Decoding, Dao et al.
-2023); the last of them to arrive merges their results in a fixed order, so the sum does not depend
-on which was last.
+2023), whose results a second kernel merges, in a fixed order.
 """
 
 import triton
@@ -220,53 +219,6 @@ def store_part(
 
 
 @triton.jit
-def arrive(counter_ptr, SPLITS: tl.constexpr):
-    """Whether a program, its part stored, is the last of SPLITS; the counter is left at zero for
-    the next launch."""
-    # All threads' stores come before the one thread's atomic.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
-    if is_last:
-        tl.store(counter_ptr, 0)
-    return is_last
-
-
-@triton.jit
-def merged(
-    parts, V_BLOCK: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """(output [REAL, V_BLOCK], top, total) of SPLITS parts, CHUNK of them loaded at once."""
-    rows = tl.arange(0, REAL)
-    dims = tl.arange(0, V_BLOCK)
-    numbers = parts + SPLITS * REAL * V_BLOCK
-    top = tl.full((REAL,), float("-inf"), tl.float32)
-    total = tl.zeros((REAL,), tl.float32)
-    output = tl.zeros((REAL, V_BLOCK), tl.float32)
-    for first in tl.static_range(0, SPLITS, CHUNK):
-        splits = first + tl.arange(0, CHUNK)
-        own = splits[:, None] * REAL + rows[None, :]
-        there = (splits < SPLITS)[:, None]
-        tops = tl.load(numbers + own, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(numbers + SPLITS * REAL + own, mask=there, other=0.0, cache_modifier=".cg")
-        # What was not handed over is not yet known to be so: all are loaded, some for nothing.
-        values = tl.load(
-            parts + own[:, :, None] * V_BLOCK + dims[None, None, :], mask=there[:, :, None],
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        # Else the largest logits are waited for before the values are asked for.
-        tl.debug_barrier()
-        new_top = tl.maximum(top, tl.max(tops, axis=0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tops - base[None, :])
-        values = tl.where((tops > float("-inf"))[:, :, None], values * weights[:, :, None], 0.0)
-        decay = tl.exp2(top - base)
-        output = output * decay[:, None] + tl.sum(values, axis=0)
-        total = total * decay + tl.sum(totals * weights, axis=0)
-        top = new_top
-    return output, top, total
-
-
-@triton.jit
 def finish(
     output, top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head, real,
     kv_head, v_scale_stride,
@@ -292,7 +244,7 @@ def finish(
 
 @triton.jit
 def attention_decode(
-    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, workspace_ptr, counters_ptr,
+    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, workspace_ptr,
     row_offsets_ptr, block_table_ptr, key_lengths_ptr, positions_ptr, cache_lengths_ptr, mask_ptr,
     mask_blocks_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     num_queries, num_keys, num_pages, row_tiles, factor, softcap,
@@ -309,7 +261,7 @@ def attention_decode(
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
     LISTED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -322,9 +274,8 @@ def attention_decode(
     twice what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks has the mask's list of
     blocks (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the first rows, a
-    power of two, that hold all queries. With SPLITS > 1, workspace has SPLITS * REAL * (V_BLOCK +
-    2) numbers for each tile, and counters one zero; CHUNK parts are merged at once. Without
-    counters the parts are left to `attention_merge`.
+    power of two, that hold all queries. With SPLITS > 1 the parts are left to `attention_merge` in
+    workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -445,29 +396,13 @@ def attention_decode(
         )  # fmt: skip
     else:
         parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
-        counter_ptr = None
-        if counters_ptr is not None:
-            counter_ptr = counters_ptr + tile
         store_part(output, top, total, parts, split, real, V_BLOCK, ROWS, REAL, SPLITS)
-    if SPLITS > 1 and counters_ptr is not None:
-        is_last = arrive(counter_ptr, SPLITS)
-        if is_last:
-            _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
-                row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
-                first_head, num_queries, positions_sequence_stride, positions_stride, GROUP,
-                TILE_HEADS, TOKENS, RAGGED, "none", REAL,
-            )  # fmt: skip
-            m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
-            finish(
-                m_output, m_top, m_total, out_ptr, sinks_ptr, v_scale_ptr, first_token, m_query,
-                m_head, m_real, kv_head, v_scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
-            )  # fmt: skip
 
 
 @triton.jit
 def attention_merge(
-    workspace_ptr, out_ptr, row_offsets_ptr,
-    num_queries, row_tiles,
+    workspace_ptr, out_ptr, row_offsets_ptr, sinks_ptr, v_scale_ptr,
+    num_queries, row_tiles, v_scale_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
@@ -512,7 +447,15 @@ def attention_merge(
         weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
         values = tl.where((tops > float("-inf"))[:, None], values * weights[:, None], 0.0)
         total = tl.sum(totals * weights, axis=0)
-        output = tl.sum(values, axis=0) / tl.where(total == 0.0, 1.0, total)
+        output = tl.sum(values, axis=0)
         head = kv_head * GROUP + within
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+            new_top = tl.maximum(top, sink)
+            output *= tl.exp2(top - new_top)
+            total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        output /= tl.where(total == 0.0, 1.0, total)
+        if v_scale_ptr is not None:
+            output *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
         places = ((first + query) * (NUM_KV_HEADS * GROUP) + head) * V_DIM + columns
         tl.store(out_ptr + places, output.to(out_ptr.dtype.element_ty), mask=columns < V_DIM)

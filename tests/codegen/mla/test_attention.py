@@ -12,6 +12,7 @@ import torch
 from tests.attention_cases import (
     FP8,
     Case,
+    attend,
     call_of,
     exact,
     offsets,
@@ -120,6 +121,28 @@ def test_positions_and_masks_of_a_dense_batch():
         a = call_of(with_options(case, **options))
         assert_agrees(a, run(a, TWO_LOOPS), 4e-3)
         assert_agrees(a, run(a, ONE_LOOP), 4e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 130])
+def test_blocks_of_the_lowest_number_are_not_read(queries):
+    """By a call that makes the list of its mask: NaN in them changes no bit. Where one query has
+    no other number, all are read."""
+    lowest = torch.finfo(torch.float16).min
+    bias = torch.full((2, 1, queries, 300), lowest, dtype=torch.float16)
+    bias[0, ..., :70] = bias[1, ..., 60:64] = 0
+    options = {"mask": "none", "attn_mask": bias, "scale": 0.2}
+    a = call_of(Case("dense", (queries,) * 2, (300,) * 2, dense=True, options=options))
+    clean = attend(a, Interpreter())
+    assert_agrees(a, clean, 4e-3)
+    blind = bias.clone()
+    blind[1, 0, 0] = lowest
+    blind = replace(a, attn_mask=blind)
+    assert attend(blind, Interpreter())[0].isfinite().all()
+    for tensor in (a.k, a.v, a.k_rope):
+        tensor[0, 128:] = tensor[1, 64:] = math.nan
+    for got, want in zip(attend(a, Interpreter()), clean, strict=True):
+        assert torch.equal(got, want)
+    assert attend(blind, Interpreter())[0][1, :128].isnan().all()
 
 
 def test_finite_masks_do_not_hide():

@@ -313,6 +313,21 @@ MASKS = {
     "part_of_a_triangle": (lambda k, p, s: triangle(KEYS)[4 : 4 + QUERIES], "causal by position"),
     "rows_of_a_triangle": (lambda k, p, s: triangle(KEYS)[None, None, p], "causal by position"),
     "rows_from_the_end": (lambda k, p, s: triangle(KEYS)[p - KEYS], "causal by position"),
+    "last_rows_of_a_moved_triangle": (
+        lambda k, p, s: ones(KEYS).tril(1)[p + 3],
+        "causal by position",
+    ),
+    "first_rows_of_a_moved_triangle": (
+        lambda k, p, s: ones(KEYS).tril(-1)[p - 5],
+        "causal by position",
+    ),
+    "rows_of_tables_of_two_sizes": (
+        lambda k, p, s: (
+            triangle(KEYS)[p - KEYS]
+            & torch.ones(KEYS + 2, KEYS, dtype=torch.bool).triu(-3)[p - KEYS]
+        ),
+        "tensor",
+    ),
     "rows_by_sequence": (
         lambda k, p, s: triangle(KEYS)[p.expand(BATCH, -1)][:, None],
         "causal by position",
