@@ -1,12 +1,12 @@
 """Spells `flex_attention` out, so that patterns see one form of attention, and puts back what none
 of them took.
 
-    flex_attention(q, k, v, score_mod, block_mask)
-        ⇒   softmax(where(mask_mod(b, h, i, j), score_mod(scale * q @ k^T, b, h, i, j), -inf)) @ v
+    flex_attention(q, k, v, score_mod)
+        ⇒   softmax(score_mod(scale * q @ k^T, b, h, i, j)) @ v
 
-The functions are written for one element: here they get the indices of all elements at once, as
-[B, 1, 1, 1], [1, H, 1, 1], [1, 1, S, 1] and [1, 1, 1, K]. As in PyTorch's own eager computation the
-mask is what mask_mod says; a block mask's lists only tell kernels what they may leave out.
+score_mod is written for one element: here it gets the indices of all elements at once, as
+[B, 1, 1, 1], [1, H, 1, 1], [1, 1, S, 1] and [1, 1, 1, K]. A call with a block mask is left to
+Inductor's kernel: the mask's lists of blocks are data, which may hide more than its mask_mod does.
 
 Dimension letters: B sequences, H query heads, S queries, K keys.
 """
@@ -91,16 +91,13 @@ def put_flex_back(graph: fx.Graph, spelled: Sequence[SpelledOut]) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call's arguments. modifiers: score_mod and mask_mod, each with the tensors that it reads
-    besides the indices. bounded: whether its block mask has lists of blocks."""
+    """A call's arguments. score_mod: with the tensors that it reads besides the indices."""
 
     q: fx.Node
     k: fx.Node
     v: fx.Node
     scale: Any
     score_mod: tuple[fx.Graph, tuple[Any, ...]]
-    mask_mod: tuple[fx.Graph, tuple[Any, ...]]
-    bounded: bool
 
 
 def _call_of(node: fx.Node) -> _Call:
@@ -110,10 +107,10 @@ def _call_of(node: fx.Node) -> _Call:
     if node.kwargs or not isinstance(blocks, (tuple, list)) or len(blocks) < 3:
         raise _Unreadable("this version of PyTorch calls it in another way")
     *_, rows, columns, mask_mod = blocks
-    bodies = [attribute_of(n).graph for n in (given["score_mod"], mask_mod)]
-    bounded = not (rows == columns == _NO_BLOCKS)
-    score, mask = zip(bodies, (given["of_score"], given["of_mask"]), strict=True)
-    return _Call(given["q"], given["k"], given["v"], given["scale"], score, mask, bounded)
+    if not (rows == columns == _NO_BLOCKS) or not _hides_nothing(attribute_of(mask_mod).graph):
+        raise _Unreadable("its block mask's lists may hide more than mask_mod says")
+    score_mod = attribute_of(given["score_mod"]).graph, given["of_score"]
+    return _Call(given["q"], given["k"], given["v"], given["scale"], score_mod)
 
 
 def _first_result(node: fx.Node) -> fx.Node:
@@ -155,12 +152,6 @@ def _spelled_out(graph: fx.Graph, node: fx.Node) -> SpelledOut:
     working = torch.promote_types(q.dtype, torch.float32)
     logits = write.call(operator.mul, write.call("to", logits, working), call.scale)
     logits = _applied(write, *call.score_mod, (logits, *indices))
-    if _hides_nothing(call.mask_mod[0]):
-        if call.bounded:
-            raise _Unreadable("its block mask has lists of blocks and no mask_mod")
-    else:
-        seen = _applied(write, *call.mask_mod, indices)
-        logits = write.call(torch.where, seen, logits, float("-inf"))
     weights = write.call(torch.softmax, logits, -1)
     weights.meta[SPELLED] = True
     end = write.call(torch.matmul, write.call("to", weights, q.dtype), v)
@@ -201,7 +192,7 @@ def _indices(write: _Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-# --- the functions that it is given ---------------------------------------------------------------
+# --- the function that it is given ----------------------------------------------------------------
 
 
 def _hides_nothing(body: fx.Graph) -> bool:

@@ -16,8 +16,9 @@ UNREAD = "tilewright_flex_unread"
 #: In the `meta` of the softmax of a call that was.
 SPELLED = "tilewright_flex"
 _HINT = (
-    "mask_mod of comparisons, sums, logical operations and look-ups in tensors, one element each; "
-    "score_mod that caps the score, adds to it, or hides it by torch.where"
+    "a score_mod that caps the score, adds to it, or hides it by torch.where, of comparisons, "
+    "sums, logical operations and look-ups in tensors, one element each; a mask tensor for "
+    "scaled_dot_product_attention in place of a block mask"
 )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 BATCH, HEADS, KV_HEADS, WIDTH, HIDDEN, LENGTH = 2, 4, 2, 16, 32, 12
 GROUP = HEADS // KV_HEADS
@@ -58,40 +57,6 @@ def table_mask_grouped(q, k, v, keys, values, positions):
     q, k, v = heads_first(q, k, v)
     k, v = put(keys, positions, k), put(values, positions, v)
     return merged(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
-
-
-def behind(i, j):
-    return i >= j
-
-
-def made_block_mask(q, k, v, keys, values, positions):
-    """flex_attention; the block mask is made where it is used."""
-    first = positions[0]
-
-    def mask_mod(b, h, i, j):
-        return behind(i + first, j)
-
-    blocks = create_block_mask(mask_mod, None, None, q.shape[1], LENGTH, device="cpu")
-    q, k, v = heads_first(q, k, v)
-    k, v = put(keys, positions, k), put(values, positions, v)
-    return merged(flex_attention(q, k, v, block_mask=blocks, enable_gqa=True))
-
-
-ROWS = create_block_mask(lambda b, h, i, j: behind(i, j), None, None, LENGTH, LENGTH, device="cpu")
-
-
-def rows_of_block_mask(q, k, v, keys, values, positions):
-    """flex_attention; one token's row of blocks is taken of a block mask for all."""
-    first = positions[0]
-
-    def mask_mod(b, h, i, j):
-        return behind(i + first, j)
-
-    blocks = ROWS[:, :, positions // ROWS.BLOCK_SIZE[0]]
-    blocks.mask_mod, blocks.seq_lengths = mask_mod, (1, LENGTH)
-    q, k, v = heads_first(q, k, v)
-    k, v = put(keys, positions, k), put(values, positions, v)
-    return merged(flex_attention(q, k, v, block_mask=blocks, enable_gqa=True))
 
 
 # --- index_copy_, expand, softcapping: LitGPT -----------------------------------------------------
@@ -264,8 +229,6 @@ BOTH, DECODE = ("prefill", "decode"), ("decode",)
 STYLES = {
     table_mask: (BY_HEAD, "tensor", BOTH),
     table_mask_grouped: (BY_HEAD, "tensor", BOTH),
-    made_block_mask: (BY_HEAD, "tensor", BOTH),
-    rows_of_block_mask: (BY_HEAD, "tensor", DECODE),
     selected_mask: (BY_HEAD, "tensor", BOTH),
     selected_mask_capped: (BY_HEAD, "tensor", BOTH),
     window_of_table: (BY_HEAD, "tensor", BOTH),

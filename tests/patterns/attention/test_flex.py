@@ -1,15 +1,12 @@
-"""Pattern `cache_attention` on `flex_attention`: what score_mod and mask_mod say is read and fused,
-no worse than eager; what cannot be read is a miss with its reason, and the call stays."""
+"""Pattern `cache_attention` on `flex_attention`: what score_mod says is read and fused, no
+worse than eager; what cannot be read is a miss with its reason, and the call stays."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import (
     AuxRequest,
-    BlockMask,
     create_block_mask,
     flex_attention,
 )
@@ -50,24 +47,24 @@ def blocks_of(mask_mod):
     return create_block_mask(mask_mod, BATCH, None, QUERIES, KEYS, device="cpu")
 
 
-def causal(b, h, i, j):
+def causal(b, h, i, j, *_):
     return i >= j
 
 
 CAUSAL = blocks_of(causal)
+INF = float("inf")
 
 
-def attention(mask_mod=None, score_mod=None, **options):
-    """Makes a function of q, k and v of what is behind them among `inputs`. The mods get (.., b, h,
-    i, j, those tensors)."""
+def attention(seen=causal, score_mod=None, **options):
+    """Makes a function of q, k and v of what is behind them among `inputs`. seen and score_mod get
+    (.., b, h, i, j, those tensors)."""
 
     def make(*tensors):
-        mask = copy.copy(CAUSAL)
-        if mask_mod is not None:
-            # The functions are all that counts: the lists of blocks may be another mask's.
-            mask.mask_mod = lambda *at: mask_mod(*at, *tensors)
-        score = None if score_mod is None else lambda *at: score_mod(*at, *tensors)
-        given = {"score_mod": score, "block_mask": mask, "enable_gqa": True, **options}
+        def score(s, *at):
+            changed = s if score_mod is None else score_mod(s, *at, *tensors)
+            return changed if seen is None else torch.where(seen(*at, *tensors), changed, -INF)
+
+        given = {"score_mod": score, "enable_gqa": True, **options}
         return lambda q, k, v: flex_attention(q, k, v, **given)
 
     return make
@@ -84,9 +81,9 @@ def run(make, args):
     return reports()[-1]
 
 
-#: name -> (mask_mod, score_mod, what the mask is understood as)
+#: name -> (what is seen, what becomes of the score, what the mask is understood as)
 FORMS = {
-    "places": (None, None, "causal"),
+    "places": (causal, None, "causal"),
     "positions": (lambda b, h, i, j, p, *_: p[i] >= j, None, "causal by position"),
     "moved": (lambda b, h, i, j, p, *_: i + p[0] >= j, None, "causal by position"),
     "window": (
@@ -121,17 +118,13 @@ FORMS = {
     ),
     "prefix": (lambda b, h, i, j, p, *_: (p[i] >= j) | (j < 2), None, "tensor"),
     "by_head": (lambda b, h, i, j, p, *_: p[i] - h >= j, None, "tensor"),
-    "capped": (None, lambda s, *_: 2 * torch.tanh(s / 2), "causal"),
+    "capped": (causal, lambda s, *_: 2 * torch.tanh(s / 2), "causal"),
     "slopes": (
-        None,
+        causal,
         lambda s, b, h, i, j, p, docs, seen, lengths, slopes: s + slopes[h] * (j - i),
         "causal and tensor",
     ),
-    "hidden_score": (
-        lambda b, h, i, j, p, *_: i >= j,
-        lambda s, *_: s * 0.5,
-        "causal",
-    ),
+    "halved": (causal, lambda s, *_: s * 0.5, "causal"),
 }
 
 
@@ -146,16 +139,8 @@ def test_functions(name):
     assert site.shapes.get("softcap", 0) == (2.0 if name == "capped" else 0)
 
 
-def test_a_score_that_hides():
-    def score_mod(s, b, h, i, j, p, *_):
-        return torch.where(p[i] >= j, s, -float("inf"))
-
-    (site,) = matches_of(run(attention(None, score_mod, block_mask=None), inputs()), "attention")
-    assert site.shapes["mask"] == "causal by position"
-
-
 def test_nothing_is_hidden():
-    (site,) = matches_of(run(attention(block_mask=None), inputs()), "attention")
+    (site,) = matches_of(run(attention(None), inputs()), "attention")
     assert site.shapes["mask"] == "none"
 
 
@@ -173,31 +158,25 @@ def whole_row(b, h, i, j, p, docs, seen, *_):
 
 def sums_used(*_):
     def attend(q, k, v):
-        out, aux = flex_attention(
-            q, k, v, block_mask=CAUSAL, enable_gqa=True, return_aux=AuxRequest(lse=True)
-        )
+        out, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
         return out * aux.lse.unsqueeze(-1).to(out.dtype)
 
     return attend
 
 
-def lists_alone():
-    """Blocks of 128 keys, and no function for what is in them."""
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    lists = (getattr(CAUSAL, name) for name in names)
-    return BlockMask.from_kv_blocks(*lists, CAUSAL.BLOCK_SIZE, seq_lengths=(QUERIES, KEYS))
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (attention(None, squared), "its score_mod computes more than is known"),
+        (attention(score_mod=squared), "its score_mod computes more than is known"),
         (attention(with_sines), "its function calls sin"),
         (attention(whole_row), "its function calls any"),
         (sums_used, "its log-sum-exp, or its largest score, is used"),
-        (attention(block_mask=lists_alone()), "its block mask has lists of blocks and no mask_mod"),
+        (
+            attention(block_mask=CAUSAL),
+            "its block mask's lists may hide more than mask_mod says",
+        ),
     ],
-    ids=["squared", "sines", "whole_row", "sums_used", "lists_alone"],
+    ids=["squared", "sines", "whole_row", "sums_used", "block_mask"],
 )
 def test_what_cannot_be_read_stays(make, reason):
     lowered = lowered_with(make, inputs())
@@ -210,7 +189,7 @@ def test_what_cannot_be_read_stays(make, reason):
 
 
 def test_what_gains_nothing_is_not_mentioned():
-    lowered = lowered_with(attention(block_mask=None), inputs(kv_heads=HEADS))
+    lowered = lowered_with(attention(None), inputs(kv_heads=HEADS))
     (graph,) = lowered.graphs
     assert matches_of(lowered, "attention") == misses_of(lowered, "attention") == []
     assert called(graph.after) == called(graph.before)
@@ -219,7 +198,7 @@ def test_what_gains_nothing_is_not_mentioned():
 def test_a_fused_call_is_gone():
     (graph,) = lowered_with(attention(), inputs()).graphs
     assert "flex_attention" in called(graph.before)
-    assert not {"flex_attention", "score_mod_0", "mask_fn_0"} & set(called(graph.after))
+    assert not {"flex_attention", "score_mod_0"} & set(called(graph.after))
 
 
 def lowered_with(make, args):
