@@ -24,7 +24,7 @@ WIDE_EXPERTS = 128
 # Parts of the sum over columns, at most.
 MOST_SPLITS = 32
 # fp32 logits that a warp chooses from.
-CHOSEN_BY_WARP = 512
+CHOSEN_BY_WARP = 256
 # Bytes of a weight from which two programs share a multiprocessor.
 LARGE_WEIGHT = 1 << 20
 

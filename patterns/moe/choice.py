@@ -77,6 +77,9 @@ def is_choice(value: Value) -> bool:
 
 def match_choice(ids: Value) -> Choice:
     """The choice whose indices a value is; raises Reject."""
+    if not is_choice(ids):
+        message = f"the experts are {ids}, not the indices of a topk of their scores"
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     compared = ids.args[0]
     largest = ids.argument(3, "largest", True)
     if not largest or ids.argument(2, "dim", -1) not in (1, -1) or not compared.is_whole:

@@ -24,6 +24,7 @@ from tilewright.patterns.moe.weights import Weights, match_weights
 from tilewright.patterns.recognise.dtypes import FLOATS, check_device, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.routing import match_order
 
 # A choice among more is none of experts: of a vocabulary's words, a document's tokens.
 _MOST_EXPERTS = 1024
@@ -39,12 +40,16 @@ class MoeRouter:
     op: str = "moe_router"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """The last choice behind a product: one of groups of experts stands before it."""
+        """The last choice behind a product (one of groups of experts stands before it), and experts
+        that the routes are sorted by and that are no such choice."""
         choices = {v: set(_before(v)) for v in flow.values if is_choice(v) and _of_experts(v)}
         within = {one for before in choices.values() for one in before}
         for value, before in choices.items():
             if value not in within and any(_is_product(v) for v in before):
                 yield value
+        orders = (order for v in flow.values if (order := match_order(v.whole)) is not None)
+        sorted_ids = dict.fromkeys(order.ids.value for order in orders)
+        yield from (v for v in sorted_ids if v.projected and v.op != "aten.topk")
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         choice = match_choice(anchor)
