@@ -9,7 +9,6 @@ from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec
 
 
-
 @dataclass(frozen=True)
 class RouterProblem:
     """What is static about a router: E experts, K columns, S slots.

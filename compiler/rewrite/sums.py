@@ -1,7 +1,7 @@
 """Turns `y += delta` into `y = y + delta` where no one can see the difference: `y` is a product
 that the graph made, that nothing read before and no other tensor shares memory with. So with
-`w /= total`, where `w` are the largest numbers of rows, or gathered ones; readers before it may stay.
-Patterns then see one form of a sum, and of a quotient."""
+`w /= total`, where `w` are the largest numbers of rows, or gathered ones; readers before it may
+stay. Patterns then see one form of a sum, and of a quotient."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     ids    = the num_slots largest of choice, the largest first
     out    = scores[ids], normalised and scaled         rounded once
 
-`fused_moe` takes both results. Without a weight x holds the logits. Nothing is rounded on the way, so
-two experts whose logits a graph in bfloat16 rounds to one number are still told apart; where
+`fused_moe` takes both results. Without a weight x holds the logits. Nothing is rounded on the way,
+so two experts whose logits a graph in bfloat16 rounds to one number are still told apart; where
 numbers are equal the expert of the lower number comes first (torch.topk promises no order), and NaN
 is larger than all numbers.
 """
@@ -147,8 +147,8 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         w      = w / max(sum(w) + norm_eps, norm_min)    where normalise
         weights[t] = w * scaling
 
-    Where the order of scores is that of logits (no correction, groups by their best), logits decide:
-    scores that round to one number are told apart. NaN is larger than all numbers.
+    Where the order of scores is that of logits (no correction, groups by their best), logits
+    decide: scores that round to one number are told apart. NaN is larger than all numbers.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     logits = a.x.to(compute)
@@ -169,7 +169,9 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         weights = weights.softmax(1)
     if a.normalise:
         weights = weights / (weights.sum(1, keepdim=True) + a.norm_eps).clamp(min=a.norm_min)
-    return (weights * a.scaling).to(a.result_dtype), ids.clone(memory_format=torch.contiguous_format)
+    return (weights * a.scaling).to(a.result_dtype), ids.clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 _SCORES = {

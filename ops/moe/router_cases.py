@@ -1,4 +1,4 @@
-"""Sample inputs of `moe_router`: small, random, the choice clear, together reaching every option."""
+"""Sample inputs of `moe_router`: small, random, the choice clear, together reaching all options."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def sample_router(case: RouterCase, device: str | torch.device, seed: int) -> di
     bias = _vector(case.bias, sampler, case)
     x, weight = logits, None
     if not case.given:
-        drawn = torch.randn(
-            case.hidden, experts, generator=sampler.generator, dtype=torch.float64
-        )
+        drawn = torch.randn(case.hidden, experts, generator=sampler.generator, dtype=torch.float64)
         rows = torch.linalg.qr(drawn).Q.T
         x = logits @ rows
         weight = rows.to(case.weight_dtype or case.dtype).to(sampler.device)

@@ -88,9 +88,7 @@ def _of_logits(problem: RouterProblem) -> RouterProblem:
     return replace(problem, x=Operand("fp32", (problem.num_experts,)), weight=None)
 
 
-def _library_logits(
-    x: torch.Tensor, weight: torch.Tensor
-) -> Generator[Step, Any, torch.Tensor]:
+def _library_logits(x: torch.Tensor, weight: torch.Tensor) -> Generator[Step, Any, torch.Tensor]:
     """x @ weight^T of fp32 numbers, as the graph has it."""
     wide = []
     for tensor in (x, weight):

@@ -9,7 +9,7 @@ import torch
 from tilewright.codegen.moe.router_specs import RouterProblem
 from tilewright.codegen.operand import Operand
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand_of
+from tilewright.ops.runtime.operands import operand, operand_of
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Columns of logits that a program holds, for each of its tokens; and slots, each of them a search.
@@ -46,7 +46,7 @@ def router_problem(a: Any) -> RouterProblem:
         norm_eps=float(a.norm_eps),
         norm_min=float(a.norm_min),
         scaling=float(a.scaling),
-        x=operand_of(a.x, 0),
+        x=operand(a.x, a.x.stride(0)),
         weight=operand_of(a.weight, 0, 1),
         bias=operand_of(a.bias, 0),
         correction=operand_of(a.correction, 0),

@@ -182,9 +182,8 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
     absorbed: list[Value] = []
     while True:
         value = mask.value
-        if value.op in ("aten.bitwise_not", "aten.logical_not"):
-            stays = not stays
-        elif value.op == "aten.eq" and is_filled(value.args[1], 0.0):
+        is_zero = value.op == "aten.eq" and is_filled(value.args[1], 0.0)
+        if is_zero or value.op in ("aten.bitwise_not", "aten.logical_not"):
             stays = not stays
         elif value.op not in ("cast", "aten.clone"):
             break

@@ -1,9 +1,9 @@
 """From the scores of the chosen experts to their weights: normalised, scaled, in any spelling.
 
-    w = topk(scores, S)[0], or scores.gather(1, ids)
-    w = softmax(w)                                       of chosen logits
-    w = w / (w.sum(-1, keepdim=True) + eps), or / w.sum(-1, keepdim=True).clamp(min=least)
-    w = w * scaling
+w = topk(scores, S)[0], or scores.gather(1, ids)
+w = softmax(w)                                       of chosen logits
+w = w / (w.sum(-1, keepdim=True) + eps), or / w.sum(-1, keepdim=True).clamp(min=least)
+w = w * scaling
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Hugging Face mixtures of experts: router and sparse layer fused, however the experts are computed, for
-prompts and decode steps, with token counts as numbers and as symbols, and no less accurate."""
+"""Hugging Face mixtures of experts: router and sparse layer fused, however the experts are computed,
+for prompts and decode steps, with token counts as numbers and as symbols, and no less accurate."""
 
 import copy
 import functools
@@ -39,7 +39,8 @@ MODELS = {
     ),
     "deepseek_v2": ("DeepseekV2Config", DEEPSEEK | {"n_group": 1}),
     "deepseek_v2_groups": (
-        "DeepseekV2Config", DEEPSEEK | {"n_group": 2, "topk_method": "group_limited_greedy"}
+        "DeepseekV2Config",
+        DEEPSEEK | {"n_group": 2, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | {"n_group": 2}),
     "glm4_moe": ("Glm4MoeConfig", DEEPSEEK | {"n_group": 1, "head_dim": 8}),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter, interpret, interpreter  # noqa: F401
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.moe.router_plan import FEW_TOKENS, LIBRARY_TOKENS, router_config
 from tilewright.codegen.moe.router_specs import RouterConfig, expert_tiles, router_grid
 from tilewright.codegen.targets import SM90, SM100
@@ -70,7 +71,7 @@ def test_numbers_that_are_none_come_first_and_infinite_ones_are_ordered(scores, 
     got, want = interpret(router.OP, a).outcome.result, router.reference(a)
     assert torch.equal(got[1][:2], want[1][:2])
     # Whatever the numbers are, an expert is one of those that there are, and none is chosen twice.
-    assert all(len({*row}) == 2 and 0 <= min(row) and max(row) < 6 for row in got[1].tolist())
+    assert all(len({*row}) == 2 and min(row) >= 0 and max(row) < 6 for row in got[1].tolist())
 
 
 def test_a_token_of_nan_leaves_the_others_alone():
@@ -120,7 +121,7 @@ def test_a_few_tokens_are_one_launch_and_every_part_of_the_sum_has_columns(
     problem = router_problem(MoeRouterArguments(weight[:1], weight, 2))
     config = router_config(problem, num_tokens, target)
     assert config.chooses == (num_tokens <= FEW_TOKENS)
-    steps = -(-(-(-hidden // config.block_k)) // config.splits)
+    steps = cdiv(cdiv(hidden, config.block_k), config.splits)
     assert (config.splits - 1) * steps * config.block_k < hidden
     (programs,) = router_grid(problem, config, num_tokens)
     tiles = programs // config.splits

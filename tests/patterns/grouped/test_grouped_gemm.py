@@ -291,9 +291,9 @@ def test_short_sums_over_many_rows_are_left_to_torch(count, dtype, taken):
     args = (rows(count=count, dtype=dtype), dense(dtype=dtype), ENDS)
     if taken:
         torch._dynamo.reset()
-        assert [site.op for site in matches_of(lower(stored_by_rows, args), "grouped", "fused_moe")] == [
-            WEIGHT_ONLY
-        ]
+        assert [
+            site.op for site in matches_of(lower(stored_by_rows, args), "grouped", "fused_moe")
+        ] == [WEIGHT_ONLY]
     else:
         assert misses(stored_by_rows, args) == ["NO_GAIN"]
 
@@ -315,7 +315,9 @@ def test_a_mixture_that_is_none_leaves_both_of_its_products():
     with torch.no_grad():
         lowered = lower(module, args)
     assert [site.op for site in matches_of(lowered, "grouped", "fused_moe")] == [WEIGHT_ONLY] * 2
-    assert [miss.code for miss in misses_of(lowered, "grouped", "fused_moe")] == ["EXPERT_ACTIVATION"]
+    assert [miss.code for miss in misses_of(lowered, "grouped", "fused_moe")] == [
+        "EXPERT_ACTIVATION"
+    ]
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")

@@ -42,7 +42,9 @@ def test_the_backend_reports_and_logs_it_and_the_model_runs(name, caplog):
         assert torch.equal(compiled(*args), module(*args))
     new = [report for report in reports() if id(report) not in before]
     code = LOOPS[name][2]
-    assert code in {miss.code for report in new for miss in misses_of(report, "fused_moe", "capture")}
+    assert code in {
+        miss.code for report in new for miss in misses_of(report, "fused_moe", "capture")
+    }
     assert code in caplog.text
 
 

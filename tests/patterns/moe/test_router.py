@@ -149,7 +149,7 @@ def test_every_spelling_is_one_op_that_chooses_no_worse(step):
 
 
 def test_experts_that_eager_s_rounding_makes_equal_are_told_apart():
-    """Two logits that bfloat16 rounds to one number: the larger is chosen, whichever comes first."""
+    """Of two logits that bfloat16 rounds to one number the larger is chosen, wherever it is."""
     x = torch.tensor([[1.0, 2.0**-9]]).bfloat16()
     for best in (0, 1):
         weight = torch.full((E, 2), -1.0)
