@@ -48,7 +48,7 @@ def match_weights(flow: Dataflow, choice: Choice) -> Weights:
     found = Weights(start, choice.scores, absorbed=(start,))
     casts: tuple[Value, ...] = ()
     for _ in range(_REACH):
-        step = _next(flow, found, casts)
+        step = _next(flow, choice, found, casts)
         if step is None:
             break
         if is_float_cast(step.end) and step.absorbed[-1:] == (step.end,):
@@ -100,14 +100,16 @@ def _gathers(user: Value, choice: Choice) -> bool:
     return wanted in known and index == choice.ids.whole
 
 
-def _next(flow: Dataflow, found: Weights, casts: tuple[Value, ...]) -> Weights | None:
+def _next(
+    flow: Dataflow, choice: Choice, found: Weights, casts: tuple[Value, ...]
+) -> Weights | None:
     """One step further; None where no known one follows."""
     end = casts[-1] if casts else found.end
     if end in flow.output_values:
         return None
     users = list(dict.fromkeys(flow.users.get(end, ())))
     inside = (*found.absorbed, *casts)
-    if len(users) == 1 and (step := _alone(users[0], end, found)) is not None:
+    if len(users) == 1 and (step := _alone(users[0], end, choice, found)) is not None:
         return replace(step, absorbed=(*inside, *step.absorbed))
     if found.normalise or found.scaling is not None or len(users) != 2:
         return None
@@ -121,7 +123,7 @@ def _next(flow: Dataflow, found: Weights, casts: tuple[Value, ...]) -> Weights |
     )
 
 
-def _alone(user: Value, end: Value, found: Weights) -> Weights | None:
+def _alone(user: Value, end: Value, choice: Choice, found: Weights) -> Weights | None:
     """A step that alone reads the value before; absorbed: its own."""
     if user.operands != (end.whole,) or user.shape != end.shape or user.store is not None:
         return None
@@ -131,7 +133,9 @@ def _alone(user: Value, end: Value, found: Weights) -> Weights | None:
     plain = found.scores == "logits" and not found.normalise and found.scaling is None
     if plain and user.op == "aten.softmax" and reduced_dims(user) == (1,):
         return replace(step, scores="softmax_of_chosen")
-    if plain and user.op == "aten.sigmoid":
+    # Of groups that sums of logits decide between, no sums of sigmoids would.
+    by_sums = choice.groups is not None and choice.groups.top == 2
+    if plain and user.op == "aten.sigmoid" and not by_sums:
         return replace(step, scores="sigmoid")
     factor = _other_number(user) if user.op == "aten.mul" else None
     if factor is None or found.scaling is not None:

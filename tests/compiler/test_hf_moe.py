@@ -1,4 +1,4 @@
-"""Hugging Face mixtures of experts: router and sparse layer fused, however the experts are computed,
+"""Hugging Face mixtures of experts: router and sparse layer fused, however experts are computed,
 for prompts and decode steps, with token counts as numbers and as symbols, and no less accurate."""
 
 import copy

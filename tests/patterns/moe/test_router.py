@@ -94,6 +94,20 @@ def llama4(x, w, b, c):
     return torch.sigmoid(top.float()), ids
 
 
+def sigmoid_of_one_group_s(x, w, b, c):
+    logits = F.linear(x, w)
+    by_group = logits.view(-1, GROUPS, E // GROUPS).amax(-1)
+    mask = mask_of(by_group.topk(KEPT)[1], by_group)
+    top, ids = logits.masked_fill(~mask, float("-inf")).topk(S)
+    return top.sigmoid(), ids
+
+
+def sigmoid_of_groups_by_logits(x, w, b, c):
+    logits = F.linear(x, w)
+    top, ids = logits.masked_fill(~best_groups(logits), float("-inf")).topk(S)
+    return top.sigmoid(), ids
+
+
 def bare(x, w, b, c):
     top, ids = torch.topk(F.linear(x, w), S)
     return torch.tanh(top), ids
@@ -117,6 +131,9 @@ SPELLINGS = {
     where_kept: {"scores": "sigmoid", "groups": "2 of 4", "correction": "no"},
     ernie: {"scores": "softmax", "correction": "yes", "normalised": "yes"},
     llama4: {"scores": "sigmoid", "slots": 1},
+    sigmoid_of_one_group_s: {"scores": "sigmoid", "groups": "2 of 4"},
+    # Sums of two logits are not in the order of the sums of their sigmoids.
+    sigmoid_of_groups_by_logits: {"scores": "logits", "groups": "2 of 4"},
     bare: {"scores": "logits"},
     logits_read: {"scores": "softmax", "logits": "given", "x": "bfloat16[6,16]"},
 }  # fmt: skip
