@@ -346,11 +346,12 @@ def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[
     return target(*args, **kwargs)
 
 
-def run_fake(node: fx.Node) -> Any:
-    """What a node computes, on its arguments' fake tensors."""
+def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any:
+    """What a node computes, on its arguments' fake tensors. instead: of some arguments, others."""
+    others = instead or {}
 
     def held(argument: fx.Node) -> Any:
-        return argument.meta["example_value"]
+        return others[argument] if argument in others else argument.meta["example_value"]
 
     args, kwargs = fx.node.map_arg(node.args, held), fx.node.map_arg(node.kwargs, held)
     # What is made of numbers alone has the mode of the graph's other nodes.

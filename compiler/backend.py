@@ -57,9 +57,15 @@ def tilewright(
     report, compiled = _compile(found, example_inputs, chosen, mode)
     report = replace(report, misses=(*report.misses, *missed))
     _publish(report, chosen, breaks)
+    published = _REPORTS[-1]
     if not (chosen.verify and report.matches):
         return compiled
-    return verified(report, compiled, chosen, lambda why: _publish(_unfused(gm, why), chosen))
+
+    def note(text: str) -> None:
+        noted = replace(report, notes=(*report.notes, text))
+        _correct(published, kept(noted, Lowered((noted,), target_name(chosen), tuple(breaks))))
+
+    return verified(report, compiled, chosen, lambda why: _publish(_unfused(gm, why), chosen), note)
 
 
 def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
@@ -159,6 +165,15 @@ def _inner(
     patches = {**(_compat.mode_patches(mode) or {}), **(options.inner_options or {})}
     compiled: Any = _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled
+
+
+def _correct(published: KeptReport, now: KeptReport) -> None:
+    """Puts what is known now in the place of a report that was published."""
+    for place, known in enumerate(_REPORTS):
+        if known is published:
+            _REPORTS[place] = now
+    for note in now.notes[len(published.notes) :]:
+        log.info("%s", note)
 
 
 def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) -> None:

@@ -26,6 +26,7 @@ from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
+from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
 from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
@@ -116,6 +117,7 @@ def _attempt(
 
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
+        spelled = spell_flex_out(graph)
         # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}
 
@@ -138,6 +140,7 @@ def _attempt(
             if not no:
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
                 misses.extend((*found.misses, *left, *unread))
+                put_flex_back(graph, spelled)
                 return
 
     observer = _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright")

@@ -29,7 +29,7 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
 from tilewright.ops.runtime.replay import repeat
-from tilewright.ops.schema import schema_of
+from tilewright.ops.schema import ordered_fields, schema_of
 
 log = logging.getLogger("tilewright")
 
@@ -572,7 +572,7 @@ def _default(argument: Any) -> Any:
 def _check_arguments(op: FusedOp) -> None:
     schema = torch._C.parse_schema(op.declaration)
     declared = [(a.name, a.kwarg_only, _default(a)) for a in schema.arguments]
-    written = [(f.name, f.kw_only, f.default) for f in fields(op.arguments)]
+    written = [(f.name, f.kw_only, f.default) for f in ordered_fields(op.arguments)]
     if written != declared:
         raise ValueError(
             f"{op.qualified_name}: the fields of {op.arguments.__qualname__} {written} are not the "

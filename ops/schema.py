@@ -34,7 +34,7 @@ _WORDS = {
 
 
 def schema_of(arguments: type[Any], returns: str) -> str:
-    """The schema whose arguments are the fields of a dataclass, in order and with their defaults:
+    """The schema whose arguments are the fields of a dataclass, as its constructor takes them:
     "(Tensor x, Tensor(a!) cache, *, float eps=1e-06) -> Tensor".
 
     A field is a Tensor, Written, int, SymInt, float, bool, str, torch.dtype or torch.device, one of
@@ -45,7 +45,7 @@ def schema_of(arguments: type[Any], returns: str) -> str:
     hints = ChainMap(*(get_annotations(owner, eval_str=True) for owner in arguments.__mro__))
     letters = iter(ascii_lowercase)
     words: list[str] = []
-    for field in fields(arguments):
+    for field in ordered_fields(arguments):
         if field.kw_only and "*" not in words:
             words.append("*")
         try:
@@ -53,6 +53,12 @@ def schema_of(arguments: type[Any], returns: str) -> str:
         except ValueError as error:
             raise ValueError(f"{arguments.__qualname__}.{field.name}: {error}") from None
     return f"({', '.join(words)}) -> {returns}"
+
+
+def ordered_fields(arguments: type[Any]) -> list[Field[Any]]:
+    """The fields of a dataclass in the order of an op's arguments: keywords come last, those that
+    it inherits first among them."""
+    return sorted(fields(arguments), key=lambda field: field.kw_only is True)
 
 
 def _type(hint: Any, letters: Iterator[str]) -> str:

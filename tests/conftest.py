@@ -12,10 +12,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are i
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Dynamo makes many short-lived objects beside a large heap, which the collector reads each time.
+# Dynamo makes many short-lived objects beside a large heap, which the collector reads each time,
+# and which Dynamo has it read after each compilation.
 gc.set_threshold(100_000, 20, 20)
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def pytest_collection_finish(session):
+    """Modules and tests stay: a tenth of a second less for every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,8 +77,9 @@ def own_ops() -> list[FusedOp]:
     return [op for op in all_ops() if op.namespace == "tilewright"]
 
 
+@cache
 def quick_cases(target: str) -> Found:
-    """Of the audits and of the ops' own cases."""
+    """Of the audits and of the ops' own cases. Not to be changed."""
     found: Found = {}
     for case in audit_cases(TARGETS[target]):
         _add(found, f"audit, {case.name}", [case.spec])
@@ -91,7 +93,7 @@ def quick_cases(target: str) -> Found:
 
 def all_cases(target: str) -> Found:
     """With the shapes of the benchmarks."""
-    found = quick_cases(target)
+    found = dict(quick_cases(target))
     for label, op, arguments in benchmark_calls():
         _add(found, f"benchmark, {label}", _planned(op, arguments, target))
     _add_all(found, attention_cores(target))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv
-from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, QUERIES
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 
@@ -17,13 +17,15 @@ LEAST_LISTED, MOST_LISTED = 16, 1024
 class MaskProblem:
     """The static part of a call. mask: u8 of booleans, else a float that is added; contiguous: a
     row's keys lie side by side. rows, key_blocks: the next powers of two of its rows, at most
-    QUERIES, and of its blocks of keys. divisible: names of run-time numbers that 16 divides."""
+    QUERIES, and of its blocks of keys. divisible: names of run-time numbers that 16 divides. unit:
+    the largest power of two of a mask whose lowest numbers hide, too; 0 where they do not."""
 
     mask: Operand
     contiguous: bool
     rows: int
     key_blocks: int
     divisible: tuple[str, ...] = ()
+    unit: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class MaskConfig:
 def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:
     """Of `key_blocks`, in whole steps; the last part has what is left."""
     return max(cdiv(cdiv(key_blocks, config.parts), config.blocks), 1) * config.blocks
+
+
+def numbers_per_tile(problem: MaskProblem, config: MaskConfig, key_blocks: int) -> int:
+    """That the programs of a tile hand over: a flag of each block, and where the lowest numbers
+    hide, of each part's rows whether they have an ordinary one."""
+    return key_blocks + (config.parts * problem.rows if problem.unit and config.parts > 1 else 0)
 
 
 def mask_spec(problem: MaskProblem, config: MaskConfig, target: str) -> KernelSpec:
@@ -61,6 +69,7 @@ def mask_spec(problem: MaskProblem, config: MaskConfig, target: str) -> KernelSp
             "BLOCKS": config.blocks,
             "LISTED": max(min(problem.key_blocks, MOST_LISTED), LEAST_LISTED),
             "SPLIT": config.parts > 1,
+            **_bounds(problem.unit),
         },
         {
             "mask_ptr": problem.mask,
@@ -77,3 +86,7 @@ def mask_spec(problem: MaskProblem, config: MaskConfig, target: str) -> KernelSp
         num_warps=config.num_warps,
         target=target,
     )
+
+
+def _bounds(unit: float) -> dict[str, float]:
+    return {"LOWEST": LOWEST * unit, "ORDINARY": ORDINARY * unit} if unit else {}

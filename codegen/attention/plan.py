@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, head_group
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import DecodeConfig, PrefillConfig, decode_tiles
+from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles
 from tilewright.codegen.targets import Target
 
 # Rows of a tile at most.
@@ -17,15 +18,13 @@ HELD_NUMBERS = 64
 MOST_WARPS = 8
 # Shared memory for the weights, barriers and reductions.
 SPARE_BYTES = 8192
-MOST_SPLITS = 64
-# What a split costs, in the time that a multiprocessor takes for a block of keys: handing over a
-# part, and merging it.
-HANDOVER_BLOCKS = 1.5
-MERGE_BLOCKS = 0.05
-# The same where a launch of its own merges.
-MOST_MERGED = 128
-LAUNCH_BLOCKS = 2.5
-MERGED_BLOCKS = 0.02
+MOST_SPLITS = 128
+# What splitting costs, in bytes of keys that a multiprocessor reads in that time (measured on an
+# H200): another launch, and each part that it merges.
+LAUNCH_BYTES = 56 * 1024
+MERGED_BYTES = 2 * 1024
+# More programs than fit at once would start late where most of the capacity is empty.
+RESIDENT_PROGRAMS = 2
 # Stages of the pipeline: more where a block's page is loaded before it.
 STAGES = 3
 INDIRECT_STAGES = 5
@@ -38,8 +37,8 @@ BY_POINTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# Share of the L2 cache that the keys and values of one group of heads may take.
-L2_SHARE = 0.6
+# With a mask tensor, whose tile takes registers too.
+MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
 def decode_rows(problem: CacheProblem, num_queries: int) -> tuple[int, int, int]:
@@ -70,7 +69,7 @@ def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if problem.attn_mask is not None:
-        tried = BY_POINTERS[1:]  # twice the queries for each tile of the mask
+        tried = MASKED if max(problem.blocks) <= 128 else BY_POINTERS[1:]
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
@@ -78,24 +77,17 @@ def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
 
 
 def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
-    """Whether shared memory holds q's tile and the stages of keys, values and mask."""
     head_block, v_block = problem.blocks
-    tiles = config.block_m * head_block * ELEMENT_BYTES[problem.q.dtype]
-    width = (head_block + v_block) * ELEMENT_BYTES[problem.k.dtype]
-    if problem.attn_mask is not None:
-        width += config.block_m * ELEMENT_BYTES[problem.attn_mask.dtype]
-    held = tiles + config.num_stages * config.block_n * width + SPARE_BYTES
-    return held <= target.max_shared_bytes
+    q_bytes = head_block * ELEMENT_BYTES[problem.q.dtype]
+    key_bytes = (head_block + v_block) * ELEMENT_BYTES[problem.k.dtype]
+    return config.fits(q_bytes, key_bytes, problem.attn_mask, target)
 
 
-def head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
-    """Heads (of a dense batch: pairs of sequence and head) whose tiles run side by side: as many as
-    the L2 cache holds keys and values of."""
+def query_head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
+    """Heads of q (of a dense batch: pairs of sequence and head) whose tiles run side by side."""
     ragged = problem.row_offsets is not None
     pairs = problem.num_kv_heads * (1 if ragged else max(sizes.num_sequences, 1))
-    fitting = max(int(L2_SHARE * target.l2_bytes / (sizes.num_keys * problem.key_bytes)), 1)
-    # Groups of one size: a small last one would leave multiprocessors idle.
-    return cdiv(pairs, cdiv(pairs, fitting)) * problem.group
+    return head_group(pairs, sizes.num_keys * problem.key_bytes, target) * problem.group
 
 
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
@@ -110,8 +102,7 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
     config = DecodeConfig(tokens, heads, rows, 1, num_warps=warps, num_stages=stages)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
     blocks = cdiv(sizes.num_keys, KEYS)
-    splits = _splits(tiles, blocks, target.num_sms, launched=problem.merges)
-    return replace(config, splits=splits)
+    return replace(config, splits=_splits(tiles, blocks, KEYS * problem.key_bytes, target.num_sms))
 
 
 def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
@@ -132,19 +123,16 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     return max(min(wanted, fitting), 1)
 
 
-def _splits(tiles: int, blocks: int, num_sms: int, *, launched: bool) -> int:
-    """Into how many parts the keys of each tile fall, for the least time. launched: a launch of its
-    own merges them.
+def _splits(tiles: int, blocks: int, block_bytes: int, num_sms: int) -> int:
+    """Into how many parts the keys of each tile fall, for the least time.
 
     One program keeps a multiprocessor's share of the memory busy, so what counts is how many blocks
     of keys the busiest one takes.
     """
-    most, once, each = MOST_SPLITS, HANDOVER_BLOCKS, MERGE_BLOCKS
-    if launched:
-        most, once, each = MOST_MERGED, LAUNCH_BLOCKS, MERGED_BLOCKS
+    most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * num_sms // tiles)
 
     def time(splits: int) -> float:
-        shared = once + each * splits if splits > 1 else 0.0
-        return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) + shared
+        merging = LAUNCH_BYTES + MERGED_BYTES * splits if splits > 1 else 0
+        return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) * block_bytes + merging
 
-    return min(range(1, max(min(blocks, most), 1) + 1), key=time)
+    return min(range(1, max(most, 1) + 1), key=time)

@@ -51,18 +51,6 @@ class CacheProblem:
     tma: bool = False
 
     @property
-    def merges(self) -> bool:
-        """Whether parts of split keys are merged by a launch of their own: rows of them are many
-        and wide, so that one program would take longer for them than for its keys."""
-        return self.v is None
-
-    @property
-    def mask_kind(self) -> str:
-        if self.attn_mask is None:
-            return "none"
-        return "bool" if self.attn_mask.dtype == "u8" else "additive"
-
-    @property
     def blocks(self) -> tuple[int, int]:
         """Tile widths of keys and values: powers of two that a tensor core takes."""
         v_block = max(next_power_of_2(self.v_dim), 64)

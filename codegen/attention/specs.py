@@ -1,4 +1,4 @@
-"""The kernel specs of `attention_decode` and `attention_prefill`, and their grids."""
+"""The kernel specs of `attention_decode` and `attention_prefill`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS, QUERIES
-from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, mask_kind
+from tilewright.codegen.attention.problem import CacheProblem
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import get_target
@@ -56,21 +57,6 @@ STRIDES = (
 
 
 @dataclass(frozen=True)
-class PrefillConfig:
-    """Tiles of block_m queries and block_n keys. tma: keys and values by descriptors."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-
-    def __str__(self) -> str:
-        tile = f"{self.block_m} queries x {self.block_n} keys w{self.num_warps} s{self.num_stages}"
-        return f"{tile} tma" if self.tma else tile
-
-
-@dataclass(frozen=True)
 class DecodeConfig:
     """Tiles of `tokens` queries, and `heads` of those that share keys, in `rows` rows; `splits`
     programs share the keys of a tile."""
@@ -97,7 +83,6 @@ class DecodeConfig:
 def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
     """The `attention_decode` kernel of a problem."""
     p = problem
-    _, v_block = p.blocks
     split, real, rope = config.splits > 1, config.real_rows, p.k_rope is not None
     return KernelSpec.of(
         "attention.decode",
@@ -117,7 +102,6 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "CHAINED": not get_target(target).tmem_columns,
             "BLOCK_N": config.block_n,
             "SPLITS": config.splits,
-            "CHUNK": _merged_at_once(real, v_block, config),
             "STAGES": config.num_stages,
         },
         {
@@ -128,7 +112,6 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "k_rope_ptr": p.k_rope,
             "out_ptr": p.out,
             "workspace_ptr": Operand("fp32") if split else None,
-            "counters_ptr": Operand("i32", aligned=False) if split and not p.merges else None,
             **{name: getattr(p, field) for name, field in TENSORS.items()},
             **dict.fromkeys(COUNTS, "i32"),
             "factor": "fp32",
@@ -169,7 +152,7 @@ def _constants(p: CacheProblem) -> dict[str, Constant]:
         "RAGGED": p.row_offsets is not None,
         "MASK": p.mask,
         "WINDOW": p.window,
-        "MASK_KIND": p.mask_kind,
+        "MASK_KIND": mask_kind(p.attn_mask),
         "CAPPED": p.softcap,
         "QUERIES": QUERIES,
     }
@@ -186,9 +169,7 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
             "NUM_HEADS": p.num_kv_heads * p.group,
             "SEQUENCES": p.sequences,
             "KEYS": KEYS,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "TMA": config.tma,
+            **config.constants,
         },
         {
             "q_ptr": p.q,
@@ -208,25 +189,9 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
         dependent=True,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
         target=target,
     )
-
-
-def prefill_tiles(problem: CacheProblem, config: PrefillConfig, sizes: CacheSizes) -> int:
-    """Tiles of one sequence and head, or at most of all ragged sequences; at least 1."""
-    if problem.row_offsets is None:
-        return max(cdiv(sizes.num_queries, config.block_m), 1)
-    # Each sequence has at most one tile that is not full.
-    return cdiv(sizes.num_queries, config.block_m) + max(sizes.num_sequences - 1, 0)
-
-
-def prefill_grid(
-    problem: CacheProblem, sizes: CacheSizes, tiles: int, head_group: int
-) -> tuple[int]:
-    """One program per tile; those of a last group that is not full have nothing to do."""
-    pairs = problem.num_kv_heads * problem.group
-    pairs *= 1 if problem.row_offsets is not None else sizes.num_sequences
-    return (cdiv(pairs, head_group) * head_group * tiles,)
 
 
 def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:
@@ -241,14 +206,8 @@ def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
     return config.splits * config.real_rows * (problem.blocks[1] + 2)
 
 
-def _merged_at_once(rows: int, v_block: int, config: DecodeConfig) -> int:
-    """Parts that the merging program holds in registers at once."""
-    fitting = MERGED_NUMBERS * config.num_warps // (rows * v_block)
-    return max(min(next_power_of_2(config.splits), fitting), 1)
-
-
 def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> KernelSpec:
-    """The `attention_merge` kernel after that of `decode_spec`, where the problem `merges`."""
+    """The `attention_merge` kernel after that of `decode_spec`, where keys are split."""
     p = problem
     return KernelSpec.of(
         "attention.decode",
@@ -270,8 +229,11 @@ def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Kern
             "workspace_ptr": Operand("fp32"),
             "out_ptr": p.out,
             "row_offsets_ptr": p.row_offsets,
+            "sinks_ptr": p.sinks,
+            "v_scale_ptr": p.v_scale,
             "num_queries": "i32",
             "row_tiles": "i32",
+            "v_scale_stride": "i64",
         },
         ranges=("num_queries", "row_tiles"),
         dependent=True,

@@ -219,7 +219,8 @@ def _load(spec: KernelSpec) -> tuple[Any, str]:
     place = str(entry.folder / name) if entry.folder is not None else f"<emitted {name}>"
     module = ModuleType(f"tilewright_emitted.{spec.name}")
     module.__file__ = place
-    # Triton asks `inspect` for a kernel's source, which looks here first; None: never checked again.
+    # Triton asks `inspect` for a kernel's source, which looks here first. None: never looked up
+    # again.
     linecache.cache[place] = (len(text), None, StringIO(text).readlines(), place)
     exec(compile(text, place, "exec"), module.__dict__)
     return getattr(module, module.KERNEL), text

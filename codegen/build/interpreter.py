@@ -27,6 +27,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
+from tilewright.codegen.build import interpreter_speed
+
 _FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _WIDE = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
 
@@ -52,7 +54,7 @@ def round_to_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def _is_bf16(handle: TensorHandle) -> bool:
-    return handle.dtype.scalar == tl.bfloat16
+    return handle.dtype.scalar.is_bf16()
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
@@ -180,7 +182,10 @@ def _scalar_index(original: Callable) -> Callable:
 
 
 def _call_helper(self: JITFunction | InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    return InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
+    rewritten = InterpretedFunction.rewritten_fn.get(self.fn)
+    if rewritten is None:
+        rewritten = InterpretedFunction(self.fn).rewrite()
+    return rewritten(*args, **kwargs)
 
 
 def _bind_method(self: JITFunction, instance: Any, owner: Any = None) -> Any:
@@ -232,6 +237,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (JITFunction, "__call__", _call_helper),
         (JITFunction, "__get__", _bind_method),
         (InterpretedFunction, "__call__", _call_helper),
+        *interpreter_speed.replacements(),
     ]
     return changes
 

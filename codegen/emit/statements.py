@@ -140,6 +140,8 @@ class Statements(Expressions):
             self.scope.bindings[name] = Folded(node, values.tensor_of(value))
 
     def _items(self, folded: Folded) -> list[Folded] | None:
+        if isinstance(folded.value.const, tuple):
+            return [self._constant(item) for item in folded.value.const]
         if not isinstance(folded.node, (ast.Tuple, ast.List)):
             return None
         return [Folded(item, self.facts.get(item, NOTHING)) for item in folded.node.elts]

@@ -253,12 +253,14 @@ def _is_alias(uses: list[_Use], copy: _Copy, fixed: set[str]) -> bool:
         return False
     if not sources:
         return True
-    if sources[0] not in uses[: _position(uses, copy)]:
+    if all(use is not sources[0] for use in uses[: _position(uses, copy)]):
         return False
+    if _is_beside(sources[0], copy):
+        return True
     # A copy inside a branch may keep the value of an earlier round of a loop around both.
     later = {id(use.statement) for use in _uses(copy.block[copy.index :])}
     reads = [use for use in uses if use.name == copy.target and not use.is_store]
-    return _is_beside(sources[0], copy) or all(id(use.statement) in later for use in reads)
+    return all(id(use.statement) in later for use in reads)
 
 
 def _is_merge(uses: list[_Use], copy: _Copy, fixed: set[str]) -> bool:

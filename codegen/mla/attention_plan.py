@@ -7,26 +7,25 @@ from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.attention.blocks import KEYS
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, head_group
 from tilewright.codegen.mla.attention_specs import (
     MAX_SORTED,
-    AttentionConfig,
     AttentionProblem,
     AttentionSizes,
+    head_pairs,
 )
 from tilewright.codegen.targets import Target
 
-# Shared memory for barriers and reductions.
-SPARE_BYTES = 4096
 # Where all warps load; the first that fits.
 BY_POINTERS = (
-    AttentionConfig(128, 64, 8, 3, tma=False),
-    AttentionConfig(128, 32, 8, 2, tma=False),
-    AttentionConfig(64, 64, 4, 2, tma=False),
-    AttentionConfig(64, 32, 4, 1, tma=False),
+    PrefillConfig(128, 64, 8, 3),
+    PrefillConfig(128, 32, 8, 2),
+    PrefillConfig(64, 64, 4, 2),
+    PrefillConfig(64, 32, 4, 1),
 )
 # With a mask tensor, whose tiles take shared memory too; of wide heads, few queries.
-MASKED = (BY_POINTERS[0], AttentionConfig(128, 64, 8, 2, tma=False), *BY_POINTERS[1:])
-MASKED_WIDE = AttentionConfig(64, 64, 8, 2, tma=False)
+MASKED = (BY_POINTERS[0], PrefillConfig(128, 64, 8, 2), *BY_POINTERS[1:])
+MASKED_WIDE = PrefillConfig(64, 64, 8, 2)
 # Up to so many keys of a sequence short tiles are better: two programs on a multiprocessor, of
 # which one works while the other starts.
 SHORT_KEYS = 1024
@@ -34,8 +33,6 @@ SHORT_KEYS = 1024
 # as their time is that of the longest.
 SPECIALISED_KEYS = 3072
 SPECIALISED_AVERAGE = 768
-# Share of the L2 cache that the keys and values of one group of heads may take.
-L2_SHARE = 0.6
 # A library's attention takes less time than ours from so many tiles of 128 queries on.
 LIBRARY_TILES = 1024
 # And from so many keys on: below, what goes before it is too much of the work.
@@ -44,21 +41,23 @@ LIBRARY_KEYS = 1024
 
 def attention_config(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
-) -> AttentionConfig:
+) -> PrefillConfig:
     """The tiles of a call that runs our kernel."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
         return _in_tensor_memory(problem, sizes, reached)
     masked = problem.attn_mask is not None
-    if problem.is_fp8 and reached and _fits(problem, 64, 64, 3, target):
-        if not problem.v_by_key:
-            return AttentionConfig(128, KEYS if masked else 128, 8, 2, promote=True)
-        # Three programs on a multiprocessor take turns at the tensor core.
-        return AttentionConfig(64, 64, 4, 3, promote=True, maxnreg=168)
-    if reached and _specialises(problem, sizes) and _fits(problem, 128, 128, 2, target):
-        return AttentionConfig(128, 128, 4, 2, warp_specialize=True, one_loop=True)
+    # Three programs on a multiprocessor take turns at the tensor core.
+    turns = PrefillConfig(64, 64, 4, 3, tma=True, promote=True, maxnreg=168)
+    if problem.is_fp8 and reached and _fits(problem, turns, target):
+        if problem.v_by_key:
+            return turns
+        return PrefillConfig(128, KEYS if masked else 128, 8, 2, tma=True, promote=True)
+    apart = PrefillConfig(128, 128, 4, 2, tma=True, warp_specialize=True, one_loop=True)
+    if reached and _specialises(problem, sizes) and _fits(problem, apart, target):
+        return apart
     tried = (*_short(problem, sizes, target), *(MASKED if masked else BY_POINTERS))
-    fitting = (c for c in tried if _fits(problem, c.block_m, c.block_n, c.num_stages, target))
+    fitting = (config for config in tried if _fits(problem, config, target))
     return replace(next(fitting, tried[-1]), promote=problem.is_fp8)
 
 
@@ -85,7 +84,7 @@ def _average_keys(problem: AttentionProblem, sizes: AttentionSizes) -> int:
 
 def _short(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
-) -> tuple[AttentionConfig, ...]:
+) -> tuple[PrefillConfig, ...]:
     """Tiles for sequences of few keys. A mask comes with a cache's capacity of keys, of which its
     queries may see few: they are taken for as many as there are queries."""
     masked, keys = problem.attn_mask is not None, _average_keys(problem, sizes)
@@ -97,37 +96,35 @@ def _short(
     programs *= 1 if problem.ragged else sizes.num_sequences
     # With a multiprocessor each, programs are better off with more keys on the way.
     stages = 3 if programs <= target.num_sms else 2
-    return (AttentionConfig(64, 64, 4, stages, tma=False, one_loop=problem.ragged),)
+    return (PrefillConfig(64, 64, 4, stages, one_loop=problem.ragged),)
 
 
 def _in_tensor_memory(
     problem: AttentionProblem, sizes: AttentionSizes, reached: bool
-) -> AttentionConfig:
+) -> PrefillConfig:
     """Before Triton 3.9 two products may not go to one accumulator."""
     wide, masked = max(problem.blocks) > 128, problem.attn_mask is not None
     if reached and not (masked or wide):
-        return AttentionConfig(128, 64, 8, 2, warp_specialize=True, chained=False)
+        # A part has its log-sum-exp too, for which two loops leave no registers.
+        part = problem.lse is not None
+        return PrefillConfig(
+            128, 64, 8, 2, tma=True, warp_specialize=True, one_loop=part, chained=False
+        )
     if masked and sizes.num_queries <= 64:
-        return AttentionConfig(64, 64, 8 if wide else 4, 2, tma=reached, chained=False)
+        return PrefillConfig(64, 64, 8 if wide else 4, 2, tma=reached, chained=False)
     if wide:
-        return AttentionConfig(128, 32, 8, 2, tma=reached, chained=False)
-    return AttentionConfig(128, 64, 8, 2, tma=reached, chained=False)
+        return PrefillConfig(128, 32, 8, 2, tma=reached, chained=False)
+    return PrefillConfig(128, 64, 8, 2, tma=reached, chained=False)
 
 
-def _fits(
-    problem: AttentionProblem, block_m: int, block_n: int, stages: int, target: Target
-) -> bool:
-    """Whether shared memory holds q's tile and the stages of keys, values and mask."""
+def _fits(problem: AttentionProblem, config: PrefillConfig, target: Target) -> bool:
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
-    tiles = block_m * (nope + rope) + stages * block_n * (nope + rope + v)
-    held = tiles * ELEMENT_BYTES[problem.dtype] + SPARE_BYTES
-    if problem.attn_mask is not None:
-        held += max(stages - 1, 1) * block_m * block_n * ELEMENT_BYTES[problem.attn_mask.dtype]
-    return held <= target.max_shared_bytes
+    size = ELEMENT_BYTES[problem.dtype]
+    return config.fits((nope + rope) * size, (nope + rope + v) * size, problem.attn_mask, target)
 
 
-def rotates_queries(problem: AttentionProblem, config: AttentionConfig) -> bool:
+def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
     """Whether the kernel rotates the queries that it loads; each has one program to load it.
 
     Not where a descriptor brings them to shared memory, nor where both members of a pair leave
@@ -137,17 +134,10 @@ def rotates_queries(problem: AttentionProblem, config: AttentionConfig) -> bool:
     return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
 
 
-def head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
-    """Heads (of a dense batch: pairs of sequence and head) whose tiles run side by side.
-
-    As many as the L2 cache holds keys and values of: then each is read from memory once, and the
-    heaviest tiles of all of them come first.
-    """
-    pairs = problem.num_heads * (1 if problem.ragged else max(sizes.num_sequences, 1))
-    kept = max(sizes.num_keys, 1) * problem.key_bytes
-    fitting = max(int(L2_SHARE * target.l2_bytes / kept), 1)
-    # Groups of one size: a small last one would leave multiprocessors idle.
-    return -(-pairs // -(-pairs // fitting))
+def own_head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
+    """Heads (of a dense batch: pairs of sequence and head) whose tiles run side by side."""
+    pairs = max(head_pairs(problem, sizes), 1)
+    return head_group(pairs, sizes.num_keys * problem.key_bytes, target)
 
 
 def library_gains(num_heads: int, sizes: AttentionSizes) -> bool:

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.prefill_tiles import (
+    PrefillConfig,
+    mask_kind,
+    num_tiles,
+    tile_grid,
+)
 from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
@@ -126,12 +132,6 @@ class AttentionProblem:
         return self.query_offsets is not None
 
     @property
-    def mask_kind(self) -> str:
-        if self.attn_mask is None:
-            return "none"
-        return "bool" if self.attn_mask.dtype == "u8" else "additive"
-
-    @property
     def mask_contiguous(self) -> bool:
         """Whether the keys of a row of the mask tensor lie side by side."""
         return self.attn_mask is not None and self.attn_mask.strides == (1,)
@@ -150,36 +150,7 @@ class AttentionProblem:
         return (self.nope + self.v_dim) * ELEMENT_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Tiles of block_m queries and block_n keys.
-
-    tma: loads by descriptors. one_loop: masked and whole key blocks in one. chained: both parts of
-    a score in one accumulator. promote: the tensor core's sums of each block are added in fp32.
-    maxnreg: registers of a thread at most.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    tma: bool = True
-    warp_specialize: bool = False
-    one_loop: bool = False
-    chained: bool = True
-    promote: bool = False
-    maxnreg: int | None = None
-
-    def __str__(self) -> str:
-        flags = ("tma", "one_loop", "chained", "promote")
-        words = [name.replace("_", " ") for name in flags if getattr(self, name)]
-        words += ["ws"] if self.warp_specialize else []
-        words += [f"r{self.maxnreg}"] if self.maxnreg else []
-        tile = f"{self.block_m}x{self.block_n} w{self.num_warps} s{self.num_stages}"
-        return " ".join([tile, *words])
-
-
-def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: str) -> KernelSpec:
+def attention_spec(problem: AttentionProblem, config: PrefillConfig, target: str) -> KernelSpec:
     """The `mla_attention` kernel of a problem."""
     p = problem
     nope_block, rope_block, v_block = p.blocks
@@ -206,20 +177,16 @@ def attention_spec(problem: AttentionProblem, config: AttentionConfig, target: s
             "PAGE_STRIDE": page,
             "MASK": p.mask,
             "WINDOW": p.window,
-            "MASK_KIND": p.mask_kind,
+            "MASK_KIND": mask_kind(p.attn_mask),
             "QUERIES": QUERIES,
             "KEYS": KEYS,
             **p.rotation.constants,
             "SHIFT": FP8_SHIFT if p.is_fp8 else 0.0,
             "PROMOTE": config.promote,
             "CHAINED": config.chained,
-            "ONE_LOOP": config.one_loop,
-            "TMA": config.tma,
+            **config.constants,
             "ROPE_TMA": config.tma and p.rope_tma,
             "JOINT": config.tma and p.joint,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "WARP_SPECIALIZE": config.warp_specialize,
         },
         {
             **{name: getattr(p, field) for name, field in TENSORS.items()},
@@ -321,19 +288,18 @@ class AttentionSizes:
     longest: int
 
 
-def row_tiles(problem: AttentionProblem, config: AttentionConfig, sizes: AttentionSizes) -> int:
+def row_tiles(problem: AttentionProblem, config: PrefillConfig, sizes: AttentionSizes) -> int:
     """Row tiles of one dense sequence, or at most of all ragged ones; at least 1."""
-    if not problem.ragged:
-        return max(cdiv(sizes.num_queries, config.block_m), 1)
-    # Each sequence has at most one tile that is not full.
-    together = cdiv(sizes.num_queries, config.block_m) + sizes.num_sequences - 1
-    apart = sizes.num_sequences * cdiv(sizes.longest, config.block_m)
-    return max(min(together, apart), 1)
+    counts = (sizes.num_sequences, sizes.num_queries, sizes.longest)
+    return num_tiles(config.block_m, *counts, ragged=problem.ragged)
 
 
 def attention_grid(
     problem: AttentionProblem, sizes: AttentionSizes, tiles: int, head_group: int
 ) -> tuple[int]:
-    """One program per tile; those of a last group that is not full have nothing to do."""
-    pairs = problem.num_heads * (1 if problem.ragged else sizes.num_sequences)
-    return (cdiv(pairs, head_group) * head_group * tiles,)
+    return tile_grid(head_pairs(problem, sizes), tiles, head_group)
+
+
+def head_pairs(problem: AttentionProblem, sizes: AttentionSizes) -> int:
+    """Heads, of a dense batch pairs of sequence and head."""
+    return problem.num_heads * (1 if problem.ragged else sizes.num_sequences)

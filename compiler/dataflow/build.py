@@ -237,9 +237,9 @@ class _Builder:
                 return "aten.linear", found, {}
         if name == "stack":
             return "aten.cat", self._stack(node), {}
-        if name == "cat":
+        if name in ("cat", "hstack"):
             tensors = argument(node, 0, "tensors")
-            dim = argument(node, 1, "dim", 0)
+            dim = argument(node, 1, "dim", 0) if name == "cat" else min(len(result.shape), 2) - 1
             pieces = tuple(self._operand(t) for t in tensors)
             return "aten.cat", (pieces, dim % len(result.shape)), {}
         if name in spelling.PLAIN:

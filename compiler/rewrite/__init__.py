@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.dataflow.spelling import argument, shape_of
+from tilewright.compiler.dataflow.spelling import LAYOUT, argument, name_of, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
 from tilewright.compiler.safety.legality import insertion_node, writes_on
 from tilewright.compiler.safety.lint import check_site
@@ -86,7 +86,11 @@ def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewrit
             node = _insert(op, match, materialiser)
             if match.needs_kernel and _device_type(match) == "cuda":
                 _check_kernel(op, node)
-            replacements = [pair for r in match.results for pair in _restate(r, node, materialiser)]
+            replacements = [
+                (old, _viewable(old, new, materialiser))
+                for r in match.results
+                for old, new in _restate(r, node, materialiser)
+            ]
     except Exception as error:
         _erase_between(graph, before, last)
         if not isinstance(error, (ArgumentError, InexpressibleError)):
@@ -148,6 +152,34 @@ def _moved_and_written(
         if written is not None and _steps(one) != _steps(two):
             return old
     return None
+
+
+def _viewable(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
+    """The replacement of a node, copied where the graph views it as only the old strides allow."""
+    held, now = (node.meta["example_value"] for node in (old, new))
+    if _steps(held) == _steps(now) or not _breaks_views(old, now):
+        return new
+    if not held.is_contiguous():
+        raise InexpressibleError(f"{old.name} is viewed, and the op's result has other strides")
+    return materialiser.call("contiguous", new)
+
+
+def _breaks_views(old: fx.Node, now: torch.Tensor) -> bool:
+    """Whether a view of a node, or of its views, cannot be taken of another tensor in its place."""
+    front = {old: now}
+    while front:
+        node, tensor = front.popitem()
+        for user in node.users:
+            first = argument(user, 0, "input")
+            if first is not node or name_of(user) not in (*LAYOUT, "getitem"):
+                continue
+            try:
+                viewed = _compat.run_fake(user, {node: tensor})
+            except (RuntimeError, ValueError):
+                return True
+            if isinstance(viewed, torch.Tensor):
+                front[user] = viewed
+    return False
 
 
 def _steps(tensor: torch.Tensor) -> list[Any]:

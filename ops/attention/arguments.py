@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import torch
@@ -10,8 +10,29 @@ import torch
 from tilewright.ops.schema import SymInt
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchArguments:
+    """What `cache_attention` and `mla_decode` are told of the sequences of a batch: where the keys
+    of each lie and which of them its queries see. AttentionArguments has what each means."""
+
+    scale: float
+    num_sequences: SymInt = 1
+    row_offsets: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    key_lengths: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+    mask: str = "causal"
+    window: int = 0
+    attn_mask: torch.Tensor | None = None
+    mask_blocks: torch.Tensor | None = None
+
+
+BATCH_NAMES = tuple(field.name for field in fields(BatchArguments))
+
+
 @dataclass(frozen=True)
-class AttentionArguments:
+class AttentionArguments(BatchArguments):
     """The arguments of `cache_attention`: T queries of B sequences; Hq heads, which share the Hkv
     heads of keys and values; D and V the widths of a key and a value.
 
@@ -28,7 +49,9 @@ class AttentionArguments:
     and j // window == p // window) or "none"; and attn_mask [B or 1, Hq or 1, S or 1, K or more]:
     bool, True is seen, or numbers (of q's dtype or fp32) that are added to the scaled and capped
     logits, -inf hides. Only for equal runs of S queries. mask_blocks: what `mask_blocks` gives for
-    this attn_mask; made by the call where it is None. A query that sees no key gives zeros.
+    this attn_mask; made by the call where it is None. A query that sees no key gives zeros. With
+    hide_lowest only beside mask "none", no key_lengths, and as many columns as keys, where softcap
+    or a scale of at most 1 / 4 bounds logits: products q @ k^T are finite in q's dtype.
 
     A query's position: `positions` [T] or [T / B] (the same for every sequence) where given, else
     cache_lengths[b] + i for the i-th query of sequence b, else i.
@@ -45,32 +68,14 @@ class AttentionArguments:
     k: torch.Tensor
     v: torch.Tensor
     _: KW_ONLY
-    scale: float
-    num_sequences: SymInt = 1
-    row_offsets: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    key_lengths: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    cache_lengths: torch.Tensor | None = None
-    mask: str = "causal"
-    window: int = 0
-    attn_mask: torch.Tensor | None = None
-    mask_blocks: torch.Tensor | None = None
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
 
-# Arguments that `mla_decode` has, too.
-SHARED = (
-    *("scale", "num_sequences", "row_offsets", "block_table", "key_lengths", "positions"),
-    *("cache_lengths", "mask", "window", "attn_mask", "mask_blocks"),
-)
-
-
 def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArguments:
     """The attention of queries q [T, H, ..] to keys [P, S, ..], one head of them for all; they are
     the values, too."""
     k = keys.unsqueeze(2)
-    return AttentionArguments(q, k, k, **{name: getattr(a, name) for name in SHARED})
+    return AttentionArguments(q, k, k, **{name: getattr(a, name) for name in BATCH_NAMES})

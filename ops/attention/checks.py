@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
-from tilewright.ops.attention.masks import check_attn_mask, check_mask
+from tilewright.ops.attention.masks import check_attn_mask, check_mask, lowest_hides
 from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
@@ -128,7 +128,8 @@ def _check_positions(op: str, a: Any, num_tokens: Any, batch: Any) -> None:
 
 def check_attention_values(op: str, a: Any) -> None:
     """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
-    check_mask_blocks_values(op, a.attn_mask, a.mask_blocks)
+    hides = lowest_hides(a, room(a))
+    check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
     if not readable(getattr(a, name) for name in INDICES):
         return
     if a.row_offsets is not None:

@@ -14,29 +14,28 @@ from tilewright.codegen.attention.plan import (
     decode_config,
     decode_rows,
     decodes,
-    head_group,
     prefill_config,
+    query_head_group,
 )
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, num_tiles, tile_grid
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.attention.specs import (
     DecodeConfig,
-    PrefillConfig,
     decode_spec,
     decode_tiles,
     merge_grid,
     merge_spec,
-    prefill_grid,
     prefill_spec,
-    prefill_tiles,
     workspace_elements,
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.mask_blocks import list_steps
+from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
 from tilewright.ops.attention.positions import room
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
@@ -95,15 +94,12 @@ def _decode(
     else:
         spec = decode_spec(problem, config, target.name)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    merges, elements = config.splits > 1 and problem.merges, workspace_elements(problem, config)
-    if merges:
-        values["workspace_ptr"] = yield Buffer((tiles, elements), torch.float32)
-    elif config.splits > 1:
-        scratch = yield SplitK(tiles, elements)
-        values["workspace_ptr"], values["counters_ptr"] = scratch
+    if config.splits > 1:
+        shape = tiles, workspace_elements(problem, config)
+        values["workspace_ptr"] = yield Buffer(shape, torch.float32)
     values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
     yield Launch(spec, (tiles * config.splits,), values)
-    if merges:
+    if config.splits > 1:
         merge = _merge_spec(problem, config, target.name)
         yield Launch(merge, merge_grid(problem, config, tiles), values)
     return Outcome(values["out_ptr"], "decode kernel", config)
@@ -116,9 +112,12 @@ def _prefill(
         config, spec = _chosen_prefill(problem, target)
     else:
         spec = prefill_spec(problem, config, target.name)
-    tiles, group = prefill_tiles(problem, config, sizes), head_group(problem, sizes, target)
+    ragged, queries = problem.row_offsets is not None, sizes.num_queries
+    tiles = num_tiles(config.block_m, sizes.num_sequences, queries, queries, ragged=ragged)
+    group = query_head_group(problem, sizes, target)
     values |= {"row_tiles": tiles, "head_group": group}
-    yield Launch(spec, prefill_grid(problem, sizes, tiles, group), values)
+    pairs = problem.num_kv_heads * problem.group * (1 if ragged else sizes.num_sequences)
+    yield Launch(spec, tile_grid(pairs, tiles, group), values)
     return Outcome(values["out_ptr"], "prefill kernel", config)
 
 
@@ -142,7 +141,9 @@ def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:
     """The same call with the list of blocks of its mask."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a
-    return replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
+    hides = lowest_hides(a, room(a))
+    blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
+    return replace(a, mask_blocks=blocks)
 
 
 def _bucket(sizes: CacheSizes) -> CacheSizes:

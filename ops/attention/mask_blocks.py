@@ -9,23 +9,25 @@ whole. All layers of a model share one list.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, QUERIES
 from tilewright.codegen.attention.mask_plan import mask_config
 from tilewright.codegen.attention.mask_specs import (
     MaskConfig,
     MaskProblem,
     blocks_per_part,
     mask_spec,
+    numbers_per_tile,
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.masks import largest_power
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
@@ -50,7 +52,13 @@ class MaskBlocksArguments:
     """The arguments of `mask_blocks`: B sequences, H heads, S queries, K keys.
 
     attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
-    added to logits, of which -inf alone hides.
+    added to logits, of which -inf hides.
+
+    hide_lowest: so do numbers of -1.75 E and less in a tile of 128 queries of which each has one of
+    -E / 8 or more, E the largest power of two of the mask's dtype: `torch.finfo(dtype).min` is
+    almost -2 E. True where such numbers leave no weight beside ordinary ones: logits are at most
+    E / 2, and the mask alone says which keys are seen, of as many keys as it has. Of booleans it
+    says nothing.
 
     Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries how many
     blocks of 64 keys some query of it sees, then those blocks in ascending order, then zeros. A
@@ -59,6 +67,8 @@ class MaskBlocksArguments:
     """
 
     attn_mask: torch.Tensor
+    _: KW_ONLY
+    hide_lowest: bool = False
 
 
 def validate(a: MaskBlocksArguments) -> None:
@@ -90,7 +100,10 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
         whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
         out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
 
-    Of booleans, True is seen, and whole where there is nothing else.
+    Of booleans, True is seen, and whole where there is nothing else. With hide_lowest, where
+    all(any(mask[128 t:] >= -E / 8, keys)):
+
+        seen[t, b] = any(mask[128 t:, 64 b:] > -1.75 E)
     """
     mask, made = a.attn_mask, fake(a).zero_()
     if mask.dtype != torch.bool:
@@ -99,6 +112,10 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
         seen_pairs = whole_pairs = mask
     seen = _tiled(seen_pairs, spare_query=False).any(3).any(-1)
     whole = _tiled(whole_pairs, spare_query=True).all(3).all(-1)
+    if unit := _unit(a):
+        higher = _tiled(~(mask <= LOWEST * unit), spare_query=False).any(3).any(-1)
+        ordinary = _tiled(mask >= ORDINARY * unit, spare_query=True).flatten(-2).any(-1).all(-1)
+        seen = torch.where(ordinary[..., None], higher, seen)
     # Blocks that are seen in their order, and then the others.
     order = (~seen).int().argsort(dim=-1, stable=True)
     entries = torch.where(seen, 2 * torch.arange(seen.shape[-1], device=mask.device) + whole, 0)
@@ -118,6 +135,12 @@ def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
     return full.unflatten(-2, (-1, QUERIES)).unflatten(-1, (-1, KEYS))
 
 
+def _unit(a: MaskBlocksArguments) -> float:
+    """The largest power of two of a mask whose lowest numbers hide; 0 where they do not."""
+    hides = a.hide_lowest and a.attn_mask.dtype != torch.bool
+    return largest_power(a.attn_mask.dtype) if hides else 0.0
+
+
 # --- the kernel -----------------------------------------------------------------------------------
 
 
@@ -127,8 +150,9 @@ def unsupported(a: MaskBlocksArguments) -> str | None:
     return f"no kernel for {dtype}" if dtype == torch.float64 else None
 
 
-def mask_problem(mask: torch.Tensor, numbers: dict[str, Any]) -> MaskProblem:
+def mask_problem(a: MaskBlocksArguments, numbers: dict[str, Any]) -> MaskProblem:
     """The static part of a call. numbers: of its launch, by the kernel's parameter names."""
+    mask = a.attn_mask
     _, _, queries, keys = mask.shape
     return MaskProblem(
         mask=operand(mask_bytes(mask)),
@@ -136,6 +160,7 @@ def mask_problem(mask: torch.Tensor, numbers: dict[str, Any]) -> MaskProblem:
         rows=next_power_of_2(min(queries, QUERIES)),
         key_blocks=next_power_of_2(cdiv(keys, KEYS)),
         divisible=tuple(name for name in _DIVISIBLE if numbers[name] % 16 == 0),
+        unit=_unit(a),
     )
 
 
@@ -164,10 +189,10 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
         "row_stride": steps[2],
         "column_stride": mask.stride(3) if mask.shape[3] > 1 else 1,
     }
-    problem = mask_problem(mask, numbers)
+    problem = mask_problem(a, numbers)
     config = mask_config(problem, tiles, target)
     out = yield Buffer(shape, torch.int32)
-    flags, counters = yield SplitK(tiles, key_blocks)
+    flags, counters = yield SplitK(tiles, numbers_per_tile(problem, config, key_blocks))
     values = numbers | {
         "mask_ptr": mask_bytes(mask),
         "out_ptr": out,
@@ -180,13 +205,15 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
     return Outcome(out, "mask blocks", str(config))
 
 
-def list_steps(mask: torch.Tensor, target: Target) -> Generator[Step, Any, torch.Tensor]:
+def list_steps(
+    mask: torch.Tensor, target: Target, *, hide_lowest: bool
+) -> Generator[Step, Any, torch.Tensor]:
     """The steps that make the list of blocks of a mask, for a call that was given none. Dimensions
     that a mask is expanded along have one element there."""
     for dim in range(3):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
-    done = yield from mask_blocks_steps(MaskBlocksArguments(mask), target)
+    done = yield from mask_blocks_steps(MaskBlocksArguments(mask, hide_lowest=hide_lowest), target)
     assert isinstance(done.result, torch.Tensor)
     return done.result
 
@@ -206,13 +233,14 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
 
 
 def check_mask_blocks_values(
-    op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None
+    op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
     """Checks that a list is that of its mask, where it is on the CPU, or under TILEWRIGHT_DEBUG=1.
-    Raises ArgumentError."""
+    hide_lowest: that with its lowest numbers hidden will do, too. Raises ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):
         return
-    if not torch.equal(blocks, reference(MaskBlocksArguments(mask))):
+    own = [MaskBlocksArguments(mask, hide_lowest=hides) for hides in {False, hide_lowest}]
+    if not any(torch.equal(blocks, reference(arguments)) for arguments in own):
         raise ArgumentError(op, "mask_blocks", "mask_blocks(attn_mask)", "another list")
 
 
@@ -222,8 +250,8 @@ def check_mask_blocks_values(
 @dataclass(frozen=True)
 class MaskCase:
     """A mask [batch, heads, queries, keys]. cached: keys before the first query's own; later keys
-    are hidden by position. padding: keys hidden at the left of every second sequence.
-    transposed: a key's queries lie side by side."""
+    are hidden by position. padding: keys hidden at the left of every second sequence. transposed: a
+    key's queries lie side by side."""
 
     name: str
     queries: int
@@ -234,6 +262,7 @@ class MaskCase:
     padding: int = 0
     transposed: bool = False
     dtype: torch.dtype = torch.bool
+    hide_lowest: bool = False
 
 
 CASES = (
@@ -243,11 +272,15 @@ CASES = (
     MaskCase("heads", 5, 130, cached=64, heads=3, transposed=True),
     MaskCase("added_bf16", 1, 640, cached=320, batch=2, padding=128, dtype=torch.bfloat16),
     MaskCase("added_fp16", 130, 192, cached=62, padding=64, batch=2, dtype=torch.float16),
+    MaskCase("lowest", 130, 700, cached=200, padding=70, batch=2, dtype=torch.float32,
+             hide_lowest=True),
+    MaskCase("lowest_bf16", 1, 640, cached=320, batch=2, dtype=torch.bfloat16, hide_lowest=True),
+    MaskCase("lowest_fp16", 200, 333, cached=100, dtype=torch.float16, hide_lowest=True),
     MaskCase("double", 3, 70, dtype=torch.float64),
     MaskCase("one_key", 1, 1),
     MaskCase("no_queries", 0, 70),
     MaskCase("no_keys", 3, 0),
-)
+)  # fmt: skip
 
 
 def sample_inputs(
@@ -260,13 +293,14 @@ def sample_inputs(
     mask = (keys <= positions[:, None]).repeat(case.batch, case.heads, 1, 1)
     mask[1::2, ..., : case.padding] = False
     if case.dtype != torch.bool:
-        hidden = torch.finfo(case.dtype).min if seed % 2 else float("-inf")
+        lowest = case.hide_lowest or seed % 2
+        hidden = torch.finfo(case.dtype).min if lowest else float("-inf")
         numbers = torch.zeros(mask.shape, dtype=case.dtype).masked_fill(~mask, hidden)
         biased = torch.rand(mask.shape, generator=generator) < 1 / 4096
         mask = torch.where(mask & biased, 0.5, numbers).to(case.dtype)
     if case.transposed:
         mask = mask.mT.contiguous().mT
-    return MaskBlocksArguments(mask.to(device))
+    return MaskBlocksArguments(mask.to(device), hide_lowest=case.hide_lowest)
 
 
 OP = register(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from tilewright.codegen.attention.blocks import LOGIT
 from tilewright.ops.checks import (
     INT32_MAX,
     ArgumentError,
@@ -13,6 +15,7 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     holds,
+    proven,
 )
 
 MASKS = ("causal", "none", "sliding_window", "chunked")
@@ -43,6 +46,30 @@ def check_attn_mask(op: str, mask: torch.Tensor, q: torch.Tensor, batch: Any, ke
     if not fits or not holds(mask.shape[3] >= keys):
         expected = f"shape [{batch} or 1, {heads} or 1, {queries} or 1, {keys}]"
         raise ArgumentError(op, "attn_mask", expected, f"shape {list(mask.shape)}")
+
+
+def largest_power(dtype: torch.dtype) -> float:
+    """E: the largest power of two of a float dtype, whose numbers are below 2 E."""
+    return 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
+
+
+def bounds_logits(scale: float, softcap: float, dtype: torch.dtype) -> bool:
+    """Whether no logit is beyond LOGIT * E of a mask's dtype: a cap says so, or the scale of
+    products of queries and keys that are finite in that dtype or a smaller one, so below 2 E."""
+    if softcap:
+        return abs(softcap) <= LOGIT * largest_power(dtype)
+    return abs(scale) <= LOGIT / 2
+
+
+def lowest_hides(a: Any, keys: Any) -> bool:
+    """Whether the lowest numbers of a call's mask may hide its keys (`mask_blocks`, hide_lowest):
+    none of the `keys` that it attends to is hidden by anything but attn_mask, which has no more of
+    them, and logits are bounded."""
+    mask = a.attn_mask
+    if mask is None or mask.dtype == torch.bool or a.mask != "none" or a.key_lengths is not None:
+        return False
+    softcap = getattr(a, "softcap", 0.0)
+    return proven(mask.shape[3] == keys) and bounds_logits(a.scale, softcap, mask.dtype)
 
 
 def visible(

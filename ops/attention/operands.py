@@ -92,15 +92,15 @@ def cache_problem(a: Any, rope: RopePart | None = None) -> tuple[CacheProblem, V
 
 
 def _descriptors_reach(a: Any) -> bool:
-    """Whether descriptors can read a sequence's keys and values of a head."""
+    """Whether descriptors can read a sequence's queries, keys and values of a head."""
     if a.block_table is not None or a.k.dtype != a.q.dtype:
         return False
     return all(
         count % TMA_BYTES == 0
-        for tensor in (a.k, a.v)
+        for tensor in (a.q, a.k, a.v)
         for count in (
             tensor.data_ptr(),
-            *(tensor.stride(dim) * tensor.element_size() for dim in range(3)),
+            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
         )
     )
 

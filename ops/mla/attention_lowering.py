@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mla import attention_specs as kernels
-from tilewright.codegen.mla.attention_plan import attention_config, head_group, rotates_queries
-from tilewright.codegen.mla.attention_specs import AttentionConfig, AttentionProblem
+from tilewright.codegen.mla.attention_plan import attention_config, own_head_group, rotates_queries
+from tilewright.codegen.mla.attention_specs import AttentionProblem
 from tilewright.codegen.mla.query_specs import query_grid, query_spec
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.lowering import with_dense
 from tilewright.ops.attention.mask_blocks import list_steps
+from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.mla.attention_operands import (
     AttentionCall,
     attention_problem,
@@ -36,7 +38,7 @@ _merge_spec = cache(kernels.merge_spec)
 
 
 @cache
-def _spec(problem: AttentionProblem, config: AttentionConfig, target: str) -> KernelSpec:
+def _spec(problem: AttentionProblem, config: PrefillConfig, target: str) -> KernelSpec:
     return kernels.attention_spec(problem, config, target)
 
 
@@ -58,12 +60,14 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
     if library_wanted(a, target):
         return (yield from library_steps(a, target))
     if a.attn_mask is not None and a.mask_blocks is None:
-        a = replace(a, mask_blocks=(yield from list_steps(a.attn_mask, target)))
+        hides = lowest_hides(a, a.sizes.num_keys)
+        blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
+        a = replace(a, mask_blocks=blocks)
     problem, sizes = attention_problem(a), a.sizes
     config = attention_config(problem, sizes, target)
     results = yield from _results(a)
     tiles = kernels.row_tiles(problem, config, sizes)
-    group = head_group(problem, sizes, target)
+    group = own_head_group(problem, sizes, target)
     values = launch_values(a) | {
         "out_ptr": results[0],
         "lse_ptr": results[-1],

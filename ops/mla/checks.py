@@ -15,6 +15,7 @@ from tilewright.ops.attention.checks import (
     check_batch,
 )
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
+from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.positions import check_positions, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
@@ -39,6 +40,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.keys import (
     FP8,
+    buffer_rows,
     check_key_mask,
     check_key_values,
     check_keys,
@@ -241,7 +243,8 @@ def check_prefill_values(op: str, a: Any) -> None:
         _check_room(op, a)
     if a.rope_by_position:
         check_positions(op, _position_source(a), positions_of(a), a.cos.shape[0])
-    check_mask_blocks_values(op, a.attn_mask, a.mask_blocks)
+    hides = a.attn_mask is not None and lowest_hides(a, buffer_rows(a) // a.num_sequences)
+    check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
     if a.kv_b_scale is not None and readable([a.kv_b_scale]):
         check_scale_values(op, "kv_b_scale", a.kv_b_scale)
 

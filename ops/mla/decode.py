@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.arguments import BatchArguments
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.mla.cases import DECODE_CASES, DecodeCase
 from tilewright.ops.mla.checks import check_decode, check_decode_values, decode_obstacle
@@ -31,8 +32,15 @@ ERROR_MODEL = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Width:
+    """A base of its own: the schema has v_dim before the arguments of a batch."""
+
+    v_dim: SymInt
+
+
 @dataclass(frozen=True)
-class MlaDecodeArguments:
+class MlaDecodeArguments(BatchArguments, _Width):
     """The arguments of `mla_decode`: T queries of B sequences; H heads, N, R and V the widths of a
     head's unrotated part, rotated part and values, L the latent rank.
 
@@ -59,18 +67,6 @@ class MlaDecodeArguments:
     rope_keys: torch.Tensor
     kv_b_weight: torch.Tensor
     _: KW_ONLY
-    v_dim: SymInt
-    scale: float
-    num_sequences: SymInt = 1
-    row_offsets: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    key_lengths: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    cache_lengths: torch.Tensor | None = None
-    mask: str = "causal"
-    window: int = 0
-    attn_mask: torch.Tensor | None = None
-    mask_blocks: torch.Tensor | None = None
     kv_b_scale: torch.Tensor | None = None
     scale_block: Sequence[int] = ()
 

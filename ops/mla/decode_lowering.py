@@ -12,7 +12,7 @@ import torch
 from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.mla.plan import DecodeSizes, absorbs
 from tilewright.codegen.targets import Target
-from tilewright.ops.attention.arguments import SHARED, as_attention
+from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
 from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.mla.checks import decode_obstacle
@@ -70,7 +70,7 @@ def absorbed_call(a: Any) -> MlaDecodeArguments | None:
     keys = _keys_in_place(a)
     if keys is None:
         return None
-    given = {name: getattr(a, name) for name in SHARED if name != "block_table"}
+    given = {name: getattr(a, name) for name in BATCH_NAMES if name != "block_table"}
     table = a.lookup_table if a.keys == "table" else None
     call = MlaDecodeArguments(
         a.q,

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.attention.bare import bare, of_bare_operands
+from tilewright.patterns.attention.flex import refuse_unread, unread_calls
 from tilewright.patterns.attention.pages import pages_of
 from tilewright.patterns.attention.shared_heads import (
     group_of,
@@ -54,16 +56,18 @@ class CacheAttention:
             sketch = sketch_of(value)
             if sketch is not None and _gains(sketch):
                 yield value
+        yield from unread_calls(flow)
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         try:
+            refuse_unread(anchor)
             return self._match(anchor, flow)
         except Reject as rejection:
             # A kernel computes the graph as it is.
             raise Reject(replace(rejection.miss, weight="advice")) from None
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
-        attention = match_attention(anchor, flow)
+        attention = of_bare_operands(match_attention(anchor, flow), flow)
         arguments = _arguments(attention, flow)
         return Match(
             pattern=self.name,
@@ -72,6 +76,7 @@ class CacheAttention:
             arguments=arguments,
             results=(attention.result(),),
             absorbed=attention.absorbed,
+            scratch=_scratch(attention, flow),
             facts=_facts(attention, arguments),
             scope=anchor.scope,
             needs_kernel=True,
@@ -81,11 +86,18 @@ class CacheAttention:
 
 def _gains(sketch: Sketch) -> bool:
     """Whether the op has less to read than the graph's own attention."""
-    if heads_repeat(sketch.k) or sketch.k.shape[2] != sketch.q.shape[2] or sketch.masked:
+    k, _ = bare(sketch.k)
+    if heads_repeat(k) or k.shape[2] != sketch.q.shape[2] or sketch.masked:
         return True
-    if pages_of(sketch.k) is not None:
+    if pages_of(k) is not None:
         return True
-    return sketch.k.value.op == "store" and sketch.k.shape[1] != sketch.q.shape[1]
+    return k.value.op == "store" and k.shape[1] != sketch.q.shape[1]
+
+
+def _scratch(attention: Attention, flow: Dataflow) -> tuple[Value, ...]:
+    """Writes in place into the logits or the weights."""
+    nodes = {value.node for value in attention.absorbed}
+    return tuple(store for store in flow.stores if store.node in nodes)
 
 
 def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:

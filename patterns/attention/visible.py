@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from tilewright.ops.attention.masks import bounds_logits
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.recognise.attention import Attention, refuse
 from tilewright.patterns.recognise.equality import equal_values
@@ -26,7 +29,8 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
     found = visible_by(attention.mask, *attention.queries[:2], sees=attention.sees)
     if found is None:
         seen = attention.mask if attention.sees else Computed("invert", (attention.mask,))
-        return {"mask": "none", **_tensor(_with_numbers(seen, attention.added))}
+        whole = _with_numbers(seen, attention.added)
+        return {"mask": "none", **_tensor(whole, hide_lowest=_lowest_hides(attention))}
     given = {
         "positions": found.positions,
         "window": found.window or None,
@@ -47,11 +51,22 @@ def mask_fact(arguments: dict[str, Any]) -> str:
     return " and ".join(kinds) or "none"
 
 
-def _tensor(mask: View | Computed | None) -> dict[str, Any]:
+def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[str, Any]:
     """A mask tensor with its list of blocks: layers of one mask share the list's node."""
     if mask is None:
         return {}
-    return {"attn_mask": mask, "mask_blocks": Computed("mask_blocks", (mask,))}
+    options = (("hide_lowest", True),) if hide_lowest else ()
+    return {"attn_mask": mask, "mask_blocks": Computed("mask_blocks", (mask,), options)}
+
+
+def _lowest_hides(attention: Attention) -> bool:
+    """Whether the lowest numbers of a mask that nothing else joins may hide keys."""
+    numbers = attention.added or attention.mask
+    assert numbers is not None
+    dtype = numbers.value.dtype
+    if dtype == torch.bool:
+        return False
+    return bounds_logits(attention.scale, attention.softcap, dtype)
 
 
 def _with_numbers(seen: View | Computed | None, numbers: View | None) -> View | Computed | None:

@@ -246,7 +246,8 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             Stage.ANCHORED,
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="a window that has to move costs a copy of itself: keep a ring of slots instead",
+            hint="a window that has to move costs a copy of itself: keep a ring of slots, or every "
+            "token, as tilewright.tools.paged_cache.PagedCache does in transformers",
         )
     found = fill_slices(write.target, write.memory.shape)
     if isinstance(found, str):

@@ -240,7 +240,11 @@ def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
     logits = logits_of(softmax)
     above = None if logits is None else weighted_by(softmax, logits, flow)
     if logits is not None and logits.finite:
-        refuse("its mask is a large number, not minus infinity", softmax)
+        refuse(
+            "its mask is a large number, not minus infinity",
+            softmax,
+            hint='hide keys by float("-inf"), or add torch.where(seen, 0.0, number) to the logits',
+        )
     if logits is None or above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])

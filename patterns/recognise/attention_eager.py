@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
-from tilewright.patterns.recognise.constants import number_of
-from tilewright.patterns.recognise.gemm import NamedProduct, named_product
+from tilewright.patterns.recognise.constants import number_of, one_number
+from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
 from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import reduced_dims
 
@@ -35,7 +35,8 @@ class Logits:
     seen, hidden: where a key is seen, or is not, over the softmax's dimensions. finite: hidden
     logits are a large number instead of minus infinity. added: numbers on top of the scaled
     products. softcap c: what is masked are c * tanh(scaled products / c); 0: the products. sinks
-    [H]. roles: which of the softmax's dimensions are B (-1: none), H, S and K.
+    [H]. roles: which of the softmax's dimensions are B (or none), H (two where groups of heads have
+    their own), S and K.
     """
 
     scale: float = 1.0
@@ -47,7 +48,7 @@ class Logits:
     sinks: View | None = None
     terms: list[tuple[View, View]] = field(default_factory=list)
     absorbed: list[Value] = field(default_factory=list)
-    roles: tuple[int, ...] = ()
+    roles: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def logits_of(softmax: Value) -> Logits | None:
     if not isinstance(softmax.args[0], View):
         return None
     rank = len(softmax.args[0].shape)
-    if reduced_dims(softmax) != (rank - 1,) or rank not in (3, 4):
+    if reduced_dims(softmax) != (rank - 1,) or rank not in (3, 4, 5):
         return None
     found = Logits(absorbed=[softmax])
     try:
@@ -103,8 +104,8 @@ def _peel(found: Logits, view: View) -> bool:
     """Walks back from the logits, operation by operation; False where one is unknown."""
     for _ in range(_REACH):
         value = view.value
-        if named_product(value) is not None:
-            return _term(found, view)
+        if (product := _batched_sum(found, view) or named_product(value)) is not None:
+            return _term(found, view, product)
         if is_float_cast(value):
             inner: View | None = value.operands[0]
         elif value.op in ("aten.mul", "aten.div"):
@@ -147,14 +148,27 @@ def _around(found: Logits) -> tuple[Any, ...]:
 
 
 def _scaled(found: Logits, value: Value) -> View | None:
-    numbers = [a for a in value.args if not isinstance(a, View)]
-    if len(numbers) != 1 or len(value.operands) != 1 or value.kwargs or found.terms:
+    if found.terms:
         return None
-    number = number_of(numbers[0])
-    if value.op == "aten.div" and (value.args[0] is numbers[0] or number == 0):
+    scaled = scaled_by(value)
+    if scaled is None:
         return None
-    found.scale *= number if value.op == "aten.mul" else 1 / number
-    return value.operands[0]
+    found.scale *= scaled[1]
+    return scaled[0]
+
+
+def scaled_by(value: Value) -> tuple[View, float] | None:
+    """(x, n) of x * n, n * x and x / n (1 / n)."""
+    if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
+        return None
+    for x, number in (value.args, value.args[::-1]):
+        known = one_number(number) if isinstance(number, View) else number_of(number)
+        if known is None or not isinstance(x, View) or one_number(x) is not None:
+            continue
+        if value.op == "aten.mul":
+            return x, known
+        return (x, 1 / known) if x is value.args[0] and known != 0 else None
+    return None
 
 
 def _capped(found: Logits, value: Value) -> View | None:
@@ -210,11 +224,12 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
         return None
     fills = value.op == "aten.masked_fill"
     x, mask, fill = value.args if fills else (value.args[1], value.args[0], value.args[2])
-    if not (isinstance(x, View) and isinstance(mask, View)) or value.kwargs:
+    if not fills and one_number(x) is not None:
+        fills, x, fill = True, fill, x
+    number = one_number(fill)
+    if not (isinstance(x, View) and isinstance(mask, View)) or value.kwargs or number is None:
         return None
-    if not isinstance(fill, (int, float)):
-        return None
-    found.finite = fill != float("-inf")
+    found.finite = number != float("-inf")
     where = view.of_operand(mask)
     if fills and where.value.op in ("aten.bitwise_not", "aten.logical_not"):
         found.seen = where.of_operand(where.value.operands[0])
@@ -244,17 +259,31 @@ def _holds_product(view: View) -> bool:
     return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
-def _term(found: Logits, view: View) -> bool:
+def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
+    """The product of baddbmm, which adds alpha times it to beta times a tensor; notes these."""
+    value = view.value
+    if value.op != "aten.baddbmm" or len(value.operands) != 3 or found.terms:
+        return None
+    alpha, beta = (number_of(value.kwargs.get(name, 1)) for name in ("alpha", "beta"))
+    if beta != 0:
+        if beta != 1 or found.added is not None or found.scale != 1.0 or found.softcap:
+            return None
+        found.added = view.of_operand(value.operands[0])
+    found.scale *= alpha
+    one, other = (
+        Side(v, names) for v, names in zip(value.operands[1:], ("aMK", "aKN"), strict=True)
+    )
+    return NamedProduct((one, other), "aMN")
+
+
+def _term(found: Logits, view: View, product: NamedProduct) -> bool:
     """One product q @ k^T."""
-    product = named_product(view.value)
-    assert product is not None
-    if not product.names_differ:
+    sides = [_without_repeats(side, product) for side in product.sides]
+    product = replace(product, sides=(sides[0], sides[1]))
+    named = _named(view.effect, product, view.value.shape) if product.names_differ else None
+    if named is None or (keys := named[1][-1]) is None:
         return False
-    result = product.result
-    dims = _names_of(view, result, view.value.shape)
-    if dims is None or dims[-1] is None:
-        return False
-    keys = dims[-1]
+    product, dims = named
     q, k = sorted(product.sides, key=lambda side: keys in side.names)
     q_names, k_names = q.names, k.names
     if keys in q_names or keys not in k_names:
@@ -262,19 +291,23 @@ def _term(found: Logits, view: View) -> bool:
     order = found.roles or _roles_in(dims, q_names, k_names)
     if not order:
         return False
-    batch, heads, queries, last = (None if at < 0 else dims[at] for at in order)
-    summed = [n for n in q_names if n not in result]
-    known = {batch, heads, queries, None} | set(summed)
-    fits = last == keys and len(summed) == 1 and queries not in set(k_names)
-    fits = fits and heads in set(q_names)
-    if not fits or not set(q_names) <= known or not set(k_names) <= (known - {queries}) | {keys}:
+    batch, heads, queries, last = (tuple(n for at in role if (n := dims[at])) for role in order)
+    summed = tuple(n for n in q_names if n not in product.result)
+    known = {*batch, *heads, *queries, *summed}
+    fits = last == (keys,) and len(summed) == 1 and not set(queries) & set(k_names)
+    fits = fits and set(heads) <= set(q_names)
+    if (
+        not fits
+        or not set(q_names) <= known
+        or not set(k_names) <= (known - {*queries, keys}) | {keys}
+    ):
         return False
     found.roles = order
     found.absorbed.append(view.value)
     found.terms.append(
         (
-            q.ordered((batch, queries, heads, summed[0])),
-            k.ordered((batch, keys, heads, summed[0])),
+            _on_axes(q, (batch, queries, heads, summed), product),
+            _on_axes(k, (batch, last, heads, summed), product),
         )
     )
     return True
@@ -282,41 +315,139 @@ def _term(found: Logits, view: View) -> bool:
 
 def _roles_in(
     dims: Sequence[str | None], q_names: Sequence[str], k_names: Sequence[str]
-) -> tuple[int, ...]:
-    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head."""
-    shared = [n for n in dims if n is not None and n in q_names and n in k_names]
-    queries = [n for n in dims if n is not None and n in q_names and n not in k_names]
-    if len(queries) != 1 or len(shared) not in (1, 2):
+) -> tuple[tuple[int, ...], ...]:
+    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head, or
+    for each group of heads."""
+    of_q = [n for n in dims[:-1] if n is not None and n in q_names]
+    own = [n for n in of_q if n not in k_names]
+    lead = [n for n in of_q if n not in own[-1:]]
+    if not own or not lead or not set(lead) & set(k_names):
         return ()
-    batch = shared[0] if len(shared) == 2 else None
-    wanted = (batch, shared[-1], queries[0], dims[-1])
-    return tuple(-1 if n is None else dims.index(n) for n in wanted)
+    first = len(lead) > 1
+    wanted = (lead[:first], lead[first:], own[-1:])
+    return (*(tuple(dims.index(n) for n in names) for names in wanted), (len(dims) - 1,))
 
 
-def _names_of(view: View, names: str, shape: tuple[Size, ...]) -> list[str | None] | None:
+def _without_repeats(side: Side, product: NamedProduct) -> Side:
+    """A side without the names of dimensions that broadcast."""
+    sizes = _sizes(product)
+    kept = [
+        n
+        for n, size in zip(side.names, side.view.shape, strict=True)
+        if size != 1 or sizes[n] == 1 or n not in product.result
+    ]
+    return Side(side.ordered(kept), "".join(kept))
+
+
+def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -> View:
+    """A side with the dimensions of each axis in one; of some that it lacks, repeated."""
+    dims, sizes = side.dims, _sizes(product)
+    found: list[Dim] = []
+    for names in axes:
+        held = any(n in dims for n in names)
+        repeated = {n: (Atom(None, 0, sizes[n]),) for n in names if held and sizes[n] != 1}
+        parts: list[Dim] = [dims.get(n, ()) or repeated.get(n, ()) for n in names]
+        found.append(effects.coalesce(a for dim in parts for a in dim))
+    return side.view.with_dims(*found)
+
+
+def _sizes(product: NamedProduct) -> dict[str, Size]:
+    sizes: dict[str, Size] = {}
+    for side in product.sides:
+        for name, size in zip(side.names, side.view.shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    return sizes
+
+
+def _named(
+    effect: Effect, product: NamedProduct, shape: Sequence[Size]
+) -> tuple[NamedProduct, list[str | None]] | None:
+    """The name of each dimension of a view of a product's result; one that is viewed as several
+    (heads apart from their sequences) is given several names in the product."""
+    dims = _names_of(effect, product.result, tuple(shape))
+    if dims is not None:
+        return product, dims
+    atoms = [a for dim in effect.dims for a in dim]
+    if any(effect.start) or any(len(dim) > 1 for dim in effect.dims):
+        return None
+    parts: list[list[Atom]] = [[a for a in atoms if a.axis == i] for i in range(len(shape))]
+    if any(a.axis is None for a in atoms) or any(
+        not _tile(mine, size) for mine, size in zip(parts, shape, strict=True)
+    ):
+        return None
+    split = {
+        n: [a.length for a in mine]
+        for n, mine in zip(product.result, parts, strict=True)
+        if len(mine) > 1
+    }
+    product, groups = _split(product, split)
+    known = {
+        (mine[i].axis, mine[i].step): name
+        for mine, names in zip(parts, groups, strict=True)
+        for i, name in enumerate(names[: len(mine)])
+    }
+    left = [names for mine, names in zip(parts, groups, strict=True) if not mine]
+    unused = [n for names in left for n in names]
+    named: list[str | None] = []
+    for dim in effect.dims:
+        spare = unused.pop(0) if not dim and unused else None
+        named.append(known[dim[0].axis, dim[0].step] if dim else spare)
+    return product, named
+
+
+def _tile(atoms: Sequence[Atom], size: Size) -> bool:
+    """Whether atoms of one axis, outermost first, are all of it."""
+    step: Size = 1
+    for atom in reversed(atoms):
+        if atom.step != step:
+            return False
+        step = step * atom.length
+    return bool(step == size)
+
+
+def _split(product: NamedProduct, split: dict[str, list[Size]]) -> tuple[NamedProduct, list[str]]:
+    """The product with some dimensions as several, and the names of each of its result's.
+
+    Raises InexpressibleError where a side's dimension cannot be viewed as several.
+    """
+    letters = iter(map(chr, range(0x3B1, 0x3C9)))
+    names = {n: "".join(next(letters) for _ in sizes) for n, sizes in split.items()}
+    sides = []
+    for side in product.sides:
+        sizes: list[Size] = []
+        for name, size in zip(side.names, side.view.shape, strict=True):
+            own = split.get(name, [size])
+            sizes += own if size != 1 else [1] * len(own)
+        new = "".join(names.get(n, n) for n in side.names)
+        sides.append(Side(side.view.reshape(*sizes), new))
+    groups = [names.get(n, n) for n in product.result]
+    return NamedProduct((sides[0], sides[1]), "".join(groups)), groups
+
+
+def _names_of(effect: Effect, names: str, shape: tuple[Size, ...]) -> list[str | None] | None:
     """The name of each of a view's dimensions, where each is one of the value's, as long as `shape`
     says.
 
     Dimensions of one are interchangeable: they take the names left over, in order.
     """
     whole = effects.identity(shape).dims
-    if any(view.effect.start):
+    if any(effect.start):
         return None
     known = {dim: name for dim, name in zip(whole, names, strict=True) if dim}
-    if any(dim and dim not in known for dim in view.effect.dims):
+    if any(dim and dim not in known for dim in effect.dims):
         return None
-    used = [known[dim] for dim in view.effect.dims if dim]
+    used = [known[dim] for dim in effect.dims if dim]
     if len(set(used)) != len(used) or len(used) != len(known):
         return None
     left = [name for dim, name in zip(whole, names, strict=True) if not dim]
-    return [known[dim] if dim else (left.pop(0) if left else None) for dim in view.effect.dims]
+    return [known[dim] if dim else (left.pop(0) if left else None) for dim in effect.dims]
 
 
 def by_roles(view: View, logits: Logits) -> View:
     """A view over the logits' dimensions as [B or 1, H or 1, S or 1, K]."""
     dims: list[Dim] = []
     for place, role in enumerate(logits.roles):
-        dim = () if role < 0 else view.effect.dims[role]
+        dim = effects.coalesce(a for at in role for a in view.effect.dims[at])
         repeats = place < 3 and all(atom.axis is None for atom in dim)
         dims.append(() if repeats else dim)
     return view.with_dims(*dims)
@@ -335,32 +466,47 @@ def _weighted(
 ) -> Weighted | None:
     """shape: of the weights without the sinks'."""
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
-    result, p_names, v_names = product.result, p.names, v.names
     if not product.names_differ or v.view.value is weights:
         return None
+    # Dimensions of the softmax that are one in the product.
+    merged = {
+        n: [a.length for a in dim]
+        for n, dim in zip(p.names, p.view.effect.dims, strict=True)
+        if len(dim) > 1
+    }
+    try:
+        product, groups = _split(product, merged)
+    except effects.InexpressibleError:
+        return None
+    p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
+    v = _without_repeats(v, product)
+    p_names, v_names = p.names, v.names
     # Letters for the softmax's own dimensions.
     letters = "".join(chr(ord("a") + i) for i in range(len(shape)))
-    at = _names_of(p.view, letters, shape)
+    at = _names_of(p.view.effect, letters, shape)
     if at is None or None in at:
         return None
     named = dict(zip(at, p_names, strict=True))
-    role = [None if r < 0 else named.get(letters[r]) for r in logits.roles]
-    batch, heads, queries, keys = role
-    width = [n for n in v_names if n not in p_names]
-    extra = set(p_names) - {n for n in role if n is not None}
-    if heads is None or queries is None or keys is None:
-        return None
-    if len(width) != 1 or extra or keys in result:
-        return None
-    if queries in v_names or heads not in v_names or keys not in v_names:
-        return None
-    order = [n for n in (batch, queries, heads, width[0]) if n is not None]
-    if sorted(order) != sorted(result):
-        return None
-    axis = {name: i for i, name in enumerate((batch, queries, heads, width[0])) if name}
-    dims = tuple(
-        () if size == 1 else (Atom(axis[name], 1, size),)
-        for name, size in zip(result, end.shape, strict=True)
+    roles = tuple(
+        tuple(n for i in role if (n := named.get(letters[i])) is not None) for role in logits.roles
     )
-    values = v.ordered((batch, keys, heads, width[0]))
+    batch, heads, queries, keys = roles
+    width = tuple(n for n in v_names if n not in p_names)
+    extra = set(p_names) - {n for names in roles for n in names}
+    if not heads or not queries or not keys or len(width) != 1 or extra:
+        return None
+    if set(queries) & set(v_names) or not set(keys) <= set(v_names):
+        return None
+    axes = (batch, queries, heads, width)
+    if sorted(n for names in axes for n in names) != sorted(product.result):
+        return None
+    sizes = _sizes(product)
+    atoms: dict[str, Atom] = {}
+    for axis, names in enumerate(axes):
+        step: Size = 1
+        for name in reversed(names):
+            atoms[name] = Atom(axis, step, sizes[name])
+            step = step * sizes[name]
+    dims = tuple(effects.coalesce(atoms[n] for n in names if sizes[n] != 1) for names in groups)
+    values = _on_axes(v, (batch, keys, heads, width), product)
     return Weighted(values, end, Effect(dims, (0, 0, 0, 0)), absorbed)

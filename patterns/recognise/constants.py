@@ -24,6 +24,14 @@ def number_of(item: float | fx.Node) -> float:
     return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
+def one_number(item: Any) -> float | None:
+    """The number that an operand is: itself, or a tensor of one element that is known."""
+    if isinstance(item, (int, float)):
+        return float(item)
+    numbers = constant_of(item) if isinstance(item, View) else None
+    return float(numbers.reshape(())) if numbers is not None and numbers.size == 1 else None
+
+
 def constant_of(view: View) -> np.ndarray | None:
     """The numbers of a view that no input goes into, or None where one does, or they are many.
 

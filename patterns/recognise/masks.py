@@ -19,9 +19,14 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.norm import is_float_cast
 
 _INTEGERS = (torch.int32, torch.int64)
-_FILLED = {f"aten.{kind}": number for kind, number in (("ones", 1), ("new_ones", 1), ("zeros", 0))}
+_FILLED = {
+    f"aten.{form.format(kind)}": number
+    for kind, number in (("ones", 1), ("zeros", 0))
+    for form in ("{}", "new_{}", "{}_like")
+}
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,10 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Compared:
-    """True where low <= high + slack."""
+    """True where low <= high + slack. low, high: views of integers, or an int."""
 
-    low: View
-    high: View
+    low: View | int
+    high: View | int
     slack: int
 
 
@@ -68,41 +73,55 @@ _Truth = bool | _Compared | None
 class _Terms:
     """What a mask is the conjunction of; j a key's place.
 
-    upper: j <= the numbers + the int; None for the numbers: query i's place i. lower: j >= them.
+    upper: j <= the numbers + the size; None for the numbers: query i's place i. lower: j >= them.
     chunks: j // the int == them // the int. padding: of keys alone, and whether it is True where
-    one is seen. whole: whether these are all.
+    one is seen. rows: of a table with so many rows the numbers are rows, negative ones counted from
+    its end. queries: how many there are. whole: whether these are all.
     """
 
-    upper: list[tuple[View | None, int]] = field(default_factory=list)
-    lower: list[tuple[View, int]] = field(default_factory=list)
+    queries: Size
+    upper: list[tuple[View | None, Size]] = field(default_factory=list)
+    lower: list[tuple[View | None, Size]] = field(default_factory=list)
     chunks: list[tuple[View, int]] = field(default_factory=list)
     padding: list[tuple[View, bool]] = field(default_factory=list)
+    rows: list[Size] = field(default_factory=list)
     whole: bool = True
 
 
 def visible_by(mask: View, batch: Size, queries: Size, sees: bool = True) -> Visible | None:
-    """What a boolean mask [B or 1, H or 1, S or 1, K] says to `batch` times `queries` queries.
+    """What a mask [B or 1, H or 1, S or 1, K] says to `batch` times `queries` queries: a boolean
+    one, or numbers to add that are zero or minus infinity.
 
-    sees: a key is seen where the mask is that. None: it cannot be said.
+    sees: a key is seen where a boolean mask is that. None: it cannot be said.
     """
-    if mask.value.dtype != torch.bool:
-        return None
-    terms = _Terms()
+    terms = _Terms(queries)
     try:
-        _collect(mask, sees, terms)
-        return _visible(terms, batch, queries) if terms.whole else None
+        if mask.value.dtype == torch.bool:
+            _collect(mask, sees, terms)
+        else:
+            terms.whole = _add_numbers(mask, terms)
+        return _visible(terms, mask, batch, queries) if terms.whole else None
     except InexpressibleError:
         return None
 
 
-def _visible(terms: _Terms, batch: Size, queries: Size) -> Visible | None:
+def _visible(terms: _Terms, mask: View, batch: Size, queries: Size) -> Visible | None:
     padding = _joined(terms.padding)
     if not terms.upper:
         return None if terms.lower or terms.chunks else Visible("none", padding=padding)
     (high, shift), *others = terms.upper
     if any(_apart(high, other) != more - shift for other, more in others):
         return None
-    positions = None if high is None else _positions(high, shift, batch, queries)
+    limits = (*terms.upper, *terms.lower, *terms.chunks)
+    if terms.rows and (len(terms.rows) != len(limits) or len(set(terms.rows)) != 1):
+        return None  # other terms do not count rows from the end
+    if high is None:
+        positions: View | Computed | None = _counted(shift, queries, mask)
+    elif terms.rows:
+        positions = Computed("remainder", (_numbers(high, batch, queries), terms.rows[0]))
+        positions = Computed("add", (positions, shift)) if shift != 0 else positions
+    else:
+        positions = _positions(high, shift, batch, queries)
     windows = {_apart(high, low, shift + 1 - more) for low, more in terms.lower}
     chunks = {size if _apart(high, at, shift) == 0 else None for at, size in terms.chunks}
     if not windows and not chunks:
@@ -119,19 +138,31 @@ def _joined(padding: Sequence[tuple[View, bool]]) -> View | Computed | None:
     return reduce(lambda a, b: Computed("bitwise_and", (a, b)), shown) if shown else None
 
 
-def _positions(high: View, shift: int, batch: Size, queries: Size) -> View | Computed | None:
+def _counted(first: Size, queries: Size, mask: View) -> Computed | None:
+    """first + i for each query i; None where that is i."""
+    if first == 0:
+        return None
+    return Computed("arange", (first, first + queries), (("device", mask.value.device),))
+
+
+def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Computed | None:
     """The numbers + shift for each query; None where they count the queries."""
     line = _line(high)
     steps = (0, 0, 0 if queries == 1 else 1, 0)
     if line is not None and line.slopes == steps and line.offset + shift == 0:
         return None
+    positions = _numbers(high, batch, queries)
+    return positions if shift == 0 else Computed("add", (positions, shift))
+
+
+def _numbers(high: View, batch: Size, queries: Size) -> View:
+    """[S] or, where sequences differ, [B * S]."""
     of_batch, _, of_query, _ = high.effect.dims
     one = all(atom.axis is None for atom in of_batch)
     both = Effect((() if one else of_batch, of_query), high.effect.start)
     lead = 1 if one else batch
     wide = effects.expand(both, (lead, queries))
-    positions = View(high.value, effects.reshape(wide, (effects.product(wide.shape),)))
-    return positions if shift == 0 else Computed("add", (positions, shift))
+    return View(high.value, effects.reshape(wide, (effects.product(wide.shape),)))
 
 
 # --- terms ----------------------------------------------------------------------------------------
@@ -149,24 +180,59 @@ def _collect(view: View, sees: bool, terms: _Terms) -> None:
     elif value.op in (_AND if sees else _OR) and len(value.operands) == 2:
         for operand in value.operands:
             _collect(view.of_operand(operand), sees, terms)
-    elif sees and _is_triangle(view):
-        terms.upper.append((None, 0))
-    elif not _add_comparison(view, sees, terms) and not _add_chunks(view, sees, terms):
-        terms.whole &= _add_padding(view, sees, terms)
+    elif not any(add(view, sees, terms) for add in _KINDS):
+        terms.whole = False
 
 
 def _add_comparison(view: View, sees: bool, terms: _Terms) -> bool:
     truth = _truth(view) if sees else _negated(_truth(view))
     if not isinstance(truth, _Compared):
         return truth is True
-    low, high = _key_offset(truth.low), _key_offset(truth.high)
-    if low is not None and _is_of_queries(truth.high):
-        terms.upper.append((truth.high, truth.slack - low))
-    elif high is not None and _is_of_queries(truth.low):
-        terms.lower.append((truth.low, -truth.slack - high))
-    else:
+    low, high = _sorted_out(truth.low, 1), _sorted_out(truth.high, -1)
+    if low is None or high is None:
         return False
+    keys, more = low.keys + high.keys, low.more + high.more - truth.slack
+    numbers = (*low.numbers, *high.numbers)
+    if len(numbers) != 1 or numbers[0][0] != -keys:
+        return False
+    if keys == 1:
+        terms.upper.append((numbers[0][1], -more))
+    else:
+        terms.lower.append((numbers[0][1], more))
     return True
+
+
+@dataclass(frozen=True)
+class _SortedOut:
+    """keys * j + more + the numbers of queries, each times its sign."""
+
+    keys: int
+    more: int
+    numbers: tuple[tuple[int, View], ...]
+
+
+def _sorted_out(item: Any, sign: int) -> _SortedOut | None:
+    """Integers times a sign by what they are of; None where they are of anything else."""
+    if isinstance(item, int) and not isinstance(item, bool):
+        return _SortedOut(0, sign * item, ())
+    if not isinstance(item, View):
+        return None
+    if (offset := _key_offset(item)) is not None:
+        return _SortedOut(sign, sign * offset, ())
+    if _is_of_queries(item):
+        return _SortedOut(0, 0, ((sign, item),))
+    value = item.value
+    if value.op not in ("aten.add", "aten.sub") or len(value.args) != 2 or value.kwargs:
+        return None
+    signs = sign, sign if value.op == "aten.add" else -sign
+    parts = [
+        _sorted_out(item.of_operand(x) if isinstance(x, View) else x, s)
+        for x, s in zip(value.args, signs, strict=True)
+    ]
+    one, other = parts
+    if one is None or other is None or value.dtype not in _INTEGERS:
+        return None
+    return _SortedOut(one.keys + other.keys, one.more + other.more, (*one.numbers, *other.numbers))
 
 
 def _add_chunks(view: View, sees: bool, terms: _Terms) -> bool:
@@ -204,6 +270,15 @@ def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
         return False
     terms.padding.append((view.with_dims(*_once(view).effect.dims[:3], keys), sees))
     return True
+
+
+#: What one term of a mask may be, the most telling first.
+_KINDS: tuple[Callable[[View, bool, _Terms], bool], ...] = (
+    lambda *term: _add_triangle(*term),  # below
+    _add_comparison,
+    _add_chunks,
+    _add_padding,
+)
 
 
 def _key_offset(view: View) -> int | None:
@@ -316,10 +391,16 @@ def _compared(view: View) -> _Truth:
     swapped, slack = order
     if isinstance(apart, int):
         return (-apart if swapped else apart) <= slack
-    if not all(isinstance(a, View) and a.value.dtype in _INTEGERS for a in value.args):
+    if not all(_holds_integers(a) for a in value.args):
         return None
-    low, high = (view.of_operand(a) for a in value.args)
+    low, high = (view.of_operand(a) if isinstance(a, View) else a for a in value.args)
     return _Compared(high, low, slack) if swapped else _Compared(low, high, slack)
+
+
+def _holds_integers(item: Any) -> bool:
+    if isinstance(item, View):
+        return item.value.dtype in _INTEGERS
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
 def _difference(view: View) -> Size | None:
@@ -331,14 +412,172 @@ def _difference(view: View) -> Size | None:
     return _sum(one, other, -1).constant  # type: ignore[arg-type]
 
 
-def _is_triangle(mask: View) -> bool:
-    """tril(ones): every query sees the keys up to its own index."""
-    value = mask.value
-    ones = value.args[0] if value.op == "aten.tril" and len(value.args) == 1 else None
-    if ones is None or value.kwargs or len(value.shape) != 2 or _constant(ones) != 1:
+# --- triangles ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Triangle:
+    """What is not zero of a matrix of one number. lower: j <= i + diagonal, else j >= it."""
+
+    lower: bool
+    diagonal: int
+    number: float
+
+
+def _triangle(value: Value) -> _Triangle | None:
+    """tril or triu of a matrix of one number."""
+    if value.op not in ("aten.tril", "aten.triu") or len(value.shape) != 2:
+        return None
+    diagonal = value.argument(1, "diagonal", 0)
+    if not isinstance(diagonal, int) or set(value.kwargs) - {"diagonal"}:
+        return None
+    number = _number(value.args[0])
+    return None if number is None else _Triangle(value.op == "aten.tril", diagonal, number)
+
+
+def _number(view: View) -> float | None:
+    """The one number of a tensor, 1 of True."""
+    if view.value.op in ("aten.full", "aten.new_full"):
+        given = view.value.argument(1 if view.value.op == "aten.full" else 2, "fill_value")
+        return float(given) if isinstance(given, (int, float)) else None
+    known = float(_FILLED[view.value.op]) if view.value.op in _FILLED else _constant(view)
+    return float(known) if isinstance(known, (int, float)) else None
+
+
+def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
+    """Triangles of True, whole or in part, and rows of them: table[positions]."""
+    value = view.value
+    if value.op in ("aten.index", "aten.index_select"):
+        return _add_rows(view, sees, terms)
+    found = _triangle(value)
+    if found is None or found.number != 1:
         return False
-    whole = effects.identity(value.shape).dims
-    return _once(mask).effect == Effect(((), (), *whole), (0, 0))
+    return _add_part(view, found, sees, 0, terms)
+
+
+def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Terms) -> bool:
+    """A triangle over queries and keys, its columns those from `first` on."""
+    *lead, queries, keys = _once(view).effect.dims
+    by_row = len(queries) == 1 and queries[0].axis == 0 and queries[0].step == 1
+    by_row |= terms.queries == 1 and not queries
+    by_column = len(keys) == 1 and keys[0].axis == 1 and keys[0].step == 1
+    if any(lead) or not by_row or not by_column:
+        return False
+    row, column = view.effect.start
+    _add_limit(None, row - column + first, found, sees, terms)
+    return True
+
+
+def _add_limit(
+    numbers: View | None, shift: Size, found: _Triangle, sees: bool, terms: _Terms
+) -> None:
+    """j <= row + diagonal, or >=, or the opposite; row: the numbers + shift."""
+    if found.lower == sees:
+        terms.upper.append((numbers, shift + found.diagonal - (0 if sees else 1)))
+    else:
+        terms.lower.append((numbers, shift + found.diagonal + (0 if sees else 1)))
+
+
+def _add_rows(view: View, sees: bool, terms: _Terms) -> bool:
+    value = view.value
+    if value.op == "aten.index_select":
+        base, dim, index = value.args[0], value.argument(1, "dim"), value.argument(2, "index")
+    else:
+        base, indices = value.args
+        dim, index = indices[0] if len(indices) == 1 else (0, None)
+    if not isinstance(index, View) or index.value.dtype not in _INTEGERS:
+        return False
+    dim %= len(base.shape)
+    table = base.value
+    triangles = _triangles(table, sees)
+    whole = effects.identity(table.shape)
+    rows = ((),) * dim + (whole.dims[0], whole.dims[1]) if len(whole.dims) == 2 else ()
+    if not triangles or base.effect.dims != rows or base.effect != Effect(rows, whole.start):
+        return False
+    wide = index.effect.dims
+    along = Effect((*((),) * dim, *wide, ()), index.effect.start)
+    numbers = view.of_operand(View(index.value, along))
+    last = len(value.shape) - 1
+    keys = view.effect.dims[-1]
+    in_order = len(keys) == 1 and keys[0].axis == last and keys[0].step == 1
+    if not in_order or view.effect.start[last] != 0 or not _is_of_queries(numbers):
+        return False
+    if any(a.axis == last for d in view.effect.dims[:-1] for a in d):
+        return False
+    for triangle in triangles:
+        _add_limit(numbers, 0, triangle, sees, terms)
+        terms.rows.append(table.shape[0])
+    return True
+
+
+def _triangles(table: Value, sees: bool) -> list[_Triangle]:
+    """Triangles of True whose intersection (of hidden keys: union) a matrix is; none: it is not."""
+    found = _triangle(table)
+    if found is not None:
+        return [found] if found.number == 1 else []
+    if table.op not in (_AND if sees else _OR) or len(table.operands) != 2:
+        return []
+    if not all(v.is_whole for v in table.operands):
+        return []
+    one, other = (_triangles(v.value, sees) for v in table.operands)
+    return [*one, *other] if one and other else []
+
+
+# --- numbers that are added -----------------------------------------------------------------------
+
+_HIDDEN = float("-inf")
+
+
+def _add_numbers(view: View, terms: _Terms) -> bool:
+    """Zero where a key is seen, minus infinity where not."""
+    value = view.value
+    if is_float_cast(value):
+        return _add_numbers(view.of_operand(value.operands[0]), terms)
+    if value.op == "aten.cat":
+        return _add_joined(view, terms)
+    found = _triangle(value)
+    if found is not None:
+        return found.number == _HIDDEN and _add_part(view, found, False, 0, terms)
+    hides = _hiding(value)
+    if hides is None:
+        return False
+    condition, sees = hides
+    _collect(view.of_operand(condition), sees, terms)
+    return terms.whole
+
+
+def _hiding(value: Value) -> tuple[View, bool] | None:
+    """(condition, whether a key is seen where it is True) of where and masked_fill."""
+    if len(value.args) != 3 or value.kwargs:
+        return None
+    if value.op == "aten.where":
+        condition, one, other = value.args
+    elif value.op == "aten.masked_fill":
+        other, condition, one = value.args
+    else:
+        return None
+    numbers = [_number(x) if isinstance(x, View) else x for x in (one, other)]
+    if not isinstance(condition, View) or sorted(map(repr, numbers)) not in _TWO:
+        return None
+    return condition, numbers[1] == _HIDDEN
+
+
+_TWO = [sorted(map(repr, (zero, _HIDDEN))) for zero in (0, 0.0)]
+
+
+def _add_joined(view: View, terms: _Terms) -> bool:
+    """Zeros for the keys that a cache has, then a triangle for the new ones."""
+    pieces, axis = view.value.args
+    if len(pieces) != 2 or axis != len(view.value.shape) - 1 or axis != 1:
+        return False
+    zeros, new = pieces
+    found = _triangle(new.value)
+    if found is None or found.number != _HIDDEN or _number(zeros) != 0 or not new.is_whole:
+        return False
+    # Above the diagonal no key of the cache would be hidden.
+    if found.lower or found.diagonal < 1:
+        return False
+    return _add_part(view, found, False, zeros.shape[1], terms)
 
 
 # --- lines ----------------------------------------------------------------------------------------

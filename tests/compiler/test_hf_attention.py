@@ -33,9 +33,10 @@ def layers_of(name):
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mask", ["tensor", "padding", "none"])
+@pytest.mark.parametrize("mask", ["tensor", "padding"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_layer_is_fused_and_right(name, mask, phase):
+    """Without a mask: `test_hf_models.py`."""
     layers = layers_of(name)
     ours, eager, exact = (
         with_mask(build_hf(name, phase=phase, num_hidden_layers=layers), mask) for _ in range(3)
@@ -89,6 +90,24 @@ def test_several_steps_on_one_cache(name):
         assert (a.float() - b.float()).abs().max() < 0.05
     found = reports()[-1]
     assert len(matches_of(found, "cache_attention")) == 2, misses_of(found, "cache_attention")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mask", ["tensor", "padding"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_lowest_numbers_of_eager_masks_hide(name, mask, phase):
+    """As `generate()` passes them, or made inside; the second sequence is padded."""
+    ours, shown, eager, exact = (
+        with_mask(build_hf(name, phase=phase, attn_implementation="eager"), mask) for _ in range(4)
+    )
+    expected = eager.model(*eager.args, **eager.kwargs).logits
+    (found,) = lower(shown.model, shown.args, shown.kwargs).graphs
+    assert len(matches_of(found, "cache_attention")) == 2, misses_of(found, "cache_attention")
+    lists = [n for n in found.after.graph.nodes if "mask_blocks" in str(n.target)]
+    assert [n.kwargs for n in lists] == [{"hide_lowest": True}] * 2
+    compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(*ours.args, **ours.kwargs).logits
+    assert_no_worse(logits, expected, in_float64(exact), f"{name} logits")
 
 
 @pytest.mark.parametrize("name", ["llama"])

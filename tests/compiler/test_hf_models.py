@@ -49,9 +49,10 @@ def test_every_layer_is_fused_and_right(name, phase, dynamic):
     )
     logits = compiled(*ours.args, **ours.kwargs).logits
     found = reports()[-1]
-    fused = ["moe"] * layers * (name in SPARSE) + ["qkv_cache"] * layers
-    missed = misses_of(found, "moe", "qkv")
-    assert sorted(patterns_in(found, "moe", "qkv")) == fused, missed
+    fused = ["cache_attention"] * layers + ["moe"] * layers * (name in SPARSE)
+    fused += ["qkv_cache"] * layers
+    missed = misses_of(found, "attention", "moe", "qkv")
+    assert sorted(patterns_in(found, "attention", "moe", "qkv")) == fused, missed
     assert missed == []
     assert_no_worse(logits, expected, reference, f"{name} logits")
     for layer in range(layers):

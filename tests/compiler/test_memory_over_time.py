@@ -22,6 +22,13 @@ from tilewright.compiler.dataflow import access, build
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
+@pytest.fixture(autouse=True)
+def newly():
+    """What was there before the test is neither looked at nor collected."""
+    gc.collect()
+    gc.freeze()
+
+
 def reached(things) -> list:
     """Everything that is alive because of `things`, without what modules and classes hold."""
     found, open_ = {}, list(things)

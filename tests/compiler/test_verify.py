@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
 from tests.compiler.running import (
     assert_close,
@@ -15,24 +16,27 @@ from tests.compiler.running import (
     same_bits,
 )
 from tilewright.compiler import reports
-from tilewright.compiler.verify import VerificationError
+from tilewright.compiler.verify import VerificationError, without_nan
 from tilewright.ops import contract
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def wrong(monkeypatch, change):
-    """The op's reference, with `change(arguments, q)` applied after it. Every lowering uses it."""
-    op = contract.get_op("fused_qkv_paged")
+def wrong(monkeypatch, change, name="fused_qkv_paged"):
+    """The op's reference, with `change(arguments, result)` after it. Every lowering uses it."""
+    op = contract.get_op(name)
     right = op.reference
 
     def reference(arguments):
         return change(arguments, right(arguments))
 
+    def reference_of(self):
+        return reference if self.name == name else self.__dict__["reference"]
+
     monkeypatch.setattr(
         type(op), "choose", lambda self, device, a: contract.Choice(self.reference_lowering(), ())
     )
-    monkeypatch.setattr(type(op), "reference", property(lambda self: reference), raising=False)
+    monkeypatch.setattr(type(op), "reference", property(reference_of), raising=False)
 
 
 def wrong_q(arguments, q):
@@ -61,6 +65,72 @@ def test_verification_forgives_garbage_in_a_fresh_cache(caplog):
     with caplog.at_level(logging.WARNING, "tilewright"):
         compiled(model, verify=True)(*args)
     assert caplog.records == []
+
+
+def attend(q, k, v, mask):
+    """Two heads of q [B, 4, S, D] to one of k and v: what a mask hides is zero times a value."""
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    logits = (q @ k.mT * 0.25).masked_fill(~mask, float("-inf"))
+    return logits.softmax(-1) @ v
+
+
+def attention_of_garbage():
+    """Of the second of three sequences, keys that nobody sees have values NaN, inf and -inf."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 2, 16), torch.randn(3, 2, 24, 16), torch.randn(3, 2, 24, 16)
+    mask = (torch.arange(24) < 9).expand(3, 1, 2, 24).contiguous()
+    for slot, garbage in ((12, "nan"), (15, "inf"), (20, "-inf")):
+        v[1, :, slot] = float(garbage)
+    return q, k, v, mask
+
+
+def test_what_is_nan_in_the_original_is_judged_on_inputs_without_nan(caplog):
+    args = attention_of_garbage()
+    assert attend(*args)[1].isnan().all()
+    with caplog.at_level(logging.WARNING, "tilewright"), torch.no_grad():
+        out = compiled(attend, verify=True)(*args)
+    assert out.isfinite().all()
+    assert caplog.records == []
+    assert patterns_used("cache_attention") == ["cache_attention"]
+    (note,) = reports()[-1].notes
+    assert "output 0, on inputs without NaN, 128 of 128 elements that are NaN in the orig" in note
+    assert note in str(reports()[-1])
+
+
+def test_a_wrong_rewrite_does_not_hide_behind_nan(monkeypatch, caplog):
+    """It is right wherever the original is a number."""
+    args = attention_of_garbage()
+
+    def change(arguments, out):
+        return torch.cat((out[:2], out[2:4] * 1.5, out[4:]))
+
+    wrong(monkeypatch, change, "cache_attention")
+    with caplog.at_level(logging.WARNING, "tilewright"), torch.no_grad():
+        out = compiled(attend, verify=True)(*args)
+    assert out[1].isnan().all()
+    assert "on inputs without NaN" in caplog.records[-1].getMessage()
+    assert reports()[-1].matches == ()
+    with pytest.raises(VerificationError, match="on inputs without NaN"), torch.no_grad():
+        compiled(attend, verify=True, strict=True)(*args)
+
+
+def test_what_is_nan_on_all_inputs_is_judged_nowhere():
+    """A query that sees no key is NaN in the original, and zeros in ours."""
+    args = attention_of_garbage()
+    args[3][1, :, 0] = False
+    with torch.no_grad():
+        compiled(attend, verify=True)(*args)
+    (note,) = reports()[-1].notes
+    assert "64 of 128 elements that are NaN in the original" in note
+
+
+def test_masks_keep_their_minus_infinity():
+    mask = torch.tensor([0.0, float("-inf"), 1.0])
+    assert without_nan(mask) is mask
+    garbage = torch.tensor([2.0, float("nan"), float("-inf"), float("inf")]).bfloat16()
+    clean = without_nan(garbage.clone())
+    assert (clean.isfinite().all(), clean[0], clean.dtype) == (True, 2, torch.bfloat16)
+    assert torch.equal(clean, without_nan(garbage))
 
 
 @pytest.mark.parametrize("change", [wrong_q, wrong_slot])

@@ -10,17 +10,23 @@ from torch.autograd import forward_ad
 
 from tilewright.ops import ArgumentError, contract
 
+# A hessian starts with a matrix of as many rows and columns.
+MOST_ELEMENTS = 2048
 OPS = {op.name: op for op in contract.all_ops() if op.namespace == "tilewright"}
 
 
 def wide_float(op):
-    """A sample, and the name of an argument of it that could be differentiated."""
+    """A sample, and the name of its smallest argument that could be differentiated."""
     for case in op.cases:
         arguments = op.sample_inputs(case)
-        for field in fields(arguments):
-            value = getattr(arguments, field.name)
-            if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.bfloat16):
-                return arguments, field.name
+        held = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+        sizes = {
+            name: value.numel()
+            for name, value in held.items()
+            if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.bfloat16)
+        }
+        if min(sizes.values(), default=MOST_ELEMENTS + 1) <= MOST_ELEMENTS:
+            return arguments, min(sizes, key=sizes.__getitem__)
     return None
 
 

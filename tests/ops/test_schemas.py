@@ -46,6 +46,28 @@ EVERYTHING = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Shared:
+    eps: float
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class _Inheriting(_Shared):
+    x: torch.Tensor
+    _: KW_ONLY
+    style: str = "none"
+
+
+def test_inherited_keywords_come_after_the_positional_ones_and_before_the_others():
+    """As the constructor takes them, and as an op splits them."""
+    assert schema_of(_Inheriting, "()") == (
+        '(Tensor x, *, float eps, int rows=1, str style="none") -> ()'
+    )
+    x = torch.zeros(1)
+    assert _Inheriting(x, eps=2.0).x is x
+
+
 def test_a_schema_is_read_from_the_fields():
     assert schema_of(Everything, "()") == EVERYTHING
     torch._C.parse_schema("op" + EVERYTHING)

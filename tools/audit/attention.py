@@ -16,7 +16,8 @@ from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
 from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, distinct
 
-# (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length.
+# (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length. Of numbers
+# the lowest hide, as eager attention has them.
 MASKS = (
     (64, 1, 2048, torch.bool),
     (1, 1, 131072, torch.bool),
@@ -43,8 +44,8 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 # (sequences, queries of each, keys that each has room for).
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
-# Some releases keep 8 bytes of a program with tensor memory on the stack.
-STACK_BYTES = 8
+# What Triton 3.6 to 3.9 keep on the stack of some kernel: 3.9 56 bytes for Gemma-2's wide heads.
+STACK_BYTES = 64
 
 
 def attention_cases(target: Target) -> list[AuditCase]:
@@ -60,11 +61,12 @@ def _attention_cases(target: Target) -> Iterator[AuditCase]:
                     continue
                 places = " x ".join(map(str, sizes))
                 claims = Expectations(
-                    mma="bf16",
-                    stack_bytes=STACK_BYTES,
-                    fresh_sums_reason=SOFTMAX_REASON,
+                    mma="bf16", stack_bytes=STACK_BYTES, fresh_sums_reason=SOFTMAX_REASON
                 )
-                yield AuditCase(f"attention, {name}, {places}: {report.reason}", spec, claims)
+                if spec.kernel == "attention_merge":
+                    claims = Expectations()
+                title = f"attention, {name}, {places}, {spec.kernel}: {report.reason}"
+                yield AuditCase(title, spec, claims)
 
 
 def _call(
@@ -105,7 +107,8 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def _mask_cases(target: Target) -> Iterator[AuditCase]:
     for sequences, queries, keys, dtype in MASKS:
         mask = torch.empty(sequences, 1, queries, keys, dtype=dtype, device="meta")
-        report = mask_blocks.OP.plan_for(MaskBlocksArguments(mask), target.name)
+        given = MaskBlocksArguments(mask, hide_lowest=True)
+        report = mask_blocks.OP.plan_for(given, target.name)
         for spec in report.specs:
             name = f"mask blocks {sequences} x {queries} x {keys} {dtype}: {report.reason}"
             yield AuditCase(name, spec, Expectations(blocks_per_sm=PROGRAMS_PER_SM))

@@ -1,28 +1,13 @@
-"""How kernels of attention read a list of blocks (codegen/attention/blocks.py)."""
+"""Which blocks of keys a tile of queries visits: by positions, and by the list of blocks of a mask
+tensor (codegen/attention/blocks.py)."""
 
 import triton
 import triton.language as tl
 
+from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
+
 # Entries that are looked at together.
 LOADED: tl.constexpr = tl.constexpr(256)
-
-
-@triton.jit
-def tile_list(
-    blocks_ptr, sequence, head, first_row, sequence_stride, head_stride, tile_stride,
-    QUERIES: tl.constexpr,
-):  # fmt: skip
-    """(pointer to the first entry, number of entries) of the tile that has a query."""
-    own = blocks_ptr + sequence.to(tl.int64) * sequence_stride + head.to(tl.int64) * head_stride
-    own += (first_row // QUERIES).to(tl.int64) * tile_stride
-    return own + 1, tl.load(own)
-
-
-@triton.jit
-def listed_key(entries, step, KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first key of a step over the blocks of a list, each taken BLOCK_N keys at a time."""
-    PARTS: tl.constexpr = KEYS // BLOCK_N
-    return (tl.load(entries + step // PARTS) >> 1) * KEYS + step % PARTS * BLOCK_N
 
 
 @triton.jit
@@ -58,3 +43,52 @@ def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks
     whole_first = tl.where(found, run, first)
     num_listed = tl.where(found, run_end - run, 0)
     return first, whole_first, num_listed, end - first, whole_first + shift
+
+
+@triton.jit
+def blocks_to_visit(
+    blocks_ptr, sequence_stride, head_stride, tile_stride, sequence, head, first_row, lowest,
+    highest, key_start, own_keys, lead,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(entries of the tile that has query first_row or None, first block, first whole block, number
+    of whole, number of all, where in memory the first whole block lies) in blocks of BLOCK_N keys.
+
+    With blocks_ptr, a list of blocks of KEYS keys, the blocks are places on the list.
+    """
+    if blocks_ptr is None:
+        first, whole, num_whole, num_blocks = block_range(
+            lowest, highest, key_start, own_keys, lead, MASK, WINDOW, BLOCK_N
+        )
+        return None, first, whole, num_whole, num_blocks, whole
+    else:
+        PARTS: tl.constexpr = KEYS // BLOCK_N
+        first, whole, num_whole, num_blocks = block_range(
+            lowest, highest, key_start, own_keys, lead, MASK, WINDOW, KEYS
+        )
+        own = blocks_ptr + sequence.to(tl.int64) * sequence_stride
+        own += head.to(tl.int64) * head_stride + (first_row // QUERIES).to(tl.int64) * tile_stride
+        entries = own + 1
+        first, whole, num_whole, num_blocks, block = listed_range(
+            entries, tl.load(own), first, whole, num_whole, num_blocks
+        )
+        return (
+            entries, first * PARTS, whole * PARTS, num_whole * PARTS, num_blocks * PARTS,
+            block * PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def key_of_step(
+    step, entries, first, whole, num_whole, IN_ORDER: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The first key of a step over the blocks of `blocks_to_visit`: whole ones come first, unless
+    IN_ORDER."""
+    block = first + step if IN_ORDER else block_of_step(step, first, whole, num_whole)
+    if entries is None:
+        return block * BLOCK_N
+    else:
+        PARTS: tl.constexpr = KEYS // BLOCK_N
+        return (tl.load(entries + block // PARTS) >> 1) * KEYS + block % PARTS * BLOCK_N

@@ -6,17 +6,16 @@ side: a tile of 64 keys fills the former with one row only. Keys may lie in two 
 rope columns (MLA, absorbed), and values be the first part: it is loaded once for both products.
 
 The blocks of keys that the rows see are dealt out to SPLITS programs (Flash-Decoding, Dao et al.
-2023); the last of them to arrive merges their results in a fixed order, so the sum does not depend
-on which was last.
+2023), whose results a second kernel merges, in a fixed order.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.attention.templates.block_list import listed_key, listed_range, tile_list
-from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped
-from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
-from tilewright.codegen.templates.arrival import arrive
+from tilewright.codegen.attention.templates.block_list import blocks_to_visit, key_of_step
+from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
+from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
+from tilewright.codegen.attention.templates.tiles import keys_in_sight, run_of
 
 
 @triton.jit
@@ -31,12 +30,7 @@ def rows_of_tile(
     rows = tl.arange(0, ROWS)
     query = tile * TOKENS + rows // TILE_HEADS
     head = kv_head * GROUP + rows % TILE_HEADS
-    if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
-        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
-    else:
-        first = sequence.to(tl.int64) * num_queries
-        own = num_queries
+    first, own = run_of(row_offsets_ptr, sequence, num_queries)
     real = (rows < TOKENS * TILE_HEADS) & (query < own)
     if TILE_HEADS < GROUP:
         head += first_head
@@ -61,7 +55,7 @@ def rows_of_tile(
 @triton.jit
 def seen_keys(
     scores, keys, exists, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-    mask_column_stride, num_keys, is_whole,
+    mask_column_stride, is_whole,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """(scores [keys, rows] with the mask's numbers added, which of them are seen). is_whole,
@@ -92,16 +86,6 @@ def seen_keys(
 
 
 @triton.jit
-def load_block(rows, needed, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
-    """[keys, BLOCK] of keys or values at `rows`, zeros where CHECKED and not needed."""
-    columns = tl.arange(0, BLOCK)
-    real = (columns < WIDTH)[None, :]
-    if CHECKED:
-        real = real & needed[:, None]
-    return tl.load(rows[:, None] + columns[None, :], mask=real, other=0.0)
-
-
-@triton.jit
 def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointers to BLOCK_N rows of a page from a slot on."""
     start = base + page * page_stride + tl.cast(slot, tl.int64) * STRIDE
@@ -111,7 +95,7 @@ def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.c
 @triton.jit
 def attend_block(
     first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base, rope_base, table_ptr,
-    own_keys, num_pages, num_keys, k_page_stride, v_page_stride, rope_page_stride, positions, query,
+    own_keys, num_pages, k_page_stride, v_page_stride, rope_page_stride, positions, query,
     head, mask_base, mask_head_stride, mask_row_stride, mask_column_stride, factor, softcap,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -122,29 +106,18 @@ def attend_block(
     """(output [V, rows], top, total) after a block of keys. MASKED: some row may not see some key
     of it. LISTED: the mask tensor hides nothing of the first num_whole steps. v_base None: the keys
     are the values."""
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     keys = first_key + tl.arange(0, BLOCK_N)
-    exists = keys < own_keys
-    if table_ptr is None:
-        slots = keys.to(tl.int64)
-        k_rows = k_base + slots * K_STRIDE
-        if v_base is not None:
-            v_rows = v_base + slots * V_STRIDE
-        first_slot = first_key
-        pages = 0
-    else:
-        if PAGE_SIZE % BLOCK_N == 0:
-            pages = tl.load(table_ptr + first_key // PAGE_SIZE).to(tl.int64)
-        else:
-            pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=exists, other=-1).to(tl.int64)
-        exists &= (pages >= 0) & (pages < num_pages)
-        slots = (keys % PAGE_SIZE).to(tl.int64)
-        k_rows = k_base + pages * k_page_stride + slots * K_STRIDE
-        if v_base is not None:
-            v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
-        if rope_base is not None:
-            rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
-        first_slot = first_key % PAGE_SIZE
-    if v_base is None and (table_ptr is None or PAGE_SIZE % BLOCK_N == 0):
+    pages, slots, exists = places_of_keys(
+        first_key, own_keys, 0, table_ptr, num_pages, PAGE_SIZE, ONE_PAGE, BLOCK_N
+    )
+    k_rows = k_base + pages * k_page_stride + slots * K_STRIDE
+    if v_base is not None:
+        v_rows = v_base + pages * v_page_stride + slots * V_STRIDE
+    if rope_base is not None:
+        rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
+    first_slot = first_key if table_ptr is None else first_key % PAGE_SIZE
+    if v_base is None and (table_ptr is None or ONE_PAGE):
         # A block is one run of memory. Its rows lie at constants from one address: many wide rows
         # would take a thread's registers with one each.
         k_rows = rows_from(k_base, pages, k_page_stride, first_slot, K_STRIDE, BLOCK_N)
@@ -158,14 +131,14 @@ def attend_block(
         # Keys that no row sees are not read: they are values, and NaN times zero is NaN.
         added, seen = seen_keys(
             tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
-            mask_head_stride, mask_row_stride, mask_column_stride, num_keys,
+            mask_head_stride, mask_row_stride, mask_column_stride,
             step < num_whole, MASK, WINDOW, MASK_KIND, LISTED,
         )  # fmt: skip
         exists = tl.max(seen.to(tl.int32), axis=1) > 0
-    k = load_block(k_rows, exists, HEAD_DIM, HEAD_BLOCK, CHECKED)
+    k = load_rows(k_rows, exists if CHECKED else None, HEAD_DIM, HEAD_BLOCK)
     scores = tl.dot(k.to(q.dtype), q)
     if rope_base is not None:
-        k_rope = load_block(rope_rows, exists, ROPE_DIM, ROPE_BLOCK, CHECKED)
+        k_rope = load_rows(rope_rows, exists if CHECKED else None, ROPE_DIM, ROPE_BLOCK)
         if CHAINED:
             scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
         else:
@@ -182,7 +155,7 @@ def attend_block(
     elif MASKED:
         scores, seen = seen_keys(
             scores, keys, exists, positions, query, head, mask_base, mask_head_stride,
-            mask_row_stride, mask_column_stride, num_keys, False, MASK, WINDOW, MASK_KIND, False,
+            mask_row_stride, mask_column_stride, False, MASK, WINDOW, MASK_KIND, False,
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
         # Values that no row sees are not read: NaN times zero is NaN.
@@ -191,7 +164,7 @@ def attend_block(
         scores = tl.where(exists[:, None], scores, float("-inf"))
     v = k
     if v_base is not None:
-        v = load_block(v_rows, needed, V_DIM, V_BLOCK, CHECKED)
+        v = load_rows(v_rows, needed if CHECKED else None, V_DIM, V_BLOCK)
     steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
     new_top = tl.maximum(top, tl.max(scores, axis=0) * steepness)
     # A row that has seen no key yet.
@@ -221,67 +194,8 @@ def store_part(
 
 
 @triton.jit
-def merged(
-    parts, V_BLOCK: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """(output [REAL, V_BLOCK], top, total) of SPLITS parts, CHUNK of them loaded at once."""
-    rows = tl.arange(0, REAL)
-    dims = tl.arange(0, V_BLOCK)
-    numbers = parts + SPLITS * REAL * V_BLOCK
-    top = tl.full((REAL,), float("-inf"), tl.float32)
-    total = tl.zeros((REAL,), tl.float32)
-    output = tl.zeros((REAL, V_BLOCK), tl.float32)
-    for first in tl.static_range(0, SPLITS, CHUNK):
-        splits = first + tl.arange(0, CHUNK)
-        own = splits[:, None] * REAL + rows[None, :]
-        there = (splits < SPLITS)[:, None]
-        tops = tl.load(numbers + own, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(numbers + SPLITS * REAL + own, mask=there, other=0.0, cache_modifier=".cg")
-        # What was not handed over is not yet known to be so: all are loaded, some for nothing.
-        values = tl.load(
-            parts + own[:, :, None] * V_BLOCK + dims[None, None, :], mask=there[:, :, None],
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        # Else the largest logits are waited for before the values are asked for.
-        tl.debug_barrier()
-        new_top = tl.maximum(top, tl.max(tops, axis=0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tops - base[None, :])
-        values = tl.where((tops > float("-inf"))[:, :, None], values * weights[:, :, None], 0.0)
-        decay = tl.exp2(top - base)
-        output = output * decay[:, None] + tl.sum(values, axis=0)
-        total = total * decay + tl.sum(totals * weights, axis=0)
-        top = new_top
-    return output, top, total
-
-
-@triton.jit
-def finish(
-    output, top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head, real,
-    kv_head, v_scale_stride,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes rows of output [rows, V_BLOCK], divided by their sums of weights."""
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, sink)
-        scale = tl.exp2(top - new_top)
-        output *= scale[:, None]
-        total = total * scale + tl.exp2(sink - new_top)
-    output /= tl.where(total == 0.0, 1.0, total)[:, None]
-    if v_scale_ptr is not None:
-        output *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
-    dims = tl.arange(0, V_BLOCK)
-    places = ((first_token + query) * HEADS + head) * V_DIM
-    tl.store(
-        out_ptr + places[:, None] + dims[None, :], output.to(out_ptr.dtype.element_ty),
-        mask=real[:, None] & (dims < V_DIM)[None, :],
-    )  # fmt: skip
-
-
-@triton.jit
 def attention_decode(
-    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, workspace_ptr, counters_ptr,
+    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, workspace_ptr,
     row_offsets_ptr, block_table_ptr, key_lengths_ptr, positions_ptr, cache_lengths_ptr, mask_ptr,
     mask_blocks_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     num_queries, num_keys, num_pages, row_tiles, factor, softcap,
@@ -298,7 +212,7 @@ def attention_decode(
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
     LISTED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -311,9 +225,8 @@ def attention_decode(
     twice what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks has the mask's list of
     blocks (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the first rows, a
-    power of two, that hold all queries. With SPLITS > 1, workspace has SPLITS * REAL * (V_BLOCK +
-    2) numbers for each tile, and counters one zero; CHUNK parts are merged at once. Without
-    counters the parts are left to `attention_merge`.
+    power of two, that hold all queries. With SPLITS > 1 the parts are left to `attention_merge` in
+    workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -357,6 +270,7 @@ def attention_decode(
     if RAGGED and v_ptr is None:
         # Any sequence may have all the queries: most have no row in most tiles.
         own_keys = tl.where(tl.max(real.to(tl.int32), axis=0) > 0, own_keys, 0)
+    own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
     if v_ptr is not None:
@@ -375,20 +289,11 @@ def attention_decode(
         factor *= tl.load(k_scale_ptr + kv_head * k_scale_stride)
     # The blocks of the tile; with a list from here on places on it. Whole ones come first, and this
     # program takes those from `begin` to `end`.
-    first, whole, num_whole, num_blocks = block_range(
-        lowest, highest, 0, own_keys, 0, MASK, WINDOW, BLOCK_N
-    )
-    whole_block = whole
-    entries = mask_blocks_ptr
-    if LISTED:
-        entries, count = tile_list(
-            mask_blocks_ptr, sequence, kv_head, row_tile * TOKENS, blocks_sequence_stride, 0,
-            blocks_tile_stride, QUERIES,
-        )  # fmt: skip
-        first, whole, num_whole, num_blocks, whole_block = listed_range(
-            entries, count, first, whole, num_whole, num_blocks
-        )
-    elif MASK_KIND != "none":
+    entries, first, whole, num_whole, num_blocks, whole_block = blocks_to_visit(
+        mask_blocks_ptr, blocks_sequence_stride, 0, blocks_tile_stride, sequence, kv_head,
+        row_tile * TOKENS, lowest, highest, 0, own_keys, 0, MASK, WINDOW, QUERIES, BLOCK_N, BLOCK_N,
+    )  # fmt: skip
+    if MASK_KIND != "none" and not LISTED:
         # Nobody has said which blocks the mask lets all rows see whole.
         whole = first
         num_whole = 0
@@ -408,20 +313,17 @@ def attention_decode(
             first_key = (whole_block + step) * BLOCK_N
             output, top, total = attend_block(
                 first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
-                rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+                rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
                 rope_page_stride, positions, query, head, mask_base, mask_head_stride,
                 mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
                 HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
                 WINDOW, MASK_KIND, CAPPED, False, LISTED, CHAINED, BLOCK_N, ROWS,
             )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
-        block = block_of_step(step, first, whole, num_whole)
-        first_key = block * BLOCK_N
-        if LISTED:
-            first_key = listed_key(entries, block, BLOCK_N, BLOCK_N)
+        first_key = key_of_step(step, entries, first, whole, num_whole, False, BLOCK_N, BLOCK_N)
         output, top, total = attend_block(
             first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
-            rope_base, table, own_keys, num_pages, num_keys, k_page_stride, v_page_stride,
+            rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
             rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
             mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
             ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
@@ -429,34 +331,19 @@ def attention_decode(
         )  # fmt: skip
     if SPLITS == 1:
         finish(
-            tl.trans(output), top, total, out_ptr, sinks_ptr, v_scale_ptr, first_token, query, head,
-            real, kv_head, v_scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
+            tl.trans(output), top, total, out_ptr, None, sinks_ptr, v_scale_ptr,
+            kv_head * v_scale_stride, first_token, query, head, real, NUM_KV_HEADS * GROUP, V_DIM,
+            V_BLOCK, 0.0,
         )  # fmt: skip
     else:
         parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
-        counter_ptr = None
-        if counters_ptr is not None:
-            counter_ptr = counters_ptr + tile
         store_part(output, top, total, parts, split, real, V_BLOCK, ROWS, REAL, SPLITS)
-    if SPLITS > 1 and counters_ptr is not None:
-        is_last = arrive(counter_ptr, SPLITS)
-        if is_last:
-            _, m_query, m_head, _, m_real, _, _ = rows_of_tile(
-                row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
-                first_head, num_queries, positions_sequence_stride, positions_stride, GROUP,
-                TILE_HEADS, TOKENS, RAGGED, "none", REAL,
-            )  # fmt: skip
-            m_output, m_top, m_total = merged(parts, V_BLOCK, REAL, SPLITS, CHUNK)
-            finish(
-                m_output, m_top, m_total, out_ptr, sinks_ptr, v_scale_ptr, first_token, m_query,
-                m_head, m_real, kv_head, v_scale_stride, NUM_KV_HEADS * GROUP, V_DIM, V_BLOCK,
-            )  # fmt: skip
 
 
 @triton.jit
 def attention_merge(
-    workspace_ptr, out_ptr, row_offsets_ptr,
-    num_queries, row_tiles,
+    workspace_ptr, out_ptr, row_offsets_ptr, sinks_ptr, v_scale_ptr,
+    num_queries, row_tiles, v_scale_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
@@ -478,12 +365,7 @@ def attention_merge(
     sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
     within = tile % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
     query = row_tile * TOKENS + row // TILE_HEADS
-    if RAGGED:
-        first = tl.load(row_offsets_ptr + sequence).to(tl.int64)
-        own = (tl.load(row_offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
-    else:
-        first = sequence.to(tl.int64) * num_queries
-        own = num_queries
+    first, own = run_of(row_offsets_ptr, sequence, num_queries)
     if (row < TOKENS * TILE_HEADS) & (query < own) & (within < GROUP):
         splits = tl.arange(0, SPLIT_BLOCK)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -501,7 +383,15 @@ def attention_merge(
         weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
         values = tl.where((tops > float("-inf"))[:, None], values * weights[:, None], 0.0)
         total = tl.sum(totals * weights, axis=0)
-        output = tl.sum(values, axis=0) / tl.where(total == 0.0, 1.0, total)
+        output = tl.sum(values, axis=0)
         head = kv_head * GROUP + within
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+            new_top = tl.maximum(top, sink)
+            output *= tl.exp2(top - new_top)
+            total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        output /= tl.where(total == 0.0, 1.0, total)
+        if v_scale_ptr is not None:
+            output *= tl.load(v_scale_ptr + kv_head * v_scale_stride)
         places = ((first + query) * (NUM_KV_HEADS * GROUP) + head) * V_DIM + columns
         tl.store(out_ptr + places, output.to(out_ptr.dtype.element_ty), mask=columns < V_DIM)

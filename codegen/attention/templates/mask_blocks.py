@@ -6,6 +6,8 @@ import triton.language as tl
 # A sum of marks has its count of seen keys below this bit, that of whole ones from it on: a tile
 # and a block have 2 ** 13 pairs.
 WHOLE_BIT: tl.constexpr = tl.constexpr(14)
+# The flag of a block that a query sees by lowest numbers alone.
+LOWEST_FLAG: tl.constexpr = tl.constexpr(0.5)
 
 
 @triton.jit
@@ -21,15 +23,51 @@ def pair_marks(values, KIND: tl.constexpr):
 
 
 @triton.jit
-def write_list(list_ptr, flags_ptr, key_blocks, LISTED: tl.constexpr):
-    """The list of a tile of its blocks' flags: 0, 1 where some query sees a key, 2 where all see
-    all. Blocks that are seen go to its front in their order, zeros for the others to its end."""
+def block_flags(values, pairs, KIND: tl.constexpr):
+    """The flags of blocks [BLOCKS]: 0, 1 where some query sees a key, 2 where all see all, of what
+    a mask has, [ROWS, BLOCKS, KEYS]. pairs: so many of a block are there."""
+    sums = tl.sum(tl.sum(pair_marks(values, KIND), axis=2), axis=0)
+    seen = (sums & ((1 << WHOLE_BIT) - 1)) > 0
+    whole = (sums >> WHOLE_BIT) == pairs
+    return seen.to(tl.float32) + whole.to(tl.float32)
+
+
+@triton.jit
+def lowest_flags(
+    values, num_rows, LOWEST: tl.constexpr, ORDINARY: tl.constexpr, KEYS: tl.constexpr
+):
+    """(the flags of blocks [BLOCKS], LOWEST_FLAG where no query sees a key but by a lowest number;
+    whether rows [ROWS] have an ordinary one) of numbers [ROWS, BLOCKS, KEYS]. num_rows: so many
+    are there."""
+    numbers = values.to(tl.float32)
+    # Counts of a row's keys in a block, a byte each: not -inf, above LOWEST, zero, ordinary.
+    marks = tl.where(numbers != float("-inf"), 1, 0)
+    marks = tl.where(numbers <= LOWEST, marks, 0x101)
+    marks = tl.where(numbers >= ORDINARY, 0x1000101, marks)
+    marks = tl.where(numbers == 0, 0x1010101, marks)
+    counts = tl.sum(marks, axis=2)
+    ordinary = tl.max(((counts >> 24) > 0).to(tl.int32), axis=1)
+    # Counts of the rows that see a key, that do so by a higher number, and that see all.
+    marks = ((counts & 255) > 0).to(tl.int32)
+    marks += (((counts >> 8) & 255) > 0).to(tl.int32) << 8
+    marks += (((counts >> 16) & 255) == KEYS).to(tl.int32) << 16
+    counts = tl.sum(marks, axis=0)
+    lowest = tl.where((counts & 255) > 0, LOWEST_FLAG, 0.0)
+    seen = 1.0 + ((counts >> 16) == num_rows).to(tl.float32)
+    return tl.where(((counts >> 8) & 255) > 0, seen, lowest), ordinary
+
+
+@triton.jit
+def write_list(list_ptr, flags_ptr, key_blocks, hidden, LISTED: tl.constexpr):
+    """The list of a tile of its blocks' flags: more than `hidden` where some query sees a key, 2
+    where all see all. Blocks that are seen go to its front in their order, zeros for the others to
+    its end."""
     count = 0
     for first in range(0, key_blocks, LISTED):
         blocks = first + tl.arange(0, LISTED)
         real = blocks < key_blocks
         flags = tl.load(flags_ptr + blocks, mask=real, other=0.0, cache_modifier=".cg")
-        seen = (flags > 0.0).to(tl.int32)
+        seen = (flags > hidden).to(tl.int32)
         before = count + tl.cumsum(seen, axis=0) - seen
         places = tl.where(seen > 0, before, key_blocks - 1 - (blocks - before))
         entries = tl.where(seen > 0, 2 * blocks + (flags > 1.0).to(tl.int32), 0)
@@ -44,14 +82,17 @@ def mask_blocks(
     key_blocks, blocks_per_part, parts, sequence_stride, head_stride, row_stride, column_stride,
     KIND: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr, LISTED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    LOWEST: tl.constexpr = 0.0, ORDINARY: tl.constexpr = 0.0,
 ):  # fmt: skip
     """out [.., query_tiles, 1 + key_blocks], the list of blocks of a mask
     [.., num_queries, num_keys] (codegen/attention/blocks.py).
 
     Grid (tiles, parts): a program reads blocks_per_part blocks of a tile, a multiple of BLOCKS,
-    BLOCKS at a time, and ROWS of its QUERIES rows, no fewer than there are. flags: fp32
-    [tiles, key_blocks]. SPLIT: there are several parts, and the last program of a tile to end
-    writes its list; counters: a zeroed int32 for each tile. KIND: "bool" or "additive".
+    BLOCKS at a time, and ROWS of its QUERIES rows, no fewer than there are. SPLIT: there are
+    several parts, and the last program of a tile to end writes its list; counters: a zeroed int32
+    for each tile. KIND: "bool" or "additive". LOWEST < 0: numbers up to that hide, too, in a tile
+    of which every query has one of at least ORDINARY (codegen/attention/blocks.py). flags: fp32
+    [tiles, key_blocks], with LOWEST and SPLIT [tiles, key_blocks + parts * ROWS].
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -65,8 +106,14 @@ def mask_blocks(
         + (pair % num_heads).to(tl.int64) * head_stride
         + rows.to(tl.int64) * row_stride
     )
-    pairs = tl.minimum(num_queries - first_row, QUERIES) * KEYS
-    own_flags = flags_ptr + tile.to(tl.int64) * key_blocks
+    num_rows = tl.minimum(num_queries - first_row, QUERIES)
+    numbers = key_blocks
+    if LOWEST < 0:
+        ordinary = tl.zeros((ROWS,), tl.int32)
+        if SPLIT:
+            numbers += parts * ROWS
+    own_flags = flags_ptr + tile.to(tl.int64) * numbers
+    rows_flags = own_flags + key_blocks + tl.arange(0, ROWS)
     last = tl.minimum((part + 1) * blocks_per_part, key_blocks)
     for first in range(part * blocks_per_part, last, BLOCKS):
         blocks = first + tl.arange(0, BLOCKS)
@@ -75,19 +122,31 @@ def mask_blocks(
         inside = (rows < num_queries)[:, None, None] & (keys < num_keys)[None, :, :]
         # Of keys and queries that are not there nothing is seen.
         other = 0 if KIND == "bool" else float("-inf")
-        marks = pair_marks(tl.load(places, mask=inside, other=other), KIND)
-        sums = tl.sum(tl.sum(marks, axis=2), axis=0)
-        seen = (sums & ((1 << WHOLE_BIT) - 1)) > 0
-        whole = (sums >> WHOLE_BIT) == pairs
-        flags = seen.to(tl.float32) + whole.to(tl.float32)
+        values = tl.load(places, mask=inside, other=other)
+        if LOWEST < 0:
+            flags, here = lowest_flags(values, num_rows, LOWEST, ORDINARY, KEYS)
+            ordinary = tl.maximum(ordinary, here)
+        else:
+            flags = block_flags(values, num_rows * KEYS, KIND)
         tl.store(own_flags + blocks, flags, mask=blocks < last)
+    if LOWEST < 0 and SPLIT:
+        tl.store(rows_flags + part * ROWS, ordinary.to(tl.float32))
     # All threads' stores come before what any of them reads, and before the one thread's atomic.
     tl.debug_barrier()
     complete = part == 0
     if SPLIT:
         complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == parts - 1
     if complete:
-        write_list(out_ptr + tile.to(tl.int64) * (key_blocks + 1), own_flags, key_blocks, LISTED)
+        hidden = 0.0
+        if LOWEST < 0:
+            if SPLIT:
+                for other_part in range(parts):
+                    flags = tl.load(rows_flags + other_part * ROWS, cache_modifier=".cg")
+                    ordinary = tl.maximum(ordinary, flags.to(tl.int32))
+            every = tl.min(tl.where(rows < num_queries, ordinary, 1), axis=0)
+            hidden = LOWEST_FLAG * every.to(tl.float32)
+        own_list = out_ptr + tile.to(tl.int64) * (key_blocks + 1)
+        write_list(own_list, own_flags, key_blocks, hidden, LISTED)
         if SPLIT:
             # For the next launch.
             tl.store(counters_ptr + tile, 0)

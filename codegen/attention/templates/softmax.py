@@ -9,6 +9,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Below the logarithm of any weight that counts: a lower finite mask would be minus infinity in base
 # 2, and a row that sees nothing better would see nothing.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -19,8 +20,8 @@ def capped(scores, factor, softcap):
 
 @triton.jit
 def mask_scores(
-    scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, mask_base,
-    mask_row_stride, mask_column_stride, steepness,
+    scores, positions, first_row, first_key, own_queries, own_keys, key_start, lead, masks,
+    steepness,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
     EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -35,6 +36,7 @@ def mask_scores(
         keys += first_key
         seen = visible(positions, keys, 0, key_start, own_keys, lead, MASK, WINDOW, LED)
     if MASK_KIND != "none":
+        mask_base, mask_row_stride, mask_column_stride = masks
         rows = first_row + tl.arange(0, BLOCK_M)
         places = (
             mask_base + rows.to(tl.int64)[:, None] * mask_row_stride
@@ -75,3 +77,37 @@ def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
     else:
         output = tl.dot(weights.to(values.dtype), values, output * decay[:, None])
     return output
+
+
+@triton.jit
+def finish(
+    output, top, total, out_ptr, lse_ptr, sinks_ptr, v_scale_ptr, v_scale_place, first_token,
+    query, head, real,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Writes rows of output [rows, V_BLOCK], divided by their sums of weights, and their
+    log-sum-exp. A row that sees no key gives zeros and -inf.
+
+    query, head, real: of each row. v_scale: what values are multiplied by. SHIFT: that of
+    `online_softmax_step`.
+    """
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        scale = tl.exp2(top - new_top)
+        output *= scale[:, None]
+        total = total * scale + tl.exp2(sink - new_top)
+    sees = total != 0.0
+    total = tl.where(sees, total, 1.0)
+    rows = (first_token + query) * HEADS + head
+    if lse_ptr is not None:
+        lse = tl.where(sees, (top - SHIFT + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse_ptr + rows, lse, mask=real)
+    output *= (1.0 / total)[:, None]
+    if v_scale_ptr is not None:
+        output *= tl.load(v_scale_ptr + v_scale_place)
+    dims = tl.arange(0, V_BLOCK)
+    tl.store(
+        out_ptr + rows[:, None] * V_DIM + dims[None, :], output.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (dims < V_DIM)[None, :],
+    )  # fmt: skip

@@ -74,30 +74,13 @@ def tile_place(
 
 
 @triton.jit
-def own_rows(
-    query_offsets_ptr, key_offsets_ptr, key_lengths_ptr, sequence, real, num_queries, num_keys,
-    key_start, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """(first query, number of queries, first key, number of keys) of a sequence, none unless real.
-
-    Keys at positions from key_lengths on do not count; a sequence's first key is at key_start.
-    """
-    if RAGGED:
-        query_base = tl.load(query_offsets_ptr + sequence).to(tl.int64)
-        query_end = tl.load(query_offsets_ptr + sequence + 1).to(tl.int64)
-        key_base = tl.load(key_offsets_ptr + sequence).to(tl.int64)
-        key_end = tl.load(key_offsets_ptr + sequence + 1).to(tl.int64)
-        own_queries = tl.where(real, (query_end - query_base).to(tl.int32), 0)
-        own_keys = tl.where(real, (key_end - key_base).to(tl.int32), 0)
+def run_of(offsets_ptr, sequence, length):
+    """(first row, number of rows) of a sequence: ragged by offsets, else `length` of each."""
+    if offsets_ptr is None:
+        return sequence.to(tl.int64) * length, length
     else:
-        query_base = sequence.to(tl.int64) * num_queries
-        key_base = query_base
-        own_queries = tl.where(real, num_queries, 0)
-        own_keys = tl.where(real, num_keys, 0)
-    if key_lengths_ptr is not None:
-        length = tl.load(key_lengths_ptr + sequence).to(tl.int32)
-        own_keys = tl.minimum(own_keys, length - key_start)
-    return query_base, own_queries, key_base, tl.maximum(own_keys, 0)
+        first = tl.load(offsets_ptr + sequence).to(tl.int64)
+        return first, (tl.load(offsets_ptr + sequence + 1).to(tl.int64) - first).to(tl.int32)
 
 
 @triton.jit
@@ -141,21 +124,28 @@ def query_positions(
 
 
 @triton.jit
+def keys_in_sight(own_keys, highest, key_start, MASK: tl.constexpr):
+    """Of own_keys those up to the last that a query at `highest` sees."""
+    if MASK != "none":
+        own_keys = tl.minimum(own_keys, highest + 1 - key_start)
+    return tl.maximum(own_keys, 0)
+
+
+@triton.jit
 def block_range(
     lowest, highest, key_start, own_keys, lead,
     MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(first block, first whole block, whole blocks, all blocks) of keys for a tile of queries.
 
-    Every query sees all keys of a whole block; blocks before and after the whole ones need a mask.
+    own_keys: as `keys_in_sight` gives them. Every query sees all keys of a whole block; blocks
+    before and after the whole ones need a mask.
     The first `lead` keys belong to no sequence.
     """
     low = 0
-    high = own_keys
     whole_low = lead
     whole_high = own_keys
     if MASK != "none":
-        high = tl.minimum(own_keys, highest + 1 - key_start)
         whole_high = tl.minimum(own_keys, lowest + 1 - key_start)
     # A window may begin behind the last key; where there is none, no block is read.
     if MASK == "sliding_window":
@@ -165,9 +155,8 @@ def block_range(
         low = tl.minimum(lowest // WINDOW * WINDOW - key_start, own_keys)
         whole_low = highest // WINDOW * WINDOW - key_start
     low = tl.maximum(low, 0)
-    high = tl.maximum(high, low)
     first = low // BLOCK_N
-    total = tl.maximum((high + BLOCK_N - 1) // BLOCK_N - first, 0)
+    total = (own_keys + BLOCK_N - 1) // BLOCK_N - first
     whole = (tl.maximum(whole_low, lead) + BLOCK_N - 1) // BLOCK_N
     num_whole = tl.maximum(whole_high, 0) // BLOCK_N - whole
     # Where no block is whole, the masked blocks start at the first.

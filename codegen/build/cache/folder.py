@@ -75,8 +75,7 @@ def distrust(status: os.stat_result) -> str | None:
 
 
 def refusal(root: Path) -> str | None:
-    """Why a cache folder is not used; None where it can be used, also where it does not exist yet.
-    """
+    """Why a cache folder is not used; None where it can be, or where there is none yet."""
     try:
         own, target = os.lstat(root), os.stat(root)
     except FileNotFoundError:

@@ -22,9 +22,9 @@ from tilewright.ops.runtime.program import drive
 SMALL = replace(SM90, num_sms=3)
 
 
-def check(mask, target=SMALL):
+def check(mask, target=SMALL, *, hide_lowest=False):
     """The kernel's list, every number of it."""
-    a = MaskBlocksArguments(mask)
+    a = MaskBlocksArguments(mask, hide_lowest=hide_lowest)
     done = drive(mask_blocks_steps(a, target), Interpreter(target))
     assert torch.equal(done.outcome.result, reference(a))
     return done
@@ -52,6 +52,44 @@ def scattered(shape, dtype, seed=0):
 )
 def test_every_number_of_every_list(shape, dtype):
     check(scattered(shape, dtype))
+
+
+def with_lowest(shape, dtype, seed=0):
+    """As `scattered`, hidden keys with -inf, the lowest number or one next to it, in rows of which
+    few have no other."""
+    mask = scattered(shape, dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.tensor([float("-inf"), 1.0, 0.8, 0.87], dtype=torch.float64)
+    numbers[1:] *= torch.finfo(dtype).min
+    each = numbers[torch.randint(4, shape[:3], generator=generator)].to(dtype)
+    mask = torch.where(mask == 0, mask, each[..., None])
+    blind = torch.rand(shape[:3], generator=generator) < 0.004
+    mask[..., 0] = torch.where(blind, mask[..., 0], 0.5)
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sms", [3, 132])
+@pytest.mark.parametrize(
+    "shape", [(4, 3, 1, 700), (2, 1, 5, 64), (1, 2, 129, 333), (1, 1, 700, 1500)], ids=str
+)
+def test_every_number_of_every_list_where_the_lowest_hide(shape, sms, dtype):
+    """Of tiles cut into parts and not, some with a row that has nothing but the lowest."""
+    mask, target = with_lowest(shape, dtype), replace(SM90, num_sms=sms)
+    check(mask, target, hide_lowest=True)
+    check(scattered(shape, torch.bool), target, hide_lowest=True)
+
+
+def test_parts_tell_each_other_which_rows_have_an_ordinary_number():
+    """Every part has rows without one; in the first tile, one row of all parts."""
+    mask = torch.full((1, 1, 256, 4096), torch.finfo(torch.float16).min, dtype=torch.float16)
+    rows = torch.arange(256)
+    mask[..., rows, rows * 16] = 0
+    mask[..., 100, :] = torch.finfo(torch.float16).min
+    target = replace(SM90, num_sms=132)
+    program = check(mask, target, hide_lowest=True)
+    assert program.specs[0].constant("SPLIT")
+    assert program.outcome.result[..., 0].tolist() == [[[64, 32]]]
 
 
 def test_more_blocks_than_are_written_at_a_time():

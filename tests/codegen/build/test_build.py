@@ -105,7 +105,9 @@ def test_small_tile_falls_back_and_the_audit_says_so():
 def test_too_much_shared_memory_is_a_problem_though_triton_compiles_it():
     audit = compile_for(tma_spec("sm100", num_stages=9)).audit
     assert audit.shared_bytes > SM100.max_shared_bytes
-    assert any(p.startswith(f"shared: {audit.shared_bytes} bytes, at most") for p in check(audit, SM100))
+    assert any(
+        p.startswith(f"shared: {audit.shared_bytes} bytes, at most") for p in check(audit, SM100)
+    )
 
 
 def test_compiled_once_per_source_target_and_options(monkeypatch):

@@ -17,9 +17,9 @@ import pytest
 
 from tests.another_user import NOBODY, give_away, in_a_child, public_folder
 from tilewright.codegen import build
+from tilewright.codegen.build.cache import KernelCache, cache_dir, key_of
 from tilewright.codegen.build.cache import folder as cache_folder
 from tilewright.codegen.emit import source as template_source
-from tilewright.codegen.build.cache import KernelCache, cache_dir, key_of
 from tilewright.codegen.emit import source_fingerprint
 from tilewright.codegen.spec import KernelSpec
 

@@ -20,11 +20,10 @@ from triton.backends.compiler import GPUTarget
 
 from tests.another_user import give_away, in_a_child
 from tilewright.codegen import build
-from tilewright.codegen.build import worker
-from tilewright.codegen.build.cache import folder as cache_folder
+from tilewright.codegen.build import BuildError, compile_for, emitted_path, load_interpreted, worker
 from tilewright.codegen.build import cache as cache_module
-from tilewright.codegen.build import BuildError, compile_for, emitted_path, load_interpreted
 from tilewright.codegen.build.cache import KernelCache
+from tilewright.codegen.build.cache import folder as cache_folder
 from tilewright.codegen.build.cache.folder import private_folder
 from tilewright.codegen.emit import emit
 from tilewright.codegen.spec import KernelSpec

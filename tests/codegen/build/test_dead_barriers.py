@@ -6,13 +6,10 @@ import re
 
 import pytest
 
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.dead_barriers import count_dead_barriers, without_dead_barriers
-from tilewright.codegen.mla.attention_specs import (
-    AttentionConfig,
-    AttentionProblem,
-    attention_spec,
-)
+from tilewright.codegen.mla.attention_specs import AttentionProblem, attention_spec
 from tilewright.codegen.operand import Operand
 
 BARRIER = "!ttg.memdesc<1x1xi64, #shared, #smem, mutable>"
@@ -80,7 +77,7 @@ def test_attention_with_specialised_warps_on_hopper_has_none():
         out=bf16, q_rope=bf16, k_rope=Operand("bf16", (64, 0)), mask="none", tma=True,
         rope_tma=True,
     )  # fmt: skip
-    config = AttentionConfig(128, 64, 4, 2, warp_specialize=True, one_loop=True)
+    config = PrefillConfig(128, 64, 4, 2, tma=True, warp_specialize=True, one_loop=True)
     built = compile_for(attention_spec(problem, config, "sm90"))
     assert built.audit.warp_specialized
     assert built.audit.dead_barriers == 0

@@ -120,15 +120,19 @@ def test_rounding_is_torchs_for_all_kinds_of_numbers():
 
 
 def test_corrections_are_gone_afterwards():
+    from triton.language.semantic import TritonSemantic
     from triton.runtime.interpreter import InterpreterBuilder
     from triton.runtime.jit import JITFunction
 
-    before = (dict(vars(InterpreterBuilder)), vars(JITFunction).get("__get__"), tl.load, tl.sum)
+    def language():
+        kinds = (InterpreterBuilder, TritonSemantic, tl.dtype, tl.block_type, tl.tensor)
+        return ([dict(vars(kind)) for kind in kinds], vars(JITFunction).get("__get__"), tl.load)
+
+    before = language()
     with corrected():
-        assert InterpreterBuilder.create_dot is not before[0]["create_dot"]
+        assert InterpreterBuilder.create_dot is not before[0][0]["create_dot"]
         assert tl.load is not before[2]
-    after = (dict(vars(InterpreterBuilder)), vars(JITFunction).get("__get__"), tl.load, tl.sum)
-    assert after == before
+    assert language() == before
 
 
 def test_an_error_inside_a_kernel_leaves_the_language_intact():
@@ -136,3 +140,18 @@ def test_an_error_inside_a_kernel_leaves_the_language_intact():
     with pytest.raises(Exception, match="NoneType"):
         interpret(arithmetic)[(1,)](torch.zeros(4), torch.zeros(4), None, "add", 4)
     assert tl.load is before
+
+
+def test_types_of_one_launch_share_their_parts_and_are_checked_as_ever():
+    with corrected():
+        one, other = (tl.block_type(tl.int32, shape) for shape in ([4, tl.constexpr(8)], (4, 8)))
+        assert one == other
+        assert one.shape is other.shape
+        assert tl.block_type(tl.int32, [4]) != tl.block_type(tl.uint32, [4])
+        for _ in range(2):  # one that was refused is refused again
+            with pytest.raises(ValueError, match="power of 2"):
+                tl.block_type(tl.int32, [3])
+            with pytest.raises(TypeError, match="Shape element 0"):
+                tl.block_type(tl.int32, [4.0])
+            with pytest.raises(TypeError, match="0d"):
+                tl.block_type(tl.int32, [])

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from tests.another_user import in_a_child
-from tilewright.codegen.build.cache import folder as cache_folder
 from tilewright.codegen.build.cache import KernelCache, key_of
+from tilewright.codegen.build.cache import folder as cache_folder
 from tilewright.codegen.build.cache.folder import new_folder, private_folder, sweep_private
 from tilewright.codegen.build.cache.upkeep import parse_size, prune, survey
 

@@ -12,6 +12,7 @@ import torch
 from tests.attention_cases import (
     FP8,
     Case,
+    attend,
     call_of,
     exact,
     offsets,
@@ -20,6 +21,7 @@ from tests.attention_cases import (
     with_options,
 )
 from tests.interpreted import Interpreter
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.targets import SM100
@@ -35,12 +37,12 @@ from tilewright.ops.mla.attention_operands import (
 )
 from tilewright.ops.reference.rope import apply_rope
 
-TWO_LOOPS = kernels.AttentionConfig(32, 16, 4, 2, tma=True, chained=False)
-ONE_LOOP = kernels.AttentionConfig(16, 32, 4, 2, tma=True, one_loop=True, promote=True)
-POINTERS = kernels.AttentionConfig(16, 16, 4, 2, tma=False)
+TWO_LOOPS = PrefillConfig(32, 16, 4, 2, tma=True, chained=False)
+ONE_LOOP = PrefillConfig(16, 32, 4, 2, tma=True, one_loop=True, promote=True)
+POINTERS = PrefillConfig(16, 16, 4, 2)
 
 
-def run(a: AttentionCall, config: kernels.AttentionConfig, target: str = "sm100", group: int = 2):
+def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: int = 2):
     """(out, lse) of the emitted kernel; both filled with NaN before."""
     check_call(a)
     if a.attn_mask is not None:
@@ -120,6 +122,28 @@ def test_positions_and_masks_of_a_dense_batch():
         a = call_of(with_options(case, **options))
         assert_agrees(a, run(a, TWO_LOOPS), 4e-3)
         assert_agrees(a, run(a, ONE_LOOP), 4e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 130])
+def test_blocks_of_the_lowest_number_are_not_read(queries):
+    """By a call that makes the list of its mask: NaN in them changes no bit. Where one query has
+    no other number, all are read."""
+    lowest = torch.finfo(torch.float16).min
+    bias = torch.full((2, 1, queries, 300), lowest, dtype=torch.float16)
+    bias[0, ..., :70] = bias[1, ..., 60:64] = 0
+    options = {"mask": "none", "attn_mask": bias, "scale": 0.2}
+    a = call_of(Case("dense", (queries,) * 2, (300,) * 2, dense=True, options=options))
+    clean = attend(a, Interpreter())
+    assert_agrees(a, clean, 4e-3)
+    blind = bias.clone()
+    blind[1, 0, 0] = lowest
+    blind = replace(a, attn_mask=blind)
+    assert attend(blind, Interpreter())[0].isfinite().all()
+    for tensor in (a.k, a.v, a.k_rope):
+        tensor[0, 128:] = tensor[1, 64:] = math.nan
+    for got, want in zip(attend(a, Interpreter()), clean, strict=True):
+        assert torch.equal(got, want)
+    assert attend(blind, Interpreter())[0][1, :128].isnan().all()
 
 
 def test_finite_masks_do_not_hide():
@@ -255,9 +279,9 @@ def holes(sequences, heads, queries, keys, seed=0):
 
 LISTED = Case("listed", (150,) * 2, (400,) * 2, dense=True, nope=16, v_dim=16)
 LISTED_TILES = [
-    kernels.AttentionConfig(64, 32, 4, 2, tma=True, chained=False),
-    kernels.AttentionConfig(128, 64, 8, 2, tma=False),
-    kernels.AttentionConfig(64, 64, 4, 2, tma=True, one_loop=True),
+    PrefillConfig(64, 32, 4, 2, tma=True, chained=False),
+    PrefillConfig(128, 64, 8, 2),
+    PrefillConfig(64, 64, 4, 2, tma=True, one_loop=True),
 ]
 
 
@@ -308,14 +332,14 @@ def test_a_list_of_more_entries_than_are_looked_at_together():
     seen = torch.ones(1, 1, 2, keys, dtype=torch.bool)
     seen[..., :100], seen[..., 64 * 300 + 5] = False, False
     a = call_of(with_options(case, mask="none", attn_mask=seen))
-    config = kernels.AttentionConfig(16, 64, 4, 2, tma=False)
+    config = PrefillConfig(16, 64, 4, 2)
     assert_agrees(a, run(a, config), 4e-3)
 
 
 def test_one_list_serves_all_that_its_mask_does():
     """Of each sequence or head, shared, at any strides."""
     case = Case("shared", (140,) * 2, (280,) * 2, dense=True, nope=16, v_dim=16)
-    config = kernels.AttentionConfig(64, 64, 4, 2, tma=False)
+    config = PrefillConfig(64, 64, 4, 2)
     for shape in ((2, 2), (1, 2), (2, 1), (1, 1)):
         for queries in (1, 140):
             seen = holes(*shape, 140, 280, seed=sum(shape))[:, :, -queries:]

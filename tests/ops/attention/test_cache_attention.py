@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.interpreted import interpret
+from tests.attention_cases import performed
+from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops import ArgumentError, cache_attention
 from tilewright.ops.attention.cache_attention import OP, AttentionArguments
+from tilewright.ops.attention.lowering import attention_steps
 
 B, HEADS, KV_HEADS, WIDTH, ROOM = 2, 8, 2, 16, 80
 
@@ -61,6 +64,38 @@ def test_keys_that_nobody_sees_may_hold_nan(way, target):
     assert OP.tolerances[torch.bfloat16].problem(got, clean.double()) is None
 
 
+MANY = 30
+# way -> (arguments, first and last key that some query of each sequence sees).
+WAYS_OF_MANY = {
+    "mask tensor": ({"mask": "none", "attn_mask": seen_by((70, 5), MANY)}, ((0, 69), (0, 4))),
+    "lengths": ({"mask": "none", "key_lengths": torch.tensor([70, 5])}, ((0, 69), (0, 4))),
+    "causal": ({"cache_lengths": torch.tensor([40, 3])}, ((0, 69), (0, 32))),
+    "window": (
+        {"mask": "sliding_window", "window": 9, "cache_lengths": torch.tensor([40, 3])},
+        ((32, 69), (0, 32)),
+    ),
+}
+TILES = [
+    PrefillConfig(64, 32, 4, 2),
+    PrefillConfig(64, 32, 4, 2, tma=True),
+    PrefillConfig(64, 32, 4, 2, tma=True, one_loop=True),
+]
+
+
+@pytest.mark.parametrize("way", WAYS_OF_MANY)
+@pytest.mark.parametrize("config", TILES, ids=str)
+def test_values_that_none_of_many_queries_sees_may_be_nan(way, config):
+    """By pointers and by descriptors, in loops of their own and in one."""
+    options, extents = WAYS_OF_MANY[way]
+    a = call(MANY, **options)
+    clean = OP.reference(a)
+    for sequence, (first, last) in enumerate(extents):
+        for tensor in (a.k, a.v):
+            tensor[sequence, :first] = tensor[sequence, last + 1 :] = torch.nan
+    got = performed(attention_steps(a, SM90, config), Interpreter(SM90)).result
+    assert OP.tolerances[torch.bfloat16].problem(got, clean.double()) is None
+
+
 @pytest.mark.parametrize("queries", [1, 70])
 def test_a_query_that_sees_nothing_gives_zeros_as_sdpa_does(queries):
     mask = seen_by((70, 5), queries).clone()
@@ -84,6 +119,78 @@ def test_a_row_of_the_lowest_finite_number_averages_all_keys():
     want = a.v.float().mean(1).repeat_interleave(HEADS // KV_HEADS, 1)
     for got in (OP.reference(a), interpret(OP, a).outcome.result):
         torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=1e-2)
+
+
+def long_call(queries, dtype, mask_dtype, lowest, **options) -> AttentionArguments:
+    """A static cache of 320 keys, of which 130 of the first sequence and 5 of the second are
+    present; all others have the mask's lowest number."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(B * queries, HEADS, WIDTH, generator=generator)
+    k, v = (torch.randn(B, 320, KV_HEADS, WIDTH, generator=generator) for _ in "kv")
+    seen = torch.arange(320) < torch.tensor([130, 5])[:, None]
+    mask = torch.where(seen, 0, lowest).to(mask_dtype)[:, None, None].repeat(1, 1, queries, 1)
+    tensors = (x.to(dtype) for x in (q, k, v))
+    given = {"scale": WIDTH**-0.5, "num_sequences": B, "mask": "none", "attn_mask": mask}
+    return AttentionArguments(*tensors, **given | options)
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "scale": 1.0}], ids=str)
+def test_blocks_of_the_lowest_number_are_not_read(queries, dtype, mask_dtype, options):
+    """Beside an ordinary number: NaN in such blocks changes no bit, nor does a sink."""
+    lowest = torch.finfo(mask_dtype).min
+    a = long_call(queries, dtype, mask_dtype, lowest, **options)
+    a = replace(a, sinks=torch.linspace(-1, 1, HEADS))
+    want = OP.reference(a)
+    clean = interpret(OP, a).outcome.result
+    assert OP.tolerances[dtype].problem(clean, want.double()) is None
+    for tensor in (a.k, a.v):
+        tensor[0, 192:] = tensor[1, 64:] = torch.nan
+    assert torch.equal(interpret(OP, a).outcome.result, clean)
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_row_of_the_lowest_number_keeps_its_tile_whole(queries, dtype):
+    """A query of padding sees all keys, by logits without their last digits; its neighbours see
+    what they saw."""
+    a = long_call(queries, dtype, dtype, torch.finfo(dtype).min)
+    a.attn_mask[1, 0, 0] = torch.finfo(dtype).min
+    got, want = interpret(OP, a).outcome.result, OP.reference(a)
+    torch.testing.assert_close(got[queries], want[queries], rtol=2e-2, atol=1e-2)
+    got[queries] = want[queries]
+    assert OP.tolerances[dtype].problem(got, want.double()) is None
+
+
+KEPT = {
+    "another mask": {"mask": "causal", "positions": torch.tensor([200])},
+    "lengths": {"key_lengths": torch.tensor([320, 4])},
+    "a scale without bounds": {"scale": 1.0},
+    "a cap of no use": {"softcap": 4e4},
+    "keys that the mask alone has": {},
+}
+
+
+@pytest.mark.parametrize("why", KEPT)
+def test_the_lowest_number_hides_nothing_where_that_is_not_proven(why):
+    a = long_call(1, torch.float16, torch.float16, torch.finfo(torch.float16).min, **KEPT[why])
+    if why == "keys that the mask alone has":
+        a = replace(a, k=a.k[:, :256], v=a.v[:, :256])
+    hiding = torch.ops.tilewright.mask_blocks(a.attn_mask, hide_lowest=True)
+    assert hiding[..., 0].flatten().tolist() == [3, 1]
+    (made,) = [spec for spec in interpret(OP, a).specs if spec.kernel == "mask_blocks"]
+    assert "LOWEST" not in dict(made.constants)
+    with pytest.raises(ArgumentError, match="mask_blocks"):
+        OP.call(replace(a, mask_blocks=hiding))
 
 
 def test_how_many_queries_choose_the_kernel():

@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tilewright.codegen.attention.blocks import LOGIT, LOWEST, ORDINARY
+from tilewright.codegen.attention.templates import softmax
 from tilewright.ops import ArgumentError
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments, reference
+from tilewright.ops.attention.masks import largest_power
 from tilewright.ops.contract import get_op
 
 OP = get_op("mask_blocks")
 INF = float("inf")
 
 
-def listed(mask):
+def listed(mask, **options):
     """[(block, whole), ...] of every tile, in the order of the result."""
-    made = OP.torch_op(mask).flatten(0, 2).tolist()
+    made = OP.torch_op(mask, **options).flatten(0, 2).tolist()
     return [[divmod(entry, 2) for entry in row[1 : 1 + row[0]]] for row in made]
 
 
@@ -42,6 +45,46 @@ def test_of_numbers_that_are_added_minus_infinity_alone_hides(dtype):
     mask[..., 192] = 0.5
     mask[..., 256:] = -0.0
     assert listed(mask) == [[(1, 0), (2, 0), (3, 0), (4, 1)]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_lowest_numbers_hide_where_every_query_of_a_tile_has_an_ordinary_one(dtype):
+    lowest = torch.finfo(dtype).min
+    mask = torch.full((1, 1, 130, 192), lowest, dtype=dtype)
+    mask[..., 0] = 0
+    assert listed(mask, hide_lowest=True) == [[(0, 0)], [(0, 0)]]
+    assert listed(mask) == [[(0, 0), (1, 0), (2, 0)]] * 2
+    mask[..., 5, 70] = lowest / 2  # neither ordinary nor lowest
+    mask[..., 128, 0] = lowest
+    everything = [(0, 0), (1, 0), (2, 0)]
+    assert listed(mask, hide_lowest=True) == [[(0, 0), (1, 0)], everything]
+    mask[..., 128, 0] = lowest / 8  # too low to hide the others
+    assert listed(mask, hide_lowest=True)[1] == everything
+    mask[..., 128, 1] = -INF
+    mask[..., 128, 2] = 0
+    assert listed(mask, hide_lowest=True)[1] == [(0, 0)]
+
+
+def test_numbers_that_are_not_numbers_are_seen_and_hide_nothing():
+    mask = torch.full((1, 1, 2, 192), torch.finfo(torch.float32).min)
+    mask[..., 0] = 0
+    mask[..., 1, 100] = float("nan")
+    assert listed(mask, hide_lowest=True) == [[(0, 0), (1, 0)]]
+    mask[..., 1, 0] = float("nan")
+    assert listed(mask, hide_lowest=True) == [[(0, 0), (1, 0), (2, 0)]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_what_hides_leaves_no_weight_in_either_base(dtype):
+    """At the bounds: the highest of the lowest numbers, the lowest of the ordinary ones, and logits
+    as far apart as they may be."""
+    unit = largest_power(dtype)
+    sums = torch.tensor([LOWEST + LOGIT, ORDINARY - LOGIT], dtype=torch.float64) * unit
+    assert sums.float().softmax(0).tolist() == [0.0, 1.0]
+    logits = torch.tensor([LOGIT, -LOGIT], dtype=torch.float64) * unit * softmax.LOG2E.value
+    numbers = torch.tensor([LOWEST, ORDINARY]) * unit * softmax.LOG2E.value
+    kernel = logits.float() + numbers.float().clamp_min(softmax.LOWEST.value)
+    assert (kernel - kernel.max()).exp2().tolist() == [0.0, 1.0]
 
 
 def test_what_comes_after_the_list_is_zeros():

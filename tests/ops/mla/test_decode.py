@@ -174,7 +174,7 @@ def test_parts_of_the_keys_merge(name, mask, splits):
 
 def test_ragged_parts_merge():
     case = next(case for case in OP.cases if case.name == "several_ragged")
-    a = OP.sample_inputs(replace(case, key_lengths=(37, 4, 300), room=320))
+    a = OP.sample_inputs(replace(case, key_lengths=(37, 4, 900), room=960))
     program = interpret(OP, a, num_sms=132)
     assert [spec.kernel for spec in program.specs] == ["attention_decode", "attention_merge"]
     problem = OP.tolerances[a.q.dtype].problem(program.outcome.result, OP.reference(a).double())

@@ -137,9 +137,89 @@ def with_sinks(q, k, v, mask, _, __, sinks):
     return joined.softmax(-1)[..., :-1] @ repeat_kv(v)
 
 
+# What follows has logits without a scale of their own.
+
+
+def weights_of(logits, mask, v):
+    return logits.masked_fill(~mask, HIDDEN).softmax(-1, dtype=torch.float32).to(v.dtype)
+
+
+def divided(q, k, v, mask, *_):
+    root = torch.full([], WIDTH**0.5, dtype=q.dtype)
+    return weights_of(q @ repeat_kv(k).mT / root, mask, v) @ repeat_kv(v)
+
+
+def scaled_before(q, k, v, mask, *_):
+    logits = (q * 0.5) @ (repeat_kv(k) * 0.5).mT
+    return weights_of(logits, mask, v) @ repeat_kv(v)
+
+
+def single_precision(q, k, v, mask, *_):
+    logits = logits_of(q.float(), k.float()).masked_fill(~mask, HIDDEN)
+    return (logits.softmax(-1) @ repeat_kv(v).float()).transpose(1, 2).to(q.dtype)
+
+
+def in_place(q, k, v, mask, *_):
+    logits = q @ repeat_kv(k).mT
+    logits *= 0.3
+    logits += torch.where(mask, 0.0, HIDDEN).to(q.dtype)
+    return weighted(logits, v)
+
+
+def where(q, k, v, mask, *_):
+    hidden = torch.tensor(HIDDEN, dtype=q.dtype)
+    return weighted(torch.where(mask, logits_of(q, k), hidden), v)
+
+
+def where_hidden(q, k, v, mask, *_):
+    return weighted(torch.where(~mask, HIDDEN, logits_of(q, k)), v)
+
+
+def merged(x):
+    return x.reshape(-1, *x.shape[2:])
+
+
+def baddbmm(q, k, v, mask, *_):
+    numbers = torch.where(mask, 0.0, HIDDEN).to(q.dtype).expand(-1, q.shape[1], -1, -1)
+    sums = torch.baddbmm(merged(numbers), merged(q), merged(repeat_kv(k)).mT, alpha=0.3)
+    weights = sums.view(numbers.shape).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return torch.bmm(merged(weights), merged(repeat_kv(v))).view(q.shape)
+
+
+def baddbmm_of_nothing(q, k, v, mask, *_):
+    nothing = torch.empty(1, dtype=q.dtype)
+    sums = torch.baddbmm(nothing, merged(q), merged(repeat_kv(k)).mT, beta=0.0, alpha=0.3)
+    return weighted(sums.view(*q.shape[:3], -1).masked_fill(~mask, HIDDEN), v)
+
+
+def einsum_by_token(q, k, v, mask, *_):
+    q, k, v = (x.transpose(1, 2) for x in (q, repeat_kv(k), repeat_kv(v)))
+    weights = weights_of(torch.einsum("bqhd,bkhd->bhqk", q, k), mask, v)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def einsum_by_group(q, k, v, mask, *_):
+    logits = torch.einsum("bkgqd,bksd->bkgqs", q.unflatten(1, (-1, GROUP)), k)
+    return torch.einsum("bkgqs,bksd->bkgqd", weights_of(logits, mask[:, :, None], v), v)
+
+
+def matmul_by_group(q, k, v, mask, *_):
+    logits = q.unflatten(1, (-1, GROUP)) @ k.unsqueeze(2).mT
+    return (weights_of(logits, mask[:, :, None], v) @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def groups_beside_queries(q, k, v, mask, *_):
+    together = q.reshape(BATCH, KV_HEADS, GROUP * q.shape[2], WIDTH)
+    logits = (together @ k.mT).view(BATCH, KV_HEADS, GROUP, q.shape[2], -1)
+    weights = weights_of(logits, mask[:, :, None], v)
+    return (weights.view(BATCH, KV_HEADS, GROUP * q.shape[2], -1) @ v).view(q.shape)
+
+
 SPELLINGS = (
     by_hand, shared, interleaved, numbers_added, masked_fill, hidden_filled, biased_and_hidden,
-    einsum, one_sequence, capped, capped_by_products, with_sinks,
+    einsum, one_sequence, capped, capped_by_products, with_sinks, divided, scaled_before,
+    single_precision, in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, einsum_by_token,
+    einsum_by_group, matmul_by_group, groups_beside_queries,
 )  # fmt: skip
 
 
@@ -168,6 +248,15 @@ def test_counts_that_are_symbols(attend):
 
 
 # --- masks ----------------------------------------------------------------------------------------
+
+
+def ones(size):
+    return torch.ones(size, size, dtype=torch.bool)
+
+
+def triangle(size):
+    return torch.tril(ones(size))
+
 
 #: name -> (mask of (k, positions, padding), what it is understood as)
 MASKS = {
@@ -209,7 +298,81 @@ MASKS = {
         ),
         "sliding_window(8) by position and tensor",
     ),
+    "difference": (
+        lambda k, p, s: (p[:, None] - counted(k) >= 0) & (p[:, None] - counted(k) < 4),
+        "sliding_window(4) by position",
+    ),
+    "triangle_from_the_end": (
+        lambda k, p, s: torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(KEYS - QUERIES),
+        "causal by position",
+    ),
+    "hidden_triangle": (
+        lambda k, p, s: ~torch.triu(torch.ones(QUERIES, KEYS, dtype=torch.bool), diagonal=1),
+        "causal",
+    ),
+    "part_of_a_triangle": (lambda k, p, s: triangle(KEYS)[4 : 4 + QUERIES], "causal by position"),
+    "rows_of_a_triangle": (lambda k, p, s: triangle(KEYS)[None, None, p], "causal by position"),
+    "rows_from_the_end": (lambda k, p, s: triangle(KEYS)[p - KEYS], "causal by position"),
+    "last_rows_of_a_moved_triangle": (
+        lambda k, p, s: ones(KEYS).tril(1)[p + 3],
+        "causal by position",
+    ),
+    "first_rows_of_a_moved_triangle": (
+        lambda k, p, s: ones(KEYS).tril(-1)[p - 5],
+        "causal by position",
+    ),
+    "rows_of_tables_of_two_sizes": (
+        lambda k, p, s: (
+            triangle(KEYS)[p - KEYS]
+            & torch.ones(KEYS + 2, KEYS, dtype=torch.bool).triu(-3)[p - KEYS]
+        ),
+        "tensor",
+    ),
+    "rows_by_sequence": (
+        lambda k, p, s: triangle(KEYS)[p.expand(BATCH, -1)][:, None],
+        "causal by position",
+    ),
+    "rows_of_a_band": (
+        lambda k, p, s: (triangle(KEYS) & triangle(KEYS).T.clone().triu(-3)).index_select(0, p),
+        "tensor",
+    ),
+    "rows_of_two_triangles": (
+        lambda k, p, s: (triangle(KEYS) & ones(KEYS).triu(-3)).index_select(0, p),
+        "sliding_window(4) by position",
+    ),
+    "numbers": (
+        lambda k, p, s: torch.where(counted(k) <= p[:, None], 0.0, HIDDEN),
+        "causal by position",
+    ),
+    "numbers_filled": (
+        lambda k, p, s: (
+            torch.zeros(QUERIES, KEYS).masked_fill(
+                counted(k) > p[:, None], HIDDEN
+            )
+        ),
+        "causal by position",
+    ),
+    "numbers_after_a_cache": (
+        lambda k, p, s: torch.hstack(
+            [
+                torch.zeros(QUERIES, KEYS - QUERIES),
+                torch.full((QUERIES, QUERIES), HIDDEN).triu(1),
+            ]
+        ),
+        "causal by position",
+    ),
     "padding_alone": (lambda k, p, s: s[:, None, None].expand(-1, 1, QUERIES, -1), "tensor"),
+    "one_row_for_all": (lambda k, p, s: triangle(KEYS)[6:7].expand(QUERIES, -1), "tensor"),
+    "row_and_position": (
+        lambda k, p, s: triangle(KEYS)[p] & (counted(k) > p[:, None] - 4), "tensor",
+    ),
+    "rows_of_other_numbers": (
+        lambda k, p, s: (ones(KEYS).float() * 2).tril()[p], "tensor",
+    ),
+    "numbers_not_infinite": (
+        lambda k, p, s: torch.where(counted(k) <= p[:, None], 0.0, -9.0),
+        "tensor",
+    ),
     # Not understood: each differs in one thing from one of those above.
     "later_keys_too": (lambda k, p, s: counted(k) > p[:, None] - 4, "tensor"),
     "window_of_other_places": (
@@ -237,7 +400,8 @@ def test_masks(name):
     mask, understood = MASKS[name]
 
     def attend(q, k, v, _, positions, padding, sinks):
-        return sdpa(q, k, v, attn_mask=mask(k, positions, padding))
+        seen = mask(k, positions, padding)
+        return sdpa(q, k, v, attn_mask=seen if seen.dtype == torch.bool else seen.to(q.dtype))
 
     assert site_of(run(attend, inputs())).shapes["mask"] == understood
 
@@ -340,9 +504,20 @@ def weights_are_read(q, k, v, mask, *_):
     return weights @ repeat_kv(v) + weights.sum()
 
 
-def single_precision(q, k, v, mask, *_):
-    logits = logits_of(q.float(), k.float()).masked_fill(~mask, HIDDEN)
+def moved_queries(q, k, v, mask, *_):
+    logits = logits_of(q.float() + 1.0, k.float()).masked_fill(~mask, HIDDEN)
     return logits.softmax(-1).to(v.dtype) @ repeat_kv(v)
+
+
+def result_in_single_precision(q, k, v, mask, *_):
+    logits = logits_of(q, k).masked_fill(~mask, HIDDEN)
+    return logits.float().softmax(-1) @ repeat_kv(v).float()
+
+
+def sum_of_another_share(q, k, v, mask, *_):
+    numbers = torch.where(mask, 0.0, HIDDEN).to(q.dtype).expand(-1, q.shape[1], -1, -1)
+    sums = torch.baddbmm(merged(numbers), merged(q), merged(repeat_kv(k)).mT, beta=0.5)
+    return weighted(sums.view(numbers.shape), v)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +527,8 @@ def single_precision(q, k, v, mask, *_):
         (keys_by_column, "ATTENTION_FORM"),
         (large_number, "ATTENTION_FORM"),
         (weights_are_read, "ATTENTION_FORM"),
-        (single_precision, "DTYPE"),
+        (moved_queries, "DTYPE"),
+        (result_in_single_precision, "DTYPE"),
     ],
 )
 def test_misses_are_advice(attend, code):
@@ -360,3 +536,12 @@ def test_misses_are_advice(attend, code):
     assert matches_of(report, "attention") == []
     (miss,) = misses_of(report, "attention")
     assert (miss.code, miss.is_lost) == (code, False)
+
+
+def test_a_view_that_needs_the_graphs_own_strides():
+    """`view` of a result [B, H, S, D] that lies so; the op's lies by tokens."""
+
+    def attend(q, k, v, mask, *_):
+        return sdpa(q, k, v, attn_mask=mask).view(q.shape[0], -1)
+
+    site_of(run(attend, inputs()))

@@ -61,7 +61,7 @@ MASKS = {
     ),
     "moved_triangle": (
         lambda q, k, p: torch.ones(len(q), len(k), dtype=torch.bool).tril(3),
-        "tensor",
+        "causal by position",
     ),
 }
 

@@ -71,11 +71,12 @@ def test_layers_of_one_mask_share_its_list_of_blocks(sliced):
 
 
 @pytest.mark.parametrize("queries", [1, 5, 130])
-@pytest.mark.parametrize("form", ["bool", "numbers", "expanded"])
+@pytest.mark.parametrize("form", ["bool", "numbers", "lowest", "expanded"])
 def test_what_is_fused_gives_what_eager_gives(queries, form):
     model, (x, latents, rope_keys, mask) = Model(False), arguments(queries)
-    if form == "numbers":
-        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    if form in ("numbers", "lowest"):
+        hidden = -torch.inf if form == "numbers" else torch.finfo(torch.float32).min
+        mask = torch.zeros(mask.shape).masked_fill(~mask, hidden)
     if form == "expanded":
         mask = mask[:, :, -1:].expand(-1, HEADS, queries, -1)
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})

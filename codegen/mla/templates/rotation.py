@@ -1,41 +1,10 @@
-"""Loads of MLA attention's operands: rows, queries and their rotation, addresses of rope keys."""
+"""The rotation of MLA attention's queries as they are loaded."""
 
 import triton
 import triton.language as tl
 
 from tilewright.codegen.mla.templates.entries import load_pairs, pair_angles, rotated_by
 from tilewright.codegen.templates.rounding import rounded
-
-
-@triton.jit
-def load_rows(rows, row_mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """WIDTH contiguous elements at each pointer of `rows`, zeros up to BLOCK columns."""
-    columns = tl.arange(0, BLOCK)
-    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def load_queries(
-    base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Queries [BLOCK_M, BLOCK] of a tile, zeros after the sequence's last."""
-    if TMA:
-        # Where warps are specialised, Triton 3.6 adds each warp group's share to the row that is
-        # loaded, and to every other use of that value: so the row is a value of its own, zero. A
-        # descriptor needs a row: without queries it has one, of which nothing is stored.
-        source = tl.make_tensor_descriptor(
-            base + first_row.to(tl.int64) * token_stride,
-            [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
-        )  # fmt: skip
-        queries = source.load([tl.minimum(own_queries, 0), 0])
-    else:
-        rows = first_row + tl.arange(0, BLOCK_M)
-        queries = load_rows(
-            base + rows.to(tl.int64) * token_stride, rows < own_queries, WIDTH, BLOCK
-        )
-    return queries
 
 
 @triton.jit
@@ -118,20 +87,3 @@ def rotated_queries(
     rows = first_row + tl.arange(0, BLOCK_M)
     places = base + rows.to(tl.int64)[:, None] * token_stride + columns[None, :]
     return tl.load(places, mask=(rows < 0)[:, None], other=turned)
-
-
-@triton.jit
-def rope_rows(
-    rope_base, block_table_ptr, sequence, keys, own_keys, key_start, table_stride, num_pages,
-    ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """(pointers to the rope keys of `keys`, which of them exist)."""
-    real = keys < own_keys
-    if block_table_ptr is None:
-        return rope_base + keys.to(tl.int64) * ROPE_STRIDE, real
-    else:
-        slots = key_start + keys
-        table = block_table_ptr + sequence.to(tl.int64) * table_stride
-        pages = tl.load(table + slots // PAGE_SIZE, mask=real, other=-1).to(tl.int64)
-        real = real & (pages >= 0) & (pages < num_pages)
-        return rope_base + pages * PAGE_STRIDE + slots % PAGE_SIZE * ROPE_STRIDE, real

@@ -1,0 +1,186 @@
+"""A tile of queries attends to the keys of its sequence: what kernels of many queries share.
+
+A score is q . k, and q_rope . k_rope beside it where keys have a second part. Online softmax over
+blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that every query of
+the tile sees whole are not masked, unless one loop takes all of them.
+
+Operands that stand together are handed on as tuples: `k_pages` (pages of the sequence or None,
+their number in the pool, strides of a page of keys and of values), `rope_pages` (the same, one
+stride), `masks` (pointer to the first query's row, strides of a row and a column), `blocks` as
+`blocks_to_visit` gives them.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.attention.templates.block_list import key_of_step
+from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
+from tilewright.codegen.attention.templates.softmax import (
+    add_values,
+    capped,
+    mask_scores,
+    online_softmax_step,
+)
+
+
+@triton.jit
+def block_scores(q, q_rope, k, k_rope, factor, CHAINED: tl.constexpr):
+    """fp32 [queries, keys]: q . k + q_rope . k_rope, not yet scaled where CHAINED.
+
+    CHAINED: both products share an accumulator; else each has one, and they are scaled before they
+    are added, because the compiler turns a plain sum into a chain.
+    """
+    if q_rope is None:
+        scores = tl.dot(q, k.T)
+        if not CHAINED:
+            scores *= factor
+    elif CHAINED:
+        scores = tl.dot(q, k.T, tl.dot(q_rope, k_rope.T))
+    else:
+        scores = tl.dot(q_rope, k_rope.T) * factor
+        scores += tl.dot(q, k.T) * factor
+    return scores
+
+
+@triton.jit
+def load_values(
+    source, rows, real, first_key, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
+    V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Values [BLOCK_N, V_BLOCK] of a block of keys: by a descriptor where TMA, whose rows have them
+    from V_COLUMN on; else at the pointers `rows`. V_BY_KEY: the keys of a dim are contiguous, and
+    v_first is the sequence's first."""
+    if TMA:
+        if V_BY_KEY:
+            values = source.load([0, v_first + first_key]).T
+        else:
+            values = source.load([first_key, V_COLUMN])
+    elif V_BY_KEY:
+        dims = tl.arange(0, V_BLOCK)
+        keys = v_first + first_key + tl.arange(0, BLOCK_N)
+        places = source + dims.to(tl.int64)[:, None] * v_stride + keys[None, :]
+        inside = (dims < V_DIM)[:, None]
+        if real is not None:
+            inside = inside & real[None, :]
+        values = tl.load(places, mask=inside, other=0.0).T
+    else:
+        values = load_rows(rows, real, V_DIM, V_BLOCK)
+    return values
+
+
+@triton.jit
+def attend_keys(
+    key, output, top, total, q, q_rope, k_source, v_source, rope_source, k_pages, rope_pages,
+    v_first, v_stride, positions, first_row, own_queries, own_keys, key_start, lead, masks, factor,
+    softcap,
+    DIMS: tl.constexpr, BLOCKS: tl.constexpr, K_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, SHIFT: tl.constexpr,
+    PROMOTE: tl.constexpr, CHAINED: tl.constexpr, TMA: tl.constexpr, ROPE_TMA: tl.constexpr,
+    LED: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, EVERY_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(output, top, total) after the BLOCK_N keys from `key` on. MASKED: some query may not see
+    some of them; EVERY_BLOCK: that is said of all blocks."""
+    table, num_pages, k_page_stride, v_page_stride = k_pages
+    pages, slots, exists = places_of_keys(
+        key, own_keys, key_start, table, num_pages, PAGE_SIZE, PAGE_SIZE % BLOCK_N == 0, BLOCK_N
+    )
+    # All keys of a whole block exist, unless their page does not.
+    real = exists if MASKED or table is not None else None
+    if TMA:
+        k = k_source.load([key, 0])
+    else:
+        k_rows = k_source + pages * k_page_stride + slots * K_STRIDE
+        k = load_rows(k_rows, real, DIMS[0], BLOCKS[0])
+    k_rope = None
+    if q_rope is not None:
+        if ROPE_TMA:
+            k_rope = rope_source.load([key, 0])
+        else:
+            rope_table, num_rope_pages, rope_page_stride = rope_pages
+            rope_page, rope_slot, rope_exists = places_of_keys(
+                key, own_keys, key_start, rope_table, num_rope_pages, PAGE_SIZE, False, BLOCK_N
+            )
+            rope_rows = rope_source + rope_page * rope_page_stride + rope_slot * ROPE_STRIDE
+            rope_real = rope_exists if MASKED or rope_table is not None else None
+            k_rope = load_rows(rope_rows, rope_real, DIMS[1], BLOCKS[1]).to(q.dtype)
+    scores = block_scores(q, q_rope, k.to(q.dtype), k_rope, factor, CHAINED)
+    # Takes scores to the base-2 domain.
+    steepness = factor if CHAINED else 1.0
+    if CAPPED:
+        scores = capped(scores, factor, softcap)
+        steepness = 1.0
+    if MASKED:
+        scores, seen = mask_scores(
+            scores, positions, first_row, key, own_queries, own_keys, key_start, lead, masks,
+            steepness, MASK, WINDOW, MASK_KIND, LED, EVERY_BLOCK, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if MASK_KIND == "additive":
+            steepness = 1.0
+    if table is not None:
+        scores = tl.where(exists[None, :], scores, float("-inf"))
+    weights, decay, top, total = online_softmax_step(scores, top, total, steepness, SHIFT)
+    if GUARDED and MASKED:
+        # NaN times a weight of zero is NaN: values that no query sees count as zeros.
+        needed = tl.max(seen.to(tl.int32), axis=0) > 0
+        real = exists & needed
+    v_rows = None
+    if not TMA:
+        v_rows = v_source + pages * v_page_stride + slots * v_stride
+    values = load_values(
+        v_source, v_rows, real, key, v_first, v_stride, DIMS[2], BLOCKS[2], V_BY_KEY, V_COLUMN, TMA,
+        BLOCK_N,
+    )  # fmt: skip
+    if TMA and GUARDED and MASKED:
+        values = tl.where(needed[:, None], values, 0.0)
+    output = add_values(output, decay, weights, values.to(q.dtype), PROMOTE)
+    return output, top, total
+
+
+@triton.jit
+def attend(
+    q, q_rope, k_source, v_source, rope_source, k_pages, rope_pages, v_first, v_stride, positions,
+    first_row, own_queries, own_keys, key_start, lead, masks, blocks, factor, softcap,
+    DIMS: tl.constexpr, BLOCKS: tl.constexpr, K_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    SHIFT: tl.constexpr, PROMOTE: tl.constexpr, CHAINED: tl.constexpr, TMA: tl.constexpr,
+    ROPE_TMA: tl.constexpr, LED: tl.constexpr, GUARDED: tl.constexpr, ONE_LOOP: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(output [BLOCK_M, V], top, total) of a tile of queries, output not yet divided by total.
+
+    k_source, v_source: descriptors where TMA, else pointers to the sequence's first key and value;
+    rope_source of keys' second part where ROPE_TMA. DIMS, BLOCKS: of a query's first part, its
+    second, a value; the latter of their tiles. CAPPED, factor, softcap: as in `attention_decode`,
+    factor positive. SHIFT: as in `online_softmax_step`. GUARDED: among the keys that some query
+    sees may be some that none does, whose values may be NaN. ONE_LOOP: masked and whole blocks
+    share a loop; else whole blocks have a loop of their own.
+    """
+    entries, first, whole, num_whole, num_blocks, whole_block = blocks
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    output = tl.zeros((BLOCK_M, BLOCKS[2]), tl.float32)
+    masked = 0
+    if not ONE_LOOP:
+        masked = num_whole
+        for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
+            output, top, total = attend_keys(
+                (whole_block + step) * BLOCK_N, output, top, total, q, q_rope, k_source, v_source,
+                rope_source, k_pages, rope_pages, v_first, v_stride, positions, first_row,
+                own_queries, own_keys, key_start, lead, masks, factor, softcap, DIMS, BLOCKS,
+                K_STRIDE, ROPE_STRIDE, PAGE_SIZE, V_BY_KEY, V_COLUMN, MASK, WINDOW, MASK_KIND,
+                CAPPED, SHIFT, PROMOTE, CHAINED, TMA, ROPE_TMA, LED, GUARDED, False, False, BLOCK_M,
+                BLOCK_N,
+            )  # fmt: skip
+    for step in tl.range(masked, num_blocks, warp_specialize=WARP_SPECIALIZE):
+        key = key_of_step(step, entries, first, whole, num_whole, ONE_LOOP, KEYS, BLOCK_N)
+        output, top, total = attend_keys(
+            key, output, top, total, q, q_rope, k_source, v_source, rope_source, k_pages,
+            rope_pages, v_first, v_stride, positions, first_row, own_queries, own_keys, key_start,
+            lead, masks, factor, softcap, DIMS, BLOCKS, K_STRIDE, ROPE_STRIDE, PAGE_SIZE, V_BY_KEY,
+            V_COLUMN, MASK, WINDOW, MASK_KIND, CAPPED, SHIFT, PROMOTE, CHAINED, TMA, ROPE_TMA, LED,
+            GUARDED, True, ONE_LOOP, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    return output, top, total

@@ -1,0 +1,270 @@
+"""Spells `flex_attention` out, so that patterns see one form of attention, and puts back what none
+of them took.
+
+    flex_attention(q, k, v, score_mod, block_mask)
+        ⇒   softmax(where(mask_mod(b, h, i, j), score_mod(scale * q @ k^T, b, h, i, j), -inf)) @ v
+
+The functions are written for one element: here they get the indices of all elements at once, as
+[B, 1, 1, 1], [1, H, 1, 1], [1, 1, S, 1] and [1, 1, 1, K]. As in PyTorch's own eager computation the
+mask is what mask_mod says; a block mask's lists only tell kernels what they may leave out.
+
+Dimension letters: B sequences, H query heads, S queries, K keys.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import attribute_of
+from tilewright.compiler.dataflow.spelling import is_tensor_node, name_of
+from tilewright.patterns.attention.flex import SPELLED, UNREAD
+
+# What computes each element from the same element of its operands.
+_ELEMENTWISE = {
+    "add", "sub", "mul", "div", "neg", "abs", "floor_divide", "remainder", "minimum", "maximum",
+    "clamp", "where", "tanh", "exp", "exp2", "log", "pow", "sqrt", "eq", "ne", "lt", "le", "gt",
+    "ge", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
+    "to", "int", "long", "bool", "float",
+}  # fmt: skip
+#: The block size of a block mask that has one block: nothing is left out.
+_NO_BLOCKS = 1 << 30
+
+
+class _Unreadable(Exception):
+    """A call, or a function that it is given, that cannot be spelled out; says why."""
+
+
+@dataclass(frozen=True)
+class SpelledOut:
+    """A call of flex_attention and what stands for it meanwhile. out: the call's first result.
+    end: the same, spelled out. added: the nodes that this took, in order."""
+
+    call: fx.Node
+    out: fx.Node
+    end: fx.Node
+    added: tuple[fx.Node, ...]
+
+
+def spell_flex_out(graph: fx.Graph) -> list[SpelledOut]:
+    """Gives the users of every call that can be spelled out the result of that; a call that cannot
+    has the reason in `meta[UNREAD]`."""
+    found = []
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.flex_attention:
+            continue
+        before = node.prev
+        try:
+            found.append(_spelled_out(graph, node))
+        except Exception as error:  # a function that cannot be read stays as it is
+            while node.prev is not before:
+                graph.erase_node(node.prev)
+            known = isinstance(error, _Unreadable)
+            node.meta[UNREAD] = str(error) if known else f"{type(error).__name__}: {error}"
+    return found
+
+
+def put_flex_back(graph: fx.Graph, spelled: Sequence[SpelledOut]) -> None:
+    """Undoes :func:`spell_flex_out` where nothing took the place of what was spelled out; erases
+    the call elsewhere."""
+    for site in spelled:
+        if not site.end._erased:
+            site.end.replace_all_uses_with(site.out)
+        for node in reversed(site.added):
+            if not node._erased and not node.users:
+                graph.erase_node(node)
+        bodies = [n for n in site.call.all_input_nodes if n.op == "get_attr"]
+        if not site.out.users:
+            for node in (site.out, site.call, *bodies):
+                if not node.users:
+                    graph.erase_node(node)
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call's arguments. modifiers: score_mod and mask_mod, each with the tensors that it reads
+    besides the indices. bounded: whether its block mask has lists of blocks."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    scale: Any
+    score_mod: tuple[fx.Graph, tuple[Any, ...]]
+    mask_mod: tuple[fx.Graph, tuple[Any, ...]]
+    bounded: bool
+
+
+def _call_of(node: fx.Node) -> _Call:
+    names = ("q", "k", "v", "score_mod", "block_mask", "scale", "options", "of_score", "of_mask")
+    given: dict[str, Any] = dict.fromkeys(names, ()) | dict(zip(names, node.args, strict=False))
+    blocks = given["block_mask"]
+    if node.kwargs or not isinstance(blocks, (tuple, list)) or len(blocks) < 3:
+        raise _Unreadable("this version of PyTorch calls it in another way")
+    *_, rows, columns, mask_mod = blocks
+    bodies = [attribute_of(n).graph for n in (given["score_mod"], mask_mod)]
+    bounded = not (rows == columns == _NO_BLOCKS)
+    score, mask = zip(bodies, (given["of_score"], given["of_mask"]), strict=True)
+    return _Call(given["q"], given["k"], given["v"], given["scale"], score, mask, bounded)
+
+
+def _first_result(node: fx.Node) -> fx.Node:
+    """The node of the result; its sums are not to be used."""
+    parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if len(parts) != len(node.users) or set(parts) != {0}:
+        raise _Unreadable("its log-sum-exp, or its largest score, is used")
+    return parts[0]
+
+
+class _Writer:
+    """Adds nodes before one; they get its source line and module."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+        self.graph, self.before = graph, before
+        self.added: list[fx.Node] = []
+
+    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        with self.graph.inserting_before(self.before):
+            node = self.graph.create_node(kind, target, args, kwargs)
+        self.added.append(node)
+        kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
+        node.meta |= {name: self.before.meta[name] for name in kept if name in self.before.meta}
+        node.meta["example_value"] = _compat.run_fake(node)
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> Any:
+        size = node.meta["example_value"].shape[dim]
+        return size if isinstance(size, int) else self.call("size", node, dim)
+
+
+def _spelled_out(graph: fx.Graph, node: fx.Node) -> SpelledOut:
+    call, out, write = _call_of(node), _first_result(node), _Writer(graph, node)
+    q = call.q.meta["example_value"]
+    k, v = (_for_each_head(write, call.q, tensor) for tensor in (call.k, call.v))
+    indices = _indices(write, call.q, k)
+    logits = write.call(torch.matmul, call.q, write.call("transpose", k, -2, -1))
+    working = torch.promote_types(q.dtype, torch.float32)
+    logits = write.call(operator.mul, write.call("to", logits, working), call.scale)
+    logits = _applied(write, *call.score_mod, (logits, *indices))
+    if _hides_nothing(call.mask_mod[0]):
+        if call.bounded:
+            raise _Unreadable("its block mask has lists of blocks and no mask_mod")
+    else:
+        seen = _applied(write, *call.mask_mod, indices)
+        logits = write.call(torch.where, seen, logits, float("-inf"))
+    weights = write.call(torch.softmax, logits, -1)
+    weights.meta[SPELLED] = True
+    end = write.call(torch.matmul, write.call("to", weights, q.dtype), v)
+    end.meta["example_value"] = _like(out)
+    out.replace_all_uses_with(end)
+    return SpelledOut(node, out, end, tuple(write.added))
+
+
+def _like(node: fx.Node) -> torch.Tensor:
+    """A fake tensor laid out as a node's, with memory of its own."""
+    held = node.meta["example_value"]
+    with _compat.fake_mode_of([held]), torch.no_grad():
+        return torch.empty_like(held)
+
+
+def _for_each_head(write: _Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
+    """k or v [1 or B, Hkv, K, D] as [B, H, K, D]."""
+    heads, own = (n.meta["example_value"].shape[1] for n in (q, tensor))
+    if not (isinstance(heads, int) and isinstance(own, int) and heads % own == 0):
+        raise _Unreadable(f"{heads} query and {own} key heads")
+    if heads != own:
+        tensor = write.call("repeat_interleave", tensor, heads // own, dim=1)
+    if tensor.meta["example_value"].shape[0] != q.meta["example_value"].shape[0]:
+        tensor = write.call("expand", tensor, write.size(q, 0), -1, -1, -1)
+    return tensor
+
+
+def _indices(write: _Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
+    """b, h, i and j, each along its own dimension of four."""
+    found = []
+    for dim, of in enumerate((q, q, q, k)):
+        place = 2 if of is k else dim
+        device = of.meta["example_value"].device
+        counted = write.call(torch.arange, write.size(of, place), device=device)
+        shape = [1, 1, 1, 1]
+        shape[dim] = -1
+        found.append(write.call("view", counted, *shape))
+    return tuple(found)
+
+
+# --- the functions that it is given ---------------------------------------------------------------
+
+
+def _hides_nothing(body: fx.Graph) -> bool:
+    """Whether a mask_mod is True for every element."""
+    result = body.output_node().args[0]
+    return isinstance(result, fx.Node) and name_of(result) in ("new_ones", "ones")
+
+
+def _applied(
+    write: _Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
+) -> fx.Node:
+    """What a function gives for all elements. captured: the tensors and numbers that it reads."""
+    taken = iter((*elements, *captured))
+    known: dict[fx.Node, Any] = {n: next(taken) for n in body.find_nodes(op="placeholder")}
+    tables = {n for n in known if known[n] in captured and is_tensor_node(known[n])}
+    for node in body.nodes:
+        if node in known or node.op == "output":
+            continue
+        if node.op not in ("call_function", "call_method"):
+            raise _Unreadable(f"{node.op} {node.target} in its function")
+        if (looked_up := _looked_up(node, tables)) is not None:
+            table, at = looked_up
+            places = tuple(known[i] if isinstance(i, fx.Node) else i for i in at)
+            known[node] = write.call(operator.getitem, known[table], places)
+        elif (held := _rank_of(node)) is not None and held > 0:
+            continue  # a row of a table, of which one element is taken later
+        elif name_of(node) not in _ELEMENTWISE:
+            raise _Unreadable(f"its function calls {name_of(node)}")
+        else:
+            whole = {n: _wide(write, n, known) for n in node.all_input_nodes}
+            target: Any = node.target
+            args, kwargs = (fx.node.map_arg(a, whole.__getitem__) for a in (node.args, node.kwargs))
+            known[node] = write.call(target, *args, **kwargs)
+    result = body.output_node().args[0]
+    if not isinstance(result, fx.Node):
+        raise _Unreadable("its function gives no tensor")
+    return _wide(write, result, known)
+
+
+def _wide(write: _Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """An operand with the four dimensions that dtypes of results are decided by."""
+    item = known[node]
+    if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:
+        return item
+    if _rank_of(node) != 0:
+        raise _Unreadable("its function uses more than one element of a tensor")
+    return write.call("view", item, 1, 1, 1, 1)
+
+
+def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]] | None:
+    """(table, an index for each of its dimensions) of `table[i][j]` and `table[i, j]`."""
+    at: list[Any] = []
+    held = node
+    while held not in tables:
+        if name_of(held) not in ("getitem", "index") or _rank_of(held) is None:
+            return None
+        held, index = held.args[:2]  # type: ignore[assignment]
+        at = [*(index if isinstance(index, (tuple, list)) else (index,)), *at]
+    scalars = all(isinstance(i, int) or (isinstance(i, fx.Node) and not _rank_of(i)) for i in at)
+    return (held, at) if node is not held and scalars and len(at) == _rank_of(held) else None
+
+
+def _rank_of(node: fx.Node) -> int | None:
+    """How many dimensions a body's tensor has; None where it is none."""
+    held = node.meta.get("example_value")
+    return held.dim() if isinstance(held, torch.Tensor) else None

@@ -1,0 +1,47 @@
+"""Queries, keys and values as they lie in memory: before casts to a wider type and products with a
+number, which the op makes of what it has read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.recognise.attention import Attention
+from tilewright.patterns.recognise.attention_eager import scaled_by
+from tilewright.patterns.recognise.norm import is_float_cast
+
+
+def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
+    """(x, n): a view is x * n, in a type that holds x exactly. scaled: whether n may be but 1."""
+    factor = 1.0
+    while True:
+        value = view.value
+        if is_float_cast(value) and value.operands[0].value.dtype.itemsize < value.dtype.itemsize:
+            inner = value.operands[0]
+        elif scaled and (known := scaled_by(value)) is not None:
+            inner, number = known
+            factor *= number
+        else:
+            return view, factor
+        view = view.of_operand(inner)
+
+
+def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
+    """The same attention of bare queries, keys and values, where these have one type; a result that
+    is wider, as the type to which the graph rounds it."""
+    if len(found.terms) != 1:
+        return found
+    ((q, k),) = found.terms
+    (q, of_q), (k, of_k), (v, _) = bare(q), bare(k), bare(found.v, scaled=False)
+    dtypes = {view.value.dtype for view in (q, k, v)}
+    if len(dtypes) != 1:
+        return found
+    bared = replace(found, terms=((q, k),), v=v, scale=found.scale * of_q * of_k)
+    end = flow.only_user(found.end)
+    if found.end.dtype in dtypes:
+        return bared
+    if end is None or not is_float_cast(end) or {end.dtype} != dtypes:
+        return found
+    layout = effects.compose(end.operands[0].effect, found.layout)
+    return replace(bared, end=end, layout=layout, absorbed=(*found.absorbed, end))

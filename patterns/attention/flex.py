@@ -1,0 +1,40 @@
+"""Calls of `flex_attention`, which the compiler spells out before patterns look: those that it
+could not, and those whose functions make no known attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.recognise.attention import sketch_of
+
+register_code("FLEX_FUNCTION", "flex_attention is given a function that cannot be read")
+
+#: In the `meta` of a call's node: why it was not spelled out.
+UNREAD = "tilewright_flex_unread"
+#: In the `meta` of the softmax of a call that was.
+SPELLED = "tilewright_flex"
+_HINT = (
+    "mask_mod of comparisons, sums, logical operations and look-ups in tensors, one element each; "
+    "score_mod that caps the score, adds to it, or hides it by torch.where"
+)
+
+
+def unread_calls(flow: Dataflow) -> Iterator[Value]:
+    """The results of these calls, or their softmax."""
+    for value in flow.values:
+        if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
+            SPELLED in value.node.meta and sketch_of(value) is None
+        ):
+            yield value
+
+
+def refuse_unread(value: Value) -> None:
+    """Raises Reject (FLEX_FUNCTION) for what :func:`unread_calls` gives."""
+    meta = value.node.meta
+    unread = SPELLED in meta and sketch_of(value) is None
+    reason = "its score_mod computes more than is known" if unread else meta.get(UNREAD)
+    if reason is not None:
+        message = f"flex_attention: {reason}"
+        reject("FLEX_FUNCTION", Stage.ACTIVATION, message, value, hint=_HINT)

@@ -1,0 +1,230 @@
+"""Pattern `cache_attention` on `flex_attention`: what score_mod and mask_mod say is read and fused,
+no worse than eager; what cannot be read is a miss with its reason, and the call stays."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+
+from tests.agreement import assert_no_worse, cloned, upcast
+from tests.found import matches_of, misses_of
+from tilewright.compiler import lower, reports
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, WIDTH = 2, 4, 2, 3, 12, 16
+
+
+def inputs(kv_heads=KV_HEADS):
+    """q, k, v, positions [S], documents [K], padding [B, K], lengths [B], slopes [H]."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    padding = torch.ones(BATCH, KEYS, dtype=torch.bool)
+    padding[1, 2:5] = False
+    return [
+        normal(BATCH, HEADS, QUERIES, WIDTH),
+        *(normal(BATCH, kv_heads, KEYS, WIDTH) for _ in range(2)),
+        torch.tensor([6, 7, 8]),
+        torch.arange(KEYS) // 4,
+        padding,
+        torch.tensor([9, 12]),
+        torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+    ]
+
+
+def blocks_of(mask_mod):
+    return create_block_mask(mask_mod, BATCH, None, QUERIES, KEYS, device="cpu")
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+CAUSAL = blocks_of(causal)
+
+
+def attention(mask_mod=None, score_mod=None, **options):
+    """Makes a function of q, k and v of what is behind them among `inputs`. The mods get (.., b, h,
+    i, j, those tensors)."""
+
+    def make(*tensors):
+        mask = copy.copy(CAUSAL)
+        if mask_mod is not None:
+            # The functions are all that counts: the lists of blocks may be another mask's.
+            mask.mask_mod = lambda *at: mask_mod(*at, *tensors)
+        score = None if score_mod is None else lambda *at: score_mod(*at, *tensors)
+        given = {"score_mod": score, "block_mask": mask, "enable_gqa": True, **options}
+        return lambda q, k, v: flex_attention(q, k, v, **given)
+
+    return make
+
+
+def run(make, args):
+    wide = [upcast(a) for a in args]
+    attend = make(*args[3:])
+    with torch.no_grad():
+        expected, exact = attend(*args[:3]), make(*wide[3:])(*wide[:3])
+        compiled = torch.compile(attend, backend="tilewright", options={"inner": "eager"})
+        actual = compiled(*cloned(args[:3]))
+    assert_no_worse(actual, expected, exact, "flex_attention")
+    return reports()[-1]
+
+
+#: name -> (mask_mod, score_mod, what the mask is understood as)
+FORMS = {
+    "places": (None, None, "causal"),
+    "positions": (lambda b, h, i, j, p, *_: p[i] >= j, None, "causal by position"),
+    "moved": (lambda b, h, i, j, p, *_: i + p[0] >= j, None, "causal by position"),
+    "window": (
+        lambda b, h, i, j, p, *_: (p[i] >= j) & (p[i] - j < 4),
+        None,
+        "sliding_window(4) by position",
+    ),
+    "chunks": (
+        lambda b, h, i, j, p, *_: (p[i] >= j) & (p[i] // 4 == j // 4),
+        None,
+        "chunked(4) by position",
+    ),
+    "padding": (
+        lambda b, h, i, j, p, docs, seen, *_: (p[i] >= j) & seen[b, j],
+        None,
+        "causal by position and tensor",
+    ),
+    "row_of_padding": (
+        lambda b, h, i, j, p, docs, seen, *_: (p[i] >= j) & seen[b][j],
+        None,
+        "causal by position and tensor",
+    ),
+    "lengths": (
+        lambda b, h, i, j, p, docs, seen, lengths, *_: j < lengths[b],
+        None,
+        "causal by position",
+    ),
+    "documents": (
+        lambda b, h, i, j, p, docs, *_: (p[i] >= j) & (docs[p[i]] == docs[j]),
+        None,
+        "tensor",
+    ),
+    "prefix": (lambda b, h, i, j, p, *_: (p[i] >= j) | (j < 2), None, "tensor"),
+    "by_head": (lambda b, h, i, j, p, *_: p[i] - h >= j, None, "tensor"),
+    "capped": (None, lambda s, *_: 2 * torch.tanh(s / 2), "causal"),
+    "slopes": (
+        None,
+        lambda s, b, h, i, j, p, docs, seen, lengths, slopes: s + slopes[h] * (j - i),
+        "causal and tensor",
+    ),
+    "hidden_score": (
+        lambda b, h, i, j, p, *_: i >= j,
+        lambda s, *_: s * 0.5,
+        "causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_functions(name):
+    mask_mod, score_mod, understood = FORMS[name]
+    report = run(attention(mask_mod, score_mod), inputs())
+    (site,) = matches_of(report, "attention")
+    assert misses_of(report, "attention") == []
+    assert site.shapes["heads"] == f"{HEADS}/{KV_HEADS}x{WIDTH}"
+    assert site.shapes["mask"] == understood
+    assert site.shapes.get("softcap", 0) == (2.0 if name == "capped" else 0)
+
+
+def test_a_score_that_hides():
+    def score_mod(s, b, h, i, j, p, *_):
+        return torch.where(p[i] >= j, s, -float("inf"))
+
+    (site,) = matches_of(run(attention(None, score_mod, block_mask=None), inputs()), "attention")
+    assert site.shapes["mask"] == "causal by position"
+
+
+def test_nothing_is_hidden():
+    (site,) = matches_of(run(attention(block_mask=None), inputs()), "attention")
+    assert site.shapes["mask"] == "none"
+
+
+def squared(score, *_):
+    return score * score
+
+
+def with_sines(b, h, i, j, p, *_):
+    return torch.sin(i + j) > 0
+
+
+def whole_row(b, h, i, j, p, docs, seen, *_):
+    return seen[b].any() & (i >= j)
+
+
+def sums_used(*_):
+    def attend(q, k, v):
+        out, aux = flex_attention(
+            q, k, v, block_mask=CAUSAL, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        )
+        return out * aux.lse.unsqueeze(-1).to(out.dtype)
+
+    return attend
+
+
+def lists_alone():
+    """Blocks of 128 keys, and no function for what is in them."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists = (getattr(CAUSAL, name) for name in names)
+    return BlockMask.from_kv_blocks(*lists, CAUSAL.BLOCK_SIZE, seq_lengths=(QUERIES, KEYS))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (attention(None, squared), "its score_mod computes more than is known"),
+        (attention(with_sines), "its function calls sin"),
+        (attention(whole_row), "its function calls any"),
+        (sums_used, "its log-sum-exp, or its largest score, is used"),
+        (attention(block_mask=lists_alone()), "its block mask has lists of blocks and no mask_mod"),
+    ],
+    ids=["squared", "sines", "whole_row", "sums_used", "lists_alone"],
+)
+def test_what_cannot_be_read_stays(make, reason):
+    lowered = lowered_with(make, inputs())
+    (graph,) = lowered.graphs
+    assert matches_of(lowered, "attention") == []
+    (miss,) = misses_of(lowered, "attention")
+    assert (miss.code, miss.is_lost) == ("FLEX_FUNCTION", False)
+    assert miss.message == f"flex_attention: {reason}"
+    assert called(graph.after) == called(graph.before)
+
+
+def test_what_gains_nothing_is_not_mentioned():
+    lowered = lowered_with(attention(block_mask=None), inputs(kv_heads=HEADS))
+    (graph,) = lowered.graphs
+    assert matches_of(lowered, "attention") == misses_of(lowered, "attention") == []
+    assert called(graph.after) == called(graph.before)
+
+
+def test_a_fused_call_is_gone():
+    (graph,) = lowered_with(attention(), inputs()).graphs
+    assert "flex_attention" in called(graph.before)
+    assert not {"flex_attention", "score_mod_0", "mask_fn_0"} & set(called(graph.after))
+
+
+def lowered_with(make, args):
+    return lower(make(*args[3:]), args[:3])
+
+
+def called(gm):
+    return [str(n.target) for n in gm.graph.nodes if n.op not in ("placeholder", "output")]

@@ -1,0 +1,87 @@
+"""Pattern `cache_attention` on models written as public reference code is: every style is found
+with its mask understood, is no worse than eager, and reads nothing that is hidden."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, cloned, upcast
+from tests.found import codes_of, matches_of, misses_of
+from tests.models import cached_styles as styles
+from tests.models.cached_styles import START, STYLES, build
+from tilewright.compiler import reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+CAUSAL = "causal by position"
+#: What a style's mask is understood as; of one token where that differs.
+MASKS = {
+    "window_of_table": "sliding_window(4) by position",
+    "local_chunks": "chunked(4) by position",
+    "rolled_ring": "none",
+    "roll_and_copy": "none",
+    "modulo_ring": "tensor",
+}
+ONE_TOKEN = {"added_triangle": "none"}
+#: Styles whose cache write is another pattern's miss.
+MOVED = {styles.rolled_ring, styles.roll_and_copy}
+#: Styles in which a slot behind the last token's is hidden.
+HIDING = [s for s in STYLES if "ring" not in s.__name__ and s is not styles.roll_and_copy]
+
+CASES = [
+    pytest.param(style, phase, id=f"{style.__name__}-{phase}")
+    for style, (_, _, phases) in STYLES.items()
+    for phase in phases
+]
+
+
+def compiled(layer, args, **options):
+    with torch.no_grad():
+        run = torch.compile(layer, backend="tilewright", options={"inner": "eager"}, **options)
+        return run(*args)
+
+
+def check(style, phase, **options):
+    """The report of a layer that was no worse than eager."""
+    layer, args = build(style, phase)
+    with torch.no_grad():
+        expected, exact = layer(*cloned(args)), upcast(layer)(*map(upcast, args))
+    actual = compiled(layer, cloned(args), **options)
+    assert_no_worse(actual, expected, exact, f"{style.__name__}, {phase}")
+    return reports()[-1]
+
+
+def mask_of(style, phase):
+    name = style.__name__
+    own = ONE_TOKEN.get(name) if phase == "decode" else None
+    return own or MASKS.get(name, CAUSAL)
+
+
+@pytest.mark.parametrize(("style", "phase"), CASES)
+def test_styles(style, phase):
+    report = check(style, phase)
+    (site,) = matches_of(report, "attention")
+    assert site.shapes["heads"] == f"{styles.HEADS}/{styles.KV_HEADS}x{styles.WIDTH}"
+    assert site.shapes["mask"] == mask_of(style, phase)
+    assert misses_of(report, "attention") == []
+    assert codes_of(report, "qkv") == ({"MOVED_CACHE"} if style in MOVED else set())
+
+
+@pytest.mark.parametrize(
+    "style", [styles.table_mask, styles.selected_mask_capped, styles.added_triangle]
+)
+def test_counts_that_are_symbols(style):
+    report = check(style, "prefill", dynamic=True)
+    (site,) = matches_of(report, "attention")
+    assert (site.shapes["queries"], site.shapes["mask"]) == ("T", CAUSAL)
+
+
+@pytest.mark.parametrize("style", HIDING, ids=lambda style: style.__name__)
+def test_hidden_slots_are_not_read(style):
+    layer, args = build(style, "decode")
+    clean = compiled(layer, cloned(args))
+    dim = 1 if STYLES[style][0] == styles.BY_TOKEN else 2
+    for cache in args[1:3]:
+        cache.narrow(dim, START + 1, styles.LENGTH - START - 1).fill_(float("nan"))
+    assert torch.equal(compiled(layer, args), clean)
