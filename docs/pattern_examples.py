@@ -71,6 +71,18 @@ class Experts(nn.Module):
         return out.view(-1, SLOTS, HIDDEN).sum(1)
 
 
+class Router(nn.Module):
+    """moe_router: logits, softmax, the largest, normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+
+    def forward(self, x):
+        weights, ids = self.gate(x).float().softmax(-1).topk(SLOTS, -1)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+
 class GroupedLinear(nn.Module):
     """grouped_gemm: one weight per group of rows, outside of a mixture."""
 
@@ -168,6 +180,10 @@ def moe() -> Loaded:
     return _loaded(Experts(), _floats(TOKENS, HIDDEN), ids, _floats(TOKENS, SLOTS))
 
 
+def moe_router() -> Loaded:
+    return _loaded(Router(), _floats(TOKENS, HIDDEN))
+
+
 def grouped_gemm() -> Loaded:
     return _loaded(
         GroupedLinear(), _floats(TOKENS, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)
@@ -209,6 +225,7 @@ FAMILIES = (
     qkv_cache,
     cache_store,
     moe,
+    moe_router,
     grouped_gemm,
     cache_attention,
     mla_prefill,

@@ -16,6 +16,7 @@ from tilewright.ops.mla.decode import mla_decode
 from tilewright.ops.mla.latent_store import mla_latent_store
 from tilewright.ops.mla.prefill import mla_prefill
 from tilewright.ops.moe.moe import fused_moe
+from tilewright.ops.moe.router import moe_router
 from tilewright.ops.qkv.cache_store import paged_kv_store
 from tilewright.ops.qkv.qkv_cache import fused_qkv_paged
 from tilewright.ops.qkv.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
@@ -35,6 +36,7 @@ __all__ = [
     "mla_prefill",
     "mla_prefill_branch_fp8",
     "mla_prefill_plan",
+    "moe_router",
     "paged_kv_store",
     "quantize_nvfp4",
     "shrink_qkv_permute_3mn",

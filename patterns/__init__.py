@@ -18,6 +18,7 @@ from tilewright.patterns.attention import cache_attention
 # Under another name: `moe` is the package.
 from tilewright.patterns.moe import moe as moe_routed
 from tilewright.patterns.moe import moe_dense
+from tilewright.patterns.moe import router as moe_router
 
 # Last: it takes the grouped GEMMs that no other pattern absorbs.
 from tilewright.patterns.grouped import grouped_gemm
@@ -32,5 +33,6 @@ __all__ = [
     "mla_prefill",
     "moe_dense",
     "moe_routed",
+    "moe_router",
     "qkv_cache",
 ]

@@ -10,7 +10,8 @@ from tilewright.patterns import language
 def matches_of(report: Any, *names: str) -> list:
     """The matches of a report (`reports()[-1]`, or what `lower` gives) by the patterns named.
 
-    names: patterns, or families, which are folders of `patterns/`: "qkv" for all patterns in it.
+    names: patterns, families, which are folders of `patterns/`: "qkv" for all patterns in it, or
+    ops: "fused_moe" for all patterns that put it in place.
     """
     patterns = patterns_of(*names)
     return [site for site in report.matches if site.pattern in patterns]
@@ -33,10 +34,14 @@ def codes_of(report: Any, *names: str) -> set[str]:
 
 
 def patterns_of(*names: str) -> set[str]:
-    """The patterns of some families; what names no family is the name of a pattern."""
+    """The patterns of some families, or for some ops; what names neither is a pattern."""
     families: dict[str, set[str]] = {}
+    ops: dict[str, set[str]] = {}
     for pattern in language.registered():
+        ops.setdefault(pattern.op, set()).add(pattern.name)
         _, floor, family, *_ = (*type(pattern).__module__.split("."), "", "")
         if floor == "patterns":
             families.setdefault(family, set()).add(pattern.name)
-    return set().union(*(families.get(name, {name}) for name in names))
+    own = {pattern.name: {pattern.name} for pattern in language.registered()}
+    known = ops | own | families
+    return set().union(*(known.get(name, {name}) for name in names))

@@ -1,10 +1,13 @@
 """Turns `y += delta` into `y = y + delta` where no one can see the difference: `y` is a product
-that the graph made and that nothing read before. Patterns then see one form of a sum."""
+that the graph made, that nothing read before and no other tensor shares memory with. So with
+`w /= total`, where `w` are the largest numbers of rows, or gathered ones; readers before it may
+stay. Patterns then see one form of a sum, and of a quotient."""
 
 from __future__ import annotations
 
 import operator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,57 +17,100 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of
 
-_NEW: dict[Any, Any] = {operator.iadd: operator.add, "add_": "add"}
-#: What makes the tensor that is added to.
-_MADE_BY = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "add"}
+
+@dataclass(frozen=True)
+class _Kind:
+    """new: what makes a new tensor, by what works in place. made_by: what makes the tensor that is
+    written to. read_before: whether it may have been read."""
+
+    new: dict[Any, Any]
+    made_by: frozenset[str]
+    read_before: bool
+
+
+_SUM = _Kind(
+    {operator.iadd: operator.add, "add_": "add"},
+    frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "add"}),
+    read_before=False,
+)
+_QUOTIENT = _Kind(
+    {operator.itruediv: operator.truediv, "div_": "div"},
+    frozenset({"topk", "gather"}),
+    read_before=True,
+)
 
 
 def make_sums_new(graph: fx.Graph) -> int:
-    """Makes such sums of `graph` return a new tensor; returns how many there were."""
-    if not any(map(_adds_to_a_product, graph.nodes)):
+    """Makes such sums and quotients of `graph` return a new tensor; returns how many there were."""
+    if not any(map(_kind_of, graph.nodes)):
         return 0
     owners: dict[int, list[fx.Node]] = {}
     changed = 0
     for node in graph.nodes:
-        if _adds_to_a_product(node) and _is_private(base := node.args[0], node, owners):
-            # Later nodes share the sum's memory, so the product gets memory of its own.
+        kind = _kind_of(node)
+        if kind and _is_private(base := node.args[0], node, owners, kind):
+            # Later nodes share the result's memory, so what was written to gets its own.
             for storage in _compat.storages_of(base):
                 owners[storage] = []
-            base.meta["example_value"] = _like(base)
-            base.replace_all_uses_with(node, partial(operator.is_not, node))
-            node.target = _NEW[node.target]
+            _give_memory(base)
+            base.replace_all_uses_with(node, partial(operator.lt, node))
+            node.target = kind.new[node.target]
             changed += 1
         for storage in _compat.storages_of(node):
             owners.setdefault(storage, []).append(node)
     return changed
 
 
-def _adds_to_a_product(node: fx.Node) -> bool:
+def _kind_of(node: fx.Node) -> _Kind | None:
+    """The kind of change in place that a node is."""
     base = node.args[0] if node.args else None
-    return (
-        node.target in _NEW
-        and isinstance(base, fx.Node)
-        and base.op in ("call_function", "call_method")
-        and name_of(base) in _MADE_BY
-    )
+    if not isinstance(base, fx.Node):
+        return None
+    for kind in (_SUM, _QUOTIENT):
+        if node.target in kind.new:
+            maker = _maker(base)
+            calls = maker.op in ("call_function", "call_method")
+            return kind if calls and name_of(maker) in kind.made_by else None
+    return None
 
 
-def _is_private(base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]]) -> bool:
-    """Whether nothing has read the tensor that is written to, and the sum has its dtype."""
+def _maker(base: fx.Node) -> fx.Node:
+    """The node that computes a tensor: of one of several results, that of all."""
+    while base.target is operator.getitem and isinstance(base.args[0], fx.Node):
+        held = base.args[0].meta.get("example_value")
+        if isinstance(held, torch.Tensor):
+            break
+        base = base.args[0]
+    return base
+
+
+def _is_private(
+    base: fx.Node, node: fx.Node, owners: dict[int, list[fx.Node]], kind: _Kind
+) -> bool:
+    """Whether the tensor that is written to shares memory with no other and was read only where the
+    kind lets it, and the result has its dtype."""
     held = base.meta.get("example_value")
-    if any(user < node for user in base.users) or not isinstance(held, torch.Tensor):
+    if not isinstance(held, torch.Tensor):
+        return False
+    if not kind.read_before and any(user < node for user in base.users):
         return False
     other = node.args[1] if len(node.args) > 1 else None
     if isinstance(other, fx.Node):
         other = other.meta.get("example_value")
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
         return False
-    storages = _compat.storages_of(base)
-    return bool(storages) and all(owners.get(storage, []) == [base] for storage in storages)
+    storages, own = _compat.storages_of(base), {base, _maker(base)}
+    return bool(storages) and all(
+        base in owners.get(storage, []) and own.issuperset(owners[storage]) for storage in storages
+    )
 
 
-def _like(node: fx.Node) -> torch.Tensor:
-    """A fake tensor laid out as a node's, with memory of its own."""
-    held = node.meta["example_value"]
-    with _compat.fake_mode_of([held]) or nullcontext(), torch.no_grad():
-        return torch.empty_like(held)
+def _give_memory(base: fx.Node) -> None:
+    """A tensor gets a fake tensor with memory of its own, laid out as the one that it had."""
+    old = base.meta["example_value"]
+    with _compat.fake_mode_of([old]) or nullcontext(), torch.no_grad():
+        new = base.meta["example_value"] = torch.empty_like(old)
+    maker = _maker(base)
+    if maker is not base:
+        parts = [new if part is old else part for part in maker.meta["example_value"]]
+        maker.meta["example_value"] = tuple(parts)

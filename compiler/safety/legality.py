@@ -201,7 +201,8 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
         assert value.store is not None
         for memory in flow.on_storage(value.store.memory.storage):
             first = flow.positions[value.node]
-            outside = [n for p, n in flow.read.get(memory, ()) if p >= first and n not in own]
+            readers = [n for p, n in flow.read.get(memory, ()) if p >= first]
+            outside = [n for n in readers if n not in own and not _copied_for(n, own, flow)]
             outside += [w.node for w in flow.written.get(memory, ()) if w.node not in own]
             if memory.is_input or outside:
                 _hazard(
@@ -210,6 +211,14 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
                     value,
                     *outside,
                 )
+
+
+def _copied_for(node: fx.Node, own: set[fx.Node], flow: Dataflow) -> bool:
+    """Whether a node only lays out what it reads anew (a reshape that copies), for `own` alone."""
+    view = flow.views.get(node)
+    if not isinstance(view, View) or view.value.node is node or not node.users:
+        return False
+    return all(user in own or _copied_for(user, own, flow) for user in node.users)
 
 
 def _nothing_escapes(match: Match, flow: Dataflow) -> None:

@@ -178,7 +178,7 @@ def _weights(
     taken = gathered(base)
     if taken is None or taken[1] != order.permutation:
         return None
-    return _by_token(taken[0], num_slots)
+    return _by_token(strip_casts(taken[0])[0], num_slots)
 
 
 def _by_token(view: View | None, num_slots: Any) -> View | None:

@@ -30,6 +30,11 @@ def chosen_experts(scores: View) -> View | None:
     return ids if ids is not None and _are_distinct(ids) else None
 
 
+def zeros_outside(view: View) -> View | None:
+    """ids [T, S] outside of which a view [T, E] holds zero; None where that is not known."""
+    return _outside(view, 0.0)
+
+
 def _are_distinct(ids: View) -> bool:
     """Whether no token names an expert twice: the indices of a top-k of its scores."""
     if ids.shape[-1] == 1:

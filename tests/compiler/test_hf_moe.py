@@ -1,5 +1,5 @@
-"""Hugging Face mixtures of experts: the sparse layer fused, however the experts are computed, for
-prompts and decode steps, with token counts as numbers and as symbols, and no less accurate."""
+"""Hugging Face mixtures of experts: router and sparse layer fused, however experts are computed,
+for prompts and decode steps, with token counts as numbers and as symbols, and no less accurate."""
 
 import copy
 import functools
@@ -38,7 +38,13 @@ MODELS = {
         BASE | ROPE | {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"]},
     ),
     "deepseek_v2": ("DeepseekV2Config", DEEPSEEK | {"n_group": 1}),
+    "deepseek_v2_groups": (
+        "DeepseekV2Config",
+        DEEPSEEK | {"n_group": 2, "topk_method": "group_limited_greedy"},
+    ),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | {"n_group": 2}),
+    "glm4_moe": ("Glm4MoeConfig", DEEPSEEK | {"n_group": 1, "head_dim": 8}),
+    "olmoe": ("OlmoeConfig", BASE | {"num_experts": 4}),
 }
 BATCH, PROMPT, CACHE = 2, 5, 8
 
@@ -75,7 +81,11 @@ def uncompiled(name, experts):
     return steps(model, model), steps(exact, exact)
 
 
-CASES = [(name, experts, False) for name in MODELS for experts in ("grouped_mm", "batched_mm")]
+# Of these the router is what differs.
+ROUTERS = ("deepseek_v2_groups", "glm4_moe", "olmoe")
+PRODUCTS = ("grouped_mm", "batched_mm")
+CASES = [(name, experts, False) for name in MODELS for experts in PRODUCTS if name not in ROUTERS]
+CASES += [(name, "grouped_mm", False) for name in ROUTERS]
 # With sizes as symbols, where tracing takes twice as long: each kind of router, and of product.
 CASES += [(name, "grouped_mm", True) for name in ("qwen2_moe", "gpt_oss", "deepseek_v3")]
 CASES += [("mixtral", "batched_mm", True)]
@@ -90,9 +100,12 @@ def test_the_sparse_layer_is_fused_and_right(name, experts, dynamic):
     )
     results = zip(steps(model, compiled), *uncompiled(name, experts), strict=True)
     latest = reports()[-2:]
-    found = [patterns_in(report, "moe").count("moe") for report in latest]
-    assert found == [1, 1], [m for report in latest for m in misses_of(report, "moe")]
-    tokens = matches_of(latest[0], "moe")[-1].shapes["x"]
+    found = [patterns_in(report, "fused_moe").count("moe") for report in latest]
+    assert found == [1, 1], [m for report in latest for m in misses_of(report, "fused_moe")]
+    for report in latest:
+        assert patterns_in(report, "moe_router") == ["moe_router"], misses_of(report, "moe_router")
+        assert matches_of(report, "moe_router")[0].shapes["logits"] == "computed"
+    tokens = matches_of(latest[0], "fused_moe")[-1].shapes["x"]
     assert tokens == f"bfloat16[{'T' if dynamic else BATCH * PROMPT},{BASE['hidden_size']}]"
     for what, (fused, eager, exact) in zip(("prompt", "decode"), results, strict=True):
         assert_no_worse(fused, eager, exact, f"{name} {what}")
@@ -109,4 +122,4 @@ def test_float16_with_transformers_own_grouped_product_is_fused_too():
                   strict=True)  # fmt: skip
     for fused, eager, reference in results:
         assert_no_worse(fused, eager, reference, "mixtral in float16")
-    assert [m.op for m in matches_of(reports()[-1], "moe")].count("fused_moe") == 1
+    assert [m.op for m in matches_of(reports()[-1], "fused_moe")].count("fused_moe") == 1

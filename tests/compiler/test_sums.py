@@ -1,4 +1,5 @@
-"""`y += delta` on a product that nothing read before is the sum; elsewhere it stays what it is."""
+"""`y += delta` on a product that nothing read before is the sum, and `w /= total` of the largest
+numbers or gathered ones the quotient; elsewhere they stay what they are."""
 
 from __future__ import annotations
 
@@ -106,6 +107,56 @@ def test_only_sums_that_nobody_can_tell_apart_change(step, sums):
     ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
     torch.testing.assert_close(ours, eager)  # Inductor may round a product and a sum once
     assert found == [sums]
+
+
+def of_the_largest(x, d):
+    top, ids = torch.topk(d, 3)
+    top /= top.sum(-1, keepdim=True)
+    return top * 2, top, ids
+
+
+def of_gathered(x, d):
+    w = d.gather(1, torch.zeros(3, 2, dtype=torch.int64))
+    before = w + 1
+    w.div_(before.sum(-1, keepdim=True), rounding_mode="floor")
+    return before, w.view(-1)
+
+
+def of_a_view(x, d):
+    top = torch.topk(d, 3)[0]
+    first = top[:, :1]
+    top /= top.sum(-1, keepdim=True)
+    return first, top
+
+
+def of_an_input(x, d):
+    d /= x.sum()
+    return d
+
+
+def of_a_product(x, d):
+    y = F.linear(x, W)
+    y /= y.sum(-1, keepdim=True)
+    return y
+
+
+def by_wider_numbers(x, d):
+    top = torch.topk(d.bfloat16(), 3)[0]
+    top /= top.float().sum(-1, keepdim=True)
+    return top
+
+
+@pytest.mark.parametrize(
+    ("step", "quotients"),
+    [(of_the_largest, 1), (of_gathered, 1), (of_a_view, 0), (of_an_input, 0), (of_a_product, 0),
+     (by_wider_numbers, 0)],
+)  # fmt: skip
+def test_only_quotients_that_nobody_can_tell_apart_change(step, quotients):
+    """Who read the numbers before the division has read what they were."""
+    x, d = torch.randn(3, 16), torch.randn(3, 8)
+    ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
+    torch.testing.assert_close(ours, eager)
+    assert found == [quotients]
 
 
 def test_a_tensor_without_memory_of_its_own_is_passed_by():

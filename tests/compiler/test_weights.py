@@ -151,11 +151,11 @@ def test_the_way_from_one_mixture_to_the_next_is_no_mixture(top_k):
     model = nn.Sequential(*(Mixture(top_k) for _ in range(3))).bfloat16().requires_grad_(False)
     x = torch.randn(3, 16).bfloat16()
     lowered = lower(model, (x,), strict=True)
-    assert patterns_in(lowered, "moe") == ["moe"] * 3
-    assert misses_of(lowered, "moe") == []
+    assert patterns_in(lowered, "fused_moe") == ["moe"] * 3
+    assert misses_of(lowered, "fused_moe") == []
     bent = nn.Sequential(Mixture(2), Bent(2)).bfloat16().requires_grad_(False)
     lowered = lower(bent, (x,))
-    missed = misses_of(lowered, "moe")
+    missed = misses_of(lowered, "fused_moe")
     assert [m.code for m in missed] == ["EXPERT_ACTIVATION"]
     assert "aten.cumsum" in missed[0].message
 

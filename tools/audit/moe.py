@@ -20,9 +20,15 @@ from tilewright.ops.grouped import matmul, nvfp4_matmul, quantize_nvfp4
 from tilewright.ops.grouped.matmul import GroupedMatmulArguments
 from tilewright.ops.grouped.nvfp4_matmul import Nvfp4MatmulArguments
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
-from tilewright.ops.moe import moe
+from tilewright.ops.moe import moe, router
 from tilewright.ops.moe.moe import FusedMoeArguments
-from tilewright.tools.audit.cases import SPECIALISED_STACK_BYTES, AuditCase
+from tilewright.ops.moe.router import MoeRouterArguments
+from tilewright.tools.audit.cases import (
+    MMA_ROWS,
+    SHORT_TILE_REASON,
+    SPECIALISED_STACK_BYTES,
+    AuditCase,
+)
 
 # One token, decode batches, a chunk of a prefill, a whole one.
 TOKEN_COUNTS = (1, 64, 1024, 8192)
@@ -110,6 +116,16 @@ MODELS = (
     Mixture("deepseek-v3 of 8", 7168, 2048, 32, 8, ("fp8",)),
     Mixture("gpt-oss-20b", 2880, 2880, 32, 4, ("dense", "mxfp4"), gpt_oss=True),
 )
+# Routers: hidden, experts, slots, and what they are beside; the last one's weight is fp32.
+ROUTER_TOKENS = (1, 64, 1024)
+OF_TWO = {"num_groups": 8, "top_groups": 4, "group_top": 2, "norm_eps": 1e-20, "scaling": 2.5}
+ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "qwen3-30b-a3b": (2048, 128, 8, {"normalise": True}),
+    "mixtral-8x7b": (4096, 8, 2, {"normalise": True, "weights_dtype": torch.float32}),
+    "deepseek-v3": (7168, 256, 8, {"scores": "sigmoid", "normalise": True, **OF_TWO}),
+    "gpt-oss-20b": (2880, 32, 4, {"scores": "softmax_of_chosen"}),
+    "ernie-4.5-21b": (2560, 64, 6, {"normalise": True, "norm_min": 1e-12}),
+}
 # Rows (N) and columns (K) of the op's own benchmarks, and those that 128 does not divide.
 NVFP4_SHAPES = ((4096, 7168), (7168, 2048), (1536, 2048), (2880, 2880))
 NVFP4_EXPERTS = 32
@@ -128,6 +144,7 @@ def moe_cases(target: Target) -> list[AuditCase]:
         ("dense", torch.bfloat16), ("dense", torch.float16), ("fp8", torch.bfloat16),
     ):  # fmt: skip
         cases += _grouped_cases(MODELS[2], target, weight_format, dtype)
+    cases += [case for name in ROUTERS for case in _router_cases(name, target)]
     cases += [case for rows, inner in NVFP4_SHAPES for case in _nvfp4_cases(rows, inner, target)]
     distinct = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if distinct[case.spec] is case]
@@ -159,6 +176,25 @@ def _grouped_cases(
         name = f"grouped {str(dtype).removeprefix('torch.')} {weight_format} rows={rows}"
         few = rows <= MEMORY_BOUND_ROWS
         yield from _planned(name, matmul.OP, a, target, memory_bound=few)
+
+
+def _router_cases(name: str, target: Target) -> Iterator[AuditCase]:
+    hidden, experts, slots, options = ROUTERS[name]
+    vector = _empty(experts, dtype=torch.float32)
+    if name == "gpt-oss-20b":
+        options = options | {"bias": _empty(experts)}
+    if options.get("scores") == "sigmoid" or name == "ernie-4.5-21b":
+        options = options | {"correction": vector}
+    dtype = torch.float32 if name == "ernie-4.5-21b" else torch.bfloat16
+    weight = _empty(experts, hidden, dtype=dtype)
+    for tokens in ROUTER_TOKENS:
+        a = MoeRouterArguments(_empty(tokens, hidden), weight, slots, **options)
+        for spec in router.OP.plan_for(a, target.name).specs:
+            claims = Expectations()
+            if spec.kernel == "moe_router" and not spec.constant("WIDENED"):
+                few = int(str(spec.constant("BLOCK_T"))) < MMA_ROWS
+                claims = Expectations(mma="bf16", legacy_mma_reason=few * SHORT_TILE_REASON)
+            yield AuditCase(f"router {name} T={tokens} {spec.kernel}", spec, claims)
 
 
 def _planned(

@@ -47,9 +47,9 @@ def matched(function, args, exact, **options):
     with torch.no_grad():
         eager = function(*args)
     assert_no_worse(compiled(function, args, **options), eager, exact, "result")
-    missed = misses_of(reports()[-1], "grouped", "moe")
-    assert patterns_in(reports()[-1], "grouped", "moe") == ["grouped_gemm"], missed
-    (site,) = matches_of(reports()[-1], "grouped", "moe")
+    missed = misses_of(reports()[-1], "grouped", "fused_moe")
+    assert patterns_in(reports()[-1], "grouped", "fused_moe") == ["grouped_gemm"], missed
+    (site,) = matches_of(reports()[-1], "grouped", "fused_moe")
     return site.op, site.shapes
 
 
@@ -57,8 +57,8 @@ def misses(function, args):
     torch._dynamo.reset()
     with torch.no_grad():
         lowered = lower(function, args)
-    assert not matches_of(lowered, "grouped", "moe"), str(lowered)
-    return [miss.code for miss in misses_of(lowered, "grouped", "moe")]
+    assert not matches_of(lowered, "grouped", "fused_moe"), str(lowered)
+    return [miss.code for miss in misses_of(lowered, "grouped", "fused_moe")]
 
 
 # --- dense ----------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_the_nvfp4_op_with_a_symbol_of_rows_that_go_over_blocks_and_past_the_gro
     ends = torch.tensor([129, 129, 200], dtype=torch.int32)
     torch._dynamo.mark_dynamic(x, 0)
     got = compiled(module, (x, ends))
-    assert [site.op for site in matches_of(reports()[-1], "grouped", "moe")] == [BOTH]
+    assert [site.op for site in matches_of(reports()[-1], "grouped", "fused_moe")] == [BOTH]
     exact = product(library(x)[:200], module.weight(), ends)
     # The criterion of the peers' tests, for products of the exact operands.
     difference = (
@@ -291,9 +291,9 @@ def test_short_sums_over_many_rows_are_left_to_torch(count, dtype, taken):
     args = (rows(count=count, dtype=dtype), dense(dtype=dtype), ENDS)
     if taken:
         torch._dynamo.reset()
-        assert [site.op for site in matches_of(lower(stored_by_rows, args), "grouped", "moe")] == [
-            WEIGHT_ONLY
-        ]
+        assert [
+            site.op for site in matches_of(lower(stored_by_rows, args), "grouped", "fused_moe")
+        ] == [WEIGHT_ONLY]
     else:
         assert misses(stored_by_rows, args) == ["NO_GAIN"]
 
@@ -304,8 +304,8 @@ def test_a_mixture_keeps_its_products():
     module, args = build("plain")
     with torch.no_grad():
         lowered = lower(module, args)
-    assert [site.op for site in matches_of(lowered, "grouped", "moe")] == ["fused_moe"]
-    assert not misses_of(lowered, "grouped", "moe")
+    assert [site.op for site in matches_of(lowered, "grouped", "fused_moe")] == ["fused_moe"]
+    assert not misses_of(lowered, "grouped", "fused_moe")
 
 
 def test_a_mixture_that_is_none_leaves_both_of_its_products():
@@ -314,8 +314,10 @@ def test_a_mixture_that_is_none_leaves_both_of_its_products():
     module.activation = lambda gate, up: torch.sin(gate) * up
     with torch.no_grad():
         lowered = lower(module, args)
-    assert [site.op for site in matches_of(lowered, "grouped", "moe")] == [WEIGHT_ONLY] * 2
-    assert [miss.code for miss in misses_of(lowered, "grouped", "moe")] == ["EXPERT_ACTIVATION"]
+    assert [site.op for site in matches_of(lowered, "grouped", "fused_moe")] == [WEIGHT_ONLY] * 2
+    assert [miss.code for miss in misses_of(lowered, "grouped", "fused_moe")] == [
+        "EXPERT_ACTIVATION"
+    ]
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
@@ -342,7 +344,7 @@ def test_inductor_compiles_what_stands_before_the_op(spelling, prepare, op):
         peers = [module(x, ends)[:200], torch.compile(module)(x, ends)[:200]]
         torch._dynamo.reset()
         got = torch.compile(module, backend="tilewright")(x, ends)
-    assert [site.op for site in matches_of(reports()[-1], "grouped", "moe")] == [op]
+    assert [site.op for site in matches_of(reports()[-1], "grouped", "fused_moe")] == [op]
     worse = max(peers, key=lambda peer: relative_error(peer, exact))
     assert_no_worse(got[:200], worse, exact, spelling)
     assert not got[200:].any()

@@ -25,7 +25,7 @@ def test_every_spelling_is_fused_and_no_less_accurate(name, dynamic):
         fused, eager = compiled(*args), module(*args)
         exact = upcast(module)(*(upcast(a) for a in args))
     report = reports()[-1]
-    assert patterns_in(report, "moe") == ["moe_dense"], misses_of(report, "moe")
+    assert patterns_in(report, "fused_moe") == ["moe_dense"], misses_of(report, "fused_moe")
     assert_no_worse(fused, eager, exact, name)
 
 
@@ -34,5 +34,5 @@ def test_near_misses_say_what_is_wrong(step):
     torch._dynamo.reset()
     code, slots = NEAR_MISSES[step]
     lowered = lower(*build(step, slots))
-    assert not matches_of(lowered, "moe"), str(lowered)
+    assert not matches_of(lowered, "fused_moe"), str(lowered)
     assert {miss.code for miss in misses_of(lowered, "moe_dense")} == ({code} if code else set())

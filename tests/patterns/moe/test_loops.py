@@ -18,15 +18,15 @@ def test_lower_says_that_the_experts_run_one_by_one(name):
     torch._dynamo.reset()
     _, breaks, code = LOOPS[name]
     lowered = lower(*build(name))
-    codes = [miss.code for miss in misses_of(lowered, "moe", "capture")]
-    assert not matches_of(lowered, "moe", "capture")
+    codes = [miss.code for miss in misses_of(lowered, "fused_moe", "capture")]
+    assert not matches_of(lowered, "fused_moe", "capture")
     # One for each graph that shows it.
     assert 1 <= codes.count(code) <= len(lowered.graphs), str(lowered)
     assert ("GRAPH_BREAK" in codes) == breaks
     assert set(codes) <= {code, "GRAPH_BREAK"}
     assert all(
         "torch._grouped_mm" in m.hint
-        for m in misses_of(lowered, "moe", "capture")
+        for m in misses_of(lowered, "fused_moe", "capture")
         if m.code == code
     )
 
@@ -37,12 +37,14 @@ def test_the_backend_reports_and_logs_it_and_the_model_runs(name, caplog):
     module, args = build(name)
     before = set(map(id, reports()))
     with torch.no_grad(), caplog.at_level(logging.WARNING, logger="tilewright"):
-        options = {"inner": "eager", "patterns": sorted(patterns_of("moe"))}
+        options = {"inner": "eager", "patterns": sorted(patterns_of("fused_moe"))}
         compiled = torch.compile(module, backend="tilewright", options=options)
         assert torch.equal(compiled(*args), module(*args))
     new = [report for report in reports() if id(report) not in before]
     code = LOOPS[name][2]
-    assert code in {miss.code for report in new for miss in misses_of(report, "moe", "capture")}
+    assert code in {
+        miss.code for report in new for miss in misses_of(report, "fused_moe", "capture")
+    }
     assert code in caplog.text
 
 
@@ -51,7 +53,7 @@ def test_a_loop_that_dynamo_captures_is_told_too():
     config = torch._dynamo.config
     with config.patch(capture_dynamic_output_shape_ops=True):
         lowered = lower(*build("where_each"))
-    assert "EXPERT_LOOP" in codes_of(lowered, "moe", "capture"), str(lowered)
+    assert "EXPERT_LOOP" in codes_of(lowered, "fused_moe", "capture"), str(lowered)
 
 
 def test_transformers_are_told_their_own_setting():
@@ -60,5 +62,5 @@ def test_transformers_are_told_their_own_setting():
 
     torch._dynamo.reset()
     lowered = lower(built("mixtral", "eager"), (torch.arange(3, 8)[None],), {"use_cache": False})
-    (miss,) = (m for m in misses_of(lowered, "moe", "capture") if m.code == "EXPERT_LOOP")
+    (miss,) = (m for m in misses_of(lowered, "fused_moe", "capture") if m.code == "EXPERT_LOOP")
     assert "experts_implementation='grouped_mm'" in miss.hint

@@ -32,7 +32,7 @@ def lowered(module):
 def test_every_spelling_is_quantised_by_the_op(name, first):
     module = CodedMoe(SPELLINGS[name], SPELLINGS[name], first=first)
     found = lowered(module)
-    (site,) = matches_of(found, "moe")
+    (site,) = matches_of(found, "fused_moe")
     assert site.op == "fused_moe", str(found)
     assert "activations=fp8" in str(found)
     x = tokens()
@@ -56,7 +56,7 @@ def test_token_counts_may_be_symbols():
         for count in (TOKENS, 5):
             x = tokens()[:count]
             assert relative_error(compiled(x), module(x)) < 2**-5
-    assert [site.op for site in matches_of(reports()[-1], "moe")] == ["fused_moe"]
+    assert [site.op for site in matches_of(reports()[-1], "fused_moe")] == ["fused_moe"]
 
 
 @pytest.mark.parametrize("spelling", NEAR_MISSES, ids=lambda f: f.__name__)
@@ -80,7 +80,7 @@ def unchanged(rows):
 
 def test_gate_and_up_are_quantised_together_or_not_at_all():
     """The same rows, quantised for one of them: neither for both nor for none would be the same."""
-    (site,) = matches_of(lowered(SeparateMoe(divided, bounded, divided)), "moe")
+    (site,) = matches_of(lowered(SeparateMoe(divided, bounded, divided)), "fused_moe")
     assert site.op == "fused_moe"
     for hidden in (divided, unchanged):
         assert_refused(lowered(SeparateMoe(divided, unchanged, hidden)), "ACTIVATION")
@@ -92,7 +92,7 @@ def test_tokens_that_alone_are_quantised_are_tokens(dense):
     """Before the gather they are some x, whatever it is computed from."""
     module = CodedMoe(divided, unchanged, first=True, dense=dense)
     found = lowered(module)
-    assert [site.op for site in matches_of(found, "moe")] == ["fused_moe"], str(found)
+    assert [site.op for site in matches_of(found, "fused_moe")] == ["fused_moe"], str(found)
     assert "activations" not in str(found)
     x = tokens()
     torch._dynamo.reset()
@@ -107,7 +107,7 @@ def test_weights_that_are_no_codes_are_refused():
 
 def test_a_graph_that_does_not_quantise_is_not_quantised():
     found = lowered(CodedMoe(lambda rows: rows, lambda rows: rows))
-    (site,) = matches_of(found, "moe")
+    (site,) = matches_of(found, "fused_moe")
     assert site.op == "fused_moe"
     assert "activations" not in str(found)
 
@@ -116,13 +116,13 @@ def test_a_library_s_kernel_is_told():
     """One Miss for both calls, and nothing where the weights are no codes."""
     found = lowered(KernelMoe())
     assert_refused(found, "EXPERT_KERNEL")
-    (miss,) = (m for m in misses_of(found, "moe") if m.code == "EXPERT_KERNEL")
+    (miss,) = (m for m in misses_of(found, "fused_moe") if m.code == "EXPERT_KERNEL")
     assert "fp8_grouped_matmul" in miss.message
     assert "EXPERT_KERNEL" not in {
-        m.code for m in misses_of(lowered(CodedMoe(divided, divided)), "moe")
+        m.code for m in misses_of(lowered(CodedMoe(divided, divided)), "fused_moe")
     }
 
 
 def assert_refused(found, code):
-    assert "fused_moe" not in {site.op for site in matches_of(found, "moe")}, str(found)
-    assert code in codes_of(found, "moe"), str(found)
+    assert "fused_moe" not in {site.op for site in matches_of(found, "fused_moe")}, str(found)
+    assert code in codes_of(found, "fused_moe"), str(found)

@@ -1,0 +1,75 @@
+"""The tiles of a router, by the number of tokens.
+
+A few tokens: the weight is read once, by as many programs as a chip has multiprocessors, each of
+which reads a part of its rows and columns. Many: token tiles are as large as keep them all busy,
+and the choice, which would be a long end of one program, has a launch of its own.
+"""
+
+from __future__ import annotations
+
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.moe.router_specs import RouterConfig, RouterProblem
+from tilewright.codegen.targets import Target
+
+# The tensor core's least tile.
+LEAST_TILE = 16
+# Tokens up to which a token tile is that small, and its last program chooses.
+FEW_TOKENS = 128
+# From here on token tiles are as large as they get.
+MANY_TOKENS = 1024
+# Tokens from which fp32 numbers are multiplied by the library.
+LIBRARY_TOKENS = 64
+# Experts of a program where there are many tokens.
+WIDE_EXPERTS = 128
+# Parts of the sum over columns, at most.
+MOST_SPLITS = 32
+# fp32 logits that a warp chooses from.
+CHOSEN_BY_WARP = 256
+# Bytes of a weight from which two programs share a multiprocessor.
+LARGE_WEIGHT = 1 << 20
+
+
+def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> RouterConfig:
+    """The tiles for up to `num_tokens` tokens."""
+    if problem.weight is None or uses_library(problem, num_tokens):
+        rows, warps = _choice(problem, num_tokens)
+        return RouterConfig(1, 1, 1, 1, rows, 1, 1, chooses=False, choose_warps=warps)
+    few = num_tokens <= FEW_TOKENS
+    block_t = LEAST_TILE if few else 64 if num_tokens >= MANY_TOKENS else 32
+    block_e = _expert_tile(problem, num_tokens)
+    block_k = 64 if problem.widened or not few else 128
+    tiles = cdiv(num_tokens, block_t) * cdiv(problem.num_experts, block_e)
+    wanted = target.num_sms * (2 if few and _weight_bytes(problem) >= LARGE_WEIGHT else 1)
+    blocks = cdiv(problem.hidden, block_k)
+    splits = max(min(wanted // tiles, blocks, MOST_SPLITS), 1)
+    splits = cdiv(blocks, cdiv(blocks, splits))  # none without a block
+    rows, warps = _choice(problem, min(num_tokens, block_t) if few else num_tokens)
+    if few:
+        return RouterConfig(block_t, block_e, block_k, splits, rows, max(warps, 2), 3)
+    return RouterConfig(
+        block_t, block_e, block_k, splits, rows, 4, 3, chooses=False, choose_warps=warps
+    )
+
+
+def uses_library(problem: RouterProblem, num_tokens: int) -> bool:
+    """Whether the library multiplies: fp32 numbers of many tokens."""
+    return problem.widened and num_tokens > LIBRARY_TOKENS
+
+
+def _expert_tile(problem: RouterProblem, num_tokens: int) -> int:
+    covered = max(next_power_of_2(problem.num_experts), LEAST_TILE)
+    if num_tokens <= LEAST_TILE or problem.widened:
+        return LEAST_TILE
+    return min(covered, 32 if num_tokens <= FEW_TOKENS else WIDE_EXPERTS)
+
+
+def _choice(problem: RouterProblem, num_tokens: int) -> tuple[int, int]:
+    """(tokens that a program chooses for at once, its warps)."""
+    rows = min(next_power_of_2(num_tokens), 4)
+    warps = next_power_of_2(cdiv(rows * problem.columns, CHOSEN_BY_WARP))
+    return rows, min(max(warps, 1), 8)
+
+
+def _weight_bytes(problem: RouterProblem) -> int:
+    assert problem.weight is not None
+    return problem.num_experts * problem.hidden * ELEMENT_BYTES[problem.weight.dtype]

@@ -1,0 +1,231 @@
+"""`moe_router`: which experts of a mixture each token goes to, and with which weights.
+
+    logits = x @ weight^T (+ bias)                      fp32, not rounded
+    scores = softmax(logits), sigmoid(logits), or the logits
+    choice = scores (+ correction), of the best groups of experts alone
+    ids    = the num_slots largest of choice, the largest first
+    out    = scores[ids], normalised and scaled         rounded once
+
+`fused_moe` takes both results. Without a weight x holds the logits. Nothing is rounded on the way,
+so two experts whose logits a graph in bfloat16 rounds to one number are still told apart; where
+numbers are equal the expert of the lower number comes first (torch.topk promises no order), and NaN
+is larger than all numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_last_dim_dense,
+    check_number,
+    check_shape,
+    holds,
+)
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.moe.router_cases import ROUTER_CASES, RouterCase, sample_router
+from tilewright.ops.moe.router_operands import unsupported
+
+NAME = "moe_router"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
+ERROR_MODEL = (
+    "fp32 accumulation of the logits, whose error the scores multiply, measured against the rms of "
+    "the weights; then one rounding. Experts are those of the exact choice where it is clear"
+)
+EXACT = Tolerance(relative=0.0, of_rms=0.0)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
+    torch.float32: Tolerance(relative=2.0**-18, of_rms=2.0**-18),
+    torch.float64: Tolerance(relative=2.0**-47, of_rms=2.0**-46),
+    torch.int64: EXACT,
+}
+
+
+@dataclass(frozen=True)
+class MoeRouterArguments:
+    """The arguments of `moe_router`: T tokens, K columns, E experts, S slots (top-k), G groups.
+
+    x [T, K]; weight [E, K] of any strides, None: x holds the logits [T, E]. num_slots: S. bias [E],
+    of the logits. scores: one of SCORES; "softmax_of_chosen" chooses by logits, and takes the
+    softmax over the chosen alone. correction [E]: added to scores for the choice, not for the
+    weights. num_groups: E falls into G runs; the choice is among the top_groups of them whose
+    group_top (1 or 2) largest have the largest sum. normalise: weights are divided by
+    max(sum + norm_eps, norm_min); then scaling multiplies. weights_dtype: None for x's. Result:
+    weights [T, S], and ids int64 [T, S].
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    num_slots: int
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    scores: str = "softmax"
+    correction: torch.Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    group_top: int = 1
+    normalise: bool = False
+    norm_eps: float = 0.0
+    norm_min: float = 0.0
+    scaling: float = 1.0
+    weights_dtype: torch.dtype | None = None
+
+    @property
+    def num_experts(self) -> Any:
+        """E."""
+        return self.x.shape[1] if self.weight is None else self.weight.shape[0]
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.x.dtype if self.weights_dtype is None else self.weights_dtype
+
+
+def validate(a: MoeRouterArguments) -> None:
+    check_dtype(NAME, "x", a.x, DTYPES)
+    check_shape(NAME, "x", a.x, "[T, K]" if a.weight is not None else "[T, E]", (None, None))
+    check_last_dim_dense(NAME, "x", a.x)
+    if a.weight is not None:
+        check_dtype(NAME, "weight", a.weight, DTYPES)
+        check_shape(NAME, "weight", a.weight, "[E, K]", (None, a.x.shape[1]))
+        check_device(NAME, "weight", a.weight, a.x.device)
+    for name in ("bias", "correction"):
+        vector = getattr(a, name)
+        if vector is not None:
+            check_dtype(NAME, name, vector, DTYPES)
+            check_shape(NAME, name, vector, "[E]", (a.num_experts,))
+            check_device(NAME, name, vector, a.x.device)
+    check_choice(NAME, "scores", a.scores, SCORES)
+    if a.result_dtype not in DTYPES:
+        expected = "one of " + ", ".join(map(str, DTYPES))
+        raise ArgumentError(NAME, "weights_dtype", expected, a.weights_dtype)
+    for name in ("norm_eps", "norm_min"):
+        check_number(NAME, name, getattr(a, name), 0.0)
+    check_number(NAME, "scaling", a.scaling)
+    _check_groups(a)
+
+
+def _check_groups(a: MoeRouterArguments) -> None:
+    experts, groups = a.num_experts, a.num_groups
+    if groups < 1 or not holds(experts % groups == 0) or not holds(experts >= groups):
+        expected = f"a number that divides {experts} experts"
+        raise ArgumentError(NAME, "num_groups", expected, groups)
+    if not 1 <= a.top_groups <= groups:
+        raise ArgumentError(NAME, "top_groups", f"1 to {groups} groups", a.top_groups)
+    if a.group_top not in (1, 2) or not holds(experts >= a.group_top * groups):
+        expected = f"1 or 2, and no more than the {experts // groups} experts of a group"
+        raise ArgumentError(NAME, "group_top", expected, a.group_top)
+    most = experts // groups * a.top_groups
+    if a.num_slots < 1 or not holds(a.num_slots <= most):
+        expected = f"1 to {most}, the experts of top_groups groups"
+        raise ArgumentError(NAME, "num_slots", expected, a.num_slots)
+
+
+def fake(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (a.x.shape[0], a.num_slots)
+    weights = a.x.new_empty(shape, dtype=a.result_dtype)
+    return weights, a.x.new_empty(shape, dtype=torch.int64)
+
+
+def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """In fp32 (float64 for float64 x), for token t:
+
+        logits = x[t] @ weight^T + bias
+        scores = softmax(logits), sigmoid(logits), or logits
+        choice = scores + correction                 -inf outside of the best groups
+        ids[t] = the num_slots largest of choice, the largest first, of equals the lower number
+        w      = scores[ids[t]]                      softmax over them with softmax_of_chosen
+        w      = w / max(sum(w) + norm_eps, norm_min)    where normalise
+        weights[t] = w * scaling
+
+    Where the order of scores is that of logits (no correction, groups by their best), logits
+    decide: scores that round to one number are told apart. NaN is larger than all numbers.
+    """
+    compute = torch.promote_types(a.x.dtype, torch.float32)
+    logits = a.x.to(compute)
+    if a.weight is not None:
+        logits = logits @ a.weight.to(compute).T
+    if a.bias is not None:
+        logits = logits + a.bias.to(compute)
+    scores = _SCORES[a.scores](logits)
+    choice = scores if a.correction is None else scores + a.correction.to(compute)
+    grouped = a.top_groups < a.num_groups
+    if a.correction is None and not (grouped and a.group_top == 2):
+        choice = logits
+    if grouped:
+        choice = torch.where(_kept(a, choice), choice, -torch.inf)
+    ids = torch.sort(choice, dim=1, descending=True, stable=True).indices[:, : a.num_slots]
+    weights = scores.gather(1, ids)
+    if a.scores == "softmax_of_chosen":
+        weights = weights.softmax(1)
+    if a.normalise:
+        weights = weights / (weights.sum(1, keepdim=True) + a.norm_eps).clamp(min=a.norm_min)
+    return (weights * a.scaling).to(a.result_dtype), ids.clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+_SCORES = {
+    "softmax": lambda logits: logits.softmax(1),
+    "softmax_of_chosen": lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+    "logits": lambda logits: logits,
+}
+
+
+def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
+    """Which experts are of the best groups, [T, E]."""
+    size = choice.shape[1] // a.num_groups
+    groups = choice.view(-1, a.num_groups, size)
+    groups = torch.where(groups.isnan(), torch.inf, groups)
+    best = groups.topk(a.group_top, 2).values.sum(2)
+    order = torch.sort(best, dim=1, descending=True, stable=True).indices[:, : a.top_groups]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, order, True)
+    return kept.repeat_interleave(size, 1)
+
+
+def sample_inputs(
+    case: RouterCase, device: str | torch.device = "cpu", seed: int = 0
+) -> MoeRouterArguments:
+    """Random arguments of a case, the choice clear."""
+    return MoeRouterArguments(**sample_router(case, device, seed))
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        arguments=MoeRouterArguments,
+        returns="(Tensor, Tensor)",
+        validate=validate,
+        validate_values=lambda a: None,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            emitted_kernel("tilewright.ops.moe.router_lowering:moe_router_steps", unsupported),
+        ),
+        cases=ROUTER_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
+    )
+)
+
+
+def moe_router(
+    x: torch.Tensor, weight: torch.Tensor | None, num_slots: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op, called by hand: (weights, ids) [T, S] of tokens x [T, K], or of logits.
+
+    The arguments and options are those of MoeRouterArguments. Raises ArgumentError. Not
+    differentiable.
+    """
+    return OP.torch_op(x, weight, num_slots, **options)

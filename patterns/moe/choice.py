@@ -1,0 +1,236 @@
+"""A router's choice, from the experts that were chosen back to the logits.
+
+    scores = softmax(logits), or sigmoid(logits)
+    choice = scores (+ correction)                               a number per expert
+    choice = choice.masked_fill(~mask, -inf)                     only the best groups of experts
+    ids    = topk(choice, S)[1]
+
+where the mask comes of group_scores: the largest score of each group of experts, or the sum of the
+two largest. T tokens, E experts, S slots (top-k), G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.moe.routes import zeros_outside
+from tilewright.patterns.recognise.gemm import bias_rows
+from tilewright.patterns.recognise.norm import strip_casts
+from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
+
+register_code(
+    "ROUTER_CHOICE", "a token's experts are not the largest of known scores", weight="advice"
+)
+register_code("ROUTER_GROUPS", "groups of experts are left out in an unknown way", weight="advice")
+
+_INFINITY = float("inf")
+_SCORES = {"aten.softmax": "softmax", "aten.sigmoid": "sigmoid"}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The choice is among `kept` of `count` runs of experts, by the sum of their `top` largest."""
+
+    count: int
+    kept: int
+    top: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `ids` were chosen by.
+
+    ids: the indices of a topk. scores: "softmax", "sigmoid" or "logits". scored: the value that
+    holds them. logits: [T, E] before casts. correction: [E], added for the choice.
+    """
+
+    ids: Value
+    num_slots: int
+    scores: str
+    scored: Value
+    logits: View
+    correction: View | None
+    groups: Groups | None
+    absorbed: tuple[Value, ...]
+
+    @property
+    def num_experts(self) -> int:
+        size = self.logits.shape[1]
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def biased(self) -> bool:
+        """Whether what was compared are other numbers than the scores."""
+        return self.correction is not None
+
+
+def is_choice(value: Value) -> bool:
+    """Whether a value is the indices of the largest numbers in rows of a matrix."""
+    if value.op != "aten.topk" or value.kwargs.get("output") != 1 or len(value.shape) != 2:
+        return False
+    return isinstance(value.args[0].shape[-1], int) and isinstance(value.shape[1], int)
+
+
+def match_choice(ids: Value) -> Choice:
+    """The choice whose indices a value is; raises Reject."""
+    if not is_choice(ids):
+        message = f"the experts are {ids}, not the indices of a topk of their scores"
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
+    compared = ids.args[0]
+    largest = ids.argument(3, "largest", True)
+    if not largest or ids.argument(2, "dim", -1) not in (1, -1) or not compared.is_whole:
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
+    slots = ids.shape[1]
+    assert isinstance(slots, int)
+    numbers, casts = strip_casts(compared)
+    groups, masked, absorbed = None, numbers.value, [ids]
+    if masked.op in ("aten.masked_fill", "aten.where"):
+        compared, groups, steps = _grouped(masked)
+        absorbed += [*casts, *steps]
+        numbers, casts = strip_casts(compared)
+    scored, correction, steps = _corrected(numbers)
+    scored, more = strip_casts(scored)
+    value, scores = scored.value, _SCORES.get(scored.value.op, "logits")
+    logits = compared
+    if scores != "logits":
+        absorbed += [*casts, *steps, *more, value]
+        logits = value.args[0]
+    if scores == "softmax" and reduced_dims(value) != (1,):
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over experts", value)
+    if not scored.is_whole or not logits.is_whole or len(logits.shape) != 2:
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{scored.value} is read in parts", scored)
+    if groups is not None and correction is not None and not _fills_infinity(masked):
+        message = "experts of other groups are given 0, and a corrected score may be less"
+        hint = "masked_fill(~mask, -inf)"
+        reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint=hint)
+    if groups is not None and scores == "logits" and not _fills_infinity(masked):
+        message = "experts of other groups are given 0, and a logit may be less"
+        reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint="masked_fill(~mask, -inf)")
+    experts = logits.shape[1]
+    assert isinstance(experts, int)
+    if groups is not None and groups.kept * (experts // groups.count) < slots:
+        message = f"{groups.kept} groups have fewer experts than the {slots} that are chosen"
+        reject("ROUTER_GROUPS", Stage.GUARDS, message, ids)
+    return Choice(ids, slots, scores, value, logits, correction, groups, tuple(absorbed))
+
+
+def _corrected(compared: View) -> tuple[View, View | None, tuple[Value, ...]]:
+    """(scores, correction [E], values absorbed) of scores + correction."""
+    value = compared.value
+    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or not compared.is_whole:
+        return compared, None, ()
+    for scores, vector in value.either_way:
+        if scores.shape != value.shape or not scores.value.projected:
+            continue
+        try:
+            found = bias_rows(vector, effects.identity(value.shape), 1)
+        except effects.InexpressibleError:
+            found = None
+        # A linear's bias makes logits, no correction of scores.
+        if found is not None and found[1] == 0 and strip_casts(scores)[0].value.op in _SCORES:
+            vector, casts = strip_casts(found[0])
+            return scores, vector, (value, *casts)
+    return compared, None, ()
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def _fills_infinity(masked: Value) -> bool:
+    fill = masked.args[2]
+    return is_filled(fill, -_INFINITY)
+
+
+def _grouped(masked: Value) -> tuple[View, Groups | None, tuple[Value, ...]]:
+    """(numbers before the mask, groups, values absorbed); raises Reject (ROUTER_GROUPS)."""
+    numbers, mask, inverted = _unmasked(masked)
+    found = None if mask is None else _mask_of_groups(mask, inverted)
+    if found is None or not (_fills_infinity(masked) or is_filled(masked.args[2], 0.0)):
+        message = f"{masked} leaves out experts, not in a way that is known"
+        reject("ROUTER_GROUPS", Stage.ACTIVATION, message, masked)
+    chosen, num_groups, steps = found
+    if not is_choice(chosen) or not chosen.argument(3, "largest", True):
+        message = f"the groups are {chosen}, not the best of each token"
+        reject("ROUTER_GROUPS", Stage.ACTIVATION, message, chosen)
+    scores = chosen.args[0]
+    top, of_scores = _group_scores(scores.value, numbers, num_groups)
+    if top is None or not scores.is_whole:
+        message = f"groups are compared by {scores.value}, not by their one or two best experts"
+        reject("ROUTER_GROUPS", Stage.ACTIVATION, message, scores)
+    kept = chosen.shape[1]
+    assert isinstance(kept, int)
+    groups = None if kept == num_groups else Groups(num_groups, kept, top)
+    return numbers, groups, (masked, chosen, *steps, *of_scores)
+
+
+def _unmasked(masked: Value) -> tuple[View, View | None, bool]:
+    """(numbers, mask, whether it is true of what stays)."""
+    if masked.op == "aten.masked_fill":
+        numbers, mask = masked.args[:2]
+        return numbers, mask if isinstance(mask, View) else None, False
+    mask, numbers = masked.args[:2]
+    return numbers, mask, True
+
+
+def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] | None:
+    """(ids of groups, their number, values absorbed) of a mask [T, E], true of what stays or of
+    what goes: zeros [T, G] into which ones were scattered, each repeated over a group."""
+    absorbed: list[Value] = []
+    while True:
+        value = mask.value
+        is_zero = value.op == "aten.eq" and is_filled(value.args[1], 0.0)
+        if is_zero or value.op in ("aten.bitwise_not", "aten.logical_not"):
+            stays = not stays
+        elif value.op not in ("cast", "aten.clone"):
+            break
+        absorbed.append(value)
+        mask = value.args[0].through(mask.effect)
+    groups = value.shape[-1]
+    if not stays or len(value.shape) != 2 or not isinstance(groups, int):
+        return None
+    tokens, experts = mask.shape
+    size = effects.divides(groups, experts)
+    if size is None:
+        return None
+    wide = value.whole.unsqueeze(2).expand(tokens, groups, size).reshape(tokens, experts)
+    ids = _scattered_ones(value)
+    if wide != mask or ids is None or not ids.is_whole:
+        return None
+    zeros = value.args[0]
+    return ids.value, groups, [*absorbed, value, *([zeros.value] if zeros else [])]
+
+
+def _scattered_ones(value: Value) -> View | None:
+    """ids of zeros(T, G).scatter(1, ids, 1), also in place."""
+    node = value.node
+    given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
+    return zeros_outside(value.whole) if is_filled(given, 1) else None
+
+
+def _group_scores(
+    scores: Value, numbers: View, num_groups: int
+) -> tuple[int | None, tuple[Value, ...]]:
+    """(1 for the largest of each group, 2 for the sum of the two largest; values absorbed)."""
+    tokens, experts = numbers.shape
+    size = effects.divides(num_groups, experts)
+    if size is None:
+        return None, ()
+    by_group = numbers.reshape(tokens, num_groups, size)
+    largest = scores.op == "aten.max" and scores.kwargs.get("output") == 0
+    if (largest or scores.op == "aten.amax") and scores.args[0] == by_group:
+        plain = reduced_dims(scores) == (2,) and not keeps_dim(scores)
+        return (1, (scores,)) if plain else (None, ())
+    if scores.op != "aten.sum" or reduced_dims(scores) != (2,) or keeps_dim(scores):
+        return None, ()
+    best = scores.args[0]
+    value = best.value
+    if value.op != "aten.topk" or value.kwargs.get("output") != 0 or not best.is_whole:
+        return None, ()
+    plain = value.argument(3, "largest", True) and value.argument(2, "dim", -1) in (2, -1)
+    if not plain or value.args[0] != by_group or value.shape[-1] not in (1, 2):
+        return None, ()
+    return value.shape[-1], (scores, value)

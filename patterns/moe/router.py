@@ -1,0 +1,204 @@
+"""A router: which experts of a mixture each token goes to, and with which weights.
+
+    logits  = x @ weight^T
+    scores  = softmax(logits)
+    w, ids  = topk(scores, S)            ⇒   moe_router
+    weights = w / w.sum(-1)
+
+Where others read the logits, too, their product stays, and the op chooses from its result. What
+follows the weights that is not known stays as well. Dimension letters: T tokens, K hidden, E
+experts, S slots (top-k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
+from tilewright.patterns.language import Match, Parts, Result, Stage, register, reject
+from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
+from tilewright.patterns.moe.weights import Weights, match_weights
+from tilewright.patterns.recognise.dtypes import FLOATS, check_device, dtype_name, dtype_names
+from tilewright.patterns.recognise.gemm import Gemm, match_gemm
+from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.routing import match_order
+
+# A choice among more is none of experts: of a vocabulary's words, a document's tokens.
+_MOST_EXPERTS = 1024
+# How many values the search goes back from a choice to the logits' product.
+_REACH = 32
+
+
+@dataclass(frozen=True)
+class MoeRouter:
+    """The pattern; see the module."""
+
+    name: str = "moe_router"
+    op: str = "moe_router"
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """The last choice behind a product (one of groups of experts stands before it), and experts
+        that the routes are sorted by and that are no such choice."""
+        choices = {v: set(_before(v)) for v in flow.values if is_choice(v) and _of_experts(v)}
+        within = {one for before in choices.values() for one in before}
+        for value, before in choices.items():
+            if value not in within and any(_is_product(v) for v in before):
+                yield value
+        orders = (order for v in flow.values if (order := match_order(v.whole)) is not None)
+        sorted_ids = dict.fromkeys(order.ids.value for order in orders)
+        yield from (v for v in sorted_ids if v.projected and v.op != "aten.topk")
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        choice = match_choice(anchor)
+        weights = match_weights(flow, choice)
+        nodes = {v.node for v in (*choice.absorbed, *weights.absorbed)}
+        absorbed = {v for v in flow.values if v.node in nodes}
+        absorbed |= _shaped_like(flow, absorbed)
+        x, weight, bias, product = _logits(flow, choice, absorbed)
+        absorbed |= set(product)
+        _check(x, weight, bias, choice, weights)
+        scratch = {store for store in flow.stores if store.node in {v.node for v in absorbed}}
+        groups = choice.groups
+        arguments: dict[str, Any] = {
+            "x": x,
+            "weight": weight,
+            "num_slots": choice.num_slots,
+            "bias": bias,
+            "scores": weights.scores,
+            "correction": choice.correction,
+            "normalise": weights.normalise,
+            "norm_eps": weights.norm_eps,
+            "norm_min": weights.norm_min,
+            "scaling": 1.0 if weights.scaling is None else weights.scaling,
+            "weights_dtype": weights.end.dtype,
+        }
+        if groups is not None:
+            arguments |= {
+                "num_groups": groups.count, "top_groups": groups.kept, "group_top": groups.top,
+            }  # fmt: skip
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments=arguments,
+            results=(_result(weights.end, 0), _result(anchor, 1)),
+            absorbed=tuple(sorted(absorbed - scratch, key=lambda value: value.position)),
+            scratch=tuple(sorted(scratch, key=lambda value: value.position)),
+            facts=_facts(x, weight, choice, weights),
+            scope=common_scope(choice.scored.scope, anchor.scope),
+            needs_kernel=True,
+            miss_weight="advice",
+        )
+
+
+def _of_experts(value: Value) -> bool:
+    compared = value.args[0].shape[-1]
+    return isinstance(compared, int) and compared <= _MOST_EXPERTS
+
+
+def _is_product(value: Value) -> bool:
+    return match_gemm(value) is not None
+
+
+def _before(choice: Value) -> Iterable[Value]:
+    """What a choice is computed from, back to products."""
+    found = upstream(choice, _REACH, lambda v: not _is_product(v))
+    return [value for value in found if value is not choice]
+
+
+def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:
+    """Tensors that only have the shape of what is absorbed, and are read by it alone."""
+    users = {user for value in absorbed for user in flow.users.get(value, ())}
+    made = {user for user in users if user.op in ("aten.zeros_like", "aten.empty_like")}
+    return {v for v in made if set(flow.users.get(v, ())) <= absorbed}
+
+
+# --- the logits -----------------------------------------------------------------------------------
+
+
+def _logits(
+    flow: Dataflow, choice: Choice, absorbed: set[Value]
+) -> tuple[View, View | None, View | None, tuple[Value, ...]]:
+    """(x, weight, bias, values absorbed); without a weight x is the logits, which others read."""
+    logits, casts = strip_casts(choice.logits)
+    gemm = match_gemm(logits.value)
+    steps = (*casts, logits.value)
+    if gemm is None or not _is_plain(gemm, logits) or _escapes(flow, steps, absorbed):
+        return logits, None, None, ()
+    x, weight = _before_widening(gemm.flat_x), _before_widening(gemm.weight)
+    bias = None if gemm.bias is None else _before_widening(gemm.bias)
+    if x.value.dtype not in FLOATS or weight.value.dtype not in FLOATS:
+        return logits, None, None, ()
+    read = ((gemm.x, x), (gemm.weight, weight), (gemm.bias, bias))
+    widened = [wide.value for wide, before in read if wide and before and wide != before]
+    own = [v for v in widened if flow.only_user(v) is logits.value]
+    return x, weight, bias, (*steps, *own)
+
+
+def _is_plain(gemm: Gemm, logits: View) -> bool:
+    """Whether logits [T, E] are the whole product of plain numbers, features last."""
+    plain = gemm.x_scale is None and gemm.weight_scale is None
+    order = gemm.layout == effects.identity(gemm.shape)
+    return plain and order and logits == logits.value.whole and len(logits.shape) == 2
+
+
+def _escapes(flow: Dataflow, steps: tuple[Value, ...], absorbed: set[Value]) -> bool:
+    """Whether anything but the router reads the logits, cast or not."""
+    inside = absorbed.union(steps)
+    readers = {user for value in steps for user in flow.users.get(value, ())}
+    return bool(readers - inside) or not flow.output_values.isdisjoint(steps)
+
+
+def _before_widening(view: View) -> View:
+    """The view before casts to wider floating types: those change no number."""
+    while is_float_cast(view.value):
+        inner = view.value.args[0]
+        if inner.value.dtype.itemsize >= view.value.dtype.itemsize:
+            break
+        view = inner.through(view.effect)
+    return view
+
+
+def _check(
+    x: View, weight: View | None, bias: View | None, choice: Choice, weights: Weights
+) -> None:
+    """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
+    tensors = (x, weight, bias, choice.correction)
+    dtypes = {view.value.dtype for view in tensors if view is not None} | {weights.end.dtype}
+    if not dtypes <= set(FLOATS):
+        message = f"the router has {dtype_names(dtypes)}; expected {dtype_names(FLOATS)}"
+        reject("DTYPE", Stage.GUARDS, message, choice.ids, weight="advice")
+    check_device(x)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def _result(value: Value, output: int) -> Result | Parts:
+    """The value as that output of the op; one of several values of a node by those who read it."""
+    if "output" in value.kwargs:
+        return Parts(value, lambda effect: effect, output)
+    return Result(value, effects.identity(value.shape), output)
+
+
+def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> dict[str, Any]:
+    """What reports say of the router."""
+    groups = choice.groups
+    tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
+    return {
+        "experts": choice.num_experts,
+        "slots": choice.num_slots,
+        "scores": weights.scores,
+        "groups": "none" if groups is None else f"{groups.kept} of {groups.count}",
+        "correction": "no" if choice.correction is None else "yes",
+        "normalised": "yes" if weights.normalise else "no",
+        "logits": "given" if weight is None else "computed",
+        "x": f"{dtype_name(x.value.dtype)}[{tokens},{x.shape[1]}]",
+        "weights": dtype_name(weights.end.dtype),
+    }
+
+
+register(MoeRouter())

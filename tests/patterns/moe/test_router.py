@@ -1,0 +1,336 @@
+"""Pattern `moe_router`: every spelling of a router becomes one op that chooses no worse than the
+model; what only looks like one stays, and says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.agreement import assert_no_worse
+from tests.found import codes_of, matches_of
+from tests.models.moe_idioms import build
+from tilewright.compiler import lower
+
+T, K, E, S = 6, 32, 16, 3
+GROUPS, KEPT = 4, 2
+
+
+def tensors(dtype=torch.bfloat16):
+    """x [T, K], weight [E, K], bias and correction [E]; logits some 2 apart."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, K, generator=generator)
+    weight = torch.randn(E, K, generator=generator) * 0.5
+    bias, correction = torch.randn(2, E, generator=generator) * 0.1
+    return tuple(t.to(dtype) for t in (x, weight, bias, correction))
+
+
+def mask_of(ids, scores):
+    groups = torch.zeros_like(scores).scatter_(1, ids, 1)
+    return groups.unsqueeze(-1).expand(-1, GROUPS, E // GROUPS).reshape(-1, E).bool()
+
+
+def best_groups(choice):
+    scores = choice.view(-1, GROUPS, E // GROUPS).topk(2, -1)[0].sum(-1)
+    return mask_of(scores.topk(KEPT, -1, sorted=False)[1], scores)
+
+
+def qwen(x, w, b, c):
+    logits = F.linear(x, w)
+    top, ids = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), S, dim=-1)
+    top /= top.sum(dim=-1, keepdim=True)
+    return top.to(logits.dtype), ids
+
+
+def mixtral(x, w, b, c):
+    top, ids = torch.topk((x @ w.t()).float().softmax(-1), S)
+    return top / top.sum(-1, keepdim=True), ids
+
+
+def gpt_oss(x, w, b, c):
+    top, ids = torch.topk(F.linear(x, w, b), S, dim=-1)
+    return F.softmax(top, dim=1, dtype=top.dtype), ids
+
+
+def granite(x, w, b, c):
+    top, ids = F.linear(x, w).float().topk(S, dim=-1)
+    return torch.softmax(top, dim=-1).type_as(x), ids
+
+
+def deepseek_v2(x, w, b, c):
+    scores = F.linear(x.float(), w.float()).softmax(-1, dtype=torch.float32)
+    groups = scores.view(-1, GROUPS, E // GROUPS).max(dim=-1).values
+    mask = mask_of(groups.topk(KEPT, -1)[1], groups)
+    top, ids = scores.masked_fill(~mask, 0.0).topk(S, -1, sorted=False)
+    return top * 16.0, ids
+
+
+def deepseek_v3(x, w, b, c):
+    scores = F.linear(x.float(), w.float()).sigmoid()
+    choice = scores + c
+    choice = choice.masked_fill(~best_groups(choice), float("-inf"))
+    ids = torch.topk(choice, S, dim=-1, sorted=False)[1]
+    top = scores.gather(1, ids)
+    top /= top.sum(dim=-1, keepdim=True) + 1e-20
+    return top * 2.5, ids
+
+
+def where_kept(x, w, b, c):
+    scores = F.linear(x, w).float().sigmoid()
+    choice = torch.where(best_groups(scores), scores, -torch.inf)
+    top, ids = choice.topk(S)
+    return 2.5 * top, ids
+
+
+def ernie(x, w, b, c):
+    scores = F.softmax(F.linear(x.float(), w.float()), dim=1, dtype=torch.float)
+    ids = torch.topk(scores + c.float(), S, dim=-1)[1]
+    top = torch.gather(scores, dim=-1, index=ids)
+    return top / torch.clamp(top.sum(dim=-1, keepdim=True), min=1e-12), ids
+
+
+def llama4(x, w, b, c):
+    top, ids = torch.topk(F.linear(x, w), 1, dim=1)
+    return torch.sigmoid(top.float()), ids
+
+
+def sigmoid_of_one_group_s(x, w, b, c):
+    logits = F.linear(x, w)
+    by_group = logits.view(-1, GROUPS, E // GROUPS).amax(-1)
+    mask = mask_of(by_group.topk(KEPT)[1], by_group)
+    top, ids = logits.masked_fill(~mask, float("-inf")).topk(S)
+    return top.sigmoid(), ids
+
+
+def sigmoid_of_groups_by_logits(x, w, b, c):
+    logits = F.linear(x, w)
+    top, ids = logits.masked_fill(~best_groups(logits), float("-inf")).topk(S)
+    return top.sigmoid(), ids
+
+
+def bare(x, w, b, c):
+    top, ids = torch.topk(F.linear(x, w), S)
+    return torch.tanh(top), ids
+
+
+def logits_read(x, w, b, c):
+    logits = F.linear(x, w)
+    top, ids = torch.topk(logits.float().softmax(-1), S)
+    return top, ids, logits
+
+
+#: spelling -> what reports say of it beside `logits="computed"`.
+SPELLINGS = {
+    qwen: {"scores": "softmax", "normalised": "yes"},
+    mixtral: {"scores": "softmax", "normalised": "yes", "weights": "float32"},
+    gpt_oss: {"scores": "softmax_of_chosen", "weights": "bfloat16"},
+    granite: {"scores": "softmax_of_chosen"},
+    deepseek_v2: {"scores": "softmax", "groups": "2 of 4", "x": "bfloat16[6,32]"},
+    deepseek_v3: {"scores": "sigmoid", "groups": "2 of 4", "correction": "yes",
+                  "normalised": "yes"},
+    where_kept: {"scores": "sigmoid", "groups": "2 of 4", "correction": "no"},
+    ernie: {"scores": "softmax", "correction": "yes", "normalised": "yes"},
+    llama4: {"scores": "sigmoid", "slots": 1},
+    sigmoid_of_one_group_s: {"scores": "sigmoid", "groups": "2 of 4"},
+    # Sums of two logits are not in the order of the sums of their sigmoids.
+    sigmoid_of_groups_by_logits: {"scores": "logits", "groups": "2 of 4"},
+    bare: {"scores": "logits"},
+    logits_read: {"scores": "softmax", "logits": "given", "x": "bfloat16[6,16]"},
+}  # fmt: skip
+
+
+def fused(step, args, **options):
+    torch._dynamo.reset()
+    options = {"inner": "eager", "patterns": ["moe_router"]} | options
+    with torch.no_grad():
+        return torch.compile(step, backend="tilewright", options=options)(*args)
+
+
+def dense(weights, ids):
+    """Weights [T, E] by expert: top-k need not be in order."""
+    return torch.zeros(T, E, dtype=weights.dtype).scatter(1, ids, weights)
+
+
+@pytest.mark.parametrize("step", SPELLINGS, ids=lambda step: step.__name__)
+def test_every_spelling_is_one_op_that_chooses_no_worse(step):
+    torch._dynamo.reset()
+    (site,) = matches_of(lower(step, tensors()), "moe_router")
+    wanted = {"logits": "computed"} | SPELLINGS[step]
+    assert {name: site.shapes[name] for name in wanted} == wanted
+    ours, eager = fused(step, tensors()), step(*tensors())
+    exact = step(*(t.double() for t in tensors()))
+    assert torch.equal(ours[1].sort(1)[0], exact[1].sort(1)[0])
+    assert ours[1].dtype == eager[1].dtype
+    assert ours[0].dtype == eager[0].dtype
+    assert_no_worse(*(dense(*run[:2]) for run in (ours, eager, exact)), step.__name__)
+
+
+def test_experts_that_eager_s_rounding_makes_equal_are_told_apart():
+    """Of two logits that bfloat16 rounds to one number the larger is chosen, wherever it is."""
+    x = torch.tensor([[1.0, 2.0**-9]]).bfloat16()
+    for best in (0, 1):
+        weight = torch.full((E, 2), -1.0)
+        weight[:2] = torch.tensor([[1.0, float(best == 0)], [1.0, float(best == 1)]])
+        weight = weight.bfloat16()
+        logits = F.linear(x, weight)
+        assert logits[0, 0] == logits[0, 1]
+        step = lambda x, w, b, c: torch.topk(F.linear(x, w).float().softmax(-1), 1)  # noqa: E731
+        assert int(fused(step, (x, weight, None, None))[1]) == best
+
+
+def test_a_router_and_the_experts_behind_it_are_both_fused():
+    module, args = build("plain")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        lowered = lower(module, args)
+    assert {site.op for site in matches_of(lowered, "moe")} == {"fused_moe", "moe_router"}
+    names = {node.name.partition("_default")[0] for node in lowered.graphs[0].after.graph.nodes}
+    assert {"moe_router", "fused_moe"} <= names
+    assert not names & {"topk", "softmax"}, "the choice is still computed by the graph"
+
+
+# --- near misses ----------------------------------------------------------------------------------
+
+
+def smallest(x, w, b, c):
+    return torch.topk(F.linear(x, w).softmax(-1), S, largest=False)
+
+
+def over_tokens(x, w, b, c):
+    return torch.topk(F.linear(x, w).softmax(0), S)
+
+
+def some_experts(x, w, b, c):
+    return torch.topk(F.linear(x, w).softmax(-1)[:, :8], S)
+
+
+def corrected_weights(x, w, b, c):
+    return torch.topk(F.linear(x, w).sigmoid() + c, S)
+
+
+def zeros_for_other_groups(x, w, b, c):
+    scores = F.linear(x, w).sigmoid()
+    choice = scores + c
+    ids = choice.masked_fill(~best_groups(choice), 0.0).topk(S)[1]
+    return scores.gather(1, ids), ids
+
+
+def worst_groups(x, w, b, c):
+    scores = F.linear(x, w).sigmoid()
+    by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
+    mask = mask_of(by_group.topk(KEPT, -1, largest=False)[1], by_group)
+    return scores.masked_fill(~mask, float("-inf")).topk(S)
+
+
+def groups_of_others(x, w, b, c):
+    """Each group's number repeats over other experts than it was compared by."""
+    scores = F.linear(x, w).sigmoid()
+    by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
+    kept = torch.zeros_like(by_group).scatter(1, by_group.topk(KEPT)[1], 1).bool()
+    mask = kept.unsqueeze(1).expand(-1, E // GROUPS, GROUPS).reshape(-1, E)
+    return scores.masked_fill(~mask, float("-inf")).topk(S)
+
+
+def three_of_a_group(x, w, b, c):
+    scores = F.linear(x, w).sigmoid()
+    by_group = scores.view(-1, GROUPS, E // GROUPS).topk(3, -1)[0].sum(-1)
+    mask = mask_of(by_group.topk(KEPT)[1], by_group)
+    return scores.masked_fill(~mask, float("-inf")).topk(S)
+
+
+def too_few_kept(x, w, b, c):
+    scores = F.linear(x, w).softmax(-1)
+    by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
+    mask = mask_of(by_group.topk(1)[1], by_group)
+    return scores.masked_fill(~mask, 0.0).topk(E // GROUPS + 1)
+
+
+def other_scores(x, w, b, c):
+    logits = F.linear(x, w)
+    ids = torch.topk(logits.sigmoid() + c, S)[1]
+    return logits.softmax(-1).gather(1, ids), ids
+
+
+def probabilities_read(x, w, b, c):
+    scores = F.linear(x, w).softmax(-1)
+    return (*torch.topk(scores, S), scores.mean(0))
+
+
+NEAR_MISSES = {
+    smallest: "ROUTER_CHOICE",
+    over_tokens: "ROUTER_CHOICE",
+    some_experts: "ROUTER_CHOICE",
+    corrected_weights: "ROUTER_WEIGHTS",
+    other_scores: "ROUTER_WEIGHTS",
+    zeros_for_other_groups: "ROUTER_GROUPS",
+    worst_groups: "ROUTER_GROUPS",
+    groups_of_others: "ROUTER_GROUPS",
+    three_of_a_group: "ROUTER_GROUPS",
+    too_few_kept: "ROUTER_GROUPS",
+    probabilities_read: "ESCAPES",
+}
+
+
+@pytest.mark.parametrize("step", NEAR_MISSES, ids=lambda step: step.__name__)
+def test_near_misses_say_what_is_wrong(step):
+    torch._dynamo.reset()
+    lowered = lower(step, tensors())
+    assert not matches_of(lowered, "moe_router"), str(lowered)
+    assert codes_of(lowered, "moe_router") == {NEAR_MISSES[step]}
+    assert not any(miss.is_lost for miss in lowered.misses if miss.pattern == "moe_router")
+
+
+def test_float64_is_refused():
+    torch._dynamo.reset()
+    lowered = lower(mixtral, tensors(torch.float64))
+    assert codes_of(lowered, "moe_router") == {"DTYPE"}
+
+
+def test_experts_that_are_sorted_by_but_not_chosen_by_a_topk_are_told():
+    """As phimoe's: the largest, then the largest of the others."""
+
+    def step(x, w, b, c):
+        scores = F.linear(x, w)
+        top, first = scores.max(-1, keepdim=True)
+        second = scores.scatter(-1, first, float("-inf")).max(-1, keepdim=True)[1]
+        ids = torch.cat((first, second), -1)
+        return top, torch.argsort(ids.flatten())
+
+    torch._dynamo.reset()
+    assert codes_of(lower(step, tensors()), "moe_router") == {"ROUTER_CHOICE"}
+
+
+def test_a_choice_of_words_is_no_router():
+    def step(x, w, b, c):
+        return torch.topk(F.linear(x, w).softmax(-1), S)
+
+    torch._dynamo.reset()
+    lowered = lower(step, (torch.ones(T, K), torch.ones(2048, K), None, None))
+    assert not matches_of(lowered, "moe_router") + list(codes_of(lowered, "moe_router"))
+
+
+def test_what_follows_the_weights_and_is_not_known_stays():
+    """Normalised twice: the second time is the graph's."""
+
+    def step(x, w, b, c):
+        top, ids = mixtral(x, w, b, c)
+        top = top * 2.0
+        return top / top.sum(-1, keepdim=True), ids
+
+    ours, eager = fused(step, tensors()), step(*tensors())
+    exact = step(*(t.double() for t in tensors()))
+    assert_no_worse(*(dense(*run) for run in (ours, eager, exact)), "normalised twice")
+
+
+def test_weights_divided_in_place_under_two_names_stay_what_they_are():
+    """The topk's own values are read after the division, by the name that they had before."""
+
+    def step(x, w, b, c):
+        top, ids = torch.topk(F.linear(x, w).float().softmax(-1), S)
+        again = top[:]
+        again /= top.sum(-1, keepdim=True)
+        return top * 2.0, ids
+
+    ours, eager = fused(step, tensors()), step(*tensors())
+    torch.testing.assert_close(ours[0], eager[0], rtol=2**-6, atol=2**-6)
+    assert torch.equal(ours[1], eager[1])
