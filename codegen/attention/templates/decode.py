@@ -16,6 +16,7 @@ import triton.language as tl
 from tilewright.codegen.attention.templates.block_list import listed_key, listed_range, tile_list
 from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped
 from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
+from tilewright.codegen.templates.split_k import arrive
 
 
 @triton.jit
@@ -217,18 +218,6 @@ def store_part(
     numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
     tl.store(numbers, top, mask=rows < REAL)
     tl.store(numbers + SPLITS * REAL, total, mask=rows < REAL)
-
-
-@triton.jit
-def arrive(counter_ptr, SPLITS: tl.constexpr):
-    """Whether a program, its part stored, is the last of SPLITS; the counter is left at zero for
-    the next launch."""
-    # All threads' stores come before the one thread's atomic.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
-    if is_last:
-        tl.store(counter_ptr, 0)
-    return is_last
 
 
 @triton.jit
