@@ -19,6 +19,9 @@ from tilewright.patterns.attention import cache_attention
 from tilewright.patterns.moe import moe as moe_routed
 from tilewright.patterns.moe import moe_dense
 
+# After all that takes linears as its own: what is left of dense layers.
+from tilewright.patterns.mlp import linear_activation, linear_residual
+
 # Last: it takes the grouped GEMMs that no other pattern absorbs.
 from tilewright.patterns.grouped import grouped_gemm
 
@@ -27,6 +30,8 @@ __all__ = [
     "cache_attention",
     "cache_store",
     "grouped_gemm",
+    "linear_activation",
+    "linear_residual",
     "lora_qkv",
     "mla_latent_store",
     "mla_prefill",
