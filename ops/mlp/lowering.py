@@ -88,8 +88,8 @@ def _activation_by_library(a: Any, target: Target) -> Steps:
     x = a.x
     if a.rms_norm:
         norm = partial(_rms_norm, eps=a.norm_eps, offset=a.norm_offset)
-        given = (x,) if a.norm_weight is None else (x, a.norm_weight)
-        x = yield Library(norm, given, makes=Buffer.like(x))
+        x = yield Buffer.like(x)
+        yield Library(norm, (x, a.x) if a.norm_weight is None else (x, a.x, a.norm_weight))
     out = yield from _product(x, a.weight, a.bias)
     up = None
     if a.up_weight is not None:
@@ -128,7 +128,12 @@ def _add_product(
 
 
 def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float, offset: float
-) -> torch.Tensor:
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float,
+    offset: float,
+) -> None:
     factor = None if weight is None else weight.float() + offset
-    return functional.rms_norm(x.float(), x.shape[-1:], factor, eps).to(x.dtype)
+    out.copy_(functional.rms_norm(x.float(), x.shape[-1:], factor, eps))
