@@ -16,6 +16,7 @@ RESERVED_BYTES = 8 * 1024
 BLOCK_N = 64
 # Steps over K that are worth a program of their own.
 LEAST_STEPS = 4
+MOST_PARTS = 16
 MOST_STAGES = 8
 
 
@@ -25,7 +26,8 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     block_k = 64 if problem.num_weights == 2 or block_t > 32 else 128
     tiles = cdiv(problem.n, BLOCK_N)
     steps = cdiv(problem.k, block_k)
-    split = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, 16), 1)
+    most = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
+    split = cdiv(steps, cdiv(steps, most))
     room = target.max_shared_bytes // PROGRAMS_PER_SM - RESERVED_BYTES
     stages = max(min(room // stage_bytes(problem, block_t, block_k), MOST_STAGES), 2)
     return LinearConfig(BLOCK_N, block_t, block_k, split, 4, stages)

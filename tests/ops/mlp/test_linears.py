@@ -1,5 +1,5 @@
-"""The steps of linears without a GPU: tiles of every kind, parts of a sum, calls made again, and what
-the library computes."""
+"""The steps of linears without a GPU: tiles of every kind, parts of a sum, calls made again, and
+what the library computes."""
 
 from __future__ import annotations
 
