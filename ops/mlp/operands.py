@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.mlp.problem import LinearProblem, Norm
 from tilewright.ops.runtime.operands import ALIGNMENT, operand
 
@@ -43,6 +44,8 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
         return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
     if (row if column == 1 else column) * weight.element_size() % ALIGNMENT:
         return f"{name}: strides {weight.stride()} are not whole {ALIGNMENT} bytes"
+    if column != 1 and column * weight.shape[1] > INT32_MAX:
+        return f"{name}: columns reach further than 32 bits count"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Linears of dense layers for few tokens that every compiler release is tried on: published dims."""
+"""Linears of dense layers for few tokens that every compiler release is tried on."""
 
 from __future__ import annotations
 
