@@ -52,7 +52,9 @@ def fake(a: LinearResidualArguments) -> torch.Tensor:
 def reference(a: LinearResidualArguments) -> torch.Tensor:
     """In fp32 (float64 for float64 x), rounded once:
 
-    out = residual + scale * (x @ weight^T + bias)
+        out = residual + scale * (x @ weight^T + bias)
+
+    Without bias nothing is added to the product.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     bias = None if a.bias is None else a.bias.to(compute)

@@ -37,18 +37,18 @@ class LinearActivation:
     op: str = "linear_activation"
     takes_leftovers: bool = True
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Activations of linears for few tokens; of one inside another the outer."""
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
+        """Activations of linears for few tokens, with these; of one inside another the outer."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             found = None if value in inside else _match_parts(value)
             if found is not None:
                 inside.update(found[0].absorbed)
-                yield value
+                yield value, *(linear.product for linear in found[1])
 
-    def match(self, anchor: Value, flow: Dataflow) -> Match:
+    def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         try:
-            return self._match(anchor, flow)
+            return self._match(anchor[0], flow)
         except Reject as rejection:
             # The library's products compute the graph as it is.
             raise Reject(replace(rejection.miss, weight="advice")) from None

@@ -39,11 +39,15 @@ class LinearResidual:
     op: str = "linear_residual"
     takes_leftovers: bool = True
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Sums of a linear for few tokens that is not read elsewhere."""
-        return (value for value in flow.values if _match_sum(value, flow) is not None)
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, Value]]:
+        """Sums of a linear for few tokens that is not read elsewhere, with that."""
+        for value in flow.values:
+            found = _match_sum(value, flow)
+            if found is not None:
+                yield value, found.linear.product
 
-    def match(self, anchor: Value, flow: Dataflow) -> Match:
+    def match(self, anchors: tuple[Value, Value], flow: Dataflow) -> Match:
+        anchor = anchors[0]
         found = _match_sum(anchor, flow)
         assert found is not None
         linear = found.linear
