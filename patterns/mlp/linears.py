@@ -39,8 +39,11 @@ class FewTokens:
 def match_few_tokens(view: View) -> FewTokens | None:
     """The linear that a view [tokens..., N] is, or whose columns it is; None for any other view,
     and where there are certainly too many tokens for the op."""
+    value = view.value
+    # Of a sum of two tensors of its shape, a residual, none is a bias: nothing to look for behind.
+    biased = value.op == "aten.add" and any(v.shape != value.shape for v in value.operands)
     try:
-        columns = match_columns(view)
+        columns = match_columns(view, bare=not biased)
         if columns is None or not columns.all_tokens:
             return None
         linear = columns.linear
