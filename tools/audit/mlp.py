@@ -32,8 +32,7 @@ def _model_cases(target: Target) -> Iterator[AuditCase]:
         for tokens in TOKEN_COUNTS:
             x, norm_weight = _meta(tokens, hidden), _meta(hidden)
             gate, up = _meta(inner, hidden), _meta(inner, hidden)
-            norm = {"rms_norm": True, "norm_weight": norm_weight}
-            first = LinearActivationArguments(x, gate, up, **norm)
+            first = LinearActivationArguments(x, gate, up, rms_norm=True, norm_weight=norm_weight)
             yield _case(f"{name} gate and up T={tokens}", linear_activation.OP, first, target)
             for what, columns in (("down", inner), ("output", attended)):
                 second = LinearResidualArguments(
