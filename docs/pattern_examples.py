@@ -104,6 +104,31 @@ class SharedHeads(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+class GatedMlp(nn.Module):
+    """linear_activation: gate and up of a norm that nobody else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.gate = nn.Linear(HIDDEN, INNER, bias=False)
+        self.up = nn.Linear(HIDDEN, INNER, bias=False)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return nn.functional.silu(self.gate(normed)) * self.up(normed)
+
+
+class OutputProjection(nn.Module):
+    """linear_residual: what an attention gives, added to what went around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, attended, residual):
+        return residual + self.out(attended)
+
+
 class LatentAttention(nn.Module):
     """mla_prefill: keys and values of every head made of one latent, one rope key for all."""
 
@@ -198,6 +223,14 @@ def cache_attention() -> Loaded:
     return _loaded(SharedHeads(), q, k, v, *caches, positions, mask)
 
 
+def linear_activation() -> Loaded:
+    return _loaded(GatedMlp(), _floats(TOKENS, HIDDEN))
+
+
+def linear_residual() -> Loaded:
+    return _loaded(OutputProjection(), _floats(TOKENS, HIDDEN), _floats(TOKENS, HIDDEN))
+
+
 def mla_prefill() -> Loaded:
     q, rope_keys = _floats(1, HEADS, TOKENS, NOPE + ROPE), _floats(1, TOKENS, ROPE)
     return _loaded(LatentAttention(), q, _floats(1, TOKENS, RANK), rope_keys)
@@ -228,6 +261,8 @@ FAMILIES = (
     moe_router,
     grouped_gemm,
     cache_attention,
+    linear_activation,
+    linear_residual,
     mla_prefill,
     mla_latent_store,
     lora_qkv,

@@ -15,6 +15,8 @@ from tilewright.ops.mla.chunk_plan import mla_prefill_plan
 from tilewright.ops.mla.decode import mla_decode
 from tilewright.ops.mla.latent_store import mla_latent_store
 from tilewright.ops.mla.prefill import mla_prefill
+from tilewright.ops.mlp.linear_activation import linear_activation
+from tilewright.ops.mlp.linear_residual import linear_residual
 from tilewright.ops.moe.moe import fused_moe
 from tilewright.ops.moe.router import moe_router
 from tilewright.ops.qkv.cache_store import paged_kv_store
@@ -30,6 +32,8 @@ __all__ = [
     "fused_qkv_paged",
     "grouped_matmul",
     "grouped_matmul_dynamic_scaled_nvfp4",
+    "linear_activation",
+    "linear_residual",
     "lora_expand_add",
     "mla_decode",
     "mla_latent_store",

@@ -20,6 +20,9 @@ from tilewright.patterns.moe import moe as moe_routed
 from tilewright.patterns.moe import moe_dense
 from tilewright.patterns.moe import router as moe_router
 
+# After all that takes linears as its own: what is left of dense layers.
+from tilewright.patterns.mlp import linear_activation, linear_residual
+
 # Last: it takes the grouped GEMMs that no other pattern absorbs.
 from tilewright.patterns.grouped import grouped_gemm
 
@@ -28,6 +31,8 @@ __all__ = [
     "cache_attention",
     "cache_store",
     "grouped_gemm",
+    "linear_activation",
+    "linear_residual",
     "lora_qkv",
     "mla_latent_store",
     "mla_prefill",

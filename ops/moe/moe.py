@@ -36,6 +36,7 @@ from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weig
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
 from tilewright.ops.moe.cases import MOE_CASES, MoeCase, sample_moe
 from tilewright.ops.moe.operands import unsupported
+from tilewright.ops.reference import activation
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
 
 NAME = "fused_moe"
@@ -78,11 +79,7 @@ def _clamped_swiglu(
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": _gated(torch.nn.functional.silu),
-    "gelu": _gated(torch.nn.functional.gelu),
-    "gelu_tanh": _gated(lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
-    "relu": _gated(torch.relu),
-    "relu_squared": _gated(lambda x: torch.relu(x).square()),
+    **{name: _gated(function) for name, function in activation.ACTIVATIONS.items()},
     "clamped_swiglu": _clamped_swiglu,
 }
 

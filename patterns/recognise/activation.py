@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isclose, pi, sqrt
 from typing import Any
 
 from torch import fx
@@ -82,9 +83,46 @@ def _unary(value: Value) -> tuple[str, View, tuple[Value, ...]] | None:
             return "relu_squared", gate, (value, *casts, inner.value, *more)
         return None
     swish = _swish(value)
-    if swish is None or swish[1] != 1.0:
-        return None
-    return "silu", swish[0], swish[2]
+    if swish is not None and swish[1] == 1.0:
+        return "silu", swish[0], swish[2]
+    gelu = _gelu_by_tanh(value)
+    return None if gelu is None else ("gelu_tanh", *gelu)
+
+
+def _gelu_by_tanh(value: Value) -> tuple[View, tuple[Value, ...]] | None:
+    """(x, values) of 0.5 x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    for one_more, half in _factors(value):
+        shifted, halved = _step(one_more, "aten.add"), times_number(half)
+        if shifted is None or halved is None or halved[1] != 0.5:
+            continue
+        if 1 not in _numbers(shifted[0]) or len(shifted[0].operands) != 1:
+            continue
+        tanh = _step(shifted[0].operands[0], "aten.tanh")
+        outer = tanh and times_number(tanh[0].operands[0])
+        inner = outer and _step(outer[0], "aten.add")
+        if not tanh or not outer or not inner or not isclose(outer[1], sqrt(2 / pi), rel_tol=1e-6):
+            continue
+        for cubic, other in inner[0].either_way:
+            scaled = times_number(cubic)
+            cube = scaled and _step(scaled[0], "aten.pow")
+            if not scaled or not cube or scaled[1] != 0.044715 or cube[0].args[1] not in (3, 3.0):
+                continue
+            ends = [strip_casts(x) for x in (halved[0], other, cube[0].operands[0])]
+            if len({x for x, _ in ends}) == 1:
+                steps = (shifted, tanh, inner, cube)
+                values = [
+                    v for part in (*(s[1] for s in steps), *(e[1] for e in ends)) for v in part
+                ]
+                return ends[0][0], (value, *values, *halved[2], *outer[2], *scaled[2])
+    return None
+
+
+def _step(view: View, op: str) -> tuple[Value, tuple[Value, ...]] | None:
+    """(value, it and the casts after it) where a view is the whole result of `op`, unscaled."""
+    bare, casts = strip_casts(view)
+    value = bare.value
+    known = bare.is_whole and value.op == op and value.kwargs.get("alpha", 1) == 1
+    return (value, (value, *casts)) if known and value.operands else None
 
 
 def _swish(value: Value) -> tuple[View, float, tuple[Value, ...]] | None:
@@ -97,7 +135,7 @@ def _swish(value: Value) -> tuple[View, float, tuple[Value, ...]] | None:
         x, wider = strip_casts(other)
         alpha, scaled = 1.0, tuple[Value, ...]()
         if inner != x:
-            found = _scaled(inner)
+            found = times_number(inner)
             if found is None:
                 continue
             inner, alpha, scaled = found
@@ -106,7 +144,7 @@ def _swish(value: Value) -> tuple[View, float, tuple[Value, ...]] | None:
     return None
 
 
-def _scaled(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
+def times_number(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
     """(x, factor, values) of x * factor."""
     value = view.value
     if value.op != "aten.mul" or not view.is_whole or len(value.operands) != 1:

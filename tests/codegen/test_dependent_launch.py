@@ -8,6 +8,8 @@ import pytest
 
 from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.emit import emit
+from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.mlp.specs import LinearConfig, linear_spec
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, Rope
 from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
@@ -23,7 +25,9 @@ def specs(target: str) -> list[KernelSpec]:
     epilogue = HeadEpilogue(Operand("bf16"), 4, 2, 64, 16, cache, cache, slots, rope)
     rows = Operand("bf16", (0, 64 * 256, 256, 1))
     problem = QkvProblem(256, Operand("bf16", (256,)), (rows, rows, rows), epilogue)
+    linear = LinearProblem(256, 256, Operand("bf16", (256,)), Operand("bf16", (256, 1)))
     return [
+        linear_spec(linear, LinearConfig(64, 16, 64, 2, 4, 2, prefetch=64, lets_in=True), target),
         swapped_spec(problem, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
         tiled_spec(problem, TiledConfig(64, 2, 64, 4, 2, persistent=True), target),
     ]
@@ -46,6 +50,6 @@ def test_only_where_the_chip_can() -> None:
 
 
 def test_a_spec_keeps_it() -> None:
-    spec = specs("sm90")[0]
+    spec = specs("sm90")[1]
     assert KernelSpec.from_json(spec.to_json()) == spec
     assert replace(spec, launch_pdl=False) != spec

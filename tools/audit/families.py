@@ -8,12 +8,13 @@ from tilewright.tools.audit.cases import AuditCase
 from tilewright.tools.audit.lora import lora_cases
 from tilewright.tools.audit.mla import mla_cases
 from tilewright.tools.audit.mla_attention import mla_attention_cases
+from tilewright.tools.audit.mlp import mlp_cases
 from tilewright.tools.audit.moe import moe_cases
 from tilewright.tools.audit.qkv import qkv_cases, quantized_cases
 
 FAMILIES = (
     *(qkv_cases, quantized_cases, lora_cases, moe_cases),
-    *(mla_cases, mla_attention_cases, attention_cases),
+    *(mla_cases, mla_attention_cases, attention_cases, mlp_cases),
 )
 
 

@@ -1,0 +1,1 @@
+"""Linears of dense layers for few tokens: problems, specs, plans."""

@@ -1,0 +1,39 @@
+"""The tiles of a linear for few tokens, and up to how many tokens it is one."""
+
+from __future__ import annotations
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.mlp.specs import LinearConfig
+from tilewright.codegen.targets import Target
+
+# Above, a library's GEMM takes more of the tensor core than a kernel that streams weights.
+MOST_TOKENS = 64
+# All programs are there at once, so that they end together: two on each multiprocessor.
+PROGRAMS_PER_SM = 2
+# What a program leaves of its half of the shared memory: its barriers, and sums over tokens.
+RESERVED_BYTES = 8 * 1024
+BLOCK_N = 64
+# Steps over K that are worth a program of their own.
+LEAST_STEPS = 4
+MOST_PARTS = 16
+MOST_STAGES = 8
+
+
+def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
+    """The tiles for so many tokens: as many bytes in flight as fit two programs."""
+    block_t = min(max(next_power_of_2(num_tokens), 16), MOST_TOKENS)
+    block_k = 64 if problem.num_weights == 2 or block_t > 32 else 128
+    tiles = cdiv(problem.n, BLOCK_N)
+    steps = cdiv(problem.k, block_k)
+    most = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
+    split = cdiv(steps, cdiv(steps, most))
+    room = target.max_shared_bytes // PROGRAMS_PER_SM - RESERVED_BYTES
+    stages = max(min(room // stage_bytes(problem, block_t, block_k), MOST_STAGES), 2)
+    return LinearConfig(BLOCK_N, block_t, block_k, split, 4, stages)
+
+
+def stage_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
+    """Of 16-bit tiles: the weights', x's and the norm's."""
+    rows = problem.num_weights * BLOCK_N + block_t * (1 if problem.norm is None else 2)
+    return 2 * rows * block_k

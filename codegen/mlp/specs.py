@@ -1,0 +1,123 @@
+"""The kernel spec of `streamed_linear`, and its grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
+
+    prefetch: columns of a row that are asked for while the kernel before this one ends, a multiple
+    of 64. lets_in: the next kernel's programs may take their places early.
+    """
+
+    block_n: int
+    block_t: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    prefetch: int = 0
+    lets_in: bool = False
+
+    def __str__(self) -> str:
+        marks = f" p{self.prefetch}" * bool(self.prefetch) + " early" * self.lets_in
+        return (
+            f"{self.block_n}x{self.block_t}x{self.block_k} /{self.split_k} "
+            f"w{self.num_warps} s{self.num_stages}{marks}"
+        )
+
+
+def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
+    norm, residual = problem.norm, problem.residual
+    weight = norm.weight if norm else None
+    scratch = config.split_k > 1
+    return KernelSpec.of(
+        "mlp.linear",
+        "streamed_linear",
+        {
+            "N": problem.n,
+            "K": problem.k,
+            "X_STRIDE": problem.x.strides[0],
+            "NORM_STRIDE": weight.strides[0] if weight else 0,
+            "WEIGHT_STRIDES": problem.weight.strides,
+            "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
+            "BIAS_STRIDES": tuple(
+                bias.strides[0] if bias else 0 for bias in (problem.bias, problem.up_bias)
+            ),
+            "RESIDUAL_STRIDE": residual.strides[0] if residual else 0,
+            "NORM": norm is not None,
+            "NORM_EPS": norm.eps if norm else 0.0,
+            "NORM_OFFSET": norm.offset if norm else 0.0,
+            "ACTIVATION": problem.activation,
+            "SCALE": problem.scale,
+            "BLOCK_N": config.block_n,
+            "BLOCK_T": config.block_t,
+            "BLOCK_K": config.block_k,
+            "SPLIT_K": config.split_k,
+            "PREFETCH": config.prefetch if problem.k_major else 0,
+            "LETS_IN": config.lets_in,
+        },
+        {
+            "x_ptr": problem.x,
+            "norm_weight_ptr": weight,
+            "weight_ptr": problem.weight,
+            "up_weight_ptr": problem.up_weight,
+            "bias_ptr": problem.bias,
+            "up_bias_ptr": problem.up_bias,
+            "residual_ptr": residual,
+            "out_ptr": Operand(problem.x.dtype),
+            "workspace_ptr": Operand("fp32") if scratch else None,
+            "counters_ptr": Operand("i32", aligned=False) if scratch else None,
+            "num_tokens": "i32",
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        target=target,
+        ranges=("num_tokens",),
+        dependent=True,
+    )
+
+
+def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -> tuple[int, int]:
+    tiles = cdiv(problem.n, config.block_n)
+    return tiles * config.split_k, cdiv(num_tokens, config.block_t)
+
+
+def workspace_elements(problem: LinearProblem, config: LinearConfig) -> int:
+    """Numbers that the parts of one tile take."""
+    sums = problem.num_weights * config.block_n + (problem.norm is not None)
+    return config.split_k * sums * config.block_t
+
+
+# Of `activate_products`: elements of a program.
+ACTIVATE_BLOCK = 2048
+
+
+def activate_spec(problem: LinearProblem, target: str) -> KernelSpec:
+    """What is left of a problem where the products are a library's, in memory of their own."""
+    rows = Operand(problem.x.dtype)
+    return KernelSpec.of(
+        "mlp.linear",
+        "activate_products",
+        {"ACTIVATION": problem.activation, "BLOCK": ACTIVATE_BLOCK},
+        {
+            "gate_ptr": rows,
+            "up_ptr": rows if problem.up_weight else None,
+            "out_ptr": rows,
+            "num_elements": "i64",
+        },
+        target=target,
+        dependent=True,
+    )
+
+
+def activate_grid(num_elements: int) -> tuple[int]:
+    return (cdiv(num_elements, ACTIVATE_BLOCK),)

@@ -1,0 +1,1 @@
+"""The templates of linears for few tokens."""

@@ -1,0 +1,1 @@
+"""Linears of dense layers, with what stands around them."""

@@ -1,0 +1,140 @@
+"""`linear_activation`: the first half of an MLP, gated or not, behind an RMS norm or not."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tilewright.ops.checks import ArgumentError, check_choice, check_dtype, check_number
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.mlp.cases import ACTIVATION_CASES, LinearCase, sample_linear, sample_up
+from tilewright.ops.mlp.checks import DTYPES, check_rows, check_vector, check_weight
+from tilewright.ops.mlp.operands import activation_unsupported
+from tilewright.ops.reference.activation import ACTIVATIONS
+
+NAME = "linear_activation"
+ERROR_MODEL = (
+    "fp32 accumulation and one rounding of the result; before it the normed x is rounded to its "
+    "dtype, or, of many tokens, both products are: an error in each term of a sum that has as many "
+    "as x has columns, measured against the rms of the output"
+)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
+    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
+}
+
+
+@dataclass(frozen=True)
+class LinearActivationArguments:
+    """The arguments of `linear_activation`: T tokens, K columns of x, N rows of each weight.
+
+    x [T, K]; weight [N, K], the gate's where there is an up_weight [N, K]: any strides, so that a
+    joint weight, concatenated or interleaved, is two views of one tensor. Biases [N], of x's dtype
+    or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm: x is divided by
+    the root of the mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight
+    [K] where that is given. Result [T, N] of x's dtype.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    up_weight: torch.Tensor | None = None
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    activation: str = "silu"
+    rms_norm: bool = False
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+
+
+def validate(a: LinearActivationArguments) -> None:
+    check_dtype(NAME, "x", a.x, DTYPES)
+    check_rows(NAME, "x", a.x, "[T, K]", (None, None))
+    check_weight(NAME, "weight", a.x, a.weight)
+    num_rows = a.weight.shape[0]
+    if a.up_weight is not None:
+        check_weight(NAME, "up_weight", a.x, a.up_weight, num_rows)
+    elif a.up_bias is not None:
+        raise ArgumentError(NAME, "up_bias", "none without up_weight", "a tensor")
+    check_vector(NAME, "bias", a.x, a.bias, "[N]", num_rows)
+    check_vector(NAME, "up_bias", a.x, a.up_bias, "[N]", num_rows)
+    check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
+    if a.norm_weight is not None and not a.rms_norm:
+        raise ArgumentError(NAME, "norm_weight", "none without rms_norm", "a tensor")
+    check_vector(NAME, "norm_weight", a.x, a.norm_weight, "[K]", a.x.shape[1])
+    check_number(NAME, "norm_eps", a.norm_eps, 0)
+    check_number(NAME, "norm_offset", a.norm_offset)
+
+
+def fake(a: LinearActivationArguments) -> torch.Tensor:
+    return a.x.new_empty((a.x.shape[0], a.weight.shape[0]))
+
+
+def reference(a: LinearActivationArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 x), rounded once:
+
+        y = x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm_weight)
+        out = activation(y @ weight^T + bias) * (y @ up_weight^T + up_bias)
+
+    y = x without rms_norm; norm_weight None: y is not multiplied. up_weight None: out =
+    activation(y @ weight^T + bias).
+    """
+    compute = torch.promote_types(a.x.dtype, torch.float32)
+    y = a.x.to(compute)
+    if a.rms_norm:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + a.norm_eps)
+    if a.norm_weight is not None:
+        y = y * (a.norm_weight.to(compute) + a.norm_offset)
+    out = ACTIVATIONS[a.activation](_product(y, a.weight, a.bias))
+    if a.up_weight is not None:
+        out = out * _product(y, a.up_weight, a.up_bias)
+    return out.to(a.x.dtype)
+
+
+def _product(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return functional.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
+
+
+def sample_inputs(
+    case: LinearCase, device: str | torch.device = "cpu", seed: int = 0
+) -> LinearActivationArguments:
+    """Random arguments of a case."""
+    given = sample_linear(case, device, seed) | sample_up(case, device, seed)
+    return LinearActivationArguments(**given)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        arguments=LinearActivationArguments,
+        validate=validate,
+        validate_values=lambda a: None,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            emitted_kernel(
+                "tilewright.ops.mlp.lowering:linear_activation_steps", activation_unsupported
+            ),
+        ),
+        cases=ACTIVATION_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
+    )
+)
+
+
+def linear_activation(
+    x: torch.Tensor, weight: torch.Tensor, up_weight: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
+    """The op, called by hand: activation(x @ weight^T) * (x @ up_weight^T), [T, N].
+
+    The options are those of LinearActivationArguments. Raises ArgumentError. Not differentiable.
+    """
+    return OP.torch_op(x, weight, up_weight, **options)

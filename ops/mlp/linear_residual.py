@@ -1,0 +1,101 @@
+"""`linear_residual`: a linear whose result is added to what went around it."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import check_device, check_dtype, check_number
+from tilewright.ops.contract import FusedOp, emitted_kernel, register
+from tilewright.ops.mlp.cases import RESIDUAL_CASES, LinearCase, sample_linear, sample_residual
+from tilewright.ops.mlp.checks import DTYPES, check_rows, check_vector, check_weight
+from tilewright.ops.mlp.operands import residual_unsupported
+from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+
+NAME = "linear_residual"
+
+
+@dataclass(frozen=True)
+class LinearResidualArguments:
+    """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
+
+    x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
+    float32. Result [T, N] of x's dtype, new memory.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    residual: torch.Tensor
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+
+
+def validate(a: LinearResidualArguments) -> None:
+    check_dtype(NAME, "x", a.x, DTYPES)
+    check_rows(NAME, "x", a.x, "[T, K]", (None, None))
+    check_weight(NAME, "weight", a.x, a.weight)
+    sizes = (a.x.shape[0], a.weight.shape[0])
+    check_rows(NAME, "residual", a.residual, "[T, N]", sizes)
+    check_dtype(NAME, "residual", a.residual, (a.x.dtype,))
+    check_device(NAME, "residual", a.residual, a.x.device)
+    check_vector(NAME, "bias", a.x, a.bias, "[N]", sizes[1])
+    check_number(NAME, "scale", a.scale)
+
+
+def fake(a: LinearResidualArguments) -> torch.Tensor:
+    return a.x.new_empty((a.x.shape[0], a.weight.shape[0]))
+
+
+def reference(a: LinearResidualArguments) -> torch.Tensor:
+    """In fp32 (float64 for float64 x), rounded once:
+
+        out = residual + scale * (x @ weight^T + bias)
+
+    Without bias nothing is added to the product.
+    """
+    compute = torch.promote_types(a.x.dtype, torch.float32)
+    bias = None if a.bias is None else a.bias.to(compute)
+    product = torch.nn.functional.linear(a.x.to(compute), a.weight.to(compute), bias)
+    return (a.residual.to(compute) + a.scale * product).to(a.x.dtype)
+
+
+def sample_inputs(
+    case: LinearCase, device: str | torch.device = "cpu", seed: int = 0
+) -> LinearResidualArguments:
+    """Random arguments of a case."""
+    given = sample_linear(case, device, seed) | sample_residual(case, device, seed)
+    return LinearResidualArguments(**given)
+
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        arguments=LinearResidualArguments,
+        validate=validate,
+        validate_values=lambda a: None,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            emitted_kernel(
+                "tilewright.ops.mlp.lowering:linear_residual_steps", residual_unsupported
+            ),
+        ),
+        cases=RESIDUAL_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=TOLERANCES,
+        error_model=ONE_ROUNDING,
+    )
+)
+
+
+def linear_residual(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """The op, called by hand: residual + scale * (x @ weight^T + bias), [T, N].
+
+    The options are those of LinearResidualArguments. Raises ArgumentError. Not differentiable.
+    """
+    return OP.torch_op(x, weight, residual, **options)

@@ -1,0 +1,139 @@
+"""The steps of linears: one kernel for few tokens, the library's GEMM for more."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.mlp.plan import MOST_TOKENS, linear_config
+from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.mlp.specs import (
+    LinearConfig,
+    activate_grid,
+    activate_spec,
+    linear_grid,
+    linear_spec,
+    workspace_elements,
+)
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.mlp.operands import activation_problem, residual_problem
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+
+TENSORS = ("x", "norm_weight", "weight", "up_weight", "bias", "up_bias", "residual")
+
+
+@cache
+def _chosen(
+    problem: LinearProblem, num_tokens: int, target: Target
+) -> tuple[LinearConfig, KernelSpec]:
+    config = linear_config(problem, num_tokens, target)
+    return config, linear_spec(problem, config, target.name)
+
+
+def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
+    """The steps of a call. config: the tiles; None: what the plan chooses."""
+    if config is None and a.x.shape[0] > MOST_TOKENS:
+        return (yield from _activation_by_library(a, target))
+    return (yield from _streamed(activation_problem(a), a, target, config))
+
+
+def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
+    """The steps of a call. config: the tiles; None: what the plan chooses."""
+    if config is None and a.x.shape[0] > MOST_TOKENS:
+        return (yield from _residual_by_library(a))
+    return (yield from _streamed(residual_problem(a), a, target, config))
+
+
+def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
+    num_tokens = a.x.shape[0]
+    if config is None:
+        config, spec = _chosen(problem, next_power_of_2(num_tokens), target)
+    else:
+        spec = linear_spec(problem, config, target.name)
+    out = yield Buffer((num_tokens, problem.n), a.x.dtype)
+    values: dict[str, Any] = {f"{name}_ptr": getattr(a, name, None) for name in TENSORS}
+    values |= {"out_ptr": out, "num_tokens": num_tokens}
+    grid = linear_grid(problem, config, num_tokens)
+    if config.split_k > 1:
+        tiles = grid[0] // config.split_k * grid[1]
+        scratch = yield SplitK(tiles, workspace_elements(problem, config))
+        values["workspace_ptr"], values["counters_ptr"] = scratch
+    yield Launch(spec, grid, values)
+    return Outcome(out, "streaming kernel", config)
+
+
+# --- many tokens ----------------------------------------------------------------------------------
+
+_MANY = f"more than {MOST_TOKENS} tokens: the library's GEMM"
+
+
+def _residual_by_library(a: Any) -> Steps:
+    """The GEMM adds to the residual what it has summed."""
+    start = a.residual
+    if a.bias is not None:
+        start = yield Buffer.like(a.residual)
+        yield Library(partial(_add_scaled, scale=a.scale), (start, a.residual, a.bias))
+    out = yield Buffer.like(a.residual)
+    yield Library(partial(_add_product, scale=a.scale), (out, start, a.x, a.weight))
+    return Outcome(out, "library", _MANY)
+
+
+def _activation_by_library(a: Any, target: Target) -> Steps:
+    x = a.x
+    if a.rms_norm:
+        norm = partial(_rms_norm, eps=a.norm_eps, offset=a.norm_offset)
+        x = yield Buffer.like(x)
+        yield Library(norm, (x, a.x) if a.norm_weight is None else (x, a.x, a.norm_weight))
+    out = yield from _product(x, a.weight, a.bias)
+    up = None
+    if a.up_weight is not None:
+        up = yield from _product(x, a.up_weight, a.up_bias)
+    values = {"gate_ptr": out, "up_ptr": up, "out_ptr": out, "num_elements": out.numel()}
+    spec = activate_spec(activation_problem(a), target.name)
+    yield Launch(spec, activate_grid(out.numel()), values)
+    return Outcome(out, "library", _MANY)
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Generator[Step, Any, torch.Tensor]:
+    out = yield Buffer((x.shape[0], weight.shape[0]), x.dtype)
+    yield Library(_multiply, (out, x, weight) if bias is None else (out, x, weight, bias))
+    return out
+
+
+def _multiply(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
+
+
+def _add_scaled(out: torch.Tensor, start: torch.Tensor, bias: torch.Tensor, scale: float) -> None:
+    torch.add(start, bias, alpha=scale, out=out)
+
+
+def _add_product(
+    out: torch.Tensor, start: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: float
+) -> None:
+    torch.addmm(start, x, weight.t(), alpha=scale, out=out)
+
+
+def _rms_norm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float,
+    offset: float,
+) -> None:
+    factor = None if weight is None else weight.float() + offset
+    out.copy_(functional.rms_norm(x.float(), x.shape[-1:], factor, eps))

@@ -1,0 +1,1 @@
+"""Patterns of linears of dense layers."""

@@ -1,0 +1,121 @@
+"""The first half of an MLP: linears of one activation, and what becomes of them.
+
+    y   = rms_norm(x) * norm_weight
+    out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
+
+Gated or not, the weights of gate and up apart or rows of one tensor. The norm is taken where nobody
+else reads its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.ops.reference.activation import ACTIVATIONS
+from tilewright.patterns.dataflow import Dataflow, Value, common_scope
+from tilewright.patterns.language import Match, Reject, Result, register
+from tilewright.patterns.mlp.linears import (
+    FewTokens,
+    check_linears,
+    in_shape_of,
+    linear_facts,
+    match_few_tokens,
+    match_norm_before,
+    unread,
+)
+from tilewright.patterns.recognise.activation import Activation, match_activation
+from tilewright.patterns.recognise.equality import equal_values
+
+
+@dataclass(frozen=True)
+class LinearActivation:
+    """The pattern; see the module."""
+
+    name: str = "linear_activation"
+    op: str = "linear_activation"
+    takes_leftovers: bool = True
+
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
+        """Activations of linears for few tokens, with these; of one inside another the outer."""
+        inside: set[Value] = set()
+        for value in reversed(flow.values):
+            found = None if value in inside else _match_parts(value)
+            if found is not None:
+                inside.update(found[0].absorbed)
+                yield value, *(linear.product for linear in found[1])
+
+    def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
+        try:
+            return self._match(anchor[0], flow)
+        except Reject as rejection:
+            # The library's products compute the graph as it is.
+            raise Reject(replace(rejection.miss, weight="advice")) from None
+
+    def _match(self, anchor: Value, flow: Dataflow) -> Match:
+        parts = _match_parts(anchor)
+        assert parts is not None
+        activation, linears = parts
+        check_linears(linears, (), anchor)
+        gate, up = linears[0], linears[1] if len(linears) == 2 else None
+        absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
+        norm = match_norm_before(linears, flow)
+        x, given = gate.x, dict[str, Any]()
+        if norm is not None:
+            x = norm.x.matrix
+            given = {"rms_norm": True, "norm_eps": norm.eps, "norm_offset": norm.offset}
+            given["norm_weight"] = norm.weight and norm.weight.reshape(norm.width)
+            absorbed += unread(norm.absorbed, (linear.product for linear in linears), flow)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments={
+                "x": x,
+                "weight": gate.weight,
+                "up_weight": up and up.weight,
+                "bias": gate.bias,
+                "up_bias": up and up.bias,
+                "activation": activation.name,
+                **given,
+            },
+            results=(Result(anchor, in_shape_of(anchor, gate)),),
+            absorbed=tuple(dict.fromkeys(absorbed)),
+            facts={
+                **linear_facts(gate),
+                "activation": activation.name,
+                "gate": _gate_layout(gate, up),
+                "bias": "yes" if gate.bias is not None else "no",
+                "norm": "no" if norm is None else "rms",
+            },
+            scope=common_scope(gate.product.scope, anchor.scope),
+            needs_kernel=True,
+            miss_weight="advice",
+        )
+
+
+def _match_parts(value: Value) -> tuple[Activation, tuple[FewTokens, ...]] | None:
+    """The activation that a value is, with its linears, gate first."""
+    activation = match_activation(value.whole)
+    if activation is None or activation.name not in ACTIVATIONS:
+        return None
+    if value.dtype != activation.gate.value.dtype:
+        return None
+    views = [activation.gate] if activation.up is None else [activation.gate, activation.up]
+    linears = tuple(one for view in views if (one := match_few_tokens(view)) is not None)
+    if len(linears) != len(views) or any(not equal_values(linears[0].x, o.x) for o in linears):
+        return None
+    same = all(one.weight.shape == linears[0].weight.shape for one in linears)
+    return (activation, linears) if same else None
+
+
+def _gate_layout(gate: FewTokens, up: FewTokens | None) -> str:
+    if up is None:
+        return "none"
+    if up.weight.value is not gate.weight.value:
+        return "separate"
+    return "packed"
+
+
+register(LinearActivation())

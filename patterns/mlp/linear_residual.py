@@ -1,0 +1,100 @@
+"""A linear and the sum with what went around it: an attention's output projection, the second half
+of an MLP.
+
+    out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.language import Match, Reject, Result, register
+from tilewright.patterns.mlp.linears import (
+    FewTokens,
+    check_linears,
+    in_shape_of,
+    linear_facts,
+    match_few_tokens,
+)
+from tilewright.patterns.recognise.activation import times_number
+
+
+@dataclass(frozen=True)
+class Sum:
+    """residual + scale * linear. absorbed: with the products by the number."""
+
+    linear: FewTokens
+    residual: View
+    scale: float
+    absorbed: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class LinearResidual:
+    """The pattern; see the module."""
+
+    name: str = "linear_residual"
+    op: str = "linear_residual"
+    takes_leftovers: bool = True
+
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, Value]]:
+        """Sums of a linear for few tokens that is not read elsewhere, with that."""
+        for value in flow.values:
+            found = _match_sum(value, flow)
+            if found is not None:
+                yield value, found.linear.product
+
+    def match(self, anchors: tuple[Value, Value], flow: Dataflow) -> Match:
+        anchor = anchors[0]
+        found = _match_sum(anchor, flow)
+        assert found is not None
+        linear = found.linear
+        try:
+            check_linears([linear], [found.residual], anchor)
+        except Reject as rejection:
+            # The library's product computes the graph as it is.
+            raise Reject(replace(rejection.miss, weight="advice")) from None
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments={
+                "x": linear.x,
+                "weight": linear.weight,
+                "residual": found.residual.matrix,
+                "bias": linear.bias,
+                "scale": found.scale,
+            },
+            results=(Result(anchor, in_shape_of(anchor, linear)),),
+            absorbed=(anchor, *found.absorbed),
+            facts={
+                **linear_facts(linear),
+                "bias": "yes" if linear.bias is not None else "no",
+                **({"scale": found.scale} if found.scale != 1.0 else {}),
+            },
+            scope=common_scope(linear.product.scope, anchor.scope),
+            needs_kernel=True,
+            miss_weight="advice",
+        )
+
+
+def _match_sum(value: Value, flow: Dataflow) -> Sum | None:
+    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
+        return None
+    for product, residual in value.either_way:
+        if product.shape != value.shape or residual.shape != value.shape:
+            continue
+        scaled = times_number(product)
+        inner, scale, values = scaled or (product, 1.0, ())
+        linear = match_few_tokens(inner)
+        if linear is None:
+            continue
+        absorbed = (*values, *linear.absorbed)
+        if all(flow.only_user(one) is not None for one in absorbed):
+            return Sum(linear, residual, scale, absorbed)
+    return None
+
+
+register(LinearResidual())

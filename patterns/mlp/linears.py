@@ -1,0 +1,133 @@
+"""The linears that patterns of this family look for: few tokens, a weight as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.codegen.mlp.plan import MOST_TOKENS
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Reject, Stage
+from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.linear import match_columns
+from tilewright.patterns.recognise.norm import Norm, match_norm
+
+# A shorter sum, or fewer of them, is a factor of an adapter, or a gate.
+LEAST_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class FewTokens:
+    """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None."""
+
+    x: View
+    weight: View
+    bias: View | None
+    absorbed: tuple[Value, ...]
+
+    @property
+    def product(self) -> Value:
+        """What reads x."""
+        return self.absorbed[-1]
+
+
+def match_few_tokens(view: View) -> FewTokens | None:
+    """The linear that a view [tokens..., N] is, or whose columns it is; None for any other view,
+    and where there are certainly too many tokens for the op."""
+    value = view.value
+    # Of a sum of two tensors of its shape, a residual, none is a bias: nothing to look for behind.
+    biased = value.op == "aten.add" and any(v.shape != value.shape for v in value.operands)
+    try:
+        columns = match_columns(view, bare=not biased)
+        if columns is None or not columns.all_tokens:
+            return None
+        linear = columns.linear
+        if linear.clip or linear.scale or linear.deltas or linear.gemm.x_scale:
+            return None
+        x, weight = columns.x.matrix, columns.weight
+    except InexpressibleError:
+        return None
+    if len(weight.shape) != 2 or len(weight.value.shape) != 2 or min(weight.shape) < LEAST_COLUMNS:
+        return None
+    if weight.value.op not in ("constant", "input") or not _few(x.shape[0]):
+        return None
+    return FewTokens(x, weight, columns.bias, linear.absorbed)
+
+
+def _few(tokens: Any) -> bool:
+    """Not of sizes that only data tell: those are a mixture's."""
+    if isinstance(tokens, int):
+        return tokens <= MOST_TOKENS
+    return not any(str(symbol).startswith("u") for symbol in tokens.free_symbols)
+
+
+def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Value) -> None:
+    """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
+    linears = list(linears)
+    given = [view.value.dtype for one in linears for view in (one.x, one.weight)]
+    made = [value.dtype for one in linears for value in one.absorbed]
+    more = [view.value.dtype for view in others]
+    check_dtypes([*given, *made, *more, end.dtype], "activations and weights", end, HALVES)
+    check_device(linears[0].x)
+
+
+def linear_facts(linear: FewTokens) -> dict[str, Any]:
+    tokens, columns = linear.x.shape
+    size = tokens if isinstance(tokens, int) else "T"
+    return {
+        "x": f"{dtype_name(linear.x.value.dtype)}[{size},{columns}]",
+        "n": linear.weight.shape[0],
+    }
+
+
+def in_shape_of(end: Value, linear: FewTokens) -> effects.Effect:
+    """The op's output [T, N] in the shape of the value that it replaces."""
+    made = (linear.x.shape[0], linear.weight.shape[0])
+    return effects.reshape(effects.identity(made), end.shape)
+
+
+def match_norm_before(linears: Iterable[FewTokens], flow: Dataflow) -> Norm | None:
+    """The RMS norm that made x, where nobody but these linears reads it: what is absorbed of it are
+    values that nobody else reads. None where the op cannot take it: it multiplies before it
+    divides, which wants the range of bfloat16, and for many tokens a norm apart is faster."""
+    linears = list(linears)
+    x, readers = linears[0].x, {one.product for one in linears}
+    normed = x.value
+    if normed.dtype != torch.bfloat16 or not isinstance(x.shape[0], int):
+        return None
+    if not readers.issuperset(flow.users.get(normed, ())) or normed in flow.output_values:
+        return None
+    try:
+        norm = match_norm(normed.whole, Stage.ACTIVATION)
+        if norm is None or norm.kind != "rms" or x != normed.whole.matrix:
+            return None
+    except (Reject, InexpressibleError):
+        return None
+    if norm.x.shape != normed.shape or norm.x.value.dtype != normed.dtype:
+        return None
+    if norm.weight is not None:
+        if any(size != 1 for size in norm.weight.shape[:-1]) or norm.weight.shape[-1] != norm.width:
+            return None
+        if norm.weight.value.dtype not in (normed.dtype, torch.float32):
+            return None
+    return norm
+
+
+def unread(values: Iterable[Value], readers: Iterable[Value], flow: Dataflow) -> tuple[Value, ...]:
+    """Those of `values` that none but the others of them and `readers` read."""
+    inside, readers = set(values), set(readers)
+    while True:
+        left = {
+            value
+            for value in inside
+            if value not in flow.output_values
+            and (inside | readers).issuperset(flow.users.get(value, ()))
+        }
+        if left == inside:
+            return tuple(sorted(inside, key=lambda value: value.position))
+        inside = left

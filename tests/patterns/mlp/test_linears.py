@@ -1,0 +1,354 @@
+"""Patterns `linear_activation` and `linear_residual`: an MLP in any spelling becomes two ops, no
+worse than eager; what they do not take is left alone, or advice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.agreement import assert_no_worse, cloned, upcast
+from tests.found import matches_of, misses_of
+from tilewright.codegen.mlp.plan import MOST_TOKENS
+from tilewright.compiler import lower, reports
+
+BATCH, TOKENS, K, N = 2, 3, 64, 96
+
+
+def inputs(tokens=TOKENS, dtype=torch.bfloat16):
+    """x [B, S, K], gate and up [2N, K], down [K, N], biases [2N] and [K], norm weight [K], residual
+    [B, S, K]."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    x, residual = normal(BATCH, tokens, K), normal(BATCH, tokens, K)
+    weights = normal(2 * N, K, scale=K**-0.5), normal(K, N, scale=N**-0.5)
+    return [x, *weights, normal(2 * N), normal(K), normal(K) + 1, residual]
+
+
+def run(function, args, symbols=()):
+    """The report of a compiled function that was no worse than eager. symbols: arguments whose
+    dimension 1 is dynamic."""
+    torch._dynamo.reset()
+    ours = cloned(args)
+    for argument in symbols:
+        torch._dynamo.mark_dynamic(ours[argument], 1)
+    with torch.no_grad():
+        expected = function(*cloned(args))
+        exact = function(*(upcast(a) for a in args))
+        actual = torch.compile(function, backend="tilewright", options={"inner": "eager"})(*ours)
+    assert_no_worse(actual, expected, exact, function.__name__)
+    return reports()[-1]
+
+
+def site_of(report, pattern):
+    (site,) = matches_of(report, pattern)
+    assert misses_of(report, "mlp") == []
+    return site
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def separate(x, both, *_):
+    return F.silu(F.linear(x, both[:N])) * F.linear(x, both[N:])
+
+
+def turned_round(x, both, *_):
+    return F.linear(x, both[N:]) * F.silu(F.linear(x, both[:N]))
+
+
+def packed(x, both, *_):
+    gate, up = F.linear(x, both).chunk(2, dim=-1)
+    return up * F.silu(gate)
+
+
+def up_first(x, both, *_):
+    hidden = F.linear(x, both)
+    return F.gelu(hidden[..., N:]) * hidden[..., :N]
+
+
+def in_turn(x, both, _, bias, *__):
+    hidden = F.linear(x, both, bias)
+    return F.gelu(hidden[..., ::2], approximate="tanh") * hidden[..., 1::2]
+
+
+def by_hand(x, both, *_):
+    gate = x @ both[:N].t()
+    return gate * torch.sigmoid(gate) * (x @ both[N:].t())
+
+
+def in_single_precision(x, both, *_):
+    gate, up = F.linear(x, both).chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(x.dtype)
+
+
+def rows(x, both, *_):
+    x = x.reshape(-1, K)
+    return F.relu(F.linear(x, both[:N])) * F.linear(x, both[N:])
+
+
+def plain(x, both, _, bias, *__):
+    return F.relu(F.linear(x, both, bias)).square()
+
+
+def transposed(x, both, _, bias, *__):
+    hidden = torch.addmm(bias, x.view(-1, K), both.t()).view(*x.shape[:-1], -1)
+    cubic = hidden + 0.044715 * torch.pow(hidden, 3.0)
+    return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubic))
+
+
+GATED = {
+    separate: "silu", turned_round: "silu", packed: "silu", up_first: "gelu",
+    in_turn: "gelu_tanh", by_hand: "silu", in_single_precision: "silu", rows: "relu",
+}  # fmt: skip
+PLAIN = {plain: "relu_squared", transposed: "gelu_tanh"}
+
+
+@pytest.mark.parametrize("function", [*GATED, *PLAIN])
+def test_activations(function):
+    shapes = site_of(run(function, inputs()), "linear_activation").shapes
+    assert shapes["activation"] == (GATED | PLAIN)[function]
+    assert (shapes["gate"] == "none") == (function in PLAIN)
+    assert shapes["x"] == f"bfloat16[{BATCH * TOKENS},{K}]"
+
+
+def test_a_cubic_with_another_factor_is_no_gelu():
+    def other(x, both, *_):
+        hidden = F.linear(x, both)
+        cubic = hidden + 0.05 * torch.pow(hidden, 3.0)
+        return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubic))
+
+    assert matches_of(run(other, inputs()), "mlp") == []
+
+
+def test_a_count_of_tokens_that_is_a_symbol():
+    site = site_of(run(separate, inputs(), symbols=[0]), "linear_activation")
+    assert site.shapes["x"] == f"bfloat16[T,{K}]"
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def hf_norm(x, weight):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight * wide.to(x.dtype)
+
+
+def gemma_norm(x, weight):
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return (wide * (1.0 + weight.float())).to(x.dtype)
+
+
+def own_norm(x, weight):
+    return F.rms_norm(x, (K,), weight, 1e-5)
+
+
+def weightless_norm(x, weight):
+    return F.rms_norm(x, (K,), eps=1e-5)
+
+
+def layer_norm(x, weight):
+    return F.layer_norm(x, (K,), weight)
+
+
+def mlp_of(norm, also=lambda x, normed: 0):
+    def mlp(x, both, down, bias, _, weight, residual):
+        normed = norm(x, weight)
+        gate, up = F.linear(normed, both).chunk(2, dim=-1)
+        return F.silu(gate) * up + also(x, normed)
+
+    return mlp
+
+
+@pytest.mark.parametrize("norm", [hf_norm, gemma_norm, own_norm, weightless_norm])
+def test_a_norm_that_nobody_else_reads_is_part_of_it(norm):
+    assert site_of(run(mlp_of(norm), inputs()), "linear_activation").shapes["norm"] == "rms"
+
+
+@pytest.mark.parametrize(
+    ("norm", "also"),
+    [
+        (hf_norm, lambda x, normed: normed.sum()),
+        (layer_norm, lambda x, normed: 0),
+    ],
+    ids=["read by another", "layer norm"],
+)
+def test_another_norm_stays_in_the_graph(norm, also):
+    assert site_of(run(mlp_of(norm, also), inputs()), "linear_activation").shapes["norm"] == "no"
+
+
+def test_what_else_reads_a_part_of_a_norm_keeps_that_part():
+    """The cast, here."""
+
+    def shared(x, both, down, bias, _, weight, residual):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        gate, up = F.linear(weight * normed.to(x.dtype), both).chunk(2, dim=-1)
+        return F.silu(gate) * up + wide.sum().to(x.dtype)
+
+    assert site_of(run(shared, inputs()), "linear_activation").shapes["norm"] == "rms"
+
+
+def test_float16_is_normed_before_it_is_multiplied():
+    """Numbers that are not normed yet may leave its range."""
+    args = inputs(dtype=torch.float16)
+    args[0] *= 1e4
+    site = site_of(run(mlp_of(hf_norm), args), "linear_activation")
+    assert site.shapes["norm"] == "no"
+
+
+def test_for_many_tokens_a_norm_stays_by_itself():
+    site = site_of(run(mlp_of(hf_norm), inputs(), symbols=[0]), "linear_activation")
+    assert site.shapes["norm"] == "no"
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def added(x, both, down, bias, down_bias, weight, residual):
+    return residual + F.linear(both_of(x, both), down)
+
+
+def both_of(x, both):
+    """[B, S, N], which no pattern takes."""
+    return torch.tanh(F.linear(x, both[:N]))
+
+
+def added_behind(x, both, down, bias, down_bias, weight, residual):
+    return F.linear(both_of(x, both), down, down_bias) + residual
+
+
+def scaled(x, both, down, bias, down_bias, weight, residual):
+    return residual + F.linear(both_of(x, both), down, down_bias) * 0.22
+
+
+def added_in_place(x, both, down, bias, down_bias, weight, residual):
+    out = F.linear(both_of(x, both), down)
+    out += residual
+    return out
+
+
+def some_columns(x, both, down, bias, down_bias, weight, residual):
+    return residual + F.linear(residual, both)[..., :K]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [added, added_behind, scaled, added_in_place, some_columns],
+    ids=lambda f: f.__name__,
+)
+def test_sums(function):
+    shapes = site_of(run(function, inputs()), "linear_residual").shapes
+    assert shapes.get("scale", 1.0) == (0.22 if function is scaled else 1.0)
+    assert shapes["bias"] == ("yes" if function in (added_behind, scaled) else "no")
+
+
+def test_of_a_sum_of_two_linears_one_is_taken():
+    def parallel(x, both, down, bias, down_bias, weight, residual):
+        return F.linear(both_of(x, both), down) + F.linear(residual, both[:K])
+
+    site_of(run(parallel, inputs()), "linear_residual")
+
+
+def test_a_whole_mlp():
+    def mlp(x, both, down, bias, down_bias, weight, residual):
+        gate, up = F.linear(hf_norm(x, weight), both).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, down)
+
+    report = run(mlp, inputs())
+    found = {site.pattern: site for site in matches_of(report, "mlp")}
+    assert found.keys() == {"linear_activation", "linear_residual"}
+    assert found["linear_activation"].shapes["norm"] == "rms"
+
+
+# --- what is left alone ---------------------------------------------------------------------------
+
+
+def other_rows(x, both, down, bias, down_bias, weight, residual):
+    return F.tanh(F.linear(x, both[:N])) * F.linear(residual, both[N:])
+
+
+def gate_and_up_of_different_x(x, both, down, bias, down_bias, weight, residual):
+    return F.silu(x + residual) * F.linear(residual, both[:K])
+
+
+def computed_weight(x, both, *_):
+    return F.silu(F.linear(x, both * 2))
+
+
+def a_vector_is_added(x, both, down, *_):
+    return F.linear(both_of(x, both), down) + x[0, 0] * 2
+
+
+def added_twice(x, both, down, bias, down_bias, weight, residual):
+    return torch.add(residual, F.linear(both_of(x, both), down), alpha=2)
+
+
+def read_again(x, both, down, bias, down_bias, weight, residual):
+    out = F.linear(both_of(x, both), down)
+    return (residual + out) * out
+
+
+def normed_before_the_sum(x, both, down, bias, down_bias, weight, residual):
+    return residual + hf_norm(F.linear(both_of(x, both), down), weight)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        other_rows, gate_and_up_of_different_x, computed_weight, a_vector_is_added,
+        added_twice, read_again, normed_before_the_sum,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_left_alone(function):
+    report = run(function, inputs())
+    assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
+
+
+def test_one_of_several_weights_in_a_tensor_is_an_expert_s():
+    args = inputs()
+    args[1] = args[1].view(2, N, K)
+
+    def of_stack(x, both, *_):
+        return F.silu(F.linear(x, both[1]))
+
+    assert matches_of(run(of_stack, args), "mlp") == []
+    args[1] = args[1].flatten(0, 1)
+    assert matches_of(run(lambda x, both, *_: F.silu(F.linear(x, both[N:])), args), "mlp") != []
+
+
+def test_many_tokens_are_left_to_the_library():
+    few, many = (inputs(tokens) for tokens in (MOST_TOKENS // BATCH, MOST_TOKENS // BATCH + 1))
+    for function in (separate, added):
+        assert matches_of(lower(function, few), "mlp") != []
+        torch._dynamo.reset()
+        lowered = lower(function, many)
+        assert matches_of(lowered, "mlp") == misses_of(lowered, "mlp") == []
+
+
+def products_are_read(x, both, *_):
+    gate, up = F.linear(x, both).chunk(2, dim=-1)
+    return F.silu(gate) * up + up.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "code"),
+    [
+        (products_are_read, torch.bfloat16, "ESCAPES"),
+        (separate, torch.float32, "DTYPE"),
+        (added, torch.float32, "DTYPE"),
+    ],
+)
+def test_misses_are_advice(function, dtype, code):
+    report = run(function, inputs(dtype=dtype))
+    assert matches_of(report, "mlp") == []
+    (miss,) = misses_of(report, "mlp")
+    assert (miss.code, miss.is_lost) == (code, False)

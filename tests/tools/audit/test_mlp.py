@@ -1,0 +1,21 @@
+"""The kernels of dense layers' linears in `make audit`: one of each kind compiled for each chip."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tilewright.codegen.audit import check
+from tilewright.codegen.build import compile_for
+from tilewright.codegen.targets import SM90, SM100
+from tilewright.tools.audit.mlp import mlp_cases
+
+KINDS = (r"Llama-3-8B gate and up T=1$", r"Llama-3-8B down T=64$", r"GPT-2 XL")
+
+
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_keeps_every_rule(kind, target):
+    case = next(case for case in mlp_cases(target) if re.search(kind, case.name))
+    assert check(compile_for(case.spec).audit, target, case.expectations) == []
