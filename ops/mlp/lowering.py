@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.mlp.plan import MOST_TOKENS, linear_config
+from tilewright.codegen.mlp.plan import linear_config, most_tokens
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.mlp.specs import (
     LinearConfig,
@@ -38,16 +38,18 @@ def _chosen(
 
 def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
-    if config is None and a.x.shape[0] > MOST_TOKENS:
-        return (yield from _activation_by_library(a, target))
-    return (yield from _streamed(activation_problem(a), a, target, config))
+    problem = activation_problem(a)
+    if config is None and a.x.shape[0] > most_tokens(problem.num_weights):
+        return (yield from _activation_by_library(problem, a, target))
+    return (yield from _streamed(problem, a, target, config))
 
 
 def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
-    if config is None and a.x.shape[0] > MOST_TOKENS:
+    problem = residual_problem(a)
+    if config is None and a.x.shape[0] > most_tokens(problem.num_weights):
         return (yield from _residual_by_library(a))
-    return (yield from _streamed(residual_problem(a), a, target, config))
+    return (yield from _streamed(problem, a, target, config))
 
 
 def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
@@ -70,7 +72,7 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
 
 # --- many tokens ----------------------------------------------------------------------------------
 
-_MANY = f"more than {MOST_TOKENS} tokens: the library's GEMM"
+_MANY = "many tokens: the library's GEMM"
 
 
 def _residual_by_library(a: Any) -> Steps:
@@ -84,7 +86,7 @@ def _residual_by_library(a: Any) -> Steps:
     return Outcome(out, "library", _MANY)
 
 
-def _activation_by_library(a: Any, target: Target) -> Steps:
+def _activation_by_library(problem: LinearProblem, a: Any, target: Target) -> Steps:
     x = a.x
     if a.rms_norm:
         norm = partial(_rms_norm, eps=a.norm_eps, offset=a.norm_offset)
@@ -95,7 +97,7 @@ def _activation_by_library(a: Any, target: Target) -> Steps:
     if a.up_weight is not None:
         up = yield from _product(x, a.up_weight, a.up_bias)
     values = {"gate_ptr": out, "up_ptr": up, "out_ptr": out, "num_elements": out.numel()}
-    spec = activate_spec(activation_problem(a), target.name)
+    spec = activate_spec(problem, target.name)
     yield Launch(spec, activate_grid(out.numel()), values)
     return Outcome(out, "library", _MANY)
 

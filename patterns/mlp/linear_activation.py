@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tilewright.codegen.mlp.plan import most_tokens
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
 from tilewright.patterns.language import Match, Reject, Result, register
@@ -44,7 +45,9 @@ class LinearActivation:
             found = None if value in inside else _match_parts(value)
             if found is not None:
                 inside.update(found[0].absorbed)
-                yield value, *(linear.product for linear in found[1])
+                tokens = found[1][0].x.shape[0]
+                if not isinstance(tokens, int) or tokens <= most_tokens(len(found[1])):
+                    yield value, *(linear.product for linear in found[1])
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         try:

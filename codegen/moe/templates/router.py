@@ -11,6 +11,8 @@ two: column c is expert c // GROUP * (NUM_EXPERTS // NUM_GROUPS) + c % GROUP.
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.split_k import arrive
+
 # Below the key of every number.
 LOWEST_KEY = tl.constexpr(-(2**31))
 # NaN's.
@@ -175,18 +177,6 @@ def moe_choose(
         NUM_SLOTS, SCORES, BY_LOGITS, CORRECTION_STRIDE, NUM_GROUPS, TOP_GROUPS, GROUP_TOP,
         NORMALISE, NORM_EPS, NORM_MIN, SCALING, GROUPS, GROUP, SLOTS, ROWS,
     )  # fmt: skip
-
-
-@triton.jit
-def arrive(counter_ptr, PARTS: tl.constexpr):
-    """Whether a program, its part stored, is the last of PARTS; the counter is left at zero for
-    the next launch."""
-    # All threads' stores come before the one thread's atomic.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1
-    if is_last:
-        tl.store(counter_ptr, 0)
-    return is_last
 
 
 @triton.jit
