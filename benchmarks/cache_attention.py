@@ -15,8 +15,8 @@ of a graph read caches of their own, which together exceed it.
     flex              flex_attention of the whole cache, compiled, by the same positions
     stock             torch.compile of repeat_kv and SDPA of the whole cache with the mask
 
-GB/s count keys and values (latents) of the tokens present, once; copy: the same of a copy of 2 GiB
-in the same run (read and written). Of prefill: TFLOP/s of what is seen. Each case is a process
+share: of the rate of a copy in the same run (`bounds.py`), reading keys and values (latents) of the
+tokens present once. Of prefill: TFLOP/s of what is seen. Each case is a process
 (`side_by_side.py`).
 """
 
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bounds import copy_bytes_per_s
 from side_by_side import finished_rows, has_turn
 from timing import capture, interleaved_us, keep
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -42,7 +43,6 @@ from tilewright.ops.attention.mask_blocks import OP as MASK_BLOCKS
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 64
 RANK, ROPE, NOPE, V_DIM = 512, 64, 128, 128
 COLD_BYTES, MOST_SETS = 250e6, 16
-COPIED_BYTES = 2**31
 
 Variants = dict[str, Callable[[], Any]]
 
@@ -211,14 +211,6 @@ def up_projected(
     return scaled_dot_product_attention(q.unsqueeze(2), k, kv[..., NOPE:], mask, scale=scale)
 
 
-def copy_rate() -> float:
-    """Bytes a microsecond, read and written."""
-    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
-    copy = torch.empty_like(source)
-    graph = capture([lambda: copy.copy_(source)], warmup=1)
-    return 2 * COPIED_BYTES / interleaved_us({"copy": graph}, 1)["copy"]
-
-
 def run_case(name: str) -> None:
     """A process of its own; prints the row."""
     torch.manual_seed(0)
@@ -239,7 +231,7 @@ def run_case(name: str) -> None:
     if case.queries >= 512:
         row["tflops"] = {name: 1e-6 * case.flop / us for name, us in times.items()}
     else:
-        rate = copy_rate()
+        rate = 1e-6 * copy_bytes_per_s()
         row["copy_gbs"] = 1e-3 * rate
         row["share"] = {name: case.bytes_present / us / rate for name, us in times.items()}
     print(json.dumps(row), flush=True)

@@ -88,7 +88,8 @@ def all_passes() -> str:
         f"µs per forward pass of {' or '.join(sorted(layers))} layers of each model's true widths, "
     )
     head += "random weights, static cache, bfloat16:"
-    return f"{head}\n\n{table(('model', *PASSES), rows)}\n\n{'; '.join(places)}."
+    runs = "; which rows are of a later run: docs/measured.md" if "again" in found[0] else ""
+    return f"{head}\n\n{table(('model', *PASSES), rows)}\n\n{'; '.join(places)}{runs}."
 
 
 def cache_size(data: dict[str, Any]) -> str:
@@ -261,13 +262,22 @@ def place(data: dict[str, Any]) -> str:
     return f"{where}, torch {data['torch']}, triton {data['triton']}, {data['date']}"
 
 
+def _again(data: dict[str, Any]) -> str:
+    """What is said of rows that a later run replaced."""
+    again = data.get("again")
+    if again is None:
+        return ""
+    rows = ", ".join(row.replace("x", " x ") for row in again["rows"])
+    return f". {rows} again, {again['date']}, after {again['after']}: `{again['command']}`"
+
+
 def measured() -> str:
     """docs/measured.md: the tables of all results, each with where it was measured and how."""
     parts = [HEAD.rstrip()]
     for name, render in SECTIONS.items():
         data = json.loads((RESULTS / name).read_text("utf-8"))
         command = data["command"].partition(" --out")[0]
-        parts.append(f"{render(data)}\n\n{place(data)}: `{command}`")
+        parts.append(f"{render(data)}\n\n{place(data)}: `{command}`{_again(data)}")
     return "\n\n".join(parts) + "\n"
 
 
