@@ -136,9 +136,12 @@ def check_attention_values(op: str, a: Any) -> None:
         check_row_offsets(op, "row_offsets", a.row_offsets, a.q.shape[0], "the number of tokens")
     keys = room(a)
     for name in ("key_lengths", "cache_lengths"):
-        lengths = getattr(a, name)
-        where = None if lengths is None else first((lengths < 0) | (lengths > keys))
-        if lengths is not None and where is not None:
+        if getattr(a, name) is None:
+            continue
+        # PyTorch compares no unsigned integers.
+        lengths = getattr(a, name).to(torch.int64)
+        where = first((lengths < 0) | (lengths > keys))
+        if where is not None:
             expected = f"lengths from 0 to {keys}, the keys that a sequence has room for"
             raise ArgumentError(op, name, expected, f"{int(lengths[where])} at {where}")
     if a.block_table is not None:

@@ -134,6 +134,39 @@ def test_the_same_call_twice_gives_the_same_bits(op, case):
         assert torch.equal(tensor, second[name]), name
 
 
+INDEX_DTYPES = (torch.uint32, torch.int32, torch.int64)
+
+
+def indices_of(op):
+    """(arguments, name) of each tensor of indices, from the first sample that has it."""
+    found = {}
+    for case in op.cases:
+        a = op.sample_inputs(case)
+        for name, value in vars(a).items():
+            if getattr(value, "dtype", None) in INDEX_DTYPES and name not in op.mutated:
+                # -1, for no place at all, has no form in uint32.
+                if not bool((value.to(torch.int64) < 0).any()):
+                    found.setdefault(name, (a, name))
+    return found.values()
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_indices_mean_the_same_in_every_dtype_that_is_taken(op):
+    """PyTorch neither compares nor adds uint32, which MAX's ops have."""
+    for a, name in indices_of(op):
+        before = clone(a)
+        expected = outputs(op, before, op.call(before))
+        for dtype in INDEX_DTYPES:
+            bent = clone(replace(a, **{name: getattr(a, name).to(dtype)}))
+            try:
+                result = op.call(bent)
+            except ArgumentError as error:
+                assert (error.argument, "dtype" in str(error)) == (name, True)
+                continue
+            for output, tensor in outputs(op, bent, result).items():
+                assert torch.equal(tensor, expected[output]), (name, dtype, output)
+
+
 def opcheck_cases():
     """Of each op one sample, and one with 8-bit floats; `opcheck_samples.py` runs all."""
     for op in OPS.values():
