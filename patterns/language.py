@@ -7,6 +7,7 @@ and `match`, and call :func:`register`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, NoReturn, Protocol, get_args
@@ -176,6 +177,22 @@ def _node(culprit: Value | View | fx.Node) -> fx.Node:
     if isinstance(culprit, View):
         culprit = culprit.value
     return culprit.node if isinstance(culprit, Value) else culprit
+
+
+@contextmanager
+def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
+    """Within it every miss is advice: the graph as it is computes as well, or nobody can tell.
+
+    culprits: the nodes of a miss that has none, a layout that no view expresses.
+    """
+    try:
+        yield
+    except Reject as rejection:
+        raise Reject(replace(rejection.miss, weight="advice")) from None
+    except effects.InexpressibleError as error:
+        nodes = tuple(_node(c) for c in culprits)
+        miss = Miss("", "LAYOUT", Stage.ANCHORED, str(error), nodes, weight="advice")
+        raise Reject(miss) from None
 
 
 class Pattern(Protocol):

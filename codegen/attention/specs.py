@@ -27,8 +27,7 @@ TENSORS = {
 }
 # Of a cache whose values have a tensor of their own.
 V_STRIDES = ("v_page_stride", "v_head_stride")
-# Tensors of the keys' second part, and the strides of a launch that it has.
-ROPE_TENSORS = {"q_rope_ptr": "q_rope", "k_rope_ptr": "k_rope"}
+# Of the keys' second part.
 ROPE_STRIDES = ("q_rope_token_stride", "q_rope_head_stride", "rope_page_stride")
 # fp32 numbers that a warp of the merging program holds: 64 a thread.
 MERGED_NUMBERS = 64 * 32

@@ -57,7 +57,7 @@ from tilewright.codegen.targets import Target
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 # Where a choice's time is from; the first that is there decides.
-HERE, TABLE, MODEL = SOURCES = ("measured here", "shipped table", "model")
+HERE, TABLE, MODEL = ("measured here", "shipped table", "model")
 _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "modelled"}
 
 
@@ -68,7 +68,7 @@ class LoweringChoice:
     name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
     fused kernel; None for the library. epilogue: the tiles of "library". specs: the kernels, of
     "library" those expected (a call makes its own, over what the GEMMs did write).
-    seconds: expected time; source: where that is from, one of SOURCES.
+    seconds: expected time; source: where that is from, HERE, TABLE or MODEL.
     """
 
     name: str

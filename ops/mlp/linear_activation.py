@@ -14,6 +14,7 @@ from tilewright.ops.mlp.cases import ACTIVATION_CASES, LinearCase, sample_linear
 from tilewright.ops.mlp.checks import DTYPES, check_rows, check_vector, check_weight
 from tilewright.ops.mlp.operands import activation_unsupported
 from tilewright.ops.reference.activation import ACTIVATIONS
+from tilewright.ops.reference.norm import apply_norm
 
 NAME = "linear_activation"
 ERROR_MODEL = (
@@ -89,9 +90,7 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
     compute = torch.promote_types(a.x.dtype, torch.float32)
     y = a.x.to(compute)
     if a.rms_norm:
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + a.norm_eps)
-    if a.norm_weight is not None:
-        y = y * (a.norm_weight.to(compute) + a.norm_offset)
+        y = apply_norm(y, a.norm_weight, a.norm_eps, offset=a.norm_offset)
     out = ACTIVATIONS[a.activation](_product(y, a.weight, a.bias))
     if a.up_weight is not None:
         out = out * _product(y, a.up_weight, a.up_bias)

@@ -8,7 +8,7 @@ import torch
 
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.mlp.problem import LinearProblem, Norm
-from tilewright.ops.runtime.operands import ALIGNMENT, operand
+from tilewright.ops.runtime.operands import ALIGNMENT, operand, operand_of
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -53,11 +53,11 @@ def activation_problem(a: Any) -> LinearProblem:
     """The problem of a call; `a` is a LinearActivationArguments. Metadata and addresses only."""
     norm = None
     if a.rms_norm:
-        norm = Norm(_vector(a.norm_weight), a.norm_eps, a.norm_offset)
+        norm = Norm(operand_of(a.norm_weight, 0), a.norm_eps, a.norm_offset)
     return LinearProblem(
         **_product(a),
-        up_weight=None if a.up_weight is None else operand(a.up_weight, *a.up_weight.stride()),
-        up_bias=_vector(a.up_bias),
+        up_weight=operand_of(a.up_weight, 0, 1),
+        up_bias=operand_of(a.up_bias, 0),
         norm=norm,
         activation=a.activation,
     )
@@ -76,9 +76,5 @@ def _product(a: Any) -> dict[str, Any]:
         "k": k,
         "x": operand(a.x, a.x.stride(0)),
         "weight": operand(a.weight, *a.weight.stride()),
-        "bias": _vector(a.bias),
+        "bias": operand_of(a.bias, 0),
     }
-
-
-def _vector(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else operand(tensor, tensor.stride(0))

@@ -59,7 +59,7 @@ def apply_norm(
     width: str = "head",
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Normalises x [T, H, D] over each head, or over all heads of a token; in x's dtype.
+    """Normalises x [..., D] over each row or head, x [T, H, D] over a token's heads; in x's dtype.
 
     rms: x / sqrt(mean(x²) + eps). layer: the same of x - mean(x). Then times `offset + weight`.
     """

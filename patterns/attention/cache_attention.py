@@ -13,7 +13,7 @@ what it says, and handed on as a tensor where they do not. Dimension letters: as
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from tilewright.patterns.attention.shared_heads import (
 )
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
-from tilewright.patterns.language import Match, Reject, register
+from tilewright.patterns.language import Match, as_advice, register
 from tilewright.patterns.recognise.attention import (
     Attention,
     Sketch,
@@ -59,12 +59,9 @@ class CacheAttention:
         yield from unread_calls(flow)
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
-        try:
+        with as_advice(anchor):  # a library's kernel computes the graph as it is
             refuse_unread(anchor)
             return self._match(anchor, flow)
-        except Reject as rejection:
-            # A kernel computes the graph as it is.
-            raise Reject(replace(rejection.miss, weight="advice")) from None
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
         attention = of_bare_operands(match_attention(anchor, flow), flow)

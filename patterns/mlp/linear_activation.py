@@ -10,13 +10,13 @@ else reads its result.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tilewright.codegen.mlp.plan import most_tokens
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
-from tilewright.patterns.language import Match, Reject, Result, register
+from tilewright.patterns.language import Match, Result, as_advice, register
 from tilewright.patterns.mlp.linears import (
     FewTokens,
     check_linears,
@@ -50,11 +50,8 @@ class LinearActivation:
                     yield value, *(linear.product for linear in found[1])
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
-        try:
+        with as_advice(anchor[0]):  # the library's products compute the graph as it is
             return self._match(anchor[0], flow)
-        except Reject as rejection:
-            # The library's products compute the graph as it is.
-            raise Reject(replace(rejection.miss, weight="advice")) from None
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
         parts = _match_parts(anchor)

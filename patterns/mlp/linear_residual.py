@@ -7,10 +7,10 @@ of an MLP.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Reject, Result, register
+from tilewright.patterns.language import Match, Result, as_advice, register
 from tilewright.patterns.mlp.linears import (
     FewTokens,
     check_linears,
@@ -46,16 +46,15 @@ class LinearResidual:
             if found is not None:
                 yield value, found.linear.product
 
-    def match(self, anchors: tuple[Value, Value], flow: Dataflow) -> Match:
-        anchor = anchors[0]
+    def match(self, anchor: tuple[Value, Value], flow: Dataflow) -> Match:
+        with as_advice(anchor[0]):  # the library's product computes the graph as it is
+            return self._match(anchor[0], flow)
+
+    def _match(self, anchor: Value, flow: Dataflow) -> Match:
         found = _match_sum(anchor, flow)
         assert found is not None
         linear = found.linear
-        try:
-            check_linears([linear], [found.residual], anchor)
-        except Reject as rejection:
-            # The library's product computes the graph as it is.
-            raise Reject(replace(rejection.miss, weight="advice")) from None
+        check_linears([linear], [found.residual], anchor)
         return Match(
             pattern=self.name,
             op=self.op,

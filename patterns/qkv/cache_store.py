@@ -7,14 +7,14 @@ copies the whole cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.writes import CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
-from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.language import Match, Stage, as_advice, register, reject
 from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 
 
@@ -29,13 +29,10 @@ class CacheStore:
         yield from pairs(flow)
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
-        try:
+        if anchor.first.is_projected:
             return self._match(anchor, flow)
-        except Reject as rejection:
-            if anchor.first.is_projected:
-                raise
-            # Nothing in the graph shows that these inputs are keys and values.
-            raise Reject(replace(rejection.miss, weight="advice")) from None
+        with as_advice(anchor.node):  # nothing shows that these inputs are keys and values
+            return self._match(anchor, flow)
 
     def _match(self, anchor: WritePair, flow: Dataflow) -> Match:
         k_write, v_write = anchor.first, anchor.second
