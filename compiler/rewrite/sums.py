@@ -100,9 +100,24 @@ def _is_private(
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
         return False
     storages, own = _compat.storages_of(base), {base, _maker(base)}
-    return bool(storages) and all(
-        base in owners.get(storage, []) and own.issuperset(owners[storage]) for storage in storages
+    return (
+        bool(storages)
+        and _is_taken_once(base)
+        and all(
+            base in owners.get(storage, []) and own.issuperset(owners[storage])
+            for storage in storages
+        )
     )
+
+
+def _is_taken_once(part: fx.Node) -> bool:
+    """Whether no one, also later, takes one of several results by another name, nor all of them."""
+    if (maker := _maker(part)) is part:
+        return True
+    own = set(_compat.storages_of(part))
+    others = [user for user in maker.users if user is not part]
+    taken = all(user.target is operator.getitem for user in others)
+    return taken and own.isdisjoint(_compat.storages_of(*others))
 
 
 def _give_memory(base: fx.Node) -> None:

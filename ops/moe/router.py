@@ -59,8 +59,8 @@ class MoeRouterArguments:
     softmax over the chosen alone. correction [E]: added to scores for the choice, not for the
     weights. num_groups: E falls into G runs; the choice is among the top_groups of them whose
     group_top (1 or 2) largest have the largest sum. normalise: weights are divided by
-    max(sum + norm_eps, norm_min); then scaling multiplies. weights_dtype: None for x's. Result:
-    weights [T, S], and ids int64 [T, S].
+    sum + norm_eps, with a norm_min above 0 by no less; then scaling multiplies. weights_dtype:
+    None for x's. Result: weights [T, S], and ids int64 [T, S].
     """
 
     x: torch.Tensor
@@ -144,7 +144,7 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         choice = scores + correction                 -inf outside of the best groups
         ids[t] = the num_slots largest of choice, the largest first, of equals the lower number
         w      = scores[ids[t]]                      softmax over them with softmax_of_chosen
-        w      = w / max(sum(w) + norm_eps, norm_min)    where normalise
+        w      = w / (sum(w) + norm_eps)             where normalise; no less than norm_min > 0
         weights[t] = w * scaling
 
     Where the order of scores is that of logits (no correction, groups by their best), logits
@@ -168,7 +168,8 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
     if a.scores == "softmax_of_chosen":
         weights = weights.softmax(1)
     if a.normalise:
-        weights = weights / (weights.sum(1, keepdim=True) + a.norm_eps).clamp(min=a.norm_min)
+        total = weights.sum(1, keepdim=True) + a.norm_eps
+        weights = weights / (total.clamp(min=a.norm_min) if a.norm_min > 0 else total)
     return (weights * a.scaling).to(a.result_dtype), ids.clone(
         memory_format=torch.contiguous_format
     )

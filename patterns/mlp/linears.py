@@ -52,7 +52,9 @@ def match_few_tokens(view: View) -> FewTokens | None:
         x, weight = columns.x.matrix, columns.weight
     except InexpressibleError:
         return None
-    if len(weight.shape) != 2 or len(weight.value.shape) != 2 or min(weight.shape) < LEAST_COLUMNS:
+    if len(weight.shape) != 2 or len(weight.value.shape) != 2:
+        return None
+    if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in weight.shape):
         return None
     if weight.value.op not in ("constant", "input") or not _few(x.shape[0]):
         return None

@@ -75,20 +75,25 @@ def is_choice(value: Value) -> bool:
     return isinstance(value.args[0].shape[-1], int) and isinstance(value.shape[1], int)
 
 
+def _takes_largest_of_rows(choice: Value) -> bool:
+    return bool(choice.argument(3, "largest", True)) and choice.argument(2, "dim", -1) in (1, -1)
+
+
 def match_choice(ids: Value) -> Choice:
     """The choice whose indices a value is; raises Reject."""
     if not is_choice(ids):
         message = f"the experts are {ids}, not the indices of a topk of their scores"
         reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     compared = ids.args[0]
-    largest = ids.argument(3, "largest", True)
-    if not largest or ids.argument(2, "dim", -1) not in (1, -1) or not compared.is_whole:
+    if not _takes_largest_of_rows(ids) or not compared.is_whole:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
     slots = ids.shape[1]
     assert isinstance(slots, int)
     numbers, casts = strip_casts(compared)
     groups, masked, absorbed = None, numbers.value, [ids]
     if masked.op in ("aten.masked_fill", "aten.where"):
+        if not numbers.is_whole:
+            reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{masked} is read in parts", numbers)
         compared, groups, steps = _grouped(masked)
         absorbed += [*casts, *steps]
         numbers, casts = strip_casts(compared)
@@ -153,7 +158,7 @@ def _grouped(masked: Value) -> tuple[View, Groups | None, tuple[Value, ...]]:
         message = f"{masked} leaves out experts, not in a way that is known"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, masked)
     chosen, num_groups, steps = found
-    if not is_choice(chosen) or not chosen.argument(3, "largest", True):
+    if not is_choice(chosen) or not _takes_largest_of_rows(chosen):
         message = f"the groups are {chosen}, not the best of each token"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, chosen)
     scores = chosen.args[0]
@@ -208,7 +213,8 @@ def _scattered_ones(value: Value) -> View | None:
     """ids of zeros(T, G).scatter(1, ids, 1), also in place."""
     node = value.node
     given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
-    return zeros_outside(value.whole) if is_filled(given, 1) else None
+    replaces = node.kwargs.get("reduce") is None
+    return zeros_outside(value.whole) if replaces and is_filled(given, 1) else None
 
 
 def _group_scores(

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.language import Match, Parts, Result, Stage, register, reject
@@ -59,7 +61,7 @@ class MoeRouter:
         absorbed |= _shaped_like(flow, absorbed)
         x, weight, bias, product = _logits(flow, choice, absorbed)
         absorbed |= set(product)
-        _check(x, weight, bias, choice, weights)
+        _check(x, weight, bias, choice, weights, absorbed)
         scratch = {store for store in flow.stores if store.node in {v.node for v in absorbed}}
         groups = choice.groups
         arguments: dict[str, Any] = {
@@ -163,14 +165,22 @@ def _before_widening(view: View) -> View:
 
 
 def _check(
-    x: View, weight: View | None, bias: View | None, choice: Choice, weights: Weights
+    x: View,
+    weight: View | None,
+    bias: View | None,
+    choice: Choice,
+    weights: Weights,
+    absorbed: set[Value],
 ) -> None:
-    """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
+    """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for: they use fp32."""
     tensors = (x, weight, bias, choice.correction)
     dtypes = {view.value.dtype for view in tensors if view is not None} | {weights.end.dtype}
     if not dtypes <= set(FLOATS):
         message = f"the router has {dtype_names(dtypes)}; expected {dtype_names(FLOATS)}"
         reject("DTYPE", Stage.GUARDS, message, choice.ids, weight="advice")
+    wide = next((v for v in absorbed if v.dtype == torch.float64), None)
+    if wide is not None:
+        reject("DTYPE", Stage.GUARDS, f"{wide} is computed in float64", wide, weight="advice")
     check_device(x)
 
 

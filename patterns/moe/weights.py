@@ -176,14 +176,17 @@ def _normalised(
         value = divisor.value
         steps.append(value)
         low, high = clamp_bounds(value) or (None, None)
-        number = _other_number(value) if value.op == "aten.add" else _number(low)
+        is_sum = value.op == "aten.add"
+        number = _other_number(value) if is_sum else _number(low)
         if not is_float_cast(value):
             if number is None or high is not None or eps or least:
                 return None
-            eps, least = (number, 0.0) if value.op == "aten.add" else (0.0, number)
+            if not is_sum and number <= 0:  # the op has no bound of 0: sums of logits pass it
+                return None
+            eps, least = (number, 0.0) if is_sum else (0.0, number)
         divisor = value.operands[0].through(divisor.effect)
     repeats = divisor == total.whole or divisor == total.whole.expand(*end.shape)
     inner = all(flow.only_user(value) is not None for value in (total, *steps))
-    if not isinstance(divisor, View) or not repeats or not inner or eps < 0 or least < 0:
+    if not isinstance(divisor, View) or not repeats or not inner or eps < 0:
         return None
     return quotient, (total, *steps), eps, least

@@ -3,6 +3,8 @@ numbers or gathered ones the quotient; elsewhere they stay what they are."""
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,3 +172,25 @@ def test_a_tensor_without_memory_of_its_own_is_passed_by():
     z.meta["example_value"] = y.meta["example_value"]
     graph.output(z)
     assert make_sums_new(graph) == 1
+
+
+@pytest.mark.parametrize("taken", ["once", "again", "all"])
+def test_a_result_that_is_taken_again_by_another_name_stays_in_place(taken):
+    """Whoever takes it later must find it divided."""
+    graph = torch.fx.Graph()
+    d = graph.placeholder("d")
+    d.meta["example_value"] = torch.ones(3, 8)
+    both = graph.call_function(torch.topk, (d, 2))
+    both.meta["example_value"] = tuple(torch.topk(d.meta["example_value"], 2))
+    top = graph.call_function(operator.getitem, (both, 0))
+    top.meta["example_value"] = both.meta["example_value"][0]
+    total = graph.call_method("sum", (top, -1, True))
+    total.meta["example_value"] = torch.ones(3, 1)
+    divided = graph.call_method("div_", (top, total))
+    divided.meta["example_value"] = top.meta["example_value"]
+    again = graph.call_function(operator.getitem, (both, 0))
+    again.meta["example_value"] = top.meta["example_value"]
+    graph.output({"once": divided, "again": again, "all": both}[taken])
+    if taken != "again":
+        graph.erase_node(again)
+    assert make_sums_new(graph) == (taken == "once")

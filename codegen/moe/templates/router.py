@@ -135,7 +135,7 @@ def choose(
     if NORMALISE:
         total = tl.sum(tl.where(used, weights, 0.0), axis=1) + NORM_EPS
         if NORM_MIN > 0.0:
-            total = tl.maximum(total, NORM_MIN)
+            total = tl.maximum(total, NORM_MIN, propagate_nan=tl.PropagateNan.ALL)
         weights = weights / total[:, None]
     weights *= SCALING
     ids, _ = experts_of(places, NUM_EXPERTS, NUM_GROUPS, GROUP)

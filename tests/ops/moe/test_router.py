@@ -74,6 +74,18 @@ def test_numbers_that_are_none_come_first_and_infinite_ones_are_ordered(scores, 
     assert all(len({*row}) == 2 and min(row) >= 0 and max(row) < 6 for row in got[1].tolist())
 
 
+def test_a_sum_of_weights_is_bounded_only_where_a_bound_is_given():
+    """Sums of logits may be below zero; a bound passes NaN on."""
+    rows = [[-1.0, -3.0, -2.0], [2.0, 1.0, 0.5], [1.0, NAN, 0.0]]
+    a = given_logits(rows, scores="logits", normalise=True, norm_eps=0.5)
+    weights, _ = interpret(router.OP, a).outcome.result
+    torch.testing.assert_close(weights[0], torch.tensor([-1.0, -2.0]) / -2.5)
+    same((weights, router.reference(a)[1]), router.reference(a))
+    least = replace(a, norm_min=1e-12)
+    same(interpret(router.OP, least).outcome.result, router.reference(least))
+    assert router.reference(least)[0][2].isnan().all()
+
+
 def test_a_token_of_nan_leaves_the_others_alone():
     a = router.sample_inputs(replace(PLAIN, num_tokens=5))
     clean = interpret(router.OP, a).outcome.result

@@ -313,6 +313,16 @@ def test_left_alone(function):
     assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
 
 
+def test_a_weight_whose_sizes_are_symbols_is_left_alone():
+    """As with `dynamic=True`, where weights are arguments."""
+    torch._dynamo.reset()
+    x, _, down, *_, residual = inputs()
+    x = x.new_ones(BATCH, TOKENS, N)
+    step = lambda x, w, r: r + F.linear(x, w)  # noqa: E731
+    lowered = lower(step, (x, down, residual), dynamic=True, patterns=["linear_residual"])
+    assert not lowered.matches + lowered.misses, str(lowered)
+
+
 def test_one_of_several_weights_in_a_tensor_is_an_expert_s():
     args = inputs()
     args[1] = args[1].view(2, N, K)

@@ -113,6 +113,12 @@ def bare(x, w, b, c):
     return torch.tanh(top), ids
 
 
+def divided_by_sums_of_logits(x, w, b, c):
+    """Sums that may be below zero."""
+    top, ids = (F.linear(x, w) - 8.0).topk(S)
+    return top / top.sum(-1, keepdim=True), ids
+
+
 def logits_read(x, w, b, c):
     logits = F.linear(x, w)
     top, ids = torch.topk(logits.float().softmax(-1), S)
@@ -135,6 +141,7 @@ SPELLINGS = {
     # Sums of two logits are not in the order of the sums of their sigmoids.
     sigmoid_of_groups_by_logits: {"scores": "logits", "groups": "2 of 4"},
     bare: {"scores": "logits"},
+    divided_by_sums_of_logits: {"scores": "logits", "normalised": "yes", "logits": "given"},
     logits_read: {"scores": "softmax", "logits": "given", "x": "bfloat16[6,16]"},
 }  # fmt: skip
 
@@ -238,6 +245,34 @@ def three_of_a_group(x, w, b, c):
     return scores.masked_fill(~mask, float("-inf")).topk(S)
 
 
+def groups_of_other_tokens(x, w, b, c):
+    """The best tokens of each group, not the best groups of each token."""
+    scores = F.linear(x[:KEPT], w).sigmoid()
+    by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
+    mask = mask_of(by_group.topk(KEPT, 0)[1], by_group)
+    return scores.masked_fill(~mask, 0.0).topk(S)
+
+
+def ones_multiplied_with_zeros(x, w, b, c):
+    scores = F.linear(x, w).sigmoid()
+    by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
+    zeros, ids = torch.zeros_like(by_group), by_group.topk(KEPT)[1]
+    kept = zeros.scatter(1, ids, 1.0, reduce="multiply").unsqueeze(-1)
+    mask = kept.expand(-1, -1, E // GROUPS).reshape(-1, E).bool()
+    return scores.masked_fill(~mask, 0.0).topk(S)
+
+
+def some_experts_behind_a_mask(x, w, b, c):
+    scores = F.linear(x, w).sigmoid()
+    choice = scores.masked_fill(~best_groups(scores), float("-inf"))
+    return choice[:, E // 2 :].float().topk(S)
+
+
+def in_float64(x, w, b, c):
+    top, ids = F.linear(x.double(), w.double()).softmax(-1).topk(S)
+    return top.float() * 2.0, ids
+
+
 def too_few_kept(x, w, b, c):
     scores = F.linear(x, w).softmax(-1)
     by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
@@ -266,6 +301,10 @@ NEAR_MISSES = {
     worst_groups: "ROUTER_GROUPS",
     groups_of_others: "ROUTER_GROUPS",
     three_of_a_group: "ROUTER_GROUPS",
+    groups_of_other_tokens: "ROUTER_GROUPS",
+    ones_multiplied_with_zeros: "ROUTER_GROUPS",
+    some_experts_behind_a_mask: "ROUTER_CHOICE",
+    in_float64: "DTYPE",
     too_few_kept: "ROUTER_GROUPS",
     probabilities_read: "ESCAPES",
 }
@@ -320,6 +359,17 @@ def test_what_follows_the_weights_and_is_not_known_stays():
     ours, eager = fused(step, tensors()), step(*tensors())
     exact = step(*(t.double() for t in tensors()))
     assert_no_worse(*(dense(*run) for run in (ours, eager, exact)), "normalised twice")
+
+
+def test_a_sum_of_logits_that_is_bounded_by_zero_stays():
+    def step(x, w, b, c):
+        top, ids = (F.linear(x, w) - 8.0).topk(S)
+        return top / (top.sum(-1, keepdim=True).clamp(min=0.0) + 0.5), ids
+
+    ours, eager = fused(step, tensors(torch.float32)), step(*tensors(torch.float32))
+    torch.testing.assert_close(ours, eager)
+    (site,) = matches_of(lower(step, tensors(torch.float32)), "moe_router")
+    assert site.shapes["normalised"] == "no"
 
 
 def test_weights_divided_in_place_under_two_names_stay_what_they_are():
