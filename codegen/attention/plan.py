@@ -113,6 +113,8 @@ def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
     fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + KEYS) + SPARE_BYTES
     if problem.attn_mask is not None:
         fixed += wanted * rows * KEYS * ELEMENT_BYTES[problem.attn_mask.dtype]
+        if target.tmem_columns:
+            fixed += 4 * rows * KEYS  # the logits in fp32, between tensor memory and registers
     fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
     if problem.v is None and indirect:
         # A stage of the loads that come first holds no keys.

@@ -137,5 +137,9 @@ def _rms_norm(
     eps: float,
     offset: float,
 ) -> None:
-    factor = None if weight is None else weight.float() + offset
-    out.copy_(functional.rms_norm(x.float(), x.shape[-1:], factor, eps))
+    factor = None if weight is None else _widened(weight).add_(offset)
+    out.copy_(functional.rms_norm(_widened(x), x.shape[-1:], factor, eps))
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.float32).copy_(x)

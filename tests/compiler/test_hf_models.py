@@ -51,8 +51,8 @@ def test_every_layer_is_fused_and_right(name, phase, dynamic):
     found = reports()[-1]
     fused = ["cache_attention"] * layers + ["moe"] * layers * (name in SPARSE)
     fused += ["qkv_cache"] * layers
-    missed = misses_of(found, "attention", "moe", "qkv")
-    assert sorted(patterns_in(found, "attention", "moe", "qkv")) == fused, missed
+    missed = misses_of(found, "attention", "fused_moe", "qkv")
+    assert sorted(patterns_in(found, "attention", "fused_moe", "qkv")) == fused, missed
     assert missed == []
     assert_no_worse(logits, expected, reference, f"{name} logits")
     for layer in range(layers):

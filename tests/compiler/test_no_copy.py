@@ -245,7 +245,8 @@ def test_nothing_of_a_caches_size_is_made(name):
     expected = model(*args, *eager)
     scratch = largest_allocation(model, *args, *layout.caches())
     assert scratch < MIB // 4  # the smallest window: K of one layer in a pool of 1 MiB
-    run = torch.compile(model, backend="tilewright")
+    # Without the linears Inductor has no buffer left to allocate.
+    run = torch.compile(model, backend="tilewright", options={"patterns": ["-linear_residual"]})
     actual, codes = run_and_get_code(run, *args, *ours)
     assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"] * 2
     near = {"rtol": layout.rounding, "atol": layout.rounding}

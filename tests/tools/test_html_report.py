@@ -76,9 +76,9 @@ def test_equal_layers_are_drawn_once_with_their_fused_nodes(lowered, page):
     assert layer.scopes == ("model.layers.0", "model.layers.1", "model.layers.2")
     assert layer.title == "model.layers.0 … 2 (3 layers)"
     assert layer.title in page
-    assert sum(1 for node in layer.after if "tilewright" in node.meta) == 3
+    assert sum(1 for node in layer.after if "tilewright" in node.meta) == 5
     classes = [a.get("class", "") for tag, a in _Elements(page).found if tag == "g"]
-    assert classes.count("node op") == 3
+    assert classes.count("node op") == 5
     assert classes.count("node fused") > 20
     focusable = [a for tag, a in _Elements(page).found if "node" in a.get("class", "").split()]
     assert all(a["tabindex"] == "0" for a in focusable)
