@@ -9,22 +9,18 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.attention_eager import scaled_by
-from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.norm import before_widening, is_float_cast
 
 
 def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
     """(x, n): a view is x * n, in a type that holds x exactly. scaled: whether n may be but 1."""
     factor = 1.0
-    while True:
-        value = view.value
-        if is_float_cast(value) and value.operands[0].value.dtype.itemsize < value.dtype.itemsize:
-            inner = value.operands[0]
-        elif scaled and (known := scaled_by(value)) is not None:
-            inner, number = known
-            factor *= number
-        else:
-            return view, factor
-        view = view.of_operand(inner)
+    view = before_widening(view)
+    while scaled and (known := scaled_by(view.value)) is not None:
+        inner, number = known
+        factor *= number
+        view = before_widening(view.of_operand(inner))
+    return view, factor
 
 
 def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:

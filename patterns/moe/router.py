@@ -25,7 +25,7 @@ from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.weights import Weights, match_weights
 from tilewright.patterns.recognise.dtypes import FLOATS, check_device, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm
-from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.norm import before_widening, strip_casts
 from tilewright.patterns.recognise.routing import match_order
 
 # A choice among more is none of experts: of a vocabulary's words, a document's tokens.
@@ -130,8 +130,8 @@ def _logits(
     steps = (*casts, logits.value)
     if gemm is None or not _is_plain(gemm, logits) or _escapes(flow, steps, absorbed):
         return logits, None, None, ()
-    x, weight = _before_widening(gemm.flat_x), _before_widening(gemm.weight)
-    bias = None if gemm.bias is None else _before_widening(gemm.bias)
+    x, weight = before_widening(gemm.flat_x), before_widening(gemm.weight)
+    bias = None if gemm.bias is None else before_widening(gemm.bias)
     if x.value.dtype not in FLOATS or weight.value.dtype not in FLOATS:
         return logits, None, None, ()
     read = ((gemm.x, x), (gemm.weight, weight), (gemm.bias, bias))
@@ -152,16 +152,6 @@ def _escapes(flow: Dataflow, steps: tuple[Value, ...], absorbed: set[Value]) -> 
     inside = absorbed.union(steps)
     readers = {user for value in steps for user in flow.users.get(value, ())}
     return bool(readers - inside) or not flow.output_values.isdisjoint(steps)
-
-
-def _before_widening(view: View) -> View:
-    """The view before casts to wider floating types: those change no number."""
-    while is_float_cast(view.value):
-        inner = view.value.args[0]
-        if inner.value.dtype.itemsize >= view.value.dtype.itemsize:
-            break
-        view = inner.through(view.effect)
-    return view
 
 
 def _check(

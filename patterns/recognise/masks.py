@@ -1,9 +1,8 @@
 """What an attention mask says: which keys a query sees, read off the expressions that compute it.
 
 `arange(K) <= positions[:, None]` is causal by position; with `arange(K) > positions[:, None] - n`
-it is a sliding window, and `padding[:, None, None]` hides keys besides. Masks are built from
-counted indices (`arange`, differences, running sums, gathers of these), each a linear function of
-its own indices: comparisons of those decide most of a mask before any number is known.
+it is a sliding window, and `padding[:, None, None]` hides keys besides. Indices that are counted,
+and comparisons of them, are read by `lines`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,18 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.lines import (
+    FILLED,
+    INTEGERS,
+    Compared,
+    line_of,
+    line_of_operand,
+    negated,
+    same_everywhere,
+    sum_lines,
+    truth_of,
+)
 from tilewright.patterns.recognise.norm import is_float_cast
-
-_INTEGERS = (torch.int32, torch.int64)
-_FILLED = {
-    f"aten.{form.format(kind)}": number
-    for kind, number in (("ones", 1), ("zeros", 0))
-    for form in ("{}", "new_{}", "{}_like")
-}
 
 
 @dataclass(frozen=True)
@@ -42,31 +45,6 @@ class Visible:
     positions: View | Computed | None = None
     window: int = 0
     padding: View | Computed | None = None
-
-
-@dataclass(frozen=True)
-class _Line:
-    """offset + sum(slopes[d] * index[d]) at every index of a tensor."""
-
-    offset: Size
-    slopes: tuple[Size, ...]
-
-    @property
-    def constant(self) -> Size | None:
-        return self.offset if not any(self.slopes) else None
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """True where low <= high + slack. low, high: views of integers, or an int."""
-
-    low: View | int
-    high: View | int
-    slack: int
-
-
-# True or False for all elements, one comparison, or None: unknown.
-_Truth = bool | _Compared | None
 
 
 @dataclass
@@ -147,7 +125,7 @@ def _counted(first: Size, queries: Size, mask: View) -> Computed | None:
 
 def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Computed | None:
     """The numbers + shift for each query; None where they count the queries."""
-    line = _line(high)
+    line = line_of(high)
     steps = (0, 0, 0 if queries == 1 else 1, 0)
     if line is not None and line.slopes == steps and line.offset + shift == 0:
         return None
@@ -185,8 +163,8 @@ def _collect(view: View, sees: bool, terms: _Terms) -> None:
 
 
 def _add_comparison(view: View, sees: bool, terms: _Terms) -> bool:
-    truth = _truth(view) if sees else _negated(_truth(view))
-    if not isinstance(truth, _Compared):
+    truth = truth_of(view) if sees else negated(truth_of(view))
+    if not isinstance(truth, Compared):
         return truth is True
     low, high = _sorted_out(truth.low, 1), _sorted_out(truth.high, -1)
     if low is None or high is None:
@@ -230,7 +208,7 @@ def _sorted_out(item: Any, sign: int) -> _SortedOut | None:
         for x, s in zip(value.args, signs, strict=True)
     ]
     one, other = parts
-    if one is None or other is None or value.dtype not in _INTEGERS:
+    if one is None or other is None or value.dtype not in INTEGERS:
         return None
     return _SortedOut(one.keys + other.keys, one.more + other.more, (*one.numbers, *other.numbers))
 
@@ -258,7 +236,7 @@ def _quotient(view: View) -> tuple[View, int] | None:
         return None
     x, n = value.args
     plain = isinstance(x, View) and isinstance(n, int) and n > 0
-    return (view.of_operand(x), n) if plain and value.dtype in _INTEGERS else None
+    return (view.of_operand(x), n) if plain and value.dtype in INTEGERS else None
 
 
 def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
@@ -272,18 +250,9 @@ def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
     return True
 
 
-#: What one term of a mask may be, the most telling first.
-_KINDS: tuple[Callable[[View, bool, _Terms], bool], ...] = (
-    lambda *term: _add_triangle(*term),  # below
-    _add_comparison,
-    _add_chunks,
-    _add_padding,
-)
-
-
 def _key_offset(view: View) -> int | None:
     """n of numbers that are n + j at every key j."""
-    line = _line(view)
+    line = line_of(view)
     if line is None or not isinstance(line.offset, int):
         return None
     return line.offset if line.slopes == (0, 0, 0, 1) else None
@@ -291,7 +260,7 @@ def _key_offset(view: View) -> int | None:
 
 def _is_of_queries(view: View) -> bool:
     """Whether integers [B, H, S, K] are the same for every head and key."""
-    if view.value.dtype not in _INTEGERS or len(view.shape) != 4:
+    if view.value.dtype not in INTEGERS or len(view.shape) != 4:
         return False
     _, heads, _, keys = view.effect.dims
     return all(atom.axis is None for dim in (heads, keys) for atom in dim)
@@ -304,10 +273,10 @@ def _apart(one: View | None, other: View | None, more: int = 0) -> int | None:
     (a, m), (b, n) = _shifted(one), _shifted(other)
     if equal_values(a, b):
         return m - n + more
-    lines = _line(one), _line(other)
+    lines = line_of(one), line_of(other)
     if lines[0] is None or lines[1] is None:
         return None
-    known = _sum(lines[0], lines[1], -1).constant
+    known = sum_lines(lines[0], lines[1], -1).constant
     return known + more if isinstance(known, int) else None
 
 
@@ -316,7 +285,7 @@ def _shifted(view: View) -> tuple[View, int]:
     shift = 0
     while view.value.op in ("aten.add", "aten.sub") and len(view.value.args) == 2:
         x, n = view.value.args
-        line = _operand(view, n)
+        line = line_of_operand(view, n)
         known = None if line is None else line.constant
         if not isinstance(x, View) or not isinstance(known, int) or view.value.kwargs:
             break
@@ -329,87 +298,6 @@ def _once(view: View) -> View:
     """What only repeats along a dimension, once."""
     dims = (() if all(a.axis is None for a in dim) else dim for dim in view.effect.dims)
     return view.with_dims(*dims)
-
-
-# --- truth ----------------------------------------------------------------------------------------
-
-
-def _truth(view: View) -> _Truth:
-    """What a boolean tensor says, broadcast dimensions kept."""
-    value = view.value
-    if value.op in _JOINED and len(value.operands) == 2:
-        one, other = (_truth(view.of_operand(v)) for v in value.operands)
-        return _JOINED[value.op](one, other)
-    if value.op in ("aten.bitwise_not", "aten.logical_not") and len(value.operands) == 1:
-        return _negated(_truth(view.of_operand(value.operands[0])))
-    if value.op in _ORDERS and len(value.args) == 2 and not value.kwargs:
-        return _compared(view)
-    line = _line(view)
-    known = None if line is None else line.constant
-    return bool(known) if isinstance(known, int) else None
-
-
-def _both(one: _Truth, other: _Truth) -> _Truth:
-    if one is False or other is False:
-        return False
-    if one is True or other is True:
-        return other if one is True else one
-    return None
-
-
-def _negated(truth: _Truth) -> _Truth:
-    """not (low <= high + slack) is high <= low - slack - 1."""
-    if isinstance(truth, _Compared):
-        return _Compared(truth.high, truth.low, -truth.slack - 1)
-    return None if truth is None else not truth
-
-
-_JOINED: dict[str, Callable[[_Truth, _Truth], _Truth]] = {
-    "aten.bitwise_and": _both,
-    "aten.logical_and": _both,
-}
-
-#: op -> (whether its operands change sides, slack): a <= b, a < b, a >= b, a > b.
-_ORDERS = {
-    "aten.le": (False, 0),
-    "aten.lt": (False, -1),
-    "aten.ge": (True, 0),
-    "aten.gt": (True, -1),
-    "aten.eq": None,
-    "aten.ne": None,
-}
-
-
-def _compared(view: View) -> _Truth:
-    value = view.value
-    apart = _difference(view)
-    order = _ORDERS[value.op]
-    if order is None:
-        if not isinstance(apart, int):
-            return None
-        return (apart == 0) == (value.op == "aten.eq")
-    swapped, slack = order
-    if isinstance(apart, int):
-        return (-apart if swapped else apart) <= slack
-    if not all(_holds_integers(a) for a in value.args):
-        return None
-    low, high = (view.of_operand(a) if isinstance(a, View) else a for a in value.args)
-    return _Compared(high, low, slack) if swapped else _Compared(low, high, slack)
-
-
-def _holds_integers(item: Any) -> bool:
-    if isinstance(item, View):
-        return item.value.dtype in _INTEGERS
-    return isinstance(item, int) and not isinstance(item, bool)
-
-
-def _difference(view: View) -> Size | None:
-    """The difference of an element-wise value's operands, where it is the same everywhere."""
-    lines = [_operand(view, item) for item in view.value.args]
-    if any(line is None for line in lines):
-        return None
-    one, other = lines
-    return _sum(one, other, -1).constant  # type: ignore[arg-type]
 
 
 # --- triangles ------------------------------------------------------------------------------------
@@ -440,7 +328,7 @@ def _number(view: View) -> float | None:
     if view.value.op in ("aten.full", "aten.new_full"):
         given = view.value.argument(1 if view.value.op == "aten.full" else 2, "fill_value")
         return float(given) if isinstance(given, (int, float)) else None
-    known = float(_FILLED[view.value.op]) if view.value.op in _FILLED else _constant(view)
+    known = float(FILLED[view.value.op]) if view.value.op in FILLED else same_everywhere(view)
     return float(known) if isinstance(known, (int, float)) else None
 
 
@@ -485,7 +373,7 @@ def _add_rows(view: View, sees: bool, terms: _Terms) -> bool:
     else:
         base, indices = value.args
         dim, index = indices[0] if len(indices) == 1 else (0, None)
-    if not isinstance(index, View) or index.value.dtype not in _INTEGERS:
+    if not isinstance(index, View) or index.value.dtype not in INTEGERS:
         return False
     dim %= len(base.shape)
     table = base.value
@@ -580,147 +468,10 @@ def _add_joined(view: View, terms: _Terms) -> bool:
     return _add_part(view, found, False, zeros.shape[1], terms)
 
 
-# --- lines ----------------------------------------------------------------------------------------
-
-
-def _line(view: View) -> _Line | None:
-    """A view of integers as a linear function of its indices."""
-    of = _LINES.get(view.value.op)
-    inner = None if of is None else of(view.value)
-    return None if inner is None else _seen_through(inner, view.effect)
-
-
-def _seen_through(line: _Line, effect: Effect) -> _Line | None:
-    offset = line.offset
-    for first, slope in zip(effect.start, line.slopes, strict=True):
-        offset = offset + first * slope
-    slopes = []
-    for dim in effect.dims:
-        atoms = [(0 if a.axis is None else line.slopes[a.axis] * a.step, a.length) for a in dim]
-        slope, reach = (atoms[-1][0], atoms[-1][1]) if atoms else (0, 1)
-        for step, length in atoms[-2::-1]:
-            if step != slope * reach:
-                return None
-            reach = reach * length
-        slopes.append(slope)
-    return _Line(offset, tuple(slopes))
-
-
-def _operand(view: View, item: Any) -> _Line | None:
-    """One operand of an element-wise value, as a view of that value sees it."""
-    if isinstance(item, View):
-        return _line(view.of_operand(item))
-    whole = isinstance(item, int) and not isinstance(item, bool)
-    return _Line(item, (0,) * len(view.shape)) if whole else None
-
-
-def _sum(one: _Line, other: _Line, sign: int) -> _Line:
-    slopes = (a + sign * b for a, b in zip(one.slopes, other.slopes, strict=True))
-    return _Line(one.offset + sign * other.offset, tuple(slopes))
-
-
-def _arange(value: Value) -> _Line | None:
-    numbers = [a for a in value.args if not isinstance(a, View)]
-    names = ("start", "end", "step") if len(numbers) > 1 else ("end",)
-    given = dict(zip(names, numbers, strict=False)) | dict(value.kwargs)
-    start, step = given.get("start", 0), given.get("step", 1)
-    plain = isinstance(start, int) and isinstance(step, int)
-    return _Line(start, (step,)) if plain and value.dtype in _INTEGERS else None
-
-
-def _added(value: Value) -> _Line | None:
-    if len(value.args) != 2 or value.kwargs.get("alpha", 1) != 1:
-        return None
-    if value.dtype not in _INTEGERS:
-        return None
-    one, other = (_operand(value.whole, item) for item in value.args)
-    sign = -1 if value.op == "aten.sub" else 1
-    return None if one is None or other is None else _sum(one, other, sign)
-
-
-def _cast(value: Value) -> _Line | None:
-    source = value.operands[0]
-    if value.dtype not in _INTEGERS or source.value.dtype not in _INTEGERS:
-        return None
-    return _line(source)
-
-
-def _filled(value: Value) -> _Line:
-    return _Line(_FILLED[value.op], (0,) * len(value.shape))
-
-
-def _diff(value: Value) -> _Line | None:
-    """diff(x, dim, prepend=p): the slope of x along dim, where p continues it backwards."""
-    x, before = value.args[0], value.kwargs.get("prepend")
-    other = set(value.kwargs) - {"prepend", "dim"}
-    if len(value.args) != 1 or other or not isinstance(before, View):
-        return None
-    dim = value.kwargs.get("dim", -1) % len(value.shape)
-    if before.shape[dim] != 1 or x.value.dtype not in _INTEGERS:
-        return None
-    line, first = _line(x), _line(before)
-    if line is None or first is None:
-        return None
-    slope = line.slopes[dim]
-    rest = tuple(0 if axis == dim else s for axis, s in enumerate(line.slopes))
-    step = _sum(_Line(line.offset, rest), first, -1)
-    return _Line(slope, (0,) * len(value.shape)) if step.constant == slope else None
-
-
-def _running_sum(value: Value) -> _Line | None:
-    """The running sum of one number."""
-    if len(value.args) + len(value.kwargs) != 2:
-        return None
-    dim = value.argument(1, "dim", -1) % len(value.shape)
-    source = value.args[0]
-    known = _constant(source)
-    if not isinstance(known, int):
-        return None
-    return _Line(known, tuple(known if axis == dim else 0 for axis in range(len(value.shape))))
-
-
-def _constant(view: View) -> Size | None:
-    if view.value.dtype == torch.bool:
-        truth = _truth(view)
-        return int(truth) if isinstance(truth, bool) else None
-    line = _line(view)
-    return None if line is None else line.constant
-
-
-def _gathered(value: Value) -> _Line | None:
-    """x[i, j, ...] with an index tensor for every dimension of x."""
-    base, indices = value.args
-    if [dim for dim, _ in indices] != list(range(len(base.shape))):
-        return None
-    known = _constant(base)
-    if known is not None:
-        return _Line(known, (0,) * len(value.shape))
-    line = _line(base)
-    if line is None:
-        return None
-    total = _Line(line.offset, (0,) * len(value.shape))
-    for slope, (_, index) in zip(line.slopes, indices, strict=True):
-        if slope == 0:
-            continue
-        at = _operand(value.whole, index)
-        # A negative index would count from the end.
-        if at is None or not _never_negative(at):
-            return None
-        total = _sum(total, _Line(at.offset * slope, tuple(s * slope for s in at.slopes)), 1)
-    return total
-
-
-def _never_negative(line: _Line) -> bool:
-    return all(isinstance(n, int) and n >= 0 for n in (line.offset, *line.slopes))
-
-
-_LINES: dict[str, Callable[[Value], _Line | None]] = {
-    "aten.arange": _arange,
-    "aten.add": _added,
-    "aten.sub": _added,
-    "cast": _cast,
-    "aten.diff": _diff,
-    "aten.cumsum": _running_sum,
-    "aten.index": _gathered,
-    **dict.fromkeys(_FILLED, _filled),
-}
+#: What one term of a mask may be, the most telling first.
+_KINDS: tuple[Callable[[View, bool, _Terms], bool], ...] = (
+    _add_triangle,
+    _add_comparison,
+    _add_chunks,
+    _add_padding,
+)

@@ -56,6 +56,16 @@ def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
     return view, tuple(stripped)
 
 
+def before_widening(view: View) -> View:
+    """The view before casts to wider floating types: those change no number."""
+    while is_float_cast(view.value):
+        inner = view.value.args[0]
+        if inner.value.dtype.itemsize >= view.value.dtype.itemsize:
+            break
+        view = inner.through(view.effect)
+    return view
+
+
 def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
     """The norm whose result is `head`, heads of a projection or any other value, or None.
 
