@@ -175,13 +175,20 @@ _NOT = {"aten.bitwise_not", "aten.logical_not"}
 def _collect(view: View, sees: bool, terms: _Terms) -> None:
     """Adds the terms of which a mask is the conjunction, or of whose opposite it is."""
     value = view.value
-    if value.op in _NOT and len(value.operands) == 1:
+    if _is_of_bits(value):
+        terms.whole = False
+    elif value.op in _NOT and len(value.operands) == 1:
         _collect(view.of_operand(value.operands[0]), not sees, terms)
     elif value.op in (_AND if sees else _OR) and len(value.operands) == 2:
         for operand in value.operands:
             _collect(view.of_operand(operand), sees, terms)
     elif not any(add(view, sees, terms) for add in _KINDS):
         terms.whole = False
+
+
+def _is_of_bits(value: Value) -> bool:
+    """Whether a bitwise operation is one of integers: `~1` is not zero, so as true as 1 is."""
+    return value.op.startswith("aten.bitwise_") and value.dtype != torch.bool
 
 
 def _add_comparison(view: View, sees: bool, terms: _Terms) -> bool:
@@ -337,6 +344,8 @@ def _once(view: View) -> View:
 def _truth(view: View) -> _Truth:
     """What a boolean tensor says, broadcast dimensions kept."""
     value = view.value
+    if _is_of_bits(value):
+        return None
     if value.op in _JOINED and len(value.operands) == 2:
         one, other = (_truth(view.of_operand(v)) for v in value.operands)
         return _JOINED[value.op](one, other)
