@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.dataflow.spelling import LAYOUT, argument, name_of, shape_of
+from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
+from tilewright.compiler.rewrite.strides import steps, strides_matter
 from tilewright.compiler.safety.legality import insertion_node, writes_on
 from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
@@ -86,17 +87,17 @@ def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewrit
             node = _insert(op, match, materialiser)
             if match.needs_kernel and _device_type(match) == "cuda":
                 _check_kernel(op, node)
+            found = [pair for r in match.results for pair in _restate(r, node, materialiser)]
+            moved = _moved_and_written(found, flow)
             replacements = [
-                (old, _viewable(old, new, materialiser))
-                for r in match.results
-                for old, new in _restate(r, node, materialiser)
+                (old, new if moved else _laid_out(old, new, materialiser)) for old, new in found
             ]
     except Exception as error:
         _erase_between(graph, before, last)
         if not isinstance(error, (ArgumentError, InexpressibleError)):
             return failed(match.pattern, "to rewrite", error, (match.anchor.node,))
         return _miss(match, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), last)
-    if (moved := _moved_and_written(replacements, flow)) is not None:
+    if moved is not None:
         _erase_between(graph, before, last)
         message = f"{moved.name} is changed in place, and the fused op's result has other strides"
         hint = "change a copy of it"
@@ -149,42 +150,19 @@ def _moved_and_written(
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
         written = next(writes_on(flow, flow.storage_of(one)), None)
-        if written is not None and _steps(one) != _steps(two):
+        if written is not None and steps(one) != steps(two):
             return old
     return None
 
 
-def _viewable(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
-    """The replacement of a node, copied where the graph views it as only the old strides allow."""
+def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
+    """The replacement of a node, copied where the graph can tell that it has other strides."""
     held, now = (node.meta["example_value"] for node in (old, new))
-    if _steps(held) == _steps(now) or not _breaks_views(old, now):
+    if steps(held) == steps(now) or not strides_matter(old, now, materialiser.flow):
         return new
     if not held.is_contiguous():
-        raise InexpressibleError(f"{old.name} is viewed, and the op's result has other strides")
+        raise InexpressibleError(f"{old.name} is read by strides that the op's result has not")
     return materialiser.call("contiguous", new)
-
-
-def _breaks_views(old: fx.Node, now: torch.Tensor) -> bool:
-    """Whether a view of a node, or of its views, cannot be taken of another tensor in its place."""
-    front = {old: now}
-    while front:
-        node, tensor = front.popitem()
-        for user in node.users:
-            first = argument(user, 0, "input")
-            if first is not node or name_of(user) not in (*LAYOUT, "getitem"):
-                continue
-            try:
-                viewed = _compat.run_fake(user, {node: tensor})
-            except (RuntimeError, ValueError):
-                return True
-            if isinstance(viewed, torch.Tensor):
-                front[user] = viewed
-    return False
-
-
-def _steps(tensor: torch.Tensor) -> list[Any]:
-    """The strides that matter: those of dimensions that have more than one element."""
-    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
 def arguments_of(op: FusedOp, node: fx.Node) -> Any:

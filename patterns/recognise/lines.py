@@ -198,9 +198,16 @@ _LINES: dict[str, Callable[[Value], Line | None]] = {
 # --- truth ----------------------------------------------------------------------------------------
 
 
+def is_of_bits(value: Value) -> bool:
+    """Whether a bitwise operation is one of integers: `~1` is not zero, so as true as 1 is."""
+    return value.op.startswith("aten.bitwise_") and value.dtype != torch.bool
+
+
 def truth_of(view: View) -> Truth:
     """What a boolean tensor says, broadcast dimensions kept."""
     value = view.value
+    if is_of_bits(value):
+        return None
     if value.op in _JOINED and len(value.operands) == 2:
         one, other = (truth_of(view.of_operand(v)) for v in value.operands)
         return _JOINED[value.op](one, other)

@@ -22,6 +22,7 @@ from tilewright.patterns.recognise.lines import (
     FILLED,
     INTEGERS,
     Compared,
+    is_of_bits,
     line_of,
     line_of_operand,
     negated,
@@ -153,7 +154,9 @@ _NOT = {"aten.bitwise_not", "aten.logical_not"}
 def _collect(view: View, sees: bool, terms: _Terms) -> None:
     """Adds the terms of which a mask is the conjunction, or of whose opposite it is."""
     value = view.value
-    if value.op in _NOT and len(value.operands) == 1:
+    if is_of_bits(value):
+        terms.whole = False
+    elif value.op in _NOT and len(value.operands) == 1:
         _collect(view.of_operand(value.operands[0]), not sees, terms)
     elif value.op in (_AND if sees else _OR) and len(value.operands) == 2:
         for operand in value.operands:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.agreement import cloned
 from tests.compiler.running import compiled, patterns_used
@@ -38,3 +39,55 @@ def test_a_result_that_lies_otherwise_is_not_written(after, fused):
     assert ("mla_prefill" in patterns_used("mla")) == fused
     codes = [m.code for m in reports()[-1].misses if m.pattern == "mla_prefill"]
     assert codes == ([] if fused else ["INPUT_MUTATED"])
+
+
+def rows_then_flattened(y):
+    """A copy, as `y` lies by columns first; writing to it leaves `y` as it is."""
+    flat = y.flatten()
+    flat[3] = 7
+    return y, flat
+
+
+def doubled_then_flattened(y):
+    """What is computed element by element lies as `y` does."""
+    return rows_then_flattened(y * 2)
+
+
+def read_by_strides(y):
+    return y.as_strided((3, 64), (64, 1)), y
+
+
+def doubled_and_viewed(y):
+    return (y * 2).transpose(0, 1).view(-1), y
+
+
+@pytest.mark.parametrize(
+    "after", [rows_then_flattened, doubled_then_flattened, read_by_strides, doubled_and_viewed]
+)
+def test_a_result_that_the_graph_reads_by_its_strides(after):
+    """A residual whose first two dimensions are transposed, as its sum with a linear is then."""
+
+    def model(x, weight, residual):
+        return after(residual.transpose(0, 1) + F.linear(x, weight))
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 2, 64), (64, 64), (2, 3, 64)
+    args = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    expected, actual = (f(*cloned(args)) for f in (model, compiled(model)))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        assert a.stride() == b.stride()
+
+
+def test_a_result_that_is_returned_lies_as_eager_s():
+    """Here in memory of its own, [B, H, S, D], where the op's lies by tokens."""
+
+    def attend(q, k, v):
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        return (q @ k.transpose(2, 3)).softmax(-1) @ v * 2
+
+    args = [torch.randn(2, heads, 3, 16) for heads in (4, 2, 2)]
+    expected, actual = (f(*cloned(args)) for f in (attend, compiled(attend)))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert actual.stride() == expected.stride()
+    assert patterns_used("attention") == ["cache_attention"]

@@ -369,6 +369,10 @@ MASKS = {
     "rows_of_other_numbers": (
         lambda k, p, s: (ones(KEYS).float() * 2).tril()[p], "tensor",
     ),
+    "bits_of_integers": (
+        lambda k, p, s: (~ones(KEYS).long().triu(1)[:QUERIES]).logical_not().logical_not(),
+        "tensor",
+    ),
     "numbers_not_infinite": (
         lambda k, p, s: torch.where(counted(k) <= p[:, None], 0.0, -9.0),
         "tensor",

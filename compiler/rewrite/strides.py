@@ -1,0 +1,89 @@
+"""Whether a graph can tell from the strides of a tensor that another stands in its place.
+
+Strides decide which views can be taken, whether `reshape` gives a view or a copy, and so what a
+later write changes, what `as_strided` reads, and what a user's Triton kernel does: Dynamo has put
+strides into its arguments as numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.spelling import name_of, shape_of
+from tilewright.compiler.safety.legality import writes_on
+from tilewright.patterns.dataflow import Dataflow
+
+_READ = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
+         "set_", "resize_", "triton_kernel_wrapper")  # fmt: skip
+
+
+def steps(tensor: torch.Tensor) -> list[Any]:
+    """The strides that matter: those of dimensions that have more than one element."""
+    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+
+
+def strides_matter(old: fx.Node, now: torch.Tensor, flow: Dataflow) -> bool:
+    """Whether a graph with `now`, a fake tensor, in the place of a node's would compute something
+    else, raise, or return tensors with other strides."""
+    changed: dict[fx.Node, Any] = {old: now}
+    front = [old]
+    while front:
+        for user in front.pop().users:
+            if user.op == "output" or name_of(user).startswith(_READ):
+                return True
+            if isinstance(user.target, torch._ops.HigherOrderOperator) or _has_new_sizes(user):
+                continue  # dense results, whatever the strides of what they read
+            held = _compat.tensors_of(user)
+            if not held:
+                continue
+            try:
+                made = _compat.run_fake(user, changed)
+            except (RuntimeError, ValueError):
+                return True
+            tensors = _compat.tensors_in(made)
+            if _shares_otherwise(user, tensors, changed, flow):
+                return True
+            if any(steps(a) != steps(b) for a, b in zip(held, tensors, strict=True)):
+                changed[user] = made
+                front.append(user)
+    return False
+
+
+def _has_new_sizes(node: fx.Node) -> bool:
+    """Whether data decide the sizes of a node's result: run again, it would have other symbols."""
+    return not _unbacked(node) <= set().union(*map(_unbacked, node.all_input_nodes))
+
+
+def _unbacked(node: fx.Node) -> set[str]:
+    sizes = [size for t in _compat.tensors_of(node) for size in shape_of(t)]
+    symbols = {str(s) for n in sizes if not isinstance(n, int) for s in n.free_symbols}
+    return {name for name in symbols if name.startswith("u")}
+
+
+def _shares_otherwise(
+    user: fx.Node, tensors: list[torch.Tensor], changed: dict[fx.Node, Any], flow: Dataflow
+) -> bool:
+    """Whether a view becomes a copy, or the other way round, of memory that the graph writes, or
+    that it returns besides."""
+    own = _keys(_compat.tensors_of(user))
+    for source in user.all_input_nodes:
+        if source not in changed:
+            continue
+        theirs = _keys(_compat.tensors_of(source))
+        shared = not _keys(tensors).isdisjoint(_keys(_compat.tensors_in(changed[source])))
+        if shared == (not own.isdisjoint(theirs)):
+            continue
+        if any(next(writes_on(flow, storage), None) for storage in own | theirs):
+            return True
+        returned = set(_compat.storages_of(*user.graph.output_node().all_input_nodes))
+        if own & returned and theirs & returned:
+            return True
+    return False
+
+
+def _keys(tensors: list[torch.Tensor]) -> set[int]:
+    return {key for tensor in tensors for key in _compat.storage_keys(tensor)}
