@@ -160,9 +160,13 @@ def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node
     held, now = (node.meta["example_value"] for node in (old, new))
     if steps(held) == steps(now) or not strides_matter(old, now, materialiser.flow):
         return new
-    if not held.is_contiguous():
+    if held.is_contiguous():
+        return materialiser.call("contiguous", new)
+    order = sorted(range(held.dim()), key=lambda dim: -held.stride(dim))
+    if not held.permute(order).is_contiguous():
         raise InexpressibleError(f"{old.name} is read by strides that the op's result has not")
-    return materialiser.call("contiguous", new)
+    packed = materialiser.call("contiguous", materialiser.call("permute", new, order))
+    return materialiser.call("permute", packed, [order.index(dim) for dim in range(held.dim())])
 
 
 def arguments_of(op: FusedOp, node: fx.Node) -> Any:
