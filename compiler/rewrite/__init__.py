@@ -164,7 +164,11 @@ def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node
         return materialiser.call("contiguous", new)
     order = sorted(range(held.dim()), key=lambda dim: -held.stride(dim))
     if not held.permute(order).is_contiguous():
-        raise InexpressibleError(f"{old.name} is read by strides that the op's result has not")
+        # Columns of a wider tensor: what is packed in their order has every view that they have.
+        if strides_matter(old, now, materialiser.flow, returned=False):
+            raise InexpressibleError(f"{old.name} is read by strides that the op's result has not")
+        if now.permute(order).is_contiguous():
+            return new
     packed = materialiser.call("contiguous", materialiser.call("permute", new, order))
     return materialiser.call("permute", packed, [order.index(dim) for dim in range(held.dim())])
 

@@ -26,13 +26,17 @@ def steps(tensor: torch.Tensor) -> list[Any]:
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
-def strides_matter(old: fx.Node, now: torch.Tensor, flow: Dataflow) -> bool:
+def strides_matter(
+    old: fx.Node, now: torch.Tensor, flow: Dataflow, *, returned: bool = True
+) -> bool:
     """Whether a graph with `now`, a fake tensor, in the place of a node's would compute something
-    else, raise, or return tensors with other strides."""
+    else, raise, or, where that counts (returned), return tensors with other strides."""
     changed: dict[fx.Node, Any] = {old: now}
     front = [old]
     while front:
         for user in front.pop().users:
+            if user.op == "output" and not returned:
+                continue
             if user.op == "output" or name_of(user).startswith(_READ):
                 return True
             if isinstance(user.target, torch._ops.HigherOrderOperator) or _has_new_sizes(user):
