@@ -60,8 +60,7 @@ class Case:
 
     @property
     def sets(self) -> int:
-        width = RANK + ROPE if self.latent_heads else 2 * KV_HEADS * WIDTH
-        return max(1, min(MOST_SETS, int(COLD_BYTES / (2 * self.batch * self.present * width)) + 1))
+        return max(1, min(MOST_SETS, int(COLD_BYTES / self.bytes_present) + 1))
 
     @property
     def bytes_present(self) -> int:

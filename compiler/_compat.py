@@ -329,6 +329,12 @@ def fake_mode_of(tensors: Iterable[Any]) -> Any:
     return next((mode for mode in modes if mode is not None), None)
 
 
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as a fake one, of its fake mode, with memory of its own."""
+    with fake_mode_of([tensor]) or nullcontext(), torch.no_grad():
+        return torch.empty_like(tensor)
+
+
 def aten_graph(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.Graph:
     """The pre-dispatch ATen calls `function(*tensors)` makes, under the tensors' fake mode.
 

@@ -155,16 +155,9 @@ def _spelled_out(graph: fx.Graph, node: fx.Node) -> SpelledOut:
     weights = write.call(torch.softmax, logits, -1)
     weights.meta[SPELLED] = True
     end = write.call(torch.matmul, write.call("to", weights, q.dtype), v)
-    end.meta["example_value"] = _like(out)
+    end.meta["example_value"] = _compat.empty_like(out.meta["example_value"])
     out.replace_all_uses_with(end)
     return SpelledOut(node, out, end, tuple(write.added))
-
-
-def _like(node: fx.Node) -> torch.Tensor:
-    """A fake tensor laid out as a node's, with memory of its own."""
-    held = node.meta["example_value"]
-    with _compat.fake_mode_of([held]), torch.no_grad():
-        return torch.empty_like(held)
 
 
 def _for_each_head(write: _Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:

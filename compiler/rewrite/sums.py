@@ -6,7 +6,6 @@ stay. Patterns then see one form of a sum, and of a quotient."""
 from __future__ import annotations
 
 import operator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,8 +122,7 @@ def _is_taken_once(part: fx.Node) -> bool:
 def _give_memory(base: fx.Node) -> None:
     """A tensor gets a fake tensor with memory of its own, laid out as the one that it had."""
     old = base.meta["example_value"]
-    with _compat.fake_mode_of([old]) or nullcontext(), torch.no_grad():
-        new = base.meta["example_value"] = torch.empty_like(old)
+    new = base.meta["example_value"] = _compat.empty_like(old)
     maker = _maker(base)
     if maker is not base:
         parts = [new if part is old else part for part in maker.meta["example_value"]]

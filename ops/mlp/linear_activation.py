@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from tilewright.ops.checks import ArgumentError, check_choice, check_dtype, check_number
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
@@ -14,6 +13,7 @@ from tilewright.ops.mlp.cases import ACTIVATION_CASES, LinearCase, sample_linear
 from tilewright.ops.mlp.checks import DTYPES, check_rows, check_vector, check_weight
 from tilewright.ops.mlp.operands import activation_unsupported
 from tilewright.ops.reference.activation import ACTIVATIONS
+from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_norm
 
 NAME = "linear_activation"
@@ -91,14 +91,10 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
     y = a.x.to(compute)
     if a.rms_norm:
         y = apply_norm(y, a.norm_weight, a.norm_eps, offset=a.norm_offset)
-    out = ACTIVATIONS[a.activation](_product(y, a.weight, a.bias))
+    out = ACTIVATIONS[a.activation](apply_linear(y, a.weight, a.bias))
     if a.up_weight is not None:
-        out = out * _product(y, a.up_weight, a.up_bias)
+        out = out * apply_linear(y, a.up_weight, a.up_bias)
     return out.to(a.x.dtype)
-
-
-def _product(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return functional.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
 
 
 def sample_inputs(

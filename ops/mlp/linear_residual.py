@@ -13,6 +13,7 @@ from tilewright.ops.mlp.cases import RESIDUAL_CASES, LinearCase, sample_linear, 
 from tilewright.ops.mlp.checks import DTYPES, check_rows, check_vector, check_weight
 from tilewright.ops.mlp.operands import residual_unsupported
 from tilewright.ops.reference import tolerances
+from tilewright.ops.reference.linear import apply_linear
 
 NAME = "linear_residual"
 
@@ -65,9 +66,8 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
     Without bias nothing is added to the product.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
-    bias = None if a.bias is None else a.bias.to(compute)
-    product = torch.nn.functional.linear(a.x.to(compute), a.weight.to(compute), bias)
-    return (a.residual.to(compute) + a.scale * product).to(a.x.dtype)
+    made = apply_linear(a.x.to(compute), a.weight, a.bias)
+    return (a.residual.to(compute) + a.scale * made).to(a.x.dtype)
 
 
 def sample_inputs(
