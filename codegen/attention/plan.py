@@ -13,8 +13,8 @@ from tilewright.codegen.targets import Target
 
 # Rows of a tile at most.
 MOST_ROWS = 64
-# Where values are the keys: fp32 numbers of the output that a thread holds, and at most, where there
-# are no more warps to take; keys of a block, fewer than a list's has, because rows are wide.
+# Where values are the keys: fp32 numbers of the output that a thread holds, and of one of the most
+# warps at most; keys of a block, whose rows are wide.
 HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
@@ -26,7 +26,7 @@ MOST_SPLITS = 128
 # H200): another launch, and each part that it merges.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
-# Latents: the time that a program alone on a multiprocessor takes, to that of two beside each other.
+# Of latents: a lone program of a multiprocessor takes so much longer than two do beside each other.
 LONE_LATENTS = 1.2
 # More programs than fit at once would start late where most of the capacity is empty.
 RESIDENT_PROGRAMS = 2
@@ -137,9 +137,8 @@ def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, 
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        reading = cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
-        if problem.v is None and programs <= sms:
-            reading *= LONE_LATENTS
+        longer = LONE_LATENTS if problem.v is None and programs <= sms else 1.0
+        reading = longer * cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
         # Parts are written, and read by those who merge them.
         merging = LAUNCH_BYTES + MERGED_BYTES * splits + 2 * programs * part_bytes / sms
         return reading + (merging if splits > 1 else 0)

@@ -225,9 +225,9 @@ def attention_decode(
     block table a sequence is a page. factor takes products to the base-2 domain; where CAPPED to
     twice what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks has the mask's list of
-    blocks of KEYS keys (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the first rows, a
-    power of two, that hold all queries. With SPLITS > 1 the parts are left to `attention_merge` in
-    workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile.
+    blocks of KEYS keys (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the
+    first rows, a power of two, that hold all queries. With SPLITS > 1 the parts are left to
+    `attention_merge` in workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
