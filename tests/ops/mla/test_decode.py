@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attention_cases import performed
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.attention.plan import decode_rows
 from tilewright.codegen.attention.specs import DecodeConfig
@@ -19,6 +20,7 @@ from tilewright.ops.attention.operands import RopePart, cache_problem
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.decode import MlaDecodeArguments, mla_decode
+from tilewright.ops.mla.decode_lowering import head_steps
 from tilewright.ops.runtime.program import drive
 
 OP = get_op("mla_decode")
@@ -176,7 +178,9 @@ def test_ragged_parts_merge():
     case = next(case for case in OP.cases if case.name == "several_ragged")
     a = OP.sample_inputs(replace(case, key_lengths=(37, 4, 900), room=960))
     program = interpret(OP, a, num_sms=132)
-    assert [spec.kernel for spec in program.specs] == ["attention_decode", "attention_merge"]
+    assert [spec.kernel for spec in program.specs] == [
+        *("head_products", "attention_decode", "attention_merge", "head_products"),
+    ]
     problem = OP.tolerances[a.q.dtype].problem(program.outcome.result, OP.reference(a).double())
     assert problem is None, problem
 
@@ -190,7 +194,8 @@ def test_no_key_is_copied():
     rope_keys.copy_(a.rope_keys)
     program = interpret(OP, replace(a, latent=latent, rope_keys=rope_keys))
     torch.testing.assert_close(program.outcome.result, interpret(OP, a).outcome.result)
-    assert program.specs[0].constant("K_STRIDE") == 100
+    [attention] = [spec for spec in program.specs if spec.kernel == "attention_decode"]
+    assert attention.constant("K_STRIDE") == 100
 
 
 @pytest.mark.parametrize(
@@ -218,3 +223,26 @@ def test_it_can_be_called_by_hand():
     given = dict(vars(a))
     four = [given.pop(name) for name in ("q", "latent", "rope_keys", "kv_b_weight")]
     torch.testing.assert_close(mla_decode(*four, **given), OP.reference(a))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_head_has_a_weight_of_its_own(tokens, turned):
+    """Widths that fill no tile; rows and weights that lie among others, which hold NaN."""
+    heads, k, width = 3, 40, 72
+    x = torch.full((tokens, heads, k + 8), torch.nan).bfloat16()[..., :k].normal_()
+    shape = (heads, width + 8, k) if turned else (heads, k + 8, width)
+    stored = torch.full(shape, torch.nan).bfloat16()
+    weights = (stored[:, 8:].mT if turned else stored[:, 8:]).normal_()
+    out = performed(head_steps(x, weights, SM90), Interpreter(SM90))
+    want = torch.einsum("thk,hkw->thw", x.double(), weights.double())
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2.0**-8)
+
+
+def test_many_tokens_take_the_library_s_product_of_each_head():
+    x, weights = torch.randn(65, 2, 16).bfloat16(), torch.randn(2, 16, 24).bfloat16()
+    machine = Interpreter(SM90)
+    out = performed(head_steps(x, weights, SM90), machine)
+    assert machine.kernels == []
+    want = torch.einsum("thk,hkw->thw", x.double(), weights.double())
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2.0**-7)
