@@ -11,8 +11,9 @@ from tilewright.patterns.qkv import qkv_cache
 from tilewright.patterns.lora import lora_qkv
 from tilewright.patterns.qkv import cache_store
 from tilewright.patterns.mla import mla_prefill
+from tilewright.patterns.mla import mla_decode
 
-# After mla_prefill, which takes keys that are up-projected from latents.
+# After these, which take keys that are up-projected from latents, or latents.
 from tilewright.patterns.attention import cache_attention
 
 # Under another name: `moe` is the package.
@@ -34,6 +35,7 @@ __all__ = [
     "linear_activation",
     "linear_residual",
     "lora_qkv",
+    "mla_decode",
     "mla_latent_store",
     "mla_prefill",
     "moe_dense",
