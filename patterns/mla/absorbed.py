@@ -11,7 +11,7 @@ Dimension letters: as in `patterns/mla/keys.py`; S queries of each sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -19,7 +19,8 @@ from tilewright.patterns import effects
 from tilewright.patterns.attention.bare import bare
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
-from tilewright.patterns.recognise.attention_eager import without_repeats
+from tilewright.patterns.recognise.attention import Attention
+from tilewright.patterns.recognise.attention_eager import product_of, without_repeats
 from tilewright.patterns.recognise.attention_varlen import FORMS, name_of_op
 from tilewright.patterns.recognise.gemm import Side, is_weight, named_product, piece_of
 
@@ -110,7 +111,7 @@ def _attends(value: Value) -> bool:
 
 def _multiplies(value: Value) -> bool:
     whole = _attends(value) or value.op == "aten.baddbmm"
-    return whole or named_product(value) is not None
+    return whole or product_of(value) is not None
 
 
 def _fit(query: PerHead, result: PerHead) -> bool:
@@ -148,13 +149,15 @@ def _with_weight(value: Value, result: str, x: Side, stack: Side) -> PerHead | N
 def heads_of(product: PerHead, query: Side) -> str | None:
     """The name of the heads among the dimensions of a query that a product makes, or a part of."""
     for name, dim in query.dims.items():
-        if dim and _are_heads(query.view.with_dims(dim), product):
+        if _are_heads(query.view.with_dims(dim), product):
             return name
     return None
 
 
 def _are_heads(view: View, product: PerHead) -> bool:
-    """Whether a view [H] walks the product's heads."""
+    """Whether a view of one dimension walks the product's heads."""
+    if view.effect.dims == ((),):
+        return False
     view, _ = bare(view)
     value = view.value
     if value is product.value:
@@ -171,6 +174,43 @@ def _are_heads(view: View, product: PerHead) -> bool:
             return True
         first = first + part.shape[axis]
     return False
+
+
+def with_heads(found: Attention, product: PerHead) -> Attention:
+    """The attention with the product's heads as its heads, where the graph gives them to attention
+    as queries of one head: keys that all share tell neither from the other."""
+    as_queries = any(_are_heads(q.with_dims(q.effect.dims[1]), product) for q, _ in found.terms)
+    keys = (*found.keys, found.v)
+    shared = all(a.axis is None for view in keys for a in view.effect.dims[2])
+    if not as_queries or not shared or found.causal or found.sinks is not None:
+        return found
+    heads = found.queries[1]
+    masks = (m if m is None else m.permute(0, 2, 1, 3) for m in (found.mask, found.added))
+    mask, added = masks
+    return replace(
+        found,
+        terms=tuple((q.permute(0, 2, 1, 3), _for_all(k, heads)) for q, k in found.terms),
+        v=_for_all(found.v, heads),
+        mask=mask,
+        added=added,
+        layout=_swapped(found.layout),
+    )
+
+
+def _for_all(keys: View, heads: Size) -> View:
+    """The one head of [B, K, .., D], repeated."""
+    batch, length, _, width = keys.effect.dims
+    return keys.with_dims(batch, length, effects.coalesce([Atom(None, 0, heads)]), width)
+
+
+def _swapped(layout: Effect) -> Effect:
+    """An effect on the axes [B, S, H, D] as one on [B, H, S, D]."""
+    order = (0, 2, 1, 3)
+    dims = (
+        tuple(a if a.axis is None else replace(a, axis=order[a.axis]) for a in dim)
+        for dim in layout.dims
+    )
+    return Effect(tuple(dims), tuple(layout.start[axis] for axis in order))
 
 
 def query_of(product: PerHead, latent: View) -> View:

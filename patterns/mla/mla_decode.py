@@ -34,6 +34,7 @@ from tilewright.patterns.mla.absorbed import (
     heads_of,
     query_of,
     taken_of,
+    with_heads,
 )
 from tilewright.patterns.mla.keys import assembled
 from tilewright.patterns.mla.up_weight import weight_arguments
@@ -65,7 +66,7 @@ class MlaDecode:
 
     def match(self, anchor: Absorbed, flow: Dataflow) -> Match:
         heads = partial(heads_of, anchor.query)
-        attention = match_attention(anchor.attention, flow, heads)
+        attention = with_heads(match_attention(anchor.attention, flow, heads), anchor.query)
         columns = _columns(attention, anchor.query, flow)
         nope = query_of(anchor.query, columns.q_latent)
         attention = _guarded(attention, columns, nope, anchor, flow)
@@ -115,26 +116,27 @@ def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
         q, factor = bare(whole)
         made = assembled([q], flow)
         for piece in made.pieces:
-            width = piece.view.shape[-1]
+            keys = k.narrow(3, piece.start, piece.view.shape[-1])
             inner, more = bare(piece.view)
-            keys = k.narrow(3, piece.start, width)
-            if inner.value is not product.value:
+            if inner.value is product.value:
+                own.append((factor * more, inner, keys))
+                outer, below = between(whole, q.value), between(piece.view, inner.value)
+                absorbed += (*outer, *made.absorbed, *below)
+                scratch += made.scratch
+            elif len(made.pieces) == 1:
+                others.append((1.0, whole, keys))
+            else:
                 others.append((factor, piece.view, keys))
-                continue
-            own.append((factor * more, inner, keys))
-            path = (*between(whole, q.value), *made.absorbed, *between(piece.view, inner.value))
-            absorbed += path
-            scratch += made.scratch
     if len(own) != 1 or len(others) != 1:
-        why = f"{len(own)} and {len(others)} parts of the query are absorbed and rotated, not one"
+        why = f"the query has {len(own)} absorbed and {len(others)} other parts, not one of each"
         reject("ABSORBED_DECODE", Stage.Q_PATH, why, product.value, hint=_HINT)
-    (factor, q_latent, latents), (outer, q_rope, rope_keys) = own[0], others[0]
-    q_rope, more = bare(q_rope, scaled=factor != outer)
-    if factor != outer * more:
-        why = f"q's parts are scaled by {factor:g} and {outer * more:g}"
-        reject("ABSORBED_DECODE", Stage.Q_PATH, why, product.value, hint="scale the logits")
-    shared = (_shared(keys) for keys in (latents, rope_keys))
-    return Columns(q_latent, q_rope, *shared, factor, tuple(absorbed), tuple(scratch))
+    (factor, q_latent, latents), (known, q_rope, rope_keys) = own[0], others[0]
+    q_rope, more = bare(q_rope, scaled=factor != known)
+    if factor != known * more:
+        why = f"the query's parts are scaled by {factor:g} and {known * more:g}"
+        reject("ABSORBED_DECODE", Stage.Q_PATH, why, product.value, hint="scale their logits")
+    latents, rope_keys = _shared(latents), _shared(rope_keys)
+    return Columns(q_latent, q_rope, latents, rope_keys, factor, tuple(absorbed), tuple(scratch))
 
 
 def _shared(keys: View) -> View:
@@ -167,7 +169,7 @@ def _guarded(
     )
     ended = with_end_in(attention, dtypes.pop(), flow)
     if ended is None or ended.end is not result.x.view.value:
-        refuse("its result is not multiplied with the values' weight as it is", attention.end)
+        refuse("its result is not what the values' weight multiplies", attention.end)
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
         if not rows_are_dense(view, flow):
             refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)

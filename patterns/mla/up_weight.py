@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from tilewright.patterns import effects
 from tilewright.patterns.attention.shared_heads import rows_are_dense
 from tilewright.patterns.dataflow import Dataflow, View

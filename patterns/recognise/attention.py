@@ -257,7 +257,9 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
             softmax,
             hint='hide keys by float("-inf"), or add torch.where(seen, 0.0, number) to the logits',
         )
-    if logits is None or above is None:
+    if logits is None:
+        refuse("its logits are no known sum of products of queries and keys", softmax)
+    if above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
     # The part that all heads share (RoPE) comes last.

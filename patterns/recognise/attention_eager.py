@@ -12,6 +12,7 @@ before the softmax, and its weight is cut off after it. Dimension letters: as in
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,7 +97,7 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
         if user is None:
             return None
         absorbed.append(user)
-        found = named_product(user)
+        found = product_of(user)
         if found is not None:
             return _weighted(user, value, shape, found, logits, tuple(absorbed))
         if not is_float_cast(user) or user.operands[0].effect != effects.identity(shape):
@@ -111,7 +112,7 @@ def _peel(found: Logits, view: View) -> bool:
     """Walks back from the logits, operation by operation; False where one is unknown."""
     for _ in range(_REACH):
         value = view.value
-        if (product := _batched_sum(found, view) or named_product(value)) is not None:
+        if (product := _batched_sum(found, view) or product_of(value)) is not None:
             return _term(found, view, product)
         if is_float_cast(value):
             inner: View | None = value.operands[0]
@@ -266,6 +267,15 @@ def _holds_product(view: View) -> bool:
     return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
+def product_of(value: Value) -> NamedProduct | None:
+    """The product of two tensors that a value is, a linear's too: x @ keys^T of one sequence."""
+    if value.op != "aten.linear" or len(value.operands) != 2 or len(value.args[1].shape) != 2:
+        return named_product(value)
+    x, weight = value.operands
+    lead = string.ascii_lowercase[: len(x.shape) - 1]
+    return NamedProduct((Side(x, lead + "K"), Side(weight, "NK")), lead + "N")
+
+
 def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
     """The product of baddbmm, which adds alpha times it to beta times a tensor; notes these."""
     value = view.value
@@ -323,7 +333,7 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
 def _roles_in(
     dims: Sequence[str | None], q: Side, k_names: Sequence[str], heads_of: HeadsOf | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head, for
+    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head or
     each group of heads, or, where heads_of says which are the heads, for all of them."""
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]

@@ -1,5 +1,6 @@
-"""Patterns `mla_prefill`, `mla_decode` and `mla_latent_store`: every idiom of engines is fused, no worse than
-eager against float64, or missed by name; what is nearly latent attention is left as it is."""
+"""Patterns `mla_prefill`, `mla_decode` and `mla_latent_store`: every idiom of engines is fused, no
+worse than eager against float64, or missed by name; what is nearly latent attention is left as it
+is."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tilewright.patterns.recognise.attention_varlen import VarlenForm, register_
 
 STORE, PREFILL, DECODE = "mla_latent_store", "mla_prefill", "mla_decode"
 
-#: Idioms whose attention is not of expanded latents.
-OTHERS = {"absorbed": DECODE}
+#: Idioms whose attention is of the latents themselves.
+ABSORBED = {name for name in IDIOMS if name.startswith("absorbed")}
 
 #: Idioms whose attention is not fused, and why.
 MISSED = {
@@ -85,7 +86,7 @@ def check_fused(name, patterns, **changes):
     [pytest.param(name, marks=NEEDS.get(name, ())) for name in IDIOMS if name not in MISSED],
 )
 def test_every_idiom_is_fused_and_no_worse_than_eager(name):
-    attention = OTHERS.get(name, PREFILL)
+    attention = DECODE if name in ABSORBED else PREFILL
     found = check_fused(name, [STORE, attention])
     assert misses_of(found, "mla", "qkv") == []
     (site,) = matches_of(found, attention)
