@@ -250,6 +250,25 @@ def test_near_misses_say_what_is_wrong(change):
     assert codes_of(found, "mla") == {NEAR_MISSES[change]}
 
 
+def written_after(q_latent, q_rope, latents, rope_keys, seen, scale):
+    out = plain(q_latent, q_rope, latents, rope_keys, seen, scale)
+    latents[:, 0] = 1.0
+    return out
+
+
+def test_a_cache_that_is_written_before_the_last_product_is_read_as_it_was():
+    """The op would stand after the write."""
+    model, args = attend_of(written_after)
+    with torch.no_grad():
+        expected = model(*cloned(args))
+        actual = torch.compile(model, backend="tilewright", options={"inner": "eager"})(
+            *cloned(args)
+        )
+    found = reports()[-1]
+    assert (patterns_in(found, "mla"), codes_of(found, "mla")) == ([], {"INPUT_MUTATED"})
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize(
     "change", [some_heads, wide_result, result_escapes], ids=lambda c: c.__name__
 )
