@@ -27,7 +27,7 @@ from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.mla.checks import decode_obstacle
 from tilewright.ops.mla.decode import MlaDecodeArguments
 from tilewright.ops.mla.key_lowering import dequantized
-from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, sequences, widths
+from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, halves, sequences, widths
 from tilewright.ops.mla.operands import rotates_keys
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
@@ -44,18 +44,16 @@ def decode_steps(a: Any, target: Target) -> Steps:
 def absorbed_steps(a: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, target: Target) -> Steps:
     """The steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]; a.q is not
     looked at but for its dtype and shape."""
-    nope, _, v_dim = widths(a)
-    tokens, heads = a.q.shape[:2]
     if a.q.numel() == 0:
-        out = yield Buffer((tokens, heads, v_dim), a.q.dtype)
+        out = yield Buffer((*a.q.shape[:2], a.v_dim), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
     weight = (yield from dequantized(a, target)) if a.kv_b_weight.dtype == FP8 else a.kv_b_weight
-    weights = weight.unflatten(0, (heads, nope + v_dim))
-    q_latent = yield from head_steps(q_nope, weights[:, :nope], target)
+    k_weight, v_weight = halves(a, weight)
+    q_latent = yield from head_steps(q_nope, k_weight, target)
     call = as_attention(a, q_latent, a.latent)
     done = yield from attention_steps(call, target, rope=RopePart(q_rope, a.rope_keys))
     assert isinstance(done.result, torch.Tensor)
-    out = yield from head_steps(done.result, weights[:, nope:].mT, target)
+    out = yield from head_steps(done.result, v_weight.mT, target)
     return Outcome(out, NAME, f"a product of each head around {done.name} {done.reason}")
 
 

@@ -218,6 +218,38 @@ def test_arguments_that_do_not_fit_are_named(name, change, words):
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("v_weight", lambda a: {"v_weight": a.v_weight[:, 1:]}, "shape [H, V, L]"),
+        ("v_weight", lambda a: {"v_weight": a.v_weight.float()}, "bfloat16"),
+        ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight[1:]}, "shape [H, N, L]"),
+        ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight.flatten(0, 1)}, "shape [H, N, L]"),
+        ("kv_b_weight", lambda a: {"q": a.q[..., :32]}, "0 < N < 32"),
+        ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "nothing"),
+    ],
+)  # fmt: skip
+def test_weights_apart_that_do_not_fit_are_named(name, change, words):
+    a = apart(call_of(WIDTHS["16 heads"], "positions").arguments)
+    with pytest.raises(ArgumentError) as raised:
+        OP.torch_op(**vars(replace(a, **change(a))))
+    assert raised.value.argument == name
+    assert words in str(raised.value)
+
+
+def apart(a):
+    """The same call with the up-projection's halves as weights of their own."""
+    per_head = a.kv_b_weight.unflatten(0, (a.q.shape[1], -1))
+    k_weight, v_weight = per_head.split((per_head.shape[1] - a.v_dim, a.v_dim), dim=1)
+    # As engines keep W_UV: transposed.
+    return replace(a, kv_b_weight=k_weight.clone(), v_weight=v_weight.mT.contiguous().mT)
+
+
+def test_weights_apart_mean_the_same():
+    a = call_of(WIDTHS["16 heads"], "positions").arguments
+    assert torch.equal(OP.reference(apart(a)), OP.reference(a))
+
+
 def test_it_can_be_called_by_hand():
     a = call_of(WIDTHS["16 heads"], "positions").arguments
     given = dict(vars(a))
