@@ -15,18 +15,10 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import (
-    ArgumentError,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_shape,
-    holds,
-)
+from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.lora.cases import SHRINK_CASES, LoraCase, sample_shrink
 from tilewright.ops.lora.rows import (
-    DTYPES,
     ERROR_MODEL,
     TOLERANCES,
     adapter_of_rows,
@@ -87,9 +79,7 @@ class ShrinkArguments:
 
 
 def validate(a: ShrinkArguments) -> None:
-    check_dtype(NAME, "a", a.a, DTYPES)
-    check_shape(NAME, "a", a.a, "[M_a, K]", (None, None))
-    check_last_dim_dense(NAME, "a", a.a)
+    check_operand(NAME, "a", a.a, "[M_a, K]", (None, None), FLOAT_DTYPES, dense=True)
     num_adapters = _check_weights(a)
     if not (holds(a.rows >= 0) and holds(a.rows <= a.a.shape[0])):
         raise ArgumentError(NAME, "num_rows", f"at most the {a.a.shape[0]} rows of a", a.num_rows)
@@ -109,9 +99,8 @@ def _check_weights(a: ShrinkArguments) -> Any:
     for name in given:
         weight = getattr(a, name)
         letters = "[G, 3N, K]" if name == "b" else "[G, R, K]"
-        check_shape(NAME, name, weight, letters, (num_adapters, None, a.a.shape[1]))
-        check_dtype(NAME, name, weight, (a.a.dtype,))
-        check_device(NAME, name, weight, a.a.device)
+        sizes = (num_adapters, None, a.a.shape[1])
+        check_operand(NAME, name, weight, letters, sizes, (a.a.dtype,), a.a.device)
     if a.b is not None and not holds(a.b.shape[1] % 3 == 0):
         expected = "rows of q, k and v, as many of each"
         raise ArgumentError(NAME, "b", expected, f"{a.b.shape[1]} rows")
