@@ -33,9 +33,10 @@ from tilewright.ops.formats.row_groups import (
     check_offsets,
     expert_of_rows,
 )
-from tilewright.ops.grouped.cases import GROUPED_CASES, GroupedCase, sample_grouped
+from tilewright.ops.grouped.cases import GROUPED_CASES, sample_grouped
 from tilewright.ops.grouped.operands import unsupported
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.sampling import sampler_of
 
 NAME = "grouped_matmul"
 X_BLOCK = 128
@@ -162,11 +163,7 @@ def reference(a: GroupedMatmulArguments) -> torch.Tensor:
     return multiply_by_expert(x, expert, a.experts, a.bias).to(a.result_dtype)
 
 
-def sample_inputs(
-    case: GroupedCase, device: str | torch.device = "cpu", seed: int = 0
-) -> GroupedMatmulArguments:
-    """Random arguments of a case."""
-    return GroupedMatmulArguments(**sample_grouped(case, device, seed))
+sample_inputs = sampler_of(GroupedMatmulArguments, sample_grouped)
 
 
 OP = register(

@@ -186,7 +186,7 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
         a.b, "nvfp4", b_scales.view(torch.float8_e4m3fn), expert_scale=a.expert_scales
     )
     expert = expert_of_rows(offsets[1:], a.expert_ids[: a.num_groups], num_rows)
-    out = multiply_by_expert(x, expert, weight, None)
+    out = multiply_by_expert(x, expert, weight)
     return out if compute == torch.float64 else out.to(a.result_dtype)
 
 

@@ -25,7 +25,7 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
-from tilewright.ops.lora.cases import EXPAND_CASES, LoraCase, sample_expand
+from tilewright.ops.lora.cases import EXPAND_CASES, sample_expand
 from tilewright.ops.lora.rows import (
     ERROR_MODEL,
     TOLERANCES,
@@ -34,6 +34,7 @@ from tilewright.ops.lora.rows import (
     check_rows,
     no_kernel_for,
 )
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt
 
 NAME = "lora_expand_add"
@@ -214,11 +215,7 @@ def unsupported(a: ExpandArguments) -> str | None:
     return no_kernel_for(a.s.dtype)
 
 
-def sample_inputs(
-    case: LoraCase, device: str | torch.device = "cpu", seed: int = 0
-) -> ExpandArguments:
-    """Random arguments of a case."""
-    return ExpandArguments(**sample_expand(case, device, seed))
+sample_inputs = sampler_of(ExpandArguments, sample_expand)
 
 
 OP = register(

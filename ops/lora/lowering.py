@@ -34,6 +34,7 @@ from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.lora.expand import ExpandArguments, result_shapes
 from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
+from tilewright.ops.runtime.products import linear, multiply
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
 NOTHING = ("nothing", "there are no rows, so nothing is launched")
@@ -151,14 +152,13 @@ def library_steps(
     else:  # one below the other where they lie
         weight = matrices[0].as_strided((columns, x.shape[1]), matrices[0].stride())
     if choice.way == "plane":
-        yield Library(_product, (x, weight, out[0]))
+        yield Library(multiply, (out[0], x, weight))
     elif choice.way == "batch":
         row, column = weight.stride()
         apart = weight.as_strided((planes, rank, x.shape[1]), (rank * row, row, column))
         yield Library(_products, (x.expand(planes, *x.shape), apart, out))
     else:
-        made = yield Buffer((num_rows, columns), x.dtype)
-        yield Library(_product, (x, weight, made))
+        made = yield from linear(x, weight)
         offsets = contiguous(a.a_offsets)
         values = {"rows_ptr": made, "offsets_ptr": offsets, "out_ptr": out, "num_rows": num_rows}
         spec = _planes_spec(problem, target.name)
@@ -168,10 +168,6 @@ def library_steps(
 def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:
     """The one adapter's weights [R, K] of q, k and v, those that there are."""
     return [weight[0] for weight in a.weights if weight is not None]
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, weight.T, out=out)
 
 
 def _products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:

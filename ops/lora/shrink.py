@@ -17,7 +17,8 @@ import torch
 
 from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
-from tilewright.ops.lora.cases import SHRINK_CASES, LoraCase, sample_shrink
+from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.lora.cases import SHRINK_CASES, sample_shrink
 from tilewright.ops.lora.rows import (
     ERROR_MODEL,
     TOLERANCES,
@@ -26,6 +27,8 @@ from tilewright.ops.lora.rows import (
     check_rows,
     no_kernel_for,
 )
+from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt
 
 NAME = "shrink_qkv_permute_3mn"
@@ -133,14 +136,9 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
     compute = torch.promote_types(a.a.dtype, torch.float32)
     adapter = adapter_of_rows(a, a.rows, a.a.device)
     weights = [weight for weight in a.weights if weight is not None]
-    for index in range(weights[0].shape[0]):
-        rows = (adapter == index).nonzero().flatten()
-        if rows.numel() == 0:
-            continue
-        x = a.a[rows].to(compute)
-        for plane, weight in enumerate(weights):
-            values = x @ weight[index].to(compute).mT
-            out[plane, rows, : weight.shape[1]] = values.to(out.dtype)
+    x = a.a[: a.rows].to(compute)
+    for plane, weight in zip(out, weights, strict=True):
+        plane[:, : weight.shape[1]] = multiply_by_expert(x, adapter, ExpertWeight(weight))
     return out
 
 
@@ -149,11 +147,7 @@ def unsupported(a: ShrinkArguments) -> str | None:
     return no_kernel_for(a.a.dtype)
 
 
-def sample_inputs(
-    case: LoraCase, device: str | torch.device = "cpu", seed: int = 0
-) -> ShrinkArguments:
-    """Random arguments of a case."""
-    return ShrinkArguments(**sample_shrink(case, device, seed))
+sample_inputs = sampler_of(ShrinkArguments, sample_shrink)
 
 
 OP = register(

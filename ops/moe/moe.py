@@ -33,10 +33,11 @@ from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
-from tilewright.ops.moe.cases import MOE_CASES, MoeCase, sample_moe
+from tilewright.ops.moe.cases import MOE_CASES, sample_moe
 from tilewright.ops.moe.operands import unsupported
 from tilewright.ops.reference import activation
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.sampling import sampler_of
 
 NAME = "fused_moe"
 ACTIVATION_FORMATS = ("dense", "fp8")
@@ -231,11 +232,7 @@ def _multiplied(a: FusedMoeArguments, rows: torch.Tensor) -> torch.Tensor:
     return fp8_block.dequantize(codes, scale, (1, fp8_block.BLOCK), rows.dtype)
 
 
-def sample_inputs(
-    case: MoeCase, device: str | torch.device = "cpu", seed: int = 0
-) -> FusedMoeArguments:
-    """Random arguments of a case."""
-    return FusedMoeArguments(**sample_moe(case, device, seed))
+sample_inputs = sampler_of(FusedMoeArguments, sample_moe)
 
 
 OP = register(

@@ -28,8 +28,9 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
-from tilewright.ops.moe.router_cases import ROUTER_CASES, RouterCase, sample_router
+from tilewright.ops.moe.router_cases import ROUTER_CASES, sample_router
 from tilewright.ops.moe.router_operands import unsupported
+from tilewright.ops.sampling import sampler_of
 
 NAME = "moe_router"
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
@@ -185,11 +186,7 @@ def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
     return kept.repeat_interleave(size, 1)
 
 
-def sample_inputs(
-    case: RouterCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MoeRouterArguments:
-    """Random arguments of a case, the choice clear."""
-    return MoeRouterArguments(**sample_router(case, device, seed))
+sample_inputs = sampler_of(MoeRouterArguments, sample_router)
 
 
 OP = register(
