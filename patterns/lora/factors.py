@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect
-from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 from tilewright.patterns.recognise.steps import is_filled
@@ -87,25 +86,21 @@ def _step(value: Value, effect: Effect) -> _Step | None:
         return _chosen(value, effect)
     if value.op not in ("aten.mul", "aten.div") or value.kwargs or len(value.args) < 2:
         return None
-    one, other = (_numeric(item) for item in value.args[:2])
+    operands = value.args[:2]
+    one, other = (i if isinstance(i, View) else given_number(i) for i in operands)
     if value.op == "aten.div":
-        plain = isinstance(one, View) and isinstance(other, (int, float)) and other
-        return _Step(one, 1 / other) if plain else None
+        if not isinstance(one, View) or not isinstance(other, float) or other == 0:
+            return None
+        return _Step(one, 1 / other)
     for operand, factor in ((one, other), (other, one)):
         if not isinstance(operand, View):
             continue
-        if isinstance(factor, (int, float)):
-            return _Step(operand, float(factor))
+        if isinstance(factor, float):
+            return _Step(operand, factor)
         found = _by_row(factor, value, effect)
         if found is not None:
             return replace(found, operand=operand)
     return None
-
-
-def _numeric(item: Any) -> Any:
-    """An operand; a float that Dynamo traced as a symbol is specialised."""
-    held = item.meta.get("example_value") if isinstance(item, fx.Node) else None
-    return number_of(item) if isinstance(held, (float, torch.SymFloat)) else item
 
 
 def _chosen(value: Value, effect: Effect) -> _Step | None:
