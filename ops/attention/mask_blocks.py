@@ -19,13 +19,11 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, QUERIES
 from tilewright.codegen.attention.mask_plan import mask_config
 from tilewright.codegen.attention.mask_specs import (
-    MaskConfig,
     MaskProblem,
     blocks_per_part,
     mask_spec,
     numbers_per_tile,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.masks import largest_power
 from tilewright.ops.checks import (
@@ -166,9 +164,7 @@ def mask_problem(a: MaskBlocksArguments, numbers: dict[str, Any]) -> MaskProblem
 _DIVISIBLE = ("num_keys", "sequence_stride", "head_stride", "row_stride", "column_stride")
 
 
-@cache
-def _spec(problem: MaskProblem, config: MaskConfig, target: str) -> KernelSpec:
-    return mask_spec(problem, config, target)
+_spec = cache(mask_spec)
 
 
 def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:

@@ -17,7 +17,6 @@ from tilewright.codegen.grouped.nvfp4_specs import (
     quantize_grid,
     quantize_spec,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import ArgumentError, check_operand, check_shape, check_tensor, readable
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
@@ -128,9 +127,7 @@ def quantize_problem(a: QuantizeNvfp4Arguments) -> QuantizeProblem:
     )
 
 
-@cache
-def _spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
-    return quantize_spec(problem, config, target)
+_spec = cache(quantize_spec)
 
 
 def quantize_nvfp4_steps(

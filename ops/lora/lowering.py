@@ -12,7 +12,7 @@ import torch
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.lora.library_plan import LibraryShrink, library_shrink
 from tilewright.codegen.lora.plan import plan_expand, plan_shrink, planned_rows
-from tilewright.codegen.lora.problem import ExpandProblem, RowCounts, RowForm, ShrinkProblem
+from tilewright.codegen.lora.problem import RowCounts, RowForm, ShrinkProblem
 from tilewright.codegen.lora.specs import (
     ExpandConfig,
     OrderConfig,
@@ -27,7 +27,6 @@ from tilewright.codegen.lora.specs import (
     shrink_scratch,
     shrink_spec,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.formats.weight_rows import weight_rows
@@ -35,30 +34,23 @@ from tilewright.ops.lora.expand import ExpandArguments, result_shapes
 from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
 from tilewright.ops.runtime.products import linear, multiply
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    Outcome,
+    SplitK,
+    Step,
+    Steps,
+    chooser,
+)
 
 NOTHING = ("nothing", "there are no rows, so nothing is launched")
 SORT = OrderConfig()
 
 
-@cache
-def _chosen_shrink(
-    problem: ShrinkProblem, bucket: int, target: Target
-) -> tuple[ShrinkConfig, KernelSpec]:
-    """Tiles and kernel for up to `bucket` rows."""
-    config = plan_shrink(problem, bucket, target)
-    return config, shrink_spec(problem, config, target.name)
-
-
-@cache
-def _chosen_expand(
-    problem: ExpandProblem, bucket: int, target: Target
-) -> tuple[ExpandConfig, KernelSpec]:
-    """Tiles and kernel for up to `bucket` rows."""
-    config = plan_expand(problem, bucket, target)
-    return config, expand_spec(problem, config, target.name)
-
-
+_shrink_kernel = chooser(plan_shrink, shrink_spec)
+_expand_kernel = chooser(plan_expand, expand_spec)
 _order_spec, _planes_spec = cache(order_spec), cache(planes_spec)
 
 
@@ -74,10 +66,8 @@ def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None
     if library is not None:
         yield from library_steps(a, library, problem, out, target)
         return Outcome(out, "library GEMM", library)
-    if config is None:
-        config, spec = _chosen_shrink(problem, planned_rows(counts.num_rows), target)
-    else:
-        spec = shrink_spec(problem, config, target.name)
+    bucket = planned_rows(counts.num_rows)
+    config, spec = _shrink_kernel(problem, bucket, target, config=config)
     tiles, elements = shrink_scratch(problem, config, counts)
     if tiles:
         values["workspace_ptr"], values["counters_ptr"] = yield SplitK(tiles, elements)
@@ -96,10 +86,8 @@ def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None
         return Outcome(result, *NOTHING)
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
     problem, values = expand_problem(a, counts, result)
-    if config is None:
-        config, spec = _chosen_expand(problem, next_power_of_2(a.num_tokens), target)
-    else:
-        spec = expand_spec(problem, config, target.name)
+    bucket = next_power_of_2(a.num_tokens)
+    config, spec = _expand_kernel(problem, bucket, target, config=config)
     values |= yield from _sorted_rows(problem.form, counts, values, target)
     yield Launch(spec, expand_grid(problem, config, counts), values)
     return Outcome(result, "expand kernel", config)
