@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.checks import CACHE_SCALES, check_cache_scale
 from tilewright.ops.cache.ragged_batch import check_batch, check_layer
 from tilewright.ops.checks import (
     ArgumentError,
@@ -170,14 +171,7 @@ def _check_gptq(a: Any, q_dim: Any) -> None:
 
 def _check_cache_scales(a: Any) -> None:
     heads = 1 if a.blocks.shape[1] == 1 else a.blocks.shape[4]
-    for name in ("k_cache_scale", "v_cache_scale"):
-        scale = getattr(a, name)
-        if scale is None:
-            continue
-        if name == "v_cache_scale" and a.blocks.shape[1] == 1:
-            raise ArgumentError(NAME, name, "None, since blocks hold no V", "a tensor")
-        check_dtype(NAME, name, scale, (torch.float32,))
-        check_device(NAME, name, scale, a.hidden_state.device)
-        if scale.dim() > 1 or (scale.dim() == 1 and scale.shape[0] not in (1, heads)):
-            expected = f"shape [], [1] or [heads] = [{heads}]"
-            raise ArgumentError(NAME, name, expected, f"shape {shape_text(scale.shape)}")
+    if a.v_cache_scale is not None and a.blocks.shape[1] == 1:
+        raise ArgumentError(NAME, "v_cache_scale", "None, since blocks hold no V", "a tensor")
+    for name in CACHE_SCALES:
+        check_cache_scale(NAME, name, getattr(a, name), heads, a.hidden_state.device)
