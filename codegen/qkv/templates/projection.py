@@ -241,6 +241,7 @@ def reduce_partials(
     is_last = arrive(counters_ptr + tile, SPLIT_K)
     total = partial
     if is_last:
+        # A mask that is always true.
         total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
     return total, is_last
 
