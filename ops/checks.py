@@ -14,6 +14,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 #: Kernels count in 32 bits what arguments count.
 INT32_MAX = 2**31 - 1
 FLOAT32 = torch.finfo(torch.float32)
+#: What ops compute with: in fp32, and float64 in float64.
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class ArgumentError(ValueError):
@@ -89,7 +91,7 @@ def check_scale_block(op: str, block: Sequence[int]) -> None:
         raise ArgumentError(op, "scale_block", expected, list(block))
 
 
-def check_choice(op: str, argument: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(op: str, argument: str, value: object, choices: Sequence[object]) -> None:
     """Raises ArgumentError unless `value` is one of `choices`."""
     if value not in choices:
         raise ArgumentError(op, argument, "one of " + ", ".join(map(repr, choices)), repr(value))
@@ -129,6 +131,29 @@ def check_device(op: str, argument: str, tensor: torch.Tensor, device: torch.dev
         raise ArgumentError(
             op, argument, f"a tensor on {device}, where the input is", tensor.device
         )
+
+
+def check_operand(
+    op: str,
+    argument: str,
+    tensor: torch.Tensor | None,
+    letters: str,
+    sizes: Sequence[Any],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+    *,
+    dense: bool = False,
+) -> None:
+    """Raises ArgumentError unless the shape fits, as check_shape has it, the dtype is one of
+    `dtypes`, the tensor is on `device` (None: on any), and, with `dense`, neighbours on the last
+    axis are neighbours in memory."""
+    check_shape(op, argument, tensor, letters, sizes)
+    assert tensor is not None
+    check_dtype(op, argument, tensor, dtypes)
+    if device is not None:
+        check_device(op, argument, tensor, device)
+    if dense:
+        check_last_dim_dense(op, argument, tensor)
 
 
 def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+
+def sampler_of(arguments: type[Any], draw: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+    """An op's `sample_inputs`: an instance of `arguments` with what draw(case, device, seed) gives
+    by name."""
+
+    def sample_inputs(case: Any, device: str | torch.device = "cpu", seed: int = 0) -> Any:
+        return arguments(**draw(case, device, seed))
+
+    return sample_inputs
 
 
 class Sampler:

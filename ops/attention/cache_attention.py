@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.attention.arguments import AttentionArguments as AttentionArguments
-from tilewright.ops.attention.cases import CASES, AttentionCase, sample_attention
+from tilewright.ops.attention.cases import CASES, sample_attention
 from tilewright.ops.attention.checks import (
     attention_obstacle,
     check_attention,
@@ -21,6 +21,7 @@ from tilewright.ops.attention.checks import (
 )
 from tilewright.ops.attention.reference import attention_reference
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.sampling import sampler_of
 
 NAME = "cache_attention"
 ERROR_MODEL = (
@@ -60,11 +61,7 @@ def reference(a: AttentionArguments) -> torch.Tensor:
     return attention_reference(a)
 
 
-def sample_inputs(
-    case: AttentionCase, device: str | torch.device = "cpu", seed: int = 0
-) -> AttentionArguments:
-    """Random arguments of a case."""
-    return AttentionArguments(**sample_attention(case, device, seed))
+sample_inputs = sampler_of(AttentionArguments, sample_attention)
 
 
 OP = register(

@@ -11,12 +11,14 @@ from tilewright.ops.attention.masks import check_attn_mask, check_mask, lowest_h
 from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     INT32_MAX,
     ArgumentError,
     check_device,
     check_dtype,
     check_last_dim_dense,
     check_number,
+    check_operand,
     check_shape,
     first,
     holds,
@@ -24,7 +26,6 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What the kernels take, and how wide a head.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 512
@@ -33,29 +34,21 @@ INDICES = ("row_offsets", "block_table", "key_lengths", "positions", "cache_leng
 
 def check_attention(op: str, a: Any) -> None:
     """Checks an AttentionArguments. Metadata only; raises ArgumentError."""
-    check_shape(op, "q", a.q, "[T, Hq, D]", (None, None, None))
-    check_dtype(op, "q", a.q, DTYPES)
-    check_last_dim_dense(op, "q", a.q)
+    check_operand(op, "q", a.q, "[T, Hq, D]", (None, None, None), FLOAT_DTYPES, dense=True)
     _check_cache(op, a)
     check_batch(op, a)
     check_number(op, "softcap", a.softcap, 0)
     if a.sinks is not None:
-        check_shape(op, "sinks", a.sinks, "[Hq]", (a.q.shape[1],))
-        check_dtype(op, "sinks", a.sinks, (a.q.dtype, torch.float32))
-        check_device(op, "sinks", a.sinks, a.q.device)
-        check_last_dim_dense(op, "sinks", a.sinks)
+        sizes, dtypes = (a.q.shape[1],), (a.q.dtype, torch.float32)
+        check_operand(op, "sinks", a.sinks, "[Hq]", sizes, dtypes, a.q.device, dense=True)
 
 
 def _check_cache(op: str, a: Any) -> None:
     heads, width = a.q.shape[1], a.q.shape[2]
-    check_shape(op, "k", a.k, "[N, P, Hkv, D]", (None, None, None, width))
-    num_kv_heads = a.k.shape[2]
-    check_shape(op, "v", a.v, "[N, P, Hkv, V]", (*a.k.shape[:3], None))
-    check_dtype(op, "k", a.k, (a.q.dtype, *FP8_DTYPES))
-    check_dtype(op, "v", a.v, (a.k.dtype,))
-    for name, tensor in (("k", a.k), ("v", a.v)):
-        check_device(op, name, tensor, a.q.device)
-        check_last_dim_dense(op, name, tensor)
+    sizes, dtypes, device = (None, None, None, width), (a.q.dtype, *FP8_DTYPES), a.q.device
+    check_operand(op, "k", a.k, "[N, P, Hkv, D]", sizes, dtypes, device, dense=True)
+    num_kv_heads, sizes = a.k.shape[2], (*a.k.shape[:3], None)
+    check_operand(op, "v", a.v, "[N, P, Hkv, V]", sizes, (a.k.dtype,), device, dense=True)
     if not (holds(num_kv_heads >= 1) and holds(heads % num_kv_heads == 0)):
         expected = f"a number of heads that divides the {heads} of q"
         raise ArgumentError(op, "k", expected, f"{num_kv_heads} heads")

@@ -28,14 +28,13 @@ from tilewright.codegen.attention.specs import (
     prefill_spec,
     workspace_elements,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
 from tilewright.ops.attention.positions import room
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps, chooser
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
@@ -43,18 +42,8 @@ BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
 _merge_spec = cache(merge_spec)
 
 
-@cache
-def _chosen_decode(
-    problem: CacheProblem, sizes: CacheSizes, target: Target
-) -> tuple[DecodeConfig, KernelSpec]:
-    config = decode_config(problem, sizes, target)
-    return config, decode_spec(problem, config, target.name)
-
-
-@cache
-def _chosen_prefill(problem: CacheProblem, target: Target) -> tuple[PrefillConfig, KernelSpec]:
-    config = prefill_config(problem, target)
-    return config, prefill_spec(problem, config, target.name)
+_decode_kernel = chooser(decode_config, decode_spec)
+_prefill_kernel = chooser(prefill_config, prefill_spec)
 
 
 def attention_steps(
@@ -89,10 +78,7 @@ def attention_steps(
 def _decode(
     problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
 ) -> Steps:
-    if config is None:
-        config, spec = _chosen_decode(problem, _bucket(sizes), target)
-    else:
-        spec = decode_spec(problem, config, target.name)
+    config, spec = _decode_kernel(problem, _bucket(sizes), target, config=config)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
     if config.splits > 1:
         shape = tiles, workspace_elements(problem, config)
@@ -108,10 +94,7 @@ def _decode(
 def _prefill(
     problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
 ) -> Steps:
-    if config is None:
-        config, spec = _chosen_prefill(problem, target)
-    else:
-        spec = prefill_spec(problem, config, target.name)
+    config, spec = _prefill_kernel(problem, target, config=config)
     ragged, queries = problem.row_offsets is not None, sizes.num_queries
     tiles = num_tiles(config.block_m, sizes.num_sequences, queries, queries, ragged=ragged)
     group = query_head_group(problem, sizes, target)

@@ -19,20 +19,18 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, QUERIES
 from tilewright.codegen.attention.mask_plan import mask_config
 from tilewright.codegen.attention.mask_specs import (
-    MaskConfig,
     MaskProblem,
     blocks_per_part,
     mask_spec,
     numbers_per_tile,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.masks import largest_power
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
-    check_device,
     check_dtype,
-    check_last_dim_dense,
+    check_operand,
     check_shape,
     holds,
     readable,
@@ -42,7 +40,6 @@ from tilewright.ops.runtime.operands import mask_bytes, operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
-DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # A list holds 2 * block + whole, and kernels count keys in 32 bits.
 MOST_KEYS = 2**30
 
@@ -73,7 +70,7 @@ class MaskBlocksArguments:
 
 def validate(a: MaskBlocksArguments) -> None:
     check_shape(NAME, "attn_mask", a.attn_mask, "[B, H, S, K]", (None,) * 4)
-    check_dtype(NAME, "attn_mask", a.attn_mask, DTYPES)
+    check_dtype(NAME, "attn_mask", a.attn_mask, (torch.bool, *FLOAT_DTYPES))
     keys = a.attn_mask.shape[3]
     if not holds(keys <= MOST_KEYS):
         raise ArgumentError(NAME, "attn_mask", f"at most {MOST_KEYS} keys", keys)
@@ -167,9 +164,7 @@ def mask_problem(a: MaskBlocksArguments, numbers: dict[str, Any]) -> MaskProblem
 _DIVISIBLE = ("num_keys", "sequence_stride", "head_stride", "row_stride", "column_stride")
 
 
-@cache
-def _spec(problem: MaskProblem, config: MaskConfig, target: str) -> KernelSpec:
-    return mask_spec(problem, config, target)
+_spec = cache(mask_spec)
 
 
 def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
@@ -225,11 +220,8 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
         return
     if mask is None:
         raise ArgumentError(op, "mask_blocks", "None, since attn_mask is None", "a tensor")
-    shape = blocks_shape(mask)
-    check_shape(op, "mask_blocks", blocks, "of mask_blocks(attn_mask)", shape)
-    check_dtype(op, "mask_blocks", blocks, (torch.int32,))
-    check_device(op, "mask_blocks", blocks, mask.device)
-    check_last_dim_dense(op, "mask_blocks", blocks)
+    letters, shape, dtypes = "of mask_blocks(attn_mask)", blocks_shape(mask), (torch.int32,)
+    check_operand(op, "mask_blocks", blocks, letters, shape, dtypes, mask.device, dense=True)
 
 
 def check_mask_blocks_values(

@@ -19,6 +19,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_tensor,
     holds,
+    shape_text,
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.formats.paged_cache import CacheWindow, axes_nest, in_bytes, strided_disjoint
@@ -55,7 +56,8 @@ def check_caches(op: str, a: WriteArguments, values: HeadValues, writes_v: bool 
     elif a.v_cache_scale is not None:
         raise ArgumentError(op, "v_cache_scale", "None, since no V is written", "a tensor")
     for name in CACHE_SCALES:
-        _check_scale(op, name, getattr(a, name), values)
+        scale = getattr(a, name)
+        check_cache_scale(op, name, scale, values.num_kv_heads, values.device)
     check_addressing(op, a, values.num_tokens, k_window, values.device)
 
 
@@ -79,15 +81,17 @@ def _check_cache(
     return window
 
 
-def _check_scale(op: str, name: str, scale: torch.Tensor | None, values: HeadValues) -> None:
+def check_cache_scale(
+    op: str, name: str, scale: torch.Tensor | None, heads: Any, device: torch.device
+) -> None:
+    """Checks the scale of a cache, where there is one: of all heads, or one for each."""
     if scale is None:
         return
     check_dtype(op, name, scale, (torch.float32,))
-    check_device(op, name, scale, values.device)
-    shape = tuple(scale.shape)
-    if len(shape) > 1 or not (len(shape) == 0 or shape[0] in (1, values.num_kv_heads)):
-        expected = f"shape [], [1] or [Hkv] = [{values.num_kv_heads}]"
-        raise ArgumentError(op, name, expected, f"shape {list(shape)}")
+    check_device(op, name, scale, device)
+    if scale.dim() > 1 or (scale.dim() == 1 and scale.shape[0] not in (1, heads)):
+        expected = f"shape [], [1] or [heads] = [{heads}]"
+        raise ArgumentError(op, name, expected, f"shape {shape_text(scale.shape)}")
 
 
 def _check_one_base(op: str, a: WriteArguments, k: CacheWindow, v: CacheWindow) -> None:

@@ -21,8 +21,8 @@ import torch
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
-    check_device,
     check_dtype,
+    check_operand,
     check_scale_block,
     check_shape,
 )
@@ -139,11 +139,8 @@ def check_expert_weight(
     if kind.block is None:
         check_scale_block(op, w.scale_block)
     experts, rows, columns = w.shape
-    blocks = (-(-rows // w.block[0]), -(-columns // w.block[1]))
-    check_shape(op, f"{scales}_scale", w.scale, "[E, N/bn, K/bk]", (experts, *blocks))
-    check_dtype(op, f"{scales}_scale", w.scale, kind.scales)
-    check_device(op, f"{scales}_scale", w.scale, w.data.device)
+    sizes, device = (experts, -(-rows // w.block[0]), -(-columns // w.block[1])), w.data.device
+    check_operand(op, f"{scales}_scale", w.scale, "[E, N/bn, K/bk]", sizes, kind.scales, device)
     if w.expert_scale is not None:
-        check_shape(op, f"{scales}_expert_scale", w.expert_scale, "[E]", (experts,))
-        check_dtype(op, f"{scales}_expert_scale", w.expert_scale, (torch.float32,))
-        check_device(op, f"{scales}_expert_scale", w.expert_scale, w.data.device)
+        name, dtypes = f"{scales}_expert_scale", (torch.float32,)
+        check_operand(op, name, w.expert_scale, "[E]", (experts,), dtypes, device)

@@ -7,38 +7,52 @@ names each group's weight; -1: no expert, the group's rows give zeros.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import ArgumentError, check_operand, holds
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def check_group_values(
+def check_offsets(
     op: str,
-    group_ends: torch.Tensor,
-    expert_ids: torch.Tensor | None,
-    num_experts: int,
-    num_rows: int,
-    name: str = "group_ends",
+    name: str,
+    offsets: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    ends: bool = False,
 ) -> None:
-    """Ends must not decrease nor pass the rows; ids lie in [-1, num_experts). name: of the ends."""
-    ends = group_ends.long()
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    """Metadata of the groups' row offsets: exclusive [G + 1], or with `ends` where each ends [G].
+    Raises ArgumentError."""
+    check_operand(op, name, offsets, "[G]" if ends else "[G + 1]", (None,), dtypes, device)
+    if not ends and not holds(offsets.shape[0] >= 1):
+        raise ArgumentError(op, name, "at least the first offset, 0", "no elements")
+
+
+def check_offset_values(
+    op: str, name: str, offsets: torch.Tensor, num_rows: int, *, ends: bool = False
+) -> None:
+    """Row offsets (see check_offsets) begin at 0, do not decrease, and do not pass the rows. Raises
+    ArgumentError."""
+    if not ends and int(offsets[0]) != 0:
+        raise ArgumentError(op, name, "0 as the first", int(offsets[0]))
+    stops = offsets.long() if ends else offsets.long()[1:]
+    sizes = stops.diff(prepend=stops.new_zeros(1))
     if bool((sizes < 0).any()):
         group = int((sizes < 0).nonzero()[0])
-        raise ArgumentError(
-            op, name, "non-decreasing row counts from 0 on",
-            f"{int(ends[group])} at {group} after {int(ends[group] - sizes[group])}",
-        )  # fmt: skip
-    if ends.numel() and int(ends[-1]) > num_rows:
-        raise ArgumentError(op, name, f"at most {num_rows} rows", int(ends[-1]))
-    if expert_ids is not None:
-        check_expert_values(op, "expert_ids", expert_ids, num_experts)
+        actual = f"{int(stops[group])} at {group} after {int(stops[group] - sizes[group])}"
+        raise ArgumentError(op, name, "non-decreasing row counts from 0 on", actual)
+    if stops.numel() and int(stops[-1]) > num_rows:
+        raise ArgumentError(op, name, f"at most {num_rows} rows", int(stops[-1]))
 
 
-def check_expert_values(op: str, name: str, ids: torch.Tensor, num_experts: int) -> None:
-    """Expert numbers lie in [-1, num_experts)."""
+def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_experts: int) -> None:
+    """Expert numbers, where they are given, lie in [-1, num_experts). Raises ArgumentError."""
+    if ids is None:
+        return
     wrong = (ids < -1) | (ids >= num_experts)
     if bool(wrong.any()):
         place = [int(i) for i in wrong.nonzero()[0]]

@@ -16,23 +16,30 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
+    check_choice,
     check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_shape,
+    check_operand,
     holds,
+    readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, debug_values, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
-from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, expert_of_rows
-from tilewright.ops.grouped.cases import GROUPED_CASES, GroupedCase, sample_grouped
+from tilewright.ops.formats.row_groups import (
+    INDEX_DTYPES,
+    check_expert_values,
+    check_offset_values,
+    check_offsets,
+    expert_of_rows,
+)
+from tilewright.ops.grouped.cases import GROUPED_CASES, sample_grouped
 from tilewright.ops.grouped.operands import unsupported
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.sampling import sampler_of
 
 NAME = "grouped_matmul"
 X_BLOCK = 128
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ERROR_MODEL = (
     "fp32 accumulation, then one rounding of the result; int4 and fp8 weights are rounded to the "
     "activations' dtype after the product with their scale, which errs by its unit in the last "
@@ -91,9 +98,8 @@ class GroupedMatmulArguments:
 
 
 def validate(a: GroupedMatmulArguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES if a.x_scale is None else (torch.float8_e4m3fn,))
-    check_shape(NAME, "x", a.x, "[M, K]", (None, None))
-    check_last_dim_dense(NAME, "x", a.x)
+    allowed = FLOAT_DTYPES if a.x_scale is None else (torch.float8_e4m3fn,)
+    check_operand(NAME, "x", a.x, "[M, K]", (None, None), allowed, dense=True)
     check_expert_weight(NAME, "weight", a.experts, a.x.dtype)
     num_experts, rows, inner = a.experts.shape
     if not holds(inner == a.x.shape[1]):
@@ -102,13 +108,10 @@ def validate(a: GroupedMatmulArguments) -> None:
     if a.x_scale is not None:
         _check_codes(a, a.x_scale)
     if a.bias is not None:
-        check_shape(NAME, "bias", a.bias, "[E, N]", (num_experts, rows))
-        check_dtype(NAME, "bias", a.bias, (a.result_dtype, a.x.dtype, torch.float32))
-        check_device(NAME, "bias", a.bias, a.x.device)
+        dtypes = (a.result_dtype, a.x.dtype, torch.float32)
+        check_operand(NAME, "bias", a.bias, "[E, N]", (num_experts, rows), dtypes, a.x.device)
     _check_groups(a, num_experts)
-    if a.result_dtype not in DTYPES:
-        expected = " or ".join(str(dtype) for dtype in DTYPES)
-        raise ArgumentError(NAME, "out_dtype", expected, a.out_dtype)
+    check_choice(NAME, "out_dtype", a.out_dtype, (None, *FLOAT_DTYPES))
 
 
 def _check_codes(a: GroupedMatmulArguments, scale: torch.Tensor) -> None:
@@ -117,34 +120,27 @@ def _check_codes(a: GroupedMatmulArguments, scale: torch.Tensor) -> None:
         given = f"{a.weight_format} with {list(a.scale_block)}"
         raise ArgumentError(NAME, "weight_format", expected, given)
     blocks = -(-a.x.shape[1] // X_BLOCK)
-    check_shape(NAME, "x_scale", scale, "[M, K/128]", (a.x.shape[0], blocks))
-    check_dtype(NAME, "x_scale", scale, (torch.float32,))
-    check_device(NAME, "x_scale", scale, a.x.device)
+    sizes, dtypes = (a.x.shape[0], blocks), (torch.float32,)
+    check_operand(NAME, "x_scale", scale, "[M, K/128]", sizes, dtypes, a.x.device)
 
 
 def _check_groups(a: GroupedMatmulArguments, num_experts: int) -> None:
-    check_shape(NAME, "group_offsets", a.group_offsets, "[G + 1]", (None,))
-    check_dtype(NAME, "group_offsets", a.group_offsets, INDEX_DTYPES)
-    check_device(NAME, "group_offsets", a.group_offsets, a.x.device)
-    if not a.end_offsets and not holds(a.group_offsets.shape[0] >= 1):
-        raise ArgumentError(NAME, "group_offsets", "at least the first offset, 0", "no elements")
-    num_groups = a.group_offsets.shape[0] - (0 if a.end_offsets else 1)
-    if a.expert_ids is not None:
-        check_shape(NAME, "expert_ids", a.expert_ids, "[G]", (num_groups,))
-        check_dtype(NAME, "expert_ids", a.expert_ids, INDEX_DTYPES)
-        check_device(NAME, "expert_ids", a.expert_ids, a.x.device)
+    offsets, ids, device = a.group_offsets, a.expert_ids, a.x.device
+    check_offsets(NAME, "group_offsets", offsets, INDEX_DTYPES, device, ends=a.end_offsets)
+    num_groups = offsets.shape[0] - (0 if a.end_offsets else 1)
+    if ids is not None:
+        check_operand(NAME, "expert_ids", ids, "[G]", (num_groups,), INDEX_DTYPES, device)
     elif not holds(num_groups <= num_experts):
         expected = f"at most {num_experts} groups, as there are weights, or expert_ids"
         raise ArgumentError(NAME, "group_offsets", expected, f"{num_groups} groups")
 
 
 def validate_values(a: GroupedMatmulArguments) -> None:
-    if a.x.device.type != "cpu" and not debug_values():
+    if not readable([a.group_offsets, a.expert_ids]):
         return
-    if not a.end_offsets and int(a.group_offsets[0]) != 0:
-        raise ArgumentError(NAME, "group_offsets", "0 as the first", int(a.group_offsets[0]))
-    num_experts, num_rows = a.weight.shape[0], a.x.shape[0]
-    check_group_values(NAME, a.ends, a.expert_ids, num_experts, num_rows, "group_offsets")
+    offsets, num_rows = a.group_offsets, a.x.shape[0]
+    check_offset_values(NAME, "group_offsets", offsets, num_rows, ends=a.end_offsets)
+    check_expert_values(NAME, "expert_ids", a.expert_ids, a.weight.shape[0])
 
 
 def fake(a: GroupedMatmulArguments) -> torch.Tensor:
@@ -167,11 +163,7 @@ def reference(a: GroupedMatmulArguments) -> torch.Tensor:
     return multiply_by_expert(x, expert, a.experts, a.bias).to(a.result_dtype)
 
 
-def sample_inputs(
-    case: GroupedCase, device: str | torch.device = "cpu", seed: int = 0
-) -> GroupedMatmulArguments:
-    """Random arguments of a case."""
-    return GroupedMatmulArguments(**sample_grouped(case, device, seed))
+sample_inputs = sampler_of(GroupedMatmulArguments, sample_grouped)
 
 
 OP = register(

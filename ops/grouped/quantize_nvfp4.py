@@ -17,20 +17,16 @@ from tilewright.codegen.grouped.nvfp4_specs import (
     quantize_grid,
     quantize_spec,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.checks import (
-    ArgumentError,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_shape,
-    check_tensor,
-    holds,
-)
-from tilewright.ops.contract import FusedOp, Tolerance, debug_values, emitted_kernel, register
+from tilewright.ops.checks import ArgumentError, check_operand, check_shape, check_tensor, readable
+from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats import nvfp4
-from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_group_values, contiguous
+from tilewright.ops.formats.row_groups import (
+    INDEX_DTYPES,
+    check_offset_values,
+    check_offsets,
+    contiguous,
+)
 from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, Steps
@@ -68,31 +64,21 @@ class QuantizeNvfp4Arguments:
 
 
 def validate(a: QuantizeNvfp4Arguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES)
-    check_shape(NAME, "x", a.x, "[T, K]", (None, None))
-    check_last_dim_dense(NAME, "x", a.x)
+    check_operand(NAME, "x", a.x, "[T, K]", (None, None), DTYPES, dense=True)
     if a.x.shape[1] % nvfp4.BLOCK:
         raise ArgumentError(NAME, "x", f"K that {nvfp4.BLOCK} divides", f"K = {a.x.shape[1]}")
     if a.group_offsets is not None:
-        check_shape(NAME, "group_offsets", a.group_offsets, "[G + 1]", (None,))
-        check_dtype(NAME, "group_offsets", a.group_offsets, INDEX_DTYPES)
-        check_device(NAME, "group_offsets", a.group_offsets, a.x.device)
-        if not holds(a.group_offsets.shape[0] >= 1):
-            raise ArgumentError(NAME, "group_offsets", "at least the first offset, 0", "none")
+        check_offsets(NAME, "group_offsets", a.group_offsets, INDEX_DTYPES, a.x.device)
     if a.tensor_scales is not None:
-        check_shape(NAME, "tensor_scales", a.tensor_scales, "[G]", (a.num_groups,))
-        check_dtype(NAME, "tensor_scales", a.tensor_scales, (torch.float32,))
-        check_device(NAME, "tensor_scales", a.tensor_scales, a.x.device)
+        sizes, dtypes = (a.num_groups,), (torch.float32,)
+        check_operand(NAME, "tensor_scales", a.tensor_scales, "[G]", sizes, dtypes, a.x.device)
 
 
 def validate_values(a: QuantizeNvfp4Arguments) -> None:
-    if a.x.device.type != "cpu" and not debug_values():
+    if not readable([a.group_offsets, a.tensor_scales]):
         return
     if a.group_offsets is not None:
-        if int(a.group_offsets[0]) != 0:
-            raise ArgumentError(NAME, "group_offsets", "0 as the first", int(a.group_offsets[0]))
-        ends = a.group_offsets[1:]
-        check_group_values(NAME, ends, None, 0, a.x.shape[0], "group_offsets")
+        check_offset_values(NAME, "group_offsets", a.group_offsets, a.x.shape[0])
     if a.tensor_scales is not None:
         wrong = ~((a.tensor_scales > 0) & a.tensor_scales.isfinite())
         if bool(wrong.any()):
@@ -141,9 +127,7 @@ def quantize_problem(a: QuantizeNvfp4Arguments) -> QuantizeProblem:
     )
 
 
-@cache
-def _spec(problem: QuantizeProblem, config: QuantizeConfig, target: str) -> KernelSpec:
-    return quantize_spec(problem, config, target)
+_spec = cache(quantize_spec)
 
 
 def quantize_nvfp4_steps(

@@ -16,19 +16,17 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
     check_number,
+    check_operand,
     check_shape,
     check_tensor,
     holds,
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
-from tilewright.ops.lora.cases import EXPAND_CASES, LoraCase, sample_expand
+from tilewright.ops.lora.cases import EXPAND_CASES, sample_expand
 from tilewright.ops.lora.rows import (
-    DTYPES,
     ERROR_MODEL,
     TOLERANCES,
     adapter_of_rows,
@@ -36,6 +34,7 @@ from tilewright.ops.lora.rows import (
     check_rows,
     no_kernel_for,
 )
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt
 
 NAME = "lora_expand_add"
@@ -106,12 +105,10 @@ class ExpandArguments:
 
 
 def validate(a: ExpandArguments) -> None:
-    check_dtype(NAME, "s", a.s, DTYPES)
     planes = sum(weight is not None for weight in a.weights)
     if planes == 0:
         raise ArgumentError(NAME, "q_weight", "a weight of q, k or v at least", None)
-    check_shape(NAME, "s", a.s, "[P, M, N]", (planes, None, None))
-    check_last_dim_dense(NAME, "s", a.s)
+    check_operand(NAME, "s", a.s, "[P, M, N]", (planes, None, None), FLOAT_DTYPES, dense=True)
     first = next(weight for weight in a.weights if weight is not None)
     num_adapters = first.shape[0] if first.dim() else None
     for letter, weight, base in zip("qkv", a.weights, a.bases, strict=True):
@@ -127,16 +124,13 @@ def validate(a: ExpandArguments) -> None:
     for factor in a.scale:
         check_number(NAME, "scale", factor)
     if a.scales is not None:
-        check_shape(NAME, "scales", a.scales, "[G]", (num_adapters,))
-        check_dtype(NAME, "scales", a.scales, DTYPES)
-        check_device(NAME, "scales", a.scales, a.s.device)
+        check_operand(NAME, "scales", a.scales, "[G]", (num_adapters,), FLOAT_DTYPES, a.s.device)
     check_rows(NAME, a, a.s.shape[1], num_adapters, a.s.device)
 
 
 def _check_weight(a: ExpandArguments, name: str, weight: torch.Tensor, num_adapters: Any) -> None:
-    check_shape(NAME, name, weight, "[G, W, R]", (num_adapters, None, None))
-    check_dtype(NAME, name, weight, (a.s.dtype,))
-    check_device(NAME, name, weight, a.s.device)
+    sizes, dtypes = (num_adapters, None, None), (a.s.dtype,)
+    check_operand(NAME, name, weight, "[G, W, R]", sizes, dtypes, a.s.device)
     if not holds(weight.shape[2] <= a.s.shape[2]):
         expected = f"rank of at most {a.s.shape[2]}, as s has it"
         raise ArgumentError(NAME, name, expected, weight.shape[2])
@@ -144,10 +138,8 @@ def _check_weight(a: ExpandArguments, name: str, weight: torch.Tensor, num_adapt
 
 def _check_base(a: ExpandArguments, name: str, base: torch.Tensor, width: Any) -> None:
     check_shape(NAME, name, base, "[T, W]", (None, width))
-    check_shape(NAME, name, base, "[T, W]", (a.num_tokens, None))
-    check_dtype(NAME, name, base, (a.s.dtype,))
-    check_device(NAME, name, base, a.s.device)
-    check_last_dim_dense(NAME, name, base)
+    sizes, dtypes = (a.num_tokens, None), (a.s.dtype,)
+    check_operand(NAME, name, base, "[T, W]", sizes, dtypes, a.s.device, dense=True)
 
 
 def validate_values(a: ExpandArguments) -> None:
@@ -223,11 +215,7 @@ def unsupported(a: ExpandArguments) -> str | None:
     return no_kernel_for(a.s.dtype)
 
 
-def sample_inputs(
-    case: LoraCase, device: str | torch.device = "cpu", seed: int = 0
-) -> ExpandArguments:
-    """Random arguments of a case."""
-    return ExpandArguments(**sample_expand(case, device, seed))
+sample_inputs = sampler_of(ExpandArguments, sample_expand)
 
 
 OP = register(

@@ -12,7 +12,7 @@ import torch
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.lora.library_plan import LibraryShrink, library_shrink
 from tilewright.codegen.lora.plan import plan_expand, plan_shrink, planned_rows
-from tilewright.codegen.lora.problem import ExpandProblem, RowCounts, RowForm, ShrinkProblem
+from tilewright.codegen.lora.problem import RowCounts, RowForm, ShrinkProblem
 from tilewright.codegen.lora.specs import (
     ExpandConfig,
     OrderConfig,
@@ -27,37 +27,30 @@ from tilewright.codegen.lora.specs import (
     shrink_scratch,
     shrink_spec,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.lora.expand import ExpandArguments, result_shapes
 from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.products import linear, multiply
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    Outcome,
+    SplitK,
+    Step,
+    Steps,
+    chooser,
+)
 
 NOTHING = ("nothing", "there are no rows, so nothing is launched")
 SORT = OrderConfig()
 
 
-@cache
-def _chosen_shrink(
-    problem: ShrinkProblem, bucket: int, target: Target
-) -> tuple[ShrinkConfig, KernelSpec]:
-    """Tiles and kernel for up to `bucket` rows."""
-    config = plan_shrink(problem, bucket, target)
-    return config, shrink_spec(problem, config, target.name)
-
-
-@cache
-def _chosen_expand(
-    problem: ExpandProblem, bucket: int, target: Target
-) -> tuple[ExpandConfig, KernelSpec]:
-    """Tiles and kernel for up to `bucket` rows."""
-    config = plan_expand(problem, bucket, target)
-    return config, expand_spec(problem, config, target.name)
-
-
+_shrink_kernel = chooser(plan_shrink, shrink_spec)
+_expand_kernel = chooser(plan_expand, expand_spec)
 _order_spec, _planes_spec = cache(order_spec), cache(planes_spec)
 
 
@@ -73,10 +66,8 @@ def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None
     if library is not None:
         yield from library_steps(a, library, problem, out, target)
         return Outcome(out, "library GEMM", library)
-    if config is None:
-        config, spec = _chosen_shrink(problem, planned_rows(counts.num_rows), target)
-    else:
-        spec = shrink_spec(problem, config, target.name)
+    bucket = planned_rows(counts.num_rows)
+    config, spec = _shrink_kernel(problem, bucket, target, config=config)
     tiles, elements = shrink_scratch(problem, config, counts)
     if tiles:
         values["workspace_ptr"], values["counters_ptr"] = yield SplitK(tiles, elements)
@@ -95,10 +86,8 @@ def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None
         return Outcome(result, *NOTHING)
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
     problem, values = expand_problem(a, counts, result)
-    if config is None:
-        config, spec = _chosen_expand(problem, next_power_of_2(a.num_tokens), target)
-    else:
-        spec = expand_spec(problem, config, target.name)
+    bucket = next_power_of_2(a.num_tokens)
+    config, spec = _expand_kernel(problem, bucket, target, config=config)
     values |= yield from _sorted_rows(problem.form, counts, values, target)
     yield Launch(spec, expand_grid(problem, config, counts), values)
     return Outcome(result, "expand kernel", config)
@@ -151,14 +140,13 @@ def library_steps(
     else:  # one below the other where they lie
         weight = matrices[0].as_strided((columns, x.shape[1]), matrices[0].stride())
     if choice.way == "plane":
-        yield Library(_product, (x, weight, out[0]))
+        yield Library(multiply, (out[0], x, weight))
     elif choice.way == "batch":
         row, column = weight.stride()
         apart = weight.as_strided((planes, rank, x.shape[1]), (rank * row, row, column))
         yield Library(_products, (x.expand(planes, *x.shape), apart, out))
     else:
-        made = yield Buffer((num_rows, columns), x.dtype)
-        yield Library(_product, (x, weight, made))
+        made = yield from linear(x, weight)
         offsets = contiguous(a.a_offsets)
         values = {"rows_ptr": made, "offsets_ptr": offsets, "out_ptr": out, "num_rows": num_rows}
         spec = _planes_spec(problem, target.name)
@@ -168,10 +156,6 @@ def library_steps(
 def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:
     """The one adapter's weights [R, K] of q, k and v, those that there are."""
     return [weight[0] for weight in a.weights if weight is not None]
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, weight.T, out=out)
 
 
 def _products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:

@@ -18,24 +18,16 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import (
-    ArgumentError,
-    check_device,
-    check_dtype,
-    check_shape,
-    holds,
-    readable,
-)
+from tilewright.ops.checks import ArgumentError, check_operand, holds, readable
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
     check_expert_values,
-    check_group_values,
+    check_offset_values,
     expert_of_rows,
 )
 
 OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCES = {
     torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
@@ -63,9 +55,7 @@ def check_rows(op: str, a: Any, num_rows: Any, num_adapters: Any, device: torch.
     for name, dtypes in (("a_offsets", OFFSET_DTYPES), ("expert_ids", INDEX_DTYPES)):
         vector = getattr(a, name)
         if vector is not None:
-            check_shape(op, name, vector, "[n]", (None,))
-            check_dtype(op, name, vector, dtypes)
-            check_device(op, name, vector, device)
+            check_operand(op, name, vector, "[n]", (None,), dtypes, device)
     if a.a_offsets is not None:
         return _check_groups(op, a, num_adapters)
     for name in ("num_active_experts", "inclusive_offsets"):
@@ -106,12 +96,11 @@ def check_row_values(op: str, a: Any, num_rows: int, num_adapters: int) -> None:
         return
     ids = a.expert_ids
     if a.a_offsets is not None:
-        if not a.inclusive_offsets and int(a.a_offsets[0]) != 0:
-            raise ArgumentError(op, "a_offsets", "0 as the first", int(a.a_offsets[0]))
-        check_group_values(op, group_ends(a), None, 0, num_rows, name="a_offsets")
-        ids = None if ids is None else ids[: num_groups(a)]
-    if ids is not None:
-        check_expert_values(op, "expert_ids", ids, num_adapters)
+        groups, ends = num_groups(a), a.inclusive_offsets
+        offsets = a.a_offsets[: groups + (0 if ends else 1)]
+        check_offset_values(op, "a_offsets", offsets, num_rows, ends=ends)
+        ids = None if ids is None else ids[:groups]
+    check_expert_values(op, "expert_ids", ids, num_adapters)
 
 
 def group_ends(a: Any) -> torch.Tensor:

@@ -15,18 +15,11 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import (
-    ArgumentError,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_shape,
-    holds,
-)
+from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
-from tilewright.ops.lora.cases import SHRINK_CASES, LoraCase, sample_shrink
+from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.lora.cases import SHRINK_CASES, sample_shrink
 from tilewright.ops.lora.rows import (
-    DTYPES,
     ERROR_MODEL,
     TOLERANCES,
     adapter_of_rows,
@@ -34,6 +27,8 @@ from tilewright.ops.lora.rows import (
     check_rows,
     no_kernel_for,
 )
+from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt
 
 NAME = "shrink_qkv_permute_3mn"
@@ -87,9 +82,7 @@ class ShrinkArguments:
 
 
 def validate(a: ShrinkArguments) -> None:
-    check_dtype(NAME, "a", a.a, DTYPES)
-    check_shape(NAME, "a", a.a, "[M_a, K]", (None, None))
-    check_last_dim_dense(NAME, "a", a.a)
+    check_operand(NAME, "a", a.a, "[M_a, K]", (None, None), FLOAT_DTYPES, dense=True)
     num_adapters = _check_weights(a)
     if not (holds(a.rows >= 0) and holds(a.rows <= a.a.shape[0])):
         raise ArgumentError(NAME, "num_rows", f"at most the {a.a.shape[0]} rows of a", a.num_rows)
@@ -109,9 +102,8 @@ def _check_weights(a: ShrinkArguments) -> Any:
     for name in given:
         weight = getattr(a, name)
         letters = "[G, 3N, K]" if name == "b" else "[G, R, K]"
-        check_shape(NAME, name, weight, letters, (num_adapters, None, a.a.shape[1]))
-        check_dtype(NAME, name, weight, (a.a.dtype,))
-        check_device(NAME, name, weight, a.a.device)
+        sizes = (num_adapters, None, a.a.shape[1])
+        check_operand(NAME, name, weight, letters, sizes, (a.a.dtype,), a.a.device)
     if a.b is not None and not holds(a.b.shape[1] % 3 == 0):
         expected = "rows of q, k and v, as many of each"
         raise ArgumentError(NAME, "b", expected, f"{a.b.shape[1]} rows")
@@ -144,14 +136,9 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
     compute = torch.promote_types(a.a.dtype, torch.float32)
     adapter = adapter_of_rows(a, a.rows, a.a.device)
     weights = [weight for weight in a.weights if weight is not None]
-    for index in range(weights[0].shape[0]):
-        rows = (adapter == index).nonzero().flatten()
-        if rows.numel() == 0:
-            continue
-        x = a.a[rows].to(compute)
-        for plane, weight in enumerate(weights):
-            values = x @ weight[index].to(compute).mT
-            out[plane, rows, : weight.shape[1]] = values.to(out.dtype)
+    x = a.a[: a.rows].to(compute)
+    for plane, weight in zip(out, weights, strict=True):
+        plane[:, : weight.shape[1]] = multiply_by_expert(x, adapter, ExpertWeight(weight))
     return out
 
 
@@ -160,11 +147,7 @@ def unsupported(a: ShrinkArguments) -> str | None:
     return no_kernel_for(a.a.dtype)
 
 
-def sample_inputs(
-    case: LoraCase, device: str | torch.device = "cpu", seed: int = 0
-) -> ShrinkArguments:
-    """Random arguments of a case."""
-    return ShrinkArguments(**sample_shrink(case, device, seed))
+sample_inputs = sampler_of(ShrinkArguments, sample_shrink)
 
 
 OP = register(

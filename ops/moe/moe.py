@@ -22,25 +22,24 @@ import torch
 
 from tilewright.ops.checks import (
     FLOAT32,
+    FLOAT_DTYPES,
     ArgumentError,
     check_choice,
     check_device,
-    check_dtype,
-    check_last_dim_dense,
     check_number,
-    check_shape,
+    check_operand,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
-from tilewright.ops.moe.cases import MOE_CASES, MoeCase, sample_moe
+from tilewright.ops.moe.cases import MOE_CASES, sample_moe
 from tilewright.ops.moe.operands import unsupported
 from tilewright.ops.reference import activation
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.sampling import sampler_of
 
 NAME = "fused_moe"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ACTIVATION_FORMATS = ("dense", "fp8")
 ERROR_MODEL = (
     "fp32 accumulation; the hidden activation is rounded to the activations' dtype, which errs by "
@@ -132,9 +131,7 @@ class FusedMoeArguments:
 
 
 def validate(a: FusedMoeArguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES)
-    check_shape(NAME, "x", a.x, "[T, H]", (None, None))
-    check_last_dim_dense(NAME, "x", a.x)
+    check_operand(NAME, "x", a.x, "[T, H]", (None, None), FLOAT_DTYPES, dense=True)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
     for name in ("alpha", "limit"):
         check_number(NAME, name, getattr(a, name), 0 if name == "limit" else -FLOAT32.max)
@@ -150,12 +147,9 @@ def validate(a: FusedMoeArguments) -> None:
 
 def _check_routes(a: FusedMoeArguments) -> None:
     routes = (a.x.shape[0], None)
-    check_shape(NAME, "expert_ids", a.expert_ids, "[T, S]", routes)
-    check_dtype(NAME, "expert_ids", a.expert_ids, INDEX_DTYPES)
-    check_shape(NAME, "expert_weights", a.expert_weights, "[T, S]", a.expert_ids.shape)
-    check_dtype(NAME, "expert_weights", a.expert_weights, DTYPES)
-    for name in ("expert_ids", "expert_weights"):
-        check_device(NAME, name, getattr(a, name), a.x.device)
+    ids, weights, device = a.expert_ids, a.expert_weights, a.x.device
+    check_operand(NAME, "expert_ids", ids, "[T, S]", routes, INDEX_DTYPES, device)
+    check_operand(NAME, "expert_weights", weights, "[T, S]", ids.shape, FLOAT_DTYPES, device)
 
 
 def _check_weights(a: FusedMoeArguments) -> None:
@@ -182,9 +176,8 @@ def _check_weights(a: FusedMoeArguments) -> None:
             expected = f"experts, rows and columns {list(shape)}"
             raise ArgumentError(NAME, f"{name}_weight", expected, list(weight.shape))
         if bias is not None:
-            check_shape(NAME, f"{name}_bias", bias, "[E, N]", shape[:2])
-            check_dtype(NAME, f"{name}_bias", bias, (a.x.dtype, torch.float32))
-            check_device(NAME, f"{name}_bias", bias, a.x.device)
+            dtypes = (a.x.dtype, torch.float32)
+            check_operand(NAME, f"{name}_bias", bias, "[E, N]", shape[:2], dtypes, a.x.device)
 
 
 def validate_values(a: FusedMoeArguments) -> None:
@@ -239,11 +232,7 @@ def _multiplied(a: FusedMoeArguments, rows: torch.Tensor) -> torch.Tensor:
     return fp8_block.dequantize(codes, scale, (1, fp8_block.BLOCK), rows.dtype)
 
 
-def sample_inputs(
-    case: MoeCase, device: str | torch.device = "cpu", seed: int = 0
-) -> FusedMoeArguments:
-    """Random arguments of a case."""
-    return FusedMoeArguments(**sample_moe(case, device, seed))
+sample_inputs = sampler_of(FusedMoeArguments, sample_moe)
 
 
 OP = register(

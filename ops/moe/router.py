@@ -20,21 +20,19 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
     check_choice,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
     check_number,
-    check_shape,
+    check_operand,
     holds,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
-from tilewright.ops.moe.router_cases import ROUTER_CASES, RouterCase, sample_router
+from tilewright.ops.moe.router_cases import ROUTER_CASES, sample_router
 from tilewright.ops.moe.router_operands import unsupported
+from tilewright.ops.sampling import sampler_of
 
 NAME = "moe_router"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
 ERROR_MODEL = (
     "fp32 accumulation of the logits, whose error the scores multiply, measured against the rms of "
@@ -91,23 +89,17 @@ class MoeRouterArguments:
 
 
 def validate(a: MoeRouterArguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES)
-    check_shape(NAME, "x", a.x, "[T, K]" if a.weight is not None else "[T, E]", (None, None))
-    check_last_dim_dense(NAME, "x", a.x)
+    letters, device = "[T, K]" if a.weight is not None else "[T, E]", a.x.device
+    check_operand(NAME, "x", a.x, letters, (None, None), FLOAT_DTYPES, dense=True)
     if a.weight is not None:
-        check_dtype(NAME, "weight", a.weight, DTYPES)
-        check_shape(NAME, "weight", a.weight, "[E, K]", (None, a.x.shape[1]))
-        check_device(NAME, "weight", a.weight, a.x.device)
+        sizes = (None, a.x.shape[1])
+        check_operand(NAME, "weight", a.weight, "[E, K]", sizes, FLOAT_DTYPES, device)
     for name in ("bias", "correction"):
         vector = getattr(a, name)
         if vector is not None:
-            check_dtype(NAME, name, vector, DTYPES)
-            check_shape(NAME, name, vector, "[E]", (a.num_experts,))
-            check_device(NAME, name, vector, a.x.device)
+            check_operand(NAME, name, vector, "[E]", (a.num_experts,), FLOAT_DTYPES, device)
     check_choice(NAME, "scores", a.scores, SCORES)
-    if a.result_dtype not in DTYPES:
-        expected = "one of " + ", ".join(map(str, DTYPES))
-        raise ArgumentError(NAME, "weights_dtype", expected, a.weights_dtype)
+    check_choice(NAME, "weights_dtype", a.weights_dtype, (None, *FLOAT_DTYPES))
     for name in ("norm_eps", "norm_min"):
         check_number(NAME, name, getattr(a, name), 0.0)
     check_number(NAME, "scaling", a.scaling)
@@ -194,11 +186,7 @@ def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
     return kept.repeat_interleave(size, 1)
 
 
-def sample_inputs(
-    case: RouterCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MoeRouterArguments:
-    """Random arguments of a case, the choice clear."""
-    return MoeRouterArguments(**sample_router(case, device, seed))
+sample_inputs = sampler_of(MoeRouterArguments, sample_router)
 
 
 OP = register(

@@ -26,6 +26,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.moe.router import MoeRouterArguments, fake
 from tilewright.ops.moe.router_operands import router_problem
+from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
 _plan = cache(router_config)
@@ -97,10 +98,4 @@ def _library_logits(x: torch.Tensor, weight: torch.Tensor) -> Generator[Step, An
             yield Library(torch.Tensor.copy_, (copy, tensor))
             tensor = copy
         wide.append(tensor)
-    logits = yield Buffer((x.shape[0], weight.shape[0]), torch.float32)
-    yield Library(_multiply, (*wide, logits))
-    return logits
-
-
-def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, weight.t(), out=out)
+    return (yield from linear(*wide))

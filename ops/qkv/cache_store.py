@@ -18,7 +18,7 @@ import torch
 from tilewright.ops.cache.address_checks import check_values
 from tilewright.ops.cache.checks import HeadValues, check_caches, window_integers
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import check_device, check_dtype, check_shape
+from tilewright.ops.checks import FLOAT_DTYPES, check_dtype, check_operand, check_shape
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv.cases import ATTENTION_CASES
@@ -30,7 +30,6 @@ from tilewright.ops.sampling import Sampler
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "paged_kv_store"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,11 @@ class KvStoreArguments:
 
 
 def validate(a: KvStoreArguments) -> None:
-    check_dtype(NAME, "k", a.k, DTYPES)
+    check_dtype(NAME, "k", a.k, FLOAT_DTYPES)
     check_shape(NAME, "k", a.k, "[T, Hkv, D]", (None, None, None))
     num_tokens, num_kv_heads, head_dim = a.k.shape
     if a.v is not None:
-        check_shape(NAME, "v", a.v, "[T, Hkv, D]", a.k.shape)
-        check_dtype(NAME, "v", a.v, (a.k.dtype,))
-        check_device(NAME, "v", a.v, a.k.device)
+        check_operand(NAME, "v", a.v, "[T, Hkv, D]", a.k.shape, (a.k.dtype,), a.k.device)
     rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
     check_rope(NAME, num_tokens, head_dim, *rope, a.k.dtype, a.k.device)
     values = HeadValues(num_tokens, num_kv_heads, head_dim, a.k.dtype, a.k.device)

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
     check_choice,
     check_device,
     check_dtype,
-    check_last_dim_dense,
+    check_operand,
     check_scale_block,
     check_shape,
     holds,
@@ -30,8 +31,8 @@ from tilewright.ops.formats.quantized_weight import (
     zeros_are_packed,
 )
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ACTIVATION_CODES = torch.float8_e4m3fn
+X_DTYPES = (*FLOAT_DTYPES, ACTIVATION_CODES)
 ACTIVATION_BLOCK = 128
 
 
@@ -81,15 +82,10 @@ def check_projection(op: str, a: ProjectionArguments) -> None:
 
 def _check_x(op: str, a: ProjectionArguments) -> None:
     coded = a.x.dtype == ACTIVATION_CODES
-    check_dtype(op, "x", a.x, (*DTYPES, ACTIVATION_CODES))
-    check_shape(op, "x", a.x, "[T, K]", (None, None))
-    check_last_dim_dense(op, "x", a.x)
+    check_operand(op, "x", a.x, "[T, K]", (None, None), X_DTYPES, dense=True)
     if coded and a.weight_format != "fp8":
         raise ArgumentError(op, "weight_format", "'fp8', since x has codes", a.weight_format)
-    allowed = DTYPES[:3] if coded else (None, a.x.dtype)
-    if a.out_dtype not in allowed:
-        expected = " or ".join(map(str, allowed))
-        raise ArgumentError(op, "out_dtype", f"{expected} for x of {a.x.dtype}", a.out_dtype)
+    check_out_dtype(op, a.x.dtype, a.out_dtype)
     if a.x_scale is None:
         return
     if not coded:
@@ -102,6 +98,14 @@ def _check_x(op: str, a: ProjectionArguments) -> None:
     if not all(fits):
         expected = f"shape [{tokens} or 1, {wanted[1]} or 1]"
         raise ArgumentError(op, "x_scale", expected, f"shape {shape_text(a.x_scale.shape)}")
+
+
+def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+    """Codes say nothing of what they become; numbers stay what they are."""
+    allowed = FLOAT_DTYPES[:3] if x_dtype == ACTIVATION_CODES else (None, x_dtype)
+    if out_dtype not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise ArgumentError(op, "out_dtype", f"{expected} for {x_dtype}", out_dtype)
 
 
 def _check_format_options(op: str, a: ProjectionArguments) -> None:
@@ -221,16 +225,14 @@ def check_parameter(
     sizes: Sequence[Any],
 ) -> None:
     """Checks a bias: of the dtype of the values or float32."""
-    check_shape(op, name, tensor, letters, sizes)
-    check_dtype(op, name, tensor, (value_dtype(a), torch.float32))
-    check_device(op, name, tensor, a.x.device)
-    check_last_dim_dense(op, name, tensor)
+    dtypes = (value_dtype(a), torch.float32)
+    check_operand(op, name, tensor, letters, sizes, dtypes, a.x.device, dense=True)
 
 
 def _check_scale_like(
     op: str, a: ProjectionArguments, name: str, tensor: torch.Tensor, more: tuple[Any, ...] = ()
 ) -> None:
-    check_dtype(op, name, tensor, (*DTYPES, *more))
+    check_dtype(op, name, tensor, (*FLOAT_DTYPES, *more))
     check_device(op, name, tensor, a.x.device)
 
 
@@ -282,7 +284,5 @@ def check_delta(
     """delta: None, or [T, rows of q, k and v] of `dtype` or float32, rows dense."""
     if delta is None:
         return
-    check_shape(op, "delta", delta, "[T, N_q + N_k + N_v]", (num_tokens, num_rows))
-    check_dtype(op, "delta", delta, (dtype, torch.float32))
-    check_device(op, "delta", delta, device)
-    check_last_dim_dense(op, "delta", delta)
+    letters, sizes, dtypes = "[T, N_q + N_k + N_v]", (num_tokens, num_rows), (dtype, torch.float32)
+    check_operand(op, "delta", delta, letters, sizes, dtypes, device, dense=True)

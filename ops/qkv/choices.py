@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from tilewright.codegen.qkv.plan import LoweringChoice
-from tilewright.codegen.qkv.problem import EpilogueProblem
 from tilewright.codegen.qkv.quantized_specs import order_grid, ordered_width
 from tilewright.codegen.qkv.specs import (
-    EpilogueConfig,
     SwappedConfig,
     TiledConfig,
     epilogue_grid,
@@ -20,14 +18,8 @@ from tilewright.codegen.qkv.specs import (
     swapped_grid,
     tiled_grid,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.library import (
-    dequantized_weights,
-    dequantized_x,
-    project,
-    project_packed,
-)
+from tilewright.ops.qkv.library import dequantized_weights, dequantized_x, project, project_packed
 from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, result_buffer
 from tilewright.ops.runtime.launch import machine_of
@@ -43,6 +35,7 @@ from tilewright.ops.runtime.program import (
 )
 
 Part = Generator[Step, Any, None]
+_epilogue_spec = cache(epilogue_spec)
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
@@ -122,7 +115,7 @@ def _library(
     q, k, v = made[0], made[1], made[2] if len(made) == 3 else None
     assert choice.epilogue is not None
     after = epilogue_problem(q, k, v, problem.epilogue)
-    spec = cached_epilogue_spec(after, choice.epilogue, target.name)
+    spec = _epilogue_spec(after, choice.epilogue, target.name)
     grid = epilogue_grid(after, choice.epilogue, a.x.shape[0])
     yield Launch(spec, grid, {**values, "q_ptr": q, "k_ptr": k, "v_ptr": v})
 
@@ -132,10 +125,3 @@ _PARTS: dict[str, Callable[..., Part]] = {
     "tiled": _tiled,
     "library": _library,
 }
-
-
-@cache
-def cached_epilogue_spec(
-    problem: EpilogueProblem, config: EpilogueConfig, target: str
-) -> KernelSpec:
-    return epilogue_spec(problem, config, target)

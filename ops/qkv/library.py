@@ -21,6 +21,7 @@ from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight_rows import WeightRows
 from tilewright.ops.qkv.checks import ACTIVATION_BLOCK
 from tilewright.ops.qkv.quantized_operands import LETTERS, head_dim
+from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
 
 Making = Generator[Step, Any, torch.Tensor]
@@ -32,7 +33,7 @@ def project_packed(
     """One GEMM over all rows; q [T, H, D] or [T, Hkv, G, D], k and v are views of its result."""
     lowest = min(weights, key=lambda weight: weight.storage_offset())
     whole = lowest.as_strided((rows.total, x.shape[1]), lowest.stride()[-2:])
-    out = yield from _linear(x, whole)
+    out = yield from linear(x, whole)
     return [
         out.as_strided((x.shape[0], *weight.shape[:-1]), (rows.total, *steps, 1), first)
         for weight, first, steps in zip(weights, rows.firsts, rows.steps, strict=True)
@@ -46,7 +47,7 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
     in_row = [row * prod(weight.shape[axis + 1 : -1]) for axis in range(len(heads))]
     if list(weight.stride()[:-2]) == in_row:
         rows = weight.as_strided((prod(heads) * dim, hidden), (row, column))
-        out = yield from _linear(x, rows)
+        out = yield from linear(x, rows)
         return out.view(-1, *heads, dim)
     if len(heads) == 2:
         parts = []
@@ -58,16 +59,6 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
     out = yield Buffer((*heads, x.shape[0], dim), x.dtype)
     yield Library(_multiply_batch, (out, x, weight))
     return out.transpose(0, 1)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor) -> Making:
-    out = yield Buffer((x.shape[0], weight.shape[0]), x.dtype)
-    yield Library(_multiply, (out, x, weight))
-    return out
-
-
-def _multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    torch.mm(x, weight.t(), out=out)
 
 
 def _multiply_batch(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -18,22 +18,34 @@ from tilewright.codegen.qkv.plan import (
     epilogue_config,
     plan_fused_qkv,
 )
-from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem
-from tilewright.codegen.qkv.specs import EpilogueConfig, epilogue_grid
+from tilewright.codegen.qkv.problem import QkvProblem
+from tilewright.codegen.qkv.specs import epilogue_grid, epilogue_spec
 from tilewright.codegen.qkv.tune import bucket
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.qkv import tuning
 from tilewright.ops.qkv.cache_store import KvStoreArguments
-from tilewright.ops.qkv.choices import cached_epilogue_spec, choice_steps
+from tilewright.ops.qkv.choices import choice_steps
 from tilewright.ops.qkv.operands import FusedCall, prepare, prepare_store
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, result_buffer
 from tilewright.ops.qkv.qkv_matmul_ragged import RaggedQkvArguments, as_fused_qkv
 from tilewright.ops.runtime.device import target_of
-from tilewright.ops.runtime.program import Launch, NotRepeatable, Outcome, Planner, Steps, drive
+from tilewright.ops.runtime.program import (
+    Launch,
+    NotRepeatable,
+    Outcome,
+    Planner,
+    Steps,
+    chooser,
+    drive,
+)
 
 NO_TOKENS = "nothing", "no tokens, no launch"
+
+_store_kernel = chooser(
+    lambda problem, tokens, target: epilogue_config(problem.epilogue, tokens, target), epilogue_spec
+)
 
 
 def fused_qkv_paged_steps(a: FusedQkvArguments, target: Target) -> Steps:
@@ -65,16 +77,9 @@ def paged_kv_store_steps(a: KvStoreArguments, target: Target) -> Steps:
     """The steps of a `paged_kv_store` call."""
     problem, values = prepare_store(a)
     num_tokens = a.k.shape[0]
-    config = _store_config(problem.epilogue, next_power_of_2(num_tokens), target)
-    spec = cached_epilogue_spec(problem, config, target.name)
+    config, spec = _store_kernel(problem, next_power_of_2(num_tokens), target)
     yield Launch(spec, epilogue_grid(problem, config, num_tokens), values)
     return Outcome(None, "store", f"one kernel writes the named slots, {config}")
-
-
-@cache
-def _store_config(epilogue: HeadEpilogue, num_tokens: int, target: Target) -> EpilogueConfig:
-    """One kernel serves all token counts up to the next power of two."""
-    return epilogue_config(epilogue, num_tokens, target)
 
 
 def ragged_steps(a: RaggedQkvArguments, target: Target) -> Steps:

@@ -29,8 +29,9 @@ from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.ragged_checks import NAME, check_metadata, kv_rows
-from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_inputs
+from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_ragged
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import Written
 
 #: What the arguments of `fused_qkv_paged` are called here.
@@ -301,9 +302,7 @@ OP = register(
         reference=reference,
         lowerings=(emitted_kernel(f"{STEPS}:ragged_steps", _unsupported),),
         cases=RAGGED_CASES,
-        sample_inputs=lambda case, device="cpu", seed=0: RaggedQkvArguments(
-            **sample_inputs(case, device, seed)
-        ),
+        sample_inputs=sampler_of(RaggedQkvArguments, sample_ragged),
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
         plan=f"{STEPS}:plan_ragged",

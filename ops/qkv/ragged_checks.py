@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.checks import CACHE_SCALES, check_cache_scale
 from tilewright.ops.cache.ragged_batch import check_batch, check_layer
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
     check_dtype,
-    check_last_dim_dense,
+    check_operand,
     check_shape,
     holds,
     shape_text,
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.formats.gptq_buffer import buffer_rows
-from tilewright.ops.qkv.checks import ACTIVATION_CODES, DTYPES
+from tilewright.ops.qkv.checks import ACTIVATION_CODES, FLOAT_DTYPES, X_DTYPES, check_out_dtype
 
 NAME = "fused_qkv_matmul_kv_cache_paged_ragged"
 WEIGHT_BLOCK = 128
@@ -47,14 +48,9 @@ def _result_dtype(a: Any) -> torch.dtype:
 
 
 def _check_hidden(a: Any) -> None:
-    check_shape(NAME, "hidden_state", a.hidden_state, "[T, K]", (None, None))
-    check_dtype(NAME, "hidden_state", a.hidden_state, (*DTYPES, ACTIVATION_CODES))
-    check_last_dim_dense(NAME, "hidden_state", a.hidden_state)
-    dtype = a.hidden_state.dtype
-    allowed = DTYPES[:3] if dtype == ACTIVATION_CODES else (None, dtype)
-    if a.out_dtype not in allowed:
-        expected = " or ".join(map(str, allowed))
-        raise ArgumentError(NAME, "out_dtype", f"{expected} for {dtype}", a.out_dtype)
+    hidden = a.hidden_state
+    check_operand(NAME, "hidden_state", hidden, "[T, K]", (None, None), X_DTYPES, dense=True)
+    check_out_dtype(NAME, hidden.dtype, a.out_dtype)
 
 
 def _check_blocks(a: Any) -> None:
@@ -90,10 +86,8 @@ def _check_weight(a: Any) -> None:
     else:
         _check_rows(a)
     if a.bias is not None:
-        check_shape(NAME, "bias", a.bias, "[N]", (total,))
-        check_dtype(NAME, "bias", a.bias, (_result_dtype(a), torch.float32))
-        check_device(NAME, "bias", a.bias, a.hidden_state.device)
-        check_last_dim_dense(NAME, "bias", a.bias)
+        dtypes, device = (_result_dtype(a), torch.float32), a.hidden_state.device
+        check_operand(NAME, "bias", a.bias, "[N]", (total,), dtypes, device, dense=True)
 
 
 def _check_rows(a: Any) -> None:
@@ -140,7 +134,7 @@ def _check_granularity(
     expected = " or ".join(f"{shape_text(shape)} (per {form})" for form, shape in forms.items())
     if scale is None:
         raise ArgumentError(NAME, name, expected, None)
-    check_dtype(NAME, name, scale, DTYPES)
+    check_dtype(NAME, name, scale, FLOAT_DTYPES)
     check_device(NAME, name, scale, a.hidden_state.device)
     shape = (1, 1) if scale.numel() == 1 and scale.dim() < 2 else tuple(scale.shape)
     fits = len(shape) == 2 and any(
@@ -177,14 +171,7 @@ def _check_gptq(a: Any, q_dim: Any) -> None:
 
 def _check_cache_scales(a: Any) -> None:
     heads = 1 if a.blocks.shape[1] == 1 else a.blocks.shape[4]
-    for name in ("k_cache_scale", "v_cache_scale"):
-        scale = getattr(a, name)
-        if scale is None:
-            continue
-        if name == "v_cache_scale" and a.blocks.shape[1] == 1:
-            raise ArgumentError(NAME, name, "None, since blocks hold no V", "a tensor")
-        check_dtype(NAME, name, scale, (torch.float32,))
-        check_device(NAME, name, scale, a.hidden_state.device)
-        if scale.dim() > 1 or (scale.dim() == 1 and scale.shape[0] not in (1, heads)):
-            expected = f"shape [], [1] or [heads] = [{heads}]"
-            raise ArgumentError(NAME, name, expected, f"shape {shape_text(scale.shape)}")
+    if a.v_cache_scale is not None and a.blocks.shape[1] == 1:
+        raise ArgumentError(NAME, "v_cache_scale", "None, since blocks hold no V", "a tensor")
+    for name in CACHE_SCALES:
+        check_cache_scale(NAME, name, getattr(a, name), heads, a.hidden_state.device)

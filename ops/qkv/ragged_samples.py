@@ -65,7 +65,7 @@ RAGGED_CASES = (
 )
 
 
-def sample_inputs(
+def sample_ragged(
     case: RaggedCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> dict[str, Any]:
     """Random arguments of a case, by name; the blocks hold random numbers, so a stray write

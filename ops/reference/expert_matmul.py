@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.reference.linear import apply_linear
 
 
 def multiply_by_expert(
-    x: torch.Tensor, expert: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None
+    x: torch.Tensor, expert: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [M, K] times the weight of each row's expert (-1: zeros), in x's precision: [M, N]."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
@@ -17,6 +18,6 @@ def multiply_by_expert(
         if rows.numel() == 0:
             continue
         which = torch.tensor([index], device=x.device)
-        product = x[rows] @ weight.dequantize(which, x.dtype)[0].T
-        out[rows] = product if bias is None else product + bias[index].to(x.dtype)
+        own = None if bias is None else bias[index]
+        out[rows] = apply_linear(x[rows], weight.dequantize(which, x.dtype)[0], own)
     return out

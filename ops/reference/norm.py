@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import (
-    check_choice,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_number,
-    check_shape,
-)
+from tilewright.ops.checks import check_choice, check_number, check_operand
 
 NORM_KINDS = ("rms", "layer")
 NORM_WIDTHS = ("head", "row")
@@ -42,13 +35,10 @@ def check_norm_weight(
     """Checks a norm weight: [D] for all heads, or [H, D]; always [H, D] for a norm over the row."""
     if weight is None:
         return
-    if norm_width == "head" and weight.dim() == 1:
-        check_shape(op, argument, weight, "[D]", (head_dim,))
-    else:
-        check_shape(op, argument, weight, "[H, D]", (heads, head_dim))
-    check_dtype(op, argument, weight, (dtype, torch.float32))
-    check_device(op, argument, weight, device)
-    check_last_dim_dense(op, argument, weight)
+    shared = norm_width == "head" and weight.dim() == 1
+    letters, sizes = ("[D]", (head_dim,)) if shared else ("[H, D]", (heads, head_dim))
+    dtypes = (dtype, torch.float32)
+    check_operand(op, argument, weight, letters, sizes, dtypes, device, dense=True)
 
 
 def apply_norm(

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect
-from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 from tilewright.patterns.recognise.steps import is_filled
@@ -41,10 +40,10 @@ def peel(view: View, casts: bool = True) -> Factors:
     while True:
         value = found.view.value
         if casts and is_float_cast(value):
-            step: _Step | None = _Step(value.args[0])
+            step: Factors | None = Factors(value.args[0])
         else:
             step = _step(value, found.view.effect)
-        inner = None if step is None else _through(found.view, step.operand)
+        inner = None if step is None else _through(found.view, step.view)
         if step is None or inner is None:
             return found
         again = (found.table is not None, found.mask is not None)
@@ -57,7 +56,7 @@ def peel(view: View, casts: bool = True) -> Factors:
             table=found.table if step.table is None else step.table,
             index=found.index if step.table is None else step.index,
             mask=found.mask if step.mask is None else step.mask,
-            absorbed=(*found.absorbed, value, *step.beside),
+            absorbed=(*found.absorbed, value, *step.absorbed),
         )
 
 
@@ -71,44 +70,31 @@ def _through(view: View, inner: View) -> View | None:
         return None
 
 
-@dataclass(frozen=True)
-class _Step:
-    operand: View
-    scale: float = 1.0
-    table: View | None = None
-    index: View | None = None
-    mask: View | None = None
-    beside: tuple[Value, ...] = ()
-
-
-def _step(value: Value, effect: Effect) -> _Step | None:
-    """One factor of a value that is read through `effect` [..., W]; None for another value."""
+def _step(value: Value, effect: Effect) -> Factors | None:
+    """One factor of a value that is read through `effect` [..., W], what goes beside the value
+    absorbed; None for another value."""
     if value.op == "aten.where":
         return _chosen(value, effect)
     if value.op not in ("aten.mul", "aten.div") or value.kwargs or len(value.args) < 2:
         return None
-    one, other = (_numeric(item) for item in value.args[:2])
+    operands = value.args[:2]
+    one, other = (i if isinstance(i, View) else given_number(i) for i in operands)
     if value.op == "aten.div":
-        plain = isinstance(one, View) and isinstance(other, (int, float)) and other
-        return _Step(one, 1 / other) if plain else None
+        if not isinstance(one, View) or not isinstance(other, float) or other == 0:
+            return None
+        return Factors(one, 1 / other)
     for operand, factor in ((one, other), (other, one)):
         if not isinstance(operand, View):
             continue
-        if isinstance(factor, (int, float)):
-            return _Step(operand, float(factor))
+        if isinstance(factor, float):
+            return Factors(operand, factor)
         found = _by_row(factor, value, effect)
         if found is not None:
-            return replace(found, operand=operand)
+            return replace(found, view=operand)
     return None
 
 
-def _numeric(item: Any) -> Any:
-    """An operand; a float that Dynamo traced as a symbol is specialised."""
-    held = item.meta.get("example_value") if isinstance(item, fx.Node) else None
-    return number_of(item) if isinstance(held, (float, torch.SymFloat)) else item
-
-
-def _chosen(value: Value, effect: Effect) -> _Step | None:
+def _chosen(value: Value, effect: Effect) -> Factors | None:
     """where(mask, operand, 0): a mask of rows."""
     if len(value.args) != 3 or value.kwargs:
         return None
@@ -119,10 +105,10 @@ def _chosen(value: Value, effect: Effect) -> _Step | None:
     # zeros_like(delta) reads the delta, for its shape.
     shaped = isinstance(other, View) and other.value.op in ("aten.zeros_like", "aten.new_zeros")
     beside = (other.value,) if shaped else ()
-    return None if mask is None else _Step(operand, mask=mask, beside=beside)
+    return None if mask is None else Factors(operand, mask=mask, absorbed=beside)
 
 
-def _by_row(factor: Any, value: Value, effect: Effect) -> _Step | None:
+def _by_row(factor: Any, value: Value, effect: Effect) -> Factors | None:
     """A factor table[index], or a mask, with one number for each row of what is read."""
     if not isinstance(factor, View):
         return None
@@ -132,15 +118,15 @@ def _by_row(factor: Any, value: Value, effect: Effect) -> _Step | None:
         return None
     source = rows.value
     if source.dtype == torch.bool:
-        return _Step(factor, mask=rows)
+        return Factors(factor, mask=rows)
     if source.op == "cast" and source.args[0].value.dtype == torch.bool:
-        return _Step(factor, mask=source.args[0].through(rows.effect))
+        return Factors(factor, mask=source.args[0].through(rows.effect))
     taken = gathered(source.whole)
     if taken is None or effects.product(taken[0].shape[1:]) != 1 or rows != flat(source.whole):
         return None
     if len(taken[0].shape) < 1 or not is_index(taken[1]):
         return None
-    return _Step(factor, table=flat(taken[0]), index=flat(strip_integer_casts(taken[1])))
+    return Factors(factor, table=flat(taken[0]), index=flat(strip_integer_casts(taken[1])))
 
 
 def is_index(view: View) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilewright.ops.lora.rows import DTYPES
+from tilewright.ops.checks import FLOAT_DTYPES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import InexpressibleError
@@ -239,7 +239,7 @@ def _guard(item: Sum, flow: Dataflow) -> None:
     dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
     dtypes.add(item.value.dtype)
     what, hint = "activation, adapter and projection", CAST_ADAPTERS
-    check_dtypes(dtypes, what, item.value, DTYPES, hint)
+    check_dtypes(dtypes, what, item.value, FLOAT_DTYPES, hint)
     check_device(delta.x)
     check_kernels(delta)
 

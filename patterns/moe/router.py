@@ -22,6 +22,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.language import Match, Parts, Result, Stage, register, reject
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
+from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
 from tilewright.patterns.recognise.dtypes import FLOATS, check_device, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm
@@ -114,7 +115,7 @@ def _before(choice: Value) -> Iterable[Value]:
 def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:
     """Tensors that only have the shape of what is absorbed, and are read by it alone."""
     users = {user for value in absorbed for user in flow.users.get(value, ())}
-    made = {user for user in users if user.op in ("aten.zeros_like", "aten.empty_like")}
+    made = {user for user in users if user.op in SHAPED_LIKE}
     return {v for v in made if set(flow.users.get(v, ())) <= absorbed}
 
 

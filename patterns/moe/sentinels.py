@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Size
-from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.routing import Order, experts_of, per_row, strip_integer_casts
 from tilewright.patterns.recognise.steps import clamp_bounds
 
@@ -30,7 +30,7 @@ def foreign_experts(value: Value) -> tuple[View, Size] | None:
     if value.op != "aten.masked_fill":
         return None
     rows, mask, fill = value.args
-    if isinstance(fill, View) or number_of(fill) != 0 or rows.shape != value.shape:
+    if given_number(fill) != 0 or rows.shape != value.shape:
         return None
     column = per_row(mask) if isinstance(mask, View) and len(mask.shape) == 2 else None
     if column is None or column.value.op != "aten.ge" or not column.is_whole:

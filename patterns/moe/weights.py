@@ -9,15 +9,11 @@ w = w * scaling
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import fx
 
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.choice import Choice
-from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.steps import clamp_bounds, keeps_dim, reduced_dims
 
@@ -143,19 +139,11 @@ def _alone(user: Value, end: Value, choice: Choice, found: Weights) -> Weights |
     return replace(step, scaling=factor)
 
 
-def _number(item: Any) -> float | None:
-    """A number, also one that Dynamo traced as a float; None for a tensor."""
-    if isinstance(item, fx.Node):
-        held = item.meta.get("example_value")
-        return number_of(item) if isinstance(held, (float, torch.SymFloat)) else None
-    return float(item) if isinstance(item, (int, float)) else None
-
-
 def _other_number(value: Value) -> float | None:
     """The number that a sum or product has beside its one tensor."""
     if len(value.operands) != 1 or value.kwargs.get("alpha", 1) != 1:
         return None
-    return next((_number(a) for a in value.args[:2] if not isinstance(a, View)), None)
+    return next((given_number(a) for a in value.args[:2] if not isinstance(a, View)), None)
 
 
 def _normalised(
@@ -177,7 +165,7 @@ def _normalised(
         steps.append(value)
         low, high = clamp_bounds(value) or (None, None)
         is_sum = value.op == "aten.add"
-        number = _other_number(value) if is_sum else _number(low)
+        number = _other_number(value) if is_sum else given_number(low)
         if not is_float_cast(value):
             if number is None or high is not None or eps or least:
                 return None

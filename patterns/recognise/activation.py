@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isclose, pi, sqrt
-from typing import Any
-
-from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.steps import clamp_bounds
 
@@ -184,15 +181,11 @@ def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
     bounds = clamp_bounds(value)
     if bounds is None or not bare.is_whole or any(isinstance(b, View) for b in bounds):
         return bare, 0.0, casts  # views differ from element to element
-    low, high = (_number(bound) for bound in bounds)
+    low, high = (given_number(bound) for bound in bounds)
     if high is None or high <= 0 or low != (-high if both else None):
         return bare, 0.0, casts
     inner, more = strip_casts(value.args[0])
     return inner, float(high), (*casts, value, *more)
-
-
-def _number(item: Any) -> float | None:
-    return number_of(item) if isinstance(item, (int, float, fx.Node)) else None
 
 
 def _factors(value: Value) -> Sequence[tuple[View, View]]:
@@ -201,4 +194,4 @@ def _factors(value: Value) -> Sequence[tuple[View, View]]:
 
 
 def _numbers(value: Value) -> list[float]:
-    return [number for a in value.args if (number := _number(a)) is not None]
+    return [number for a in value.args if (number := given_number(a)) is not None]

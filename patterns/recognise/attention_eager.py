@@ -170,7 +170,7 @@ def scaled_by(value: Value) -> tuple[View, float] | None:
     if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
         return None
     for x, number in (value.args, value.args[::-1]):
-        known = one_number(number) if isinstance(number, View) else number_of(number)
+        known = one_number(number)
         if known is None or not isinstance(x, View) or one_number(x) is not None:
             continue
         if value.op == "aten.mul":

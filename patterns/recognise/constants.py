@@ -24,11 +24,20 @@ def number_of(item: float | fx.Node) -> float:
     return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
+def given_number(item: Any) -> float | None:
+    """The number that an argument is, also a float that Dynamo traced; None for a tensor, and for
+    a size, which stays a symbol."""
+    if isinstance(item, fx.Node):
+        traced = isinstance(item.meta.get("example_value"), (float, torch.SymFloat))
+        return number_of(item) if traced else None
+    return float(item) if isinstance(item, (int, float)) else None
+
+
 def one_number(item: Any) -> float | None:
     """The number that an operand is: itself, or a tensor of one element that is known."""
-    if isinstance(item, (int, float)):
-        return float(item)
-    numbers = constant_of(item) if isinstance(item, View) else None
+    if not isinstance(item, View):
+        return given_number(item)
+    numbers = constant_of(item)
     return float(numbers.reshape(())) if numbers is not None and numbers.size == 1 else None
 
 

@@ -19,7 +19,6 @@ from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.lines import (
-    FILLED,
     INTEGERS,
     Compared,
     is_of_bits,
@@ -31,6 +30,7 @@ from tilewright.patterns.recognise.lines import (
     truth_of,
 )
 from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.steps import filled_with
 
 
 @dataclass(frozen=True)
@@ -328,11 +328,11 @@ def _triangle(value: Value) -> _Triangle | None:
 
 def _number(view: View) -> float | None:
     """The one number of a tensor, 1 of True."""
-    if view.value.op in ("aten.full", "aten.new_full"):
-        given = view.value.argument(1 if view.value.op == "aten.full" else 2, "fill_value")
-        return float(given) if isinstance(given, (int, float)) else None
-    known = float(FILLED[view.value.op]) if view.value.op in FILLED else same_everywhere(view)
-    return float(known) if isinstance(known, (int, float)) else None
+    made = filled_with(view)
+    if made is not None:
+        return made
+    known = same_everywhere(view)
+    return float(known) if isinstance(known, int) else None
 
 
 def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:

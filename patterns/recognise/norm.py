@@ -12,7 +12,7 @@ from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.constants import given_number, number_of
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.steps import reduced_dims
 
@@ -165,12 +165,12 @@ def _plus_number(view: View) -> tuple[View, float, View]:
     """(weight, offset, their sum) of a weight that may be spelled `offset + weight`."""
     bare, _ = strip_casts(view)
     value = bare.value
-    numbers = [a for a in value.args if isinstance(a, (int, float, fx.Node))]
+    numbers = [number for a in value.args if (number := given_number(a)) is not None]
     plain = len(value.operands) == 1 and len(numbers) == 1 and value.kwargs.get("alpha", 1) == 1
     if value.op != "aten.add" or not plain:
         return bare, 0.0, bare
     inner, _ = strip_casts(value.operands[0].through(bare.effect))
-    return inner, number_of(numbers[0]), bare
+    return inner, numbers[0], bare
 
 
 def _aligned(weight: View, rank: int) -> View:

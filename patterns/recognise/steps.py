@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.constants import given_number
 
 # Where each bound stands, its name, and what it is where it is not given.
 _Bound = tuple[int, str, float | None]
@@ -47,19 +46,24 @@ def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
 
 def is_filled(item: Any, number: float) -> bool:
     """Whether a number, or every element of a tensor as it was made, is `number`."""
-    if isinstance(item, fx.Node):  # a float that Dynamo traced; a size stays a symbol
-        held = item.meta.get("example_value")
-        return isinstance(held, (float, torch.SymFloat)) and number_of(item) == number
+    return filled_with(item) == number
+
+
+def filled_with(item: Any) -> float | None:
+    """What a number is, or every element of a tensor as it was made; None where that is unknown."""
     if not isinstance(item, View):
-        return isinstance(item, (int, float)) and item == number
+        return given_number(item)
     value = item.value
-    while value.op == "cast":
-        value = value.operands[0].value
+    if value.op == "cast":
+        number = filled_with(value.operands[0])
+        survives = number is not None and float(torch.tensor(number).to(value.dtype)) == number
+        return number if survives else None
     kind = value.op.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
     if kind in ("zeros", "ones"):
-        return number == (kind == "ones")
-    fill = value.args[:1] if kind in ("tensor", "scalar_tensor") else ()
-    if kind == "full":
-        named = value.kwargs.get("fill_value")
-        fill = value.args[-1:] if named is None else (named,)
-    return any(is_filled(v, number) for v in fill)
+        return float(kind == "ones")
+    if kind in ("tensor", "scalar_tensor"):
+        return filled_with(value.args[0]) if value.args else None
+    if kind != "full":
+        return None
+    named = value.kwargs.get("fill_value")
+    return filled_with(value.args[-1] if named is None else named)

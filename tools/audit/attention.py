@@ -14,7 +14,7 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention import cache_attention, mask_blocks
 from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
-from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, distinct
+from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, distinct, meta
 
 # (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length. Of numbers
 # the lowest hide, as eager attention has them.
@@ -83,30 +83,26 @@ def _call(
     """A call on meta tensors; head-major as StaticCache has them, or pages."""
     (query_heads, key_heads, width), (batch, queries, keys) = heads, sizes
     pages, rows = (batch, keys)
-    given: dict[str, Any] = {"cache_lengths": _meta(batch, dtype=torch.int64), "mask": mask}
+    given: dict[str, Any] = {"cache_lengths": meta(batch, dtype=torch.int64), "mask": mask}
     if page_size:
         pages, rows = batch * keys // page_size, page_size
-        given["block_table"] = _meta(batch, keys // page_size, dtype=torch.int32)
+        given["block_table"] = meta(batch, keys // page_size, dtype=torch.int32)
     if mask == "tensor":
-        given = {"mask": "none", "attn_mask": _meta(batch, 1, queries, keys, dtype=torch.bool)}
+        given = {"mask": "none", "attn_mask": meta(batch, 1, queries, keys, dtype=torch.bool)}
     if window:
         given |= {"mask": "sliding_window", "window": window}
     if sinks:
-        given["sinks"] = _meta(query_heads)
-    k, v = (_meta(pages, key_heads, rows, width, dtype=dtype).transpose(1, 2) for _ in "kv")
-    q = _meta(batch * queries, query_heads, width)
+        given["sinks"] = meta(query_heads)
+    k, v = (meta(pages, key_heads, rows, width, dtype=dtype).transpose(1, 2) for _ in "kv")
+    q = meta(batch * queries, query_heads, width)
     return AttentionArguments(
         q, k, v, scale=width**-0.5, num_sequences=batch, softcap=softcap, **given
     )
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _mask_cases(target: Target) -> Iterator[AuditCase]:
     for sequences, queries, keys, dtype in MASKS:
-        mask = torch.empty(sequences, 1, queries, keys, dtype=dtype, device="meta")
+        mask = meta(sequences, 1, queries, keys, dtype=dtype)
         given = MaskBlocksArguments(mask, hide_lowest=True)
         report = mask_blocks.OP.plan_for(given, target.name)
         for spec in report.specs:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.spec import KernelSpec
 
@@ -14,6 +16,11 @@ SPECIALISED_STACK_BYTES = 8
 MMA_ROWS = 64
 SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
 SHORT_TILE_REASON = "a few tokens: each weight is read once and hardly computed with"
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)

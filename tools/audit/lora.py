@@ -18,7 +18,7 @@ from tilewright.ops.lora import expand, shrink
 from tilewright.ops.lora.expand import ExpandArguments
 from tilewright.ops.lora.operands import LONG_SEQUENCE, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments
-from tilewright.tools.audit.cases import MMA_ROWS, AuditCase
+from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, distinct, meta
 
 # One token, decode batches, a chunk of a prefill, a whole one.
 TOKEN_COUNTS = (1, 16, 64, 512, 8192)
@@ -38,7 +38,7 @@ class LoraLayer:
 
     def shrink(self, addressing: str, tokens: int) -> ShrinkArguments:
         """A call without memory, of a stack of weights."""
-        x = torch.empty(tokens, self.hidden, dtype=torch.bfloat16, device="meta")
+        x = meta(tokens, self.hidden)
         adapters = 1 if addressing == "single" else self.adapters
         b = x.new_empty(adapters, 3 * self.rank, self.hidden)
         return ShrinkArguments(x, b, **self._rows(addressing, tokens))
@@ -52,7 +52,7 @@ class LoraLayer:
     def expand(self, addressing: str, tokens: int) -> ExpandArguments:
         """A call without memory. Planes of an odd number of rows: 16 does not divide their distance
         where it does not divide the rank."""
-        s = torch.empty(3, tokens | 1, self.rank, dtype=torch.bfloat16, device="meta")[:, :tokens]
+        s = meta(3, tokens | 1, self.rank)[:, :tokens]
         adapters = 1 if addressing == "single" else self.adapters
         bases = [s.new_empty(tokens, width) for width in self.widths]
         weights = [s.new_empty(adapters, width, self.rank) for width in self.widths]
@@ -64,10 +64,10 @@ class LoraLayer:
         if addressing == "single":
             return {}
         if addressing == "groups":
-            ids = torch.empty(self.adapters, dtype=torch.int32, device="meta")
+            ids = meta(self.adapters, dtype=torch.int32)
             return {"a_offsets": ids.new_empty(self.adapters + 1), "expert_ids": ids}
         count = tokens // LONG_SEQUENCE if addressing == "sequences" else tokens
-        return {"expert_ids": torch.empty(count, dtype=torch.int64, device="meta")}
+        return {"expert_ids": meta(count, dtype=torch.int64)}
 
 
 LAYERS = (
@@ -102,8 +102,7 @@ def lora_cases(target: Target) -> list[AuditCase]:
     for rank, tokens in ((16, 1), (16, 64), (64, 64)):
         a = replace(first, rank=rank).across(tokens)
         cases += _shrink_cases(f"lora {first.name} across rank {rank} T={tokens}", a, target)
-    distinct = {case.spec: case for case in reversed(cases)}
-    return [case for case in cases if distinct[case.spec] is case]
+    return distinct(cases)
 
 
 def _token_cases(

@@ -24,6 +24,7 @@ from tilewright.tools.audit.cases import (
     SPECIALISED_STACK_BYTES,
     AuditCase,
     distinct,
+    meta,
 )
 
 ROW_COUNTS = (64, 4096)
@@ -75,20 +76,20 @@ class Latents:
         """A paged prefill of meta tensors: one sequence of `rows` tokens, nothing cached. weight,
         latents: "values", or "codes" for those of 8 bits with scales. core: attention's dtype."""
         heads, width, rank = self.num_heads, self.nope + self.rope, self.rank
-        pool = _meta(256, 1, 4, 128, 1, rank + self.rope)
+        pool = meta(256, 1, 4, 128, 1, rank + self.rope)
         entries = pool[:, 0, 1]
         weight_rows, block = heads * (self.nope + self.v_dim), self.granularity
-        latent = _meta(rows, rank + self.rope)
-        scale = _meta(-(-weight_rows // block), -(-rank // block), dtype=torch.float32)
-        values: dict[str, Any] = {"kv_b_weight": _meta(weight_rows, rank)}
+        latent = meta(rows, rank + self.rope)
+        scale = meta(-(-weight_rows // block), -(-rank // block), dtype=torch.float32)
+        values: dict[str, Any] = {"kv_b_weight": meta(weight_rows, rank)}
         if weight == "codes":
-            codes = _meta(weight_rows, rank, dtype=FP8)
+            codes = meta(weight_rows, rank, dtype=FP8)
             values = {"kv_b_weight": codes, "kv_b_scale": scale, "scale_block": (block, block)}
         if latents == "codes":
             values |= {"quantize_latent": True, "latent_scale_cap": 1200.0}
-        table = _meta(163840, self.rope, dtype=torch.float32)
+        table = meta(163840, self.rope, dtype=torch.float32)
         return MlaPrefillArguments(
-            q=_meta(rows, heads, width),
+            q=meta(rows, heads, width),
             latent=latent[:, :rank],
             k_rope=latent[:, rank:],
             latent_cache=pool,
@@ -96,14 +97,14 @@ class Latents:
             rope_window=CacheWindow.of(entries[..., rank:], pool).to_ints(),
             v_dim=self.v_dim,
             scale=width**-0.5,
-            row_offsets=_meta(2, dtype=torch.int32),
+            row_offsets=meta(2, dtype=torch.int32),
             keys="table",
-            key_offsets=_meta(2, dtype=torch.int32),
+            key_offsets=meta(2, dtype=torch.int32),
             num_keys=rows,
             slots="ragged",
-            lookup_table=_meta(1, 256, dtype=torch.int32),
-            cache_lengths=_meta(1, dtype=torch.int32),
-            norm_weight=_meta(rank),
+            lookup_table=meta(1, 256, dtype=torch.int32),
+            cache_lengths=meta(1, dtype=torch.int32),
+            norm_weight=meta(rank),
             cos=table[:, ::2],
             sin=table[:, 1::2],
             rope_style="interleaved",
@@ -123,10 +124,6 @@ DECODED = (
     Latents("glm-4.7-flash", 20, nope=192, v_dim=256),
     Latents("minicpm3", 40, nope=64, rope=32, v_dim=64, rank=256),
 )
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def mla_cases(target: Target) -> list[AuditCase]:
@@ -164,17 +161,17 @@ def _decode_call(
     """A step of four sequences of 4096 keys, on meta tensors."""
     batch, keys, width = 4, 4096, model.nope + model.rope
     pages, rows = (batch * keys // page_size, page_size) if page_size else (batch, keys)
-    entries = _meta(pages, rows, model.rank + model.rope)
-    given: dict[str, Any] = {"cache_lengths": _meta(batch, dtype=torch.int64), "mask": mask}
+    entries = meta(pages, rows, model.rank + model.rope)
+    given: dict[str, Any] = {"cache_lengths": meta(batch, dtype=torch.int64), "mask": mask}
     if mask == "none":
-        given = {"mask": mask, "attn_mask": _meta(batch, 1, tokens, keys, dtype=torch.bool)}
+        given = {"mask": mask, "attn_mask": meta(batch, 1, tokens, keys, dtype=torch.bool)}
     if page_size:
-        given["block_table"] = _meta(batch, keys // page_size, dtype=torch.int32)
+        given["block_table"] = meta(batch, keys // page_size, dtype=torch.int32)
     return MlaDecodeArguments(
-        _meta(batch * tokens, model.num_heads, width),
+        meta(batch * tokens, model.num_heads, width),
         entries[..., : model.rank],
         entries[..., model.rank :],
-        _meta(model.num_heads * (model.nope + model.v_dim), model.rank),
+        meta(model.num_heads * (model.nope + model.v_dim), model.rank),
         v_dim=model.v_dim,
         scale=width**-0.5,
         num_sequences=batch,
@@ -194,7 +191,7 @@ def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:
             if spec.kernel == "mla_up_projection":
                 yield up_case(f"{name} up", spec)
     # Of values the library makes the keys, but for those that are limited.
-    buffers = Buffers(_meta(rows, model.rank), _meta(rows, model.rope))
+    buffers = Buffers(meta(rows, model.rank), meta(rows, model.rope))
     problem = up_problem(model.arguments(rows), buffers)
     for name, of in (("up", problem), ("limited up", replace(problem, limited=True))):
         yield up_case(f"mla {model.name} values K={rows} {name}", _planned_up(of, rows, target))

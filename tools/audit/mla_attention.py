@@ -21,22 +21,18 @@ from tilewright.ops.mla.attention_operands import (
     query_call,
 )
 from tilewright.ops.runtime.program import Planner, drive
-from tilewright.tools.audit.cases import SOFTMAX_REASON, SPECIALISED_STACK_BYTES, AuditCase
+from tilewright.tools.audit.cases import SOFTMAX_REASON, SPECIALISED_STACK_BYTES, AuditCase, meta
 
 FP8 = torch.float8_e4m3fn
 # Scores start at zero for each block of keys and are read at once, and the output is rescaled.
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _integers(*shape: int) -> torch.Tensor:
-    return _meta(*shape, dtype=torch.int32)
+    return meta(*shape, dtype=torch.int32)
 
 
 def _flags(*shape: int) -> torch.Tensor:
-    return _meta(*shape, dtype=torch.bool)
+    return meta(*shape, dtype=torch.bool)
 
 
 def attention_call(
@@ -50,12 +46,12 @@ def attention_call(
 ) -> AttentionCall:
     """Keys and values as the up-projection leaves them, of `rows` queries and keys."""
     nope, rope, v_dim = dims
-    q = _meta(1, rows, heads, nope + rope, dtype=dtype)
-    kv = _meta(1, rows, heads, nope + v_dim, dtype=dtype)
-    k, v, k_rope = kv[..., :nope], kv[..., nope:], _meta(1, rows, rope, dtype=dtype)
+    q = meta(1, rows, heads, nope + rope, dtype=dtype)
+    kv = meta(1, rows, heads, nope + v_dim, dtype=dtype)
+    k, v, k_rope = kv[..., :nope], kv[..., nope:], meta(1, rows, rope, dtype=dtype)
     if dtype == FP8:
-        k = _meta(1, rows, heads, nope, dtype=dtype)
-        v = _meta(1, heads, v_dim, rows, dtype=dtype).permute(0, 3, 1, 2)
+        k = meta(1, rows, heads, nope, dtype=dtype)
+        v = meta(1, heads, v_dim, rows, dtype=dtype).permute(0, 3, 1, 2)
     parts: dict[str, Any] = {
         "q": q[..., :nope],
         "q_rope": q[..., nope:],
@@ -70,9 +66,9 @@ def attention_call(
     return AttentionCall(**{"scale": 0.1, **parts, **options})
 
 
-TABLE = _meta(163840, 64, dtype=torch.float32)
+TABLE = meta(163840, 64, dtype=torch.float32)
 ROPE = RopeTables(TABLE[:, ::2], TABLE[:, 1::2], "interleaved", by_position=True)
-ROTATED: dict[str, Any] = {"q": _meta(4096, 128, 192), "q_rope": None, "tables": ROPE}
+ROTATED: dict[str, Any] = {"q": meta(4096, 128, 192), "q_rope": None, "tables": ROPE}
 CALLS: dict[str, AttentionCall] = {
     "128 heads": attention_call(128),
     "16 heads, dense": attention_call(16, ragged=False),
@@ -83,7 +79,7 @@ CALLS: dict[str, AttentionCall] = {
     "128 heads, e4m3, chunks": attention_call(128, dtype=FP8, mask="chunked", window=8192),
     "16 heads, positions": attention_call(16, ragged=False, query_positions=_integers(4096)),
     "16 heads, mask tensor": attention_call(
-        16, ragged=False, mask="none", attn_mask=_meta(1, 1, 4096, 4096)
+        16, ragged=False, mask="none", attn_mask=meta(1, 1, 4096, 4096)
     ),
     "40 heads, narrow, mask of booleans": attention_call(
         40, ragged=False, dims=(64, 32, 64), mask="none", attn_mask=_flags(1, 1, 4096, 4096)
@@ -96,15 +92,15 @@ CALLS: dict[str, AttentionCall] = {
         ragged=False,
         mask="none",
         attn_mask=_flags(1, 1, 1, 4096),
-        q=_meta(1, 1, 16, 128),
-        q_rope=_meta(1, 1, 16, 64),
+        q=meta(1, 1, 16, 128),
+        q_rope=meta(1, 1, 16, 64),
     ),
     "16 heads, causal and mask tensor": attention_call(
-        16, ragged=False, attn_mask=_meta(1, 1, 4096, 4096)
+        16, ragged=False, attn_mask=meta(1, 1, 4096, 4096)
     ),
     "64 heads, wide": attention_call(64, dims=(192, 64, 256)),
     "16 heads, pages": attention_call(
-        16, block_table=_integers(8, 512), k_rope=_meta(1024, 64, 576)[..., 512:]
+        16, block_table=_integers(8, 512), k_rope=meta(1024, 64, 576)[..., 512:]
     ),
     "128 heads, rotated": attention_call(128, **ROTATED),
 }
@@ -141,8 +137,8 @@ def _others(target: Target) -> Iterator[AuditCase]:
     yield AuditCase("mla join", join_spec(dense, target.name), Expectations())
     merge = merge_spec(4, 128, "fp32", "bf16", False, target.name)
     yield AuditCase("mla merge", merge, Expectations())
-    joined = _meta(4096, 128, 64 + 128 + 128)
-    runs = ROTATED | {"q": _meta(1, 4096, 128, 192)}
+    joined = meta(4096, 128, 64 + 128 + 128)
+    runs = ROTATED | {"q": meta(1, 4096, 128, 192)}
     for name, call, keys in (
         ("rotated", attention_call(128, **ROTATED), None),
         ("cast", attention_call(128, dtype=FP8, **ROTATED), None),

@@ -28,6 +28,8 @@ from tilewright.tools.audit.cases import (
     SHORT_TILE_REASON,
     SPECIALISED_STACK_BYTES,
     AuditCase,
+    distinct,
+    meta,
 )
 
 # One token, decode batches, a chunk of a prefill, a whole one.
@@ -42,10 +44,6 @@ SCALES = {
     "nvfp4": ((1, 16), torch.float8_e4m3fn),
     "mxfp4": ((1, 32), torch.uint8),
 }
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class Mixture:
         down = self.weight(weight_format, self.hidden, self.inner, dtype)
         if self.gpt_oss:
             given |= {"activation": "clamped_swiglu", "limit": 7.0}
-            gate_up["bias"] = _empty(self.num_experts, 2 * self.inner, dtype=dtype)
-            down["bias"] = _empty(self.num_experts, self.hidden, dtype=dtype)
+            gate_up["bias"] = meta(self.num_experts, 2 * self.inner, dtype=dtype)
+            down["bias"] = meta(self.num_experts, self.hidden, dtype=dtype)
         for what, tensor in gate_up.items():
             whole = what == "expert_scale"
             gate, up = (tensor, tensor) if whole else self._gate_and_up(tensor)
@@ -83,8 +81,8 @@ class Mixture:
         given |= {f"down_{what}": tensor for what, tensor in down.items()}
         if weight_format in ("fp8", "int4"):
             given["scale_block"] = SCALES[weight_format][0]
-        x = _empty(tokens, self.hidden, dtype=dtype)
-        ids = _empty(tokens, self.num_slots, dtype=torch.int64)
+        x = meta(tokens, self.hidden, dtype=dtype)
+        ids = meta(tokens, self.num_slots, dtype=torch.int64)
         return FusedMoeArguments(x, ids, ids.to(dtype), **given, **more)
 
     def weight(
@@ -94,16 +92,16 @@ class Mixture:
         experts, form = self.num_experts, FORMATS[weight_format]
         if form.codes is None:
             if self.gpt_oss:
-                return {"weight": _empty(experts, columns, rows, dtype=dtype).mT}
-            return {"weight": _empty(experts, rows, columns, dtype=dtype)}
+                return {"weight": meta(experts, columns, rows, dtype=dtype).mT}
+            return {"weight": meta(experts, rows, columns, dtype=dtype)}
         block, scale_dtype = SCALES[weight_format]
         blocks = cdiv(rows, block[0]), cdiv(columns, block[1])
         made = {
-            "weight": _empty(experts, rows, columns // form.per_byte, dtype=form.codes[0]),
-            "scale": _empty(experts, *blocks, dtype=scale_dtype),
+            "weight": meta(experts, rows, columns // form.per_byte, dtype=form.codes[0]),
+            "scale": meta(experts, *blocks, dtype=scale_dtype),
         }
         if weight_format == "nvfp4":
-            made["expert_scale"] = _empty(experts, dtype=torch.float32)
+            made["expert_scale"] = meta(experts, dtype=torch.float32)
         return made
 
     def _gate_and_up(self, both: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -146,8 +144,7 @@ def moe_cases(target: Target) -> list[AuditCase]:
         cases += _grouped_cases(MODELS[2], target, weight_format, dtype)
     cases += [case for name in ROUTERS for case in _router_cases(name, target)]
     cases += [case for rows, inner in NVFP4_SHAPES for case in _nvfp4_cases(rows, inner, target)]
-    distinct = {case.spec: case for case in reversed(cases)}
-    return [case for case in cases if distinct[case.spec] is case]
+    return distinct(cases)
 
 
 def _fused_cases(
@@ -166,10 +163,10 @@ def _grouped_cases(
     """The second GEMM of a mixture as `grouped_matmul`, whose rows stay where they are."""
     weight = model.weight(weight_format, model.hidden, model.inner, dtype)
     block = SCALES[weight_format][0] if weight_format in SCALES else ()
-    ends = _empty(model.num_experts + 1, dtype=torch.int32)
+    ends = meta(model.num_experts + 1, dtype=torch.int32)
     for rows in ROWS_PER_GROUP:
         a = GroupedMatmulArguments(
-            _empty(rows * model.num_experts, model.inner, dtype=dtype), weight["weight"], ends,
+            meta(rows * model.num_experts, model.inner, dtype=dtype), weight["weight"], ends,
             ends[1:], weight_format=weight_format, scale_block=block,
             weight_scale=weight.get("scale"),
         )  # fmt: skip
@@ -180,15 +177,15 @@ def _grouped_cases(
 
 def _router_cases(name: str, target: Target) -> Iterator[AuditCase]:
     hidden, experts, slots, options = ROUTERS[name]
-    vector = _empty(experts, dtype=torch.float32)
+    vector = meta(experts, dtype=torch.float32)
     if name == "gpt-oss-20b":
-        options = options | {"bias": _empty(experts)}
+        options = options | {"bias": meta(experts)}
     if options.get("scores") == "sigmoid" or name == "ernie-4.5-21b":
         options = options | {"correction": vector}
     dtype = torch.float32 if name == "ernie-4.5-21b" else torch.bfloat16
-    weight = _empty(experts, hidden, dtype=dtype)
+    weight = meta(experts, hidden, dtype=dtype)
     for tokens in ROUTER_TOKENS:
-        a = MoeRouterArguments(_empty(tokens, hidden), weight, slots, **options)
+        a = MoeRouterArguments(meta(tokens, hidden), weight, slots, **options)
         for spec in router.OP.plan_for(a, target.name).specs:
             claims = Expectations()
             if spec.kernel == "moe_router" and not spec.constant("WIDENED"):
@@ -229,7 +226,7 @@ def nvfp4_mma(target: Target) -> str:
 
 def nvfp4_arguments(num_rows: int, rows: int, inner: int) -> Nvfp4MatmulArguments:
     """A call with NVFP4_EXPERTS groups, without memory."""
-    index = torch.empty(NVFP4_EXPERTS + 1, dtype=torch.int32, device="meta")
+    index = meta(NVFP4_EXPERTS + 1, dtype=torch.int32)
     packed = index.new_empty((num_rows, inner // 2), dtype=torch.uint8)
     scales = index.new_empty(layout_shape(num_rows, inner // 16), dtype=torch.float8_e4m3fn)
     b_shape = layout_shape(rows, inner // 16, (NVFP4_EXPERTS,))
@@ -250,7 +247,7 @@ def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
         a = nvfp4_arguments(per_group * NVFP4_EXPERTS, rows, inner)
         (spec,) = nvfp4_matmul.OP.plan_for(a, target.name).specs
         yield nvfp4_case(f"nvfp4 {rows}x{inner} rows={per_group}", spec, target)
-    x = torch.empty((NVFP4_EXPERTS, inner), dtype=torch.bfloat16, device="meta")
+    x = meta(NVFP4_EXPERTS, inner)
     scales = x.new_empty(NVFP4_EXPERTS, dtype=torch.float32)
     rounding = QuantizeNvfp4Arguments(x, a.group_offsets, scales)
     (spec,) = quantize_nvfp4.OP.plan_for(rounding, target.name).specs

@@ -30,6 +30,7 @@ from tilewright.tools.audit.cases import (
     SPECIALISED_STACK_BYTES,
     AuditCase,
     distinct,
+    meta,
 )
 
 # Tokens per step: single-sequence decode, decode batches, prefill.
@@ -138,7 +139,7 @@ def arguments(case: AttentionCase) -> FusedQkvArguments:
     if case.rotary_dim < case.head_dim and case.rope_style == "interleaved_to_half":
         # Columns of tables for whole heads.
         for name in ("cos", "sin"):
-            wide = torch.empty(a.x.shape[0], case.head_dim, dtype=case.table_dtype, device="meta")
+            wide = meta(a.x.shape[0], case.head_dim, dtype=case.table_dtype)
             changed[name] = wide[:, : case.rotary_dim]
     if case.weight_format == "int8":
         scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "v_scale")}

@@ -15,6 +15,7 @@ from tilewright.codegen.grouped.templates.gemm import (
     clear_rows,
     expert_tiles,
     group_tiles,
+    store_tile,
     tile_place,
 )
 from tilewright.codegen.templates.activation import activate
@@ -277,11 +278,7 @@ def moe_up_codes(
         places = out_columns
         if HIDDEN_STEP > 0:
             places = place_in_order(out_columns, HIDDEN_STEP, HIDDEN_RUN)
-        tl.store(
-            hidden_ptr + rows.to(tl.int64)[:, None] * INNER + places[None, :],
-            value.to(hidden_ptr.dtype.element_ty),
-            mask=row_mask[:, None] & column_mask[None, :],
-        )
+        store_tile(value, hidden_ptr, rows, row_mask, places, column_mask, INNER)
 
 
 @triton.jit
@@ -351,10 +348,6 @@ def moe_down_codes(
         value = add_row_bias(
             accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
         )
-        tl.store(
-            y_ptr + places.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
-            value.to(y_ptr.dtype.element_ty),
-            mask=row_mask[:, None] & column_mask[None, :],
-        )
+        store_tile(value, y_ptr, places, row_mask, columns, column_mask, HIDDEN)
     if order_ptr is None and ids_ptr is None:
         clear_rows(y_ptr, start, end, idle, EXPERTS, HIDDEN, BLOCK_M, BLOCK_N)

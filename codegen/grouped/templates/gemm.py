@@ -65,6 +65,24 @@ def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.conste
 
 
 @triton.jit
+def tile_of_zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAPPED: tl.constexpr):
+    """fp32 [BLOCK_M, BLOCK_N], transposed where SWAPPED."""
+    if SWAPPED:
+        return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
+    """accumulator + x @ weight^T, all of it transposed where SWAPPED."""
+    if SWAPPED:
+        return tl.dot(weight, x.T, accumulator)
+    else:
+        return tl.dot(x, weight.T, accumulator)
+
+
+@triton.jit
 def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: tl.constexpr,
                  STRIDE: tl.constexpr):  # fmt: skip
     """values [rows, columns] + bias[expert, columns]; bias_ptr None: values."""
@@ -74,6 +92,42 @@ def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: 
         )
         values += bias.to(tl.float32)[None, :]
     return values
+
+
+@triton.jit
+def with_factor_and_bias(values, factor_ptr, bias_ptr, expert, columns, column_mask,
+                         EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """values [rows, columns] times the expert's factor, plus its bias, where there are such."""
+    if factor_ptr is not None:
+        values *= tl.load(factor_ptr + expert)
+    return add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE, STRIDE)
+
+
+@triton.jit
+def store_tile(values, ptr, rows, row_mask, columns, column_mask, STRIDE: tl.constexpr):
+    """Stores values [rows, columns], rounded, to rows that are STRIDE elements apart."""
+    tl.store(
+        ptr + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :],
+        values.to(ptr.dtype.element_ty),
+        mask=row_mask[:, None] & column_mask[None, :],
+    )
+
+
+@triton.jit
+def store_part(
+    accumulator, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n,
+    HIDDEN: tl.constexpr, PART: tl.constexpr, BIAS_STRIDES: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Stores PART columns of a tile, with factor and bias, to y's rows."""
+    if SWAPPED:
+        accumulator = tl.trans(accumulator)
+    columns = first_n + tl.arange(0, PART)
+    column_mask = columns < HIDDEN
+    value = with_factor_and_bias(
+        accumulator, factor_ptr, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0],
+        BIAS_STRIDES[1],
+    )  # fmt: skip
+    store_tile(value, y_ptr, places, row_mask, columns, column_mask, HIDDEN)
 
 
 @triton.jit
@@ -179,10 +233,7 @@ def grouped_gemm(
             )
         if expert_ids_ptr is not None:
             expert = tl.sum(tl.where(tl.arange(0, GROUPS) == expert, experts, 0), axis=0)
-        if SWAPPED:
-            accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        else:
-            accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        accumulator = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)
         for column in range(0, INNER, BLOCK_K):
             # Rows past the expert's last belong to the next one; they are not stored.
             x = x_desc.load([first_row, column])
@@ -201,28 +252,15 @@ def grouped_gemm(
                 weight = dequantize_tile(
                     weight, scales, BLOCK_N, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
                 )
-            if SWAPPED:
-                accumulator = tl.dot(weight, x.T, accumulator)
-            else:
-                accumulator = tl.dot(x, weight.T, accumulator)
-        if SWAPPED:
-            accumulator = tl.trans(accumulator)
+            accumulator = add_product(accumulator, x, weight, SWAPPED)
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
         places = rows
         if order_ptr is not None:
             places = tl.load(order_ptr + rows, mask=row_mask, other=0)
-        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        column_mask = columns < HIDDEN
-        if factor_ptr is not None:
-            accumulator *= tl.load(factor_ptr + expert)
-        value = add_row_bias(
-            accumulator, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
-        )
-        tl.store(
-            y_ptr + places.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
-            value.to(y_ptr.dtype.element_ty),
-            mask=row_mask[:, None] & column_mask[None, :],
-        )
+        store_part(
+            accumulator, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, tile_n * BLOCK_N,
+            HIDDEN, BLOCK_N, BIAS_STRIDES, SWAPPED,
+        )  # fmt: skip
     if order_ptr is None:
         clear_rows(y_ptr, start, end, idle, GROUPS, HIDDEN, BLOCK_M, BLOCK_N)

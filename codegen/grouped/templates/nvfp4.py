@@ -12,7 +12,7 @@ blocks.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.grouped.templates.gemm import tile_place
+from tilewright.codegen.grouped.templates.gemm import add_product, store_tile, tile_place
 from tilewright.codegen.templates.fp4 import dequantize_nvfp4, scale_rows, scale_tile
 
 
@@ -153,18 +153,11 @@ def grouped_nvfp4(
             else:
                 a = dequantize_nvfp4(a, a_scales, BLOCK_M, BLOCK_K)
                 b = dequantize_nvfp4(b, b_scales, BLOCK_N, BLOCK_K)
-                if SWAPPED:
-                    accumulator = tl.dot(b, a.T, accumulator)
-                else:
-                    accumulator = tl.dot(a, b.T, accumulator)
+                accumulator = add_product(accumulator, a, b, SWAPPED)
         if SWAPPED:
             accumulator = tl.trans(accumulator)
         factor = tl.load(expert_scales_ptr + weight_expert)
         # The products of rows without an expert are garbage.
         value = tl.where(known, accumulator * factor, 0.0)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(
-            out_ptr + rows.to(tl.int64)[:, None] * ROWS_OUT + columns[None, :],
-            value.to(out_ptr.dtype.element_ty),
-            mask=row_mask[:, None] & (columns < ROWS_OUT)[None, :],
-        )
+        store_tile(value, out_ptr, rows, row_mask, columns, columns < ROWS_OUT, ROWS_OUT)

@@ -11,11 +11,14 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.grouped.templates.gemm import (
-    add_row_bias,
     clear_rows,
     expert_tiles,
     group_tiles,
+    store_part,
+    store_tile,
+    tile_of_zeros,
     tile_place,
+    with_factor_and_bias,
 )
 from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.expert_weights import block_scales
@@ -97,15 +100,6 @@ def add_scaled(accumulator, x, weight, x_scales, scales, ONE: tl.constexpr, SWAP
 
 
 @triton.jit
-def with_factor_and_bias(values, factor_ptr, bias_ptr, expert, columns, column_mask,
-                         EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """values [rows, columns] times the expert's factor, plus its bias, where there are such."""
-    if factor_ptr is not None:
-        values *= tl.load(factor_ptr + expert)
-    return add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE, STRIDE)
-
-
-@triton.jit
 def moe_up_scaled(
     x_ptr, x_scale_ptr, order_ptr, ends_ptr, weight_ptr, gate_scale_ptr, up_scale_ptr,
     gate_factor_ptr, up_factor_ptr, gate_bias_ptr, up_bias_ptr, hidden_ptr, distance,
@@ -160,10 +154,7 @@ def moe_up_scaled(
         # Rows past the last are token 0's; they are not stored.
         tokens = tl.load(order_ptr + rows, mask=row_mask, other=0) // NUM_SLOTS
         blocks_before = tokens * STEPS
-        if SWAPPED:
-            gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        else:
-            gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gate = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)
         up = gate
         for step in range(STEPS):
             column = step * BLOCK_K
@@ -208,11 +199,7 @@ def moe_up_scaled(
         value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
         places = rows.to(tl.int64)
         if hidden_scale_ptr is None:
-            tl.store(
-                hidden_ptr + places[:, None] * INNER + out_columns[None, :],
-                value.to(hidden_ptr.dtype.element_ty),
-                mask=row_mask[:, None] & column_mask[None, :],
-            )
+            store_tile(value, hidden_ptr, places, row_mask, out_columns, column_mask, INNER)
         else:
             # Through memory: where the reduction and the division, which is a call, read the
             # accumulators from registers, ptxas spills them in the whole loop. A bias makes the
@@ -232,27 +219,6 @@ def moe_up_scaled(
                 hidden_scale_ptr + places * TILES_N + tile_n, tl.reshape(scales, (BLOCK_M,)),
                 mask=row_mask,
             )  # fmt: skip
-
-
-@triton.jit
-def store_part(
-    accumulator, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n,
-    HIDDEN: tl.constexpr, PART: tl.constexpr, BIAS_STRIDES: tl.constexpr, SWAPPED: tl.constexpr,
-):  # fmt: skip
-    """Stores a part of a tile, with factor and bias, to y's rows."""
-    if SWAPPED:
-        accumulator = tl.trans(accumulator)
-    columns = first_n + tl.arange(0, PART)
-    column_mask = columns < HIDDEN
-    value = with_factor_and_bias(
-        accumulator, factor_ptr, bias_ptr, expert, columns, column_mask, BIAS_STRIDES[0],
-        BIAS_STRIDES[1],
-    )  # fmt: skip
-    tl.store(
-        y_ptr + places.to(tl.int64)[:, None] * HIDDEN + columns[None, :],
-        value.to(y_ptr.dtype.element_ty),
-        mask=row_mask[:, None] & column_mask[None, :],
-    )
 
 
 @triton.jit
@@ -299,10 +265,7 @@ def grouped_scaled(
         row_mask = rows < last_row
         first_n = tile_n * BLOCK_N
         x_scale_rows = x_scale_ptr + rows.to(tl.int64) * X_SCALE_STRIDES[0]
-        if SWAPPED:
-            accumulator = tl.zeros((PART, BLOCK_M), tl.float32)
-        else:
-            accumulator = tl.zeros((BLOCK_M, PART), tl.float32)
+        accumulator = tile_of_zeros(BLOCK_M, PART, SWAPPED)
         second = accumulator
         for column in range(0, INNER, BLOCK_K):
             # Rows past the expert's last belong to the next one; they are not stored.

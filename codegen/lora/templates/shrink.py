@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.lora.templates.rows import adapter_of_row, of_plane, tile_rows
+from tilewright.codegen.templates.split_k import arrive
 
 
 @triton.jit
@@ -187,9 +188,7 @@ def lora_shrink(
             if WIDTHS[2] > 0:
                 places = part_places(WIDTHS[0] + WIDTHS[1], BLOCK_M, COLUMNS, WIDTHS[2])
                 tl.store(own + places, third_sum)
-            # All threads' stores come before the one thread's atomic.
-            tl.debug_barrier()
-            complete = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+            complete = arrive(counters_ptr + tile, SPLIT_K)
             if complete:
                 first_sum = add_parts(
                     first_sum, part, parts, 0, SPLIT_K, BLOCK_M, COLUMNS, WIDTHS[0]
@@ -203,8 +202,6 @@ def lora_shrink(
                         third_sum, part, parts, WIDTHS[0] + WIDTHS[1], SPLIT_K, BLOCK_M, COLUMNS,
                         WIDTHS[2],
                     )  # fmt: skip
-                # For the next launch.
-                tl.store(counters_ptr + tile, 0)
     if complete:
         store_columns(first_sum, out_ptr, first_columns, rows, row_mask, num_rows, N, PLANES, RANKS)
         if WIDTHS[1] > 0:

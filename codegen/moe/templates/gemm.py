@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.grouped.templates.gemm import (
-    add_row_bias,
+    add_product,
     expert_tiles,
     searched_place,
+    store_tile,
+    tile_of_zeros,
     tile_place,
+    with_factor_and_bias,
 )
 from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.expert_weights import block_scales, dequantize_tile
@@ -125,10 +128,7 @@ def moe_up(
         row_mask = rows < last_row
         routes = tl.load(order_ptr + rows, mask=row_mask, other=0)
         x_rows = x_ptr + (routes // NUM_SLOTS).to(tl.int64) * X_STRIDE
-        if SWAPPED:
-            accumulator = tl.zeros((WIDTH, BLOCK_M), tl.float32)
-        else:
-            accumulator = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        accumulator = tile_of_zeros(BLOCK_M, WIDTH, SWAPPED)
         for column in range(0, HIDDEN, BLOCK_K):
             columns = column + tl.arange(0, BLOCK_K)
             x_mask = row_mask[:, None]
@@ -158,10 +158,7 @@ def moe_up(
                 weight = dequantize_tile(
                     weight, scales, WIDTH, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
                 )
-            if SWAPPED:
-                accumulator = tl.dot(weight, x.T, accumulator)
-            else:
-                accumulator = tl.dot(x, weight.T, accumulator)
+            accumulator = add_product(accumulator, x, weight, SWAPPED)
         if SWAPPED:
             accumulator = tl.trans(accumulator)
         out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -170,22 +167,16 @@ def moe_up(
             gate, up = halves(accumulator, BLOCK_M, BLOCK_N, INTERLEAVED)
             if UP_FIRST:
                 gate, up = up, gate
-            if up_factor_ptr is not None:
-                up *= tl.load(up_factor_ptr + expert)
-            up = add_row_bias(
-                up, up_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[2], BIAS_STRIDES[3]
-            )
+            up = with_factor_and_bias(
+                up, up_factor_ptr, up_bias_ptr, expert, out_columns, column_mask,
+                BIAS_STRIDES[2], BIAS_STRIDES[3],
+            )  # fmt: skip
         else:
             gate = accumulator
             up = accumulator
-        if gate_factor_ptr is not None:
-            gate *= tl.load(gate_factor_ptr + expert)
-        gate = add_row_bias(
-            gate, gate_bias_ptr, expert, out_columns, column_mask, BIAS_STRIDES[0], BIAS_STRIDES[1]
-        )
+        gate = with_factor_and_bias(
+            gate, gate_factor_ptr, gate_bias_ptr, expert, out_columns, column_mask,
+            BIAS_STRIDES[0], BIAS_STRIDES[1],
+        )  # fmt: skip
         value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
-        tl.store(
-            hidden_ptr + rows.to(tl.int64)[:, None] * INNER + out_columns[None, :],
-            value.to(hidden_ptr.dtype.element_ty),
-            mask=row_mask[:, None] & column_mask[None, :],
-        )
+        store_tile(value, hidden_ptr, rows, row_mask, out_columns, column_mask, INNER)

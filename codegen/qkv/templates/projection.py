@@ -31,6 +31,7 @@ from tilewright.codegen.qkv.templates.loads import (
 )
 from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
+from tilewright.codegen.templates.split_k import arrive, sum_of_parts
 
 
 @triton.jit
@@ -232,19 +233,16 @@ def reduce_partials(
     """(sum over the SPLIT_K parts of `tile`, whether this program runs the epilogue).
 
     Every program writes its part; the last to arrive adds them in the order of the parts, so the
-    sum does not depend on which was last, and resets the counter for the next launch.
+    sum does not depend on which was last.
     """
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     parts = workspace_ptr + tile * (SPLIT_K * ROWS * COLUMNS)
     tl.store(parts + part * (ROWS * COLUMNS) + offsets, partial)
-    # All threads' stores come before the one thread's atomic.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    is_last = arrive(counters_ptr + tile, SPLIT_K)
+    total = partial
     if is_last:
-        for index in tl.static_range(SPLIT_K):
-            total += tl.load(parts + index * (ROWS * COLUMNS) + offsets, cache_modifier=".cg")
-        tl.store(counters_ptr + tile, 0)
+        # A mask that is always true.
+        total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
     return total, is_last
 
 
