@@ -5,12 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FOLDERS := codegen ops patterns compiler tools
 
-.PHONY: demo test lint audit bench clean
+.PHONY: demo test pytest lint audit bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint
+# Lint takes one core: the tests need not wait for it.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # mypy does not follow setuptools' package-dir, so it reads the folders through links.

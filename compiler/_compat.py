@@ -25,7 +25,6 @@ from torch._dynamo.exc import TorchDynamoException as DynamoError  # noqa: F401
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
-from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module
@@ -51,6 +50,15 @@ GROUPED_MM = frozenset(
     )
     if (target := getattr(place, name, None)) is not None
 )
+
+
+def compile_fx(
+    gm: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any] | None
+) -> Callable[..., Any]:
+    """Inductor, which is imported where it compiles: that takes as long as torch itself."""
+    from torch._inductor import compile_fx as inductor
+
+    return cast(Callable[..., Any], inductor.compile_fx(gm, inputs, config_patches=config_patches))
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

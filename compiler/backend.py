@@ -163,8 +163,7 @@ def _inner(
     if options.inner == "eager":
         return _compat.forward_of(gm)
     patches = {**(_compat.mode_patches(mode) or {}), **(options.inner_options or {})}
-    compiled: Any = _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
-    return compiled
+    return _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
 
 
 def _correct(published: KeptReport, now: KeptReport) -> None:

@@ -1,6 +1,7 @@
 """Makes the shared models importable as `tests.models` wherever pytest is started."""
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are i
 # and which Dynamo has it read after each compilation.
 gc.set_threshold(100_000, 20, 20)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
+# pytest listens to every logger that does not propagate; one that listens to this has torch write
+# each graph and guard of each compilation as JSON.
+logging.getLogger("torch.__trace").propagate = True
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

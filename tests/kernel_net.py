@@ -46,6 +46,7 @@ ALIGNED = 512  # bytes
 Found = dict[str, Sequence[KernelSpec] | str]
 
 
+@cache
 def spec_hash(spec: KernelSpec) -> str:
     """Of the spec's JSON but for `template`, which says where the kernel's text lies."""
     values = json.loads(spec.to_json())

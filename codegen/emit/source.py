@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 # CPython 3.11 miscounts recursion where two threads build syntax trees (python/cpython#106905).
@@ -75,7 +76,7 @@ class TemplateModule:
 
 
 class Library:
-    """The template modules that one emission reads, each parsed once."""
+    """The template modules that one emission reads, each as its file is when it is first asked."""
 
     def __init__(self) -> None:
         self._modules: dict[str, TemplateModule] = {}
@@ -131,8 +132,12 @@ def fingerprint(name: str) -> str:
     return digest.hexdigest()
 
 
+@lru_cache(maxsize=256)  # every emission reads its templates anew, and parses what has changed
 def parse_module(name: str, text: str) -> TemplateModule:
-    """Collect a module's jit functions, assigned constants and imports of triton and templates."""
+    """Collect a module's jit functions, assigned constants and imports of triton and templates.
+
+    Not to be changed: one text gives the same trees each time.
+    """
     try:
         with ONE_THREAD:
             tree = ast.parse(text)

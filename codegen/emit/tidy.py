@@ -59,9 +59,10 @@ def _calls_impure(node: ast.AST) -> bool:
 
 def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
     """The kernel's statements without dead ones and needless copies; nodes change in place."""
-    body = _without_dead(body)
-    _remove_copies(body, set(parameters))
-    return _without_dead(body)
+    known = _Known()
+    body = _without_dead(body, known)
+    _remove_copies(body, set(parameters), known)
+    return _without_dead(body, known)
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,35 @@ class _Use:
     is_store: bool
     statement: ast.stmt
 
-    @property
-    def name(self) -> str:
-        return self.node.id
 
+class _Known:
+    """What statements use and do, found once for each: names are changed here, statements not."""
 
-def _uses(body: Iterable[ast.stmt]) -> Iterator[_Use]:
-    """All uses of names, in the order in which one pass over the text meets them."""
-    for statement in body:
-        reads, writes = _parts(statement)
-        yield from (_Use(node, False, statement) for node in _names(reads))
-        yield from (_Use(node, True, statement) for node in _names(writes))
-        for inner in _bodies(statement):
-            yield from _uses(inner)
+    def __init__(self) -> None:
+        self._own: dict[ast.stmt, list[_Use]] = {}
+        self._effects: dict[ast.stmt, bool] = {}
+
+    def uses(self, body: Iterable[ast.stmt]) -> Iterator[_Use]:
+        """All uses of names, in the order in which one pass over the text meets them."""
+        for statement in body:
+            yield from self.own_uses(statement)
+            for inner in _bodies(statement):
+                yield from self.uses(inner)
+
+    def own_uses(self, statement: ast.stmt) -> list[_Use]:
+        """Those of a simple statement or of a compound one's header."""
+        if statement not in self._own:
+            reads, writes = _parts(statement)
+            own = [_Use(node, False, statement) for node in _names(reads)]
+            own += [_Use(node, True, statement) for node in _names(writes)]
+            self._own[statement] = own
+        return self._own[statement]
+
+    def has_side_effects(self, statement: ast.stmt) -> bool:
+        """Of a simple statement."""
+        if statement not in self._effects:
+            self._effects[statement] = has_side_effects(statement)
+        return self._effects[statement]
 
 
 def _names(parts: Iterable[ast.AST]) -> Iterator[ast.Name]:
@@ -111,11 +128,12 @@ def _bodies(statement: ast.stmt) -> list[list[ast.stmt]]:
     return []
 
 
-def _without_dead(body: list[ast.stmt]) -> list[ast.stmt]:
+def _without_dead(body: list[ast.stmt], known: _Known) -> list[ast.stmt]:
     """The statements without dead assignments and the loops and branches that this empties."""
     while True:
-        live = {use.name for use in _uses(body) if not use.is_store and not _only_updates(use)}
-        kept = _without_overwritten(_without_unread(body, live))
+        reads = (use for use in known.uses(body) if not use.is_store)
+        live = {use.node.id for use in reads if not _only_updates(use, known)}
+        kept = _without_overwritten(_without_unread(body, live, known), known)
         if _count(kept) == _count(body):
             return kept
         body = kept
@@ -125,9 +143,9 @@ def _count(body: Sequence[ast.stmt]) -> int:
     return sum(1 + sum(map(_count, _bodies(statement))) for statement in body)
 
 
-def _only_updates(use: _Use) -> bool:
+def _only_updates(use: _Use, known: _Known) -> bool:
     """Whether a name is read by a pure statement that assigns this very name."""
-    return use.name == _target(use.statement) and not has_side_effects(use.statement)
+    return use.node.id == _target(use.statement) and not known.has_side_effects(use.statement)
 
 
 def _target(statement: ast.stmt) -> str | None:
@@ -141,21 +159,23 @@ def _target(statement: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def _without_unread(body: Iterable[ast.stmt], live: set[str]) -> list[ast.stmt]:
+def _without_unread(body: Iterable[ast.stmt], live: set[str], known: _Known) -> list[ast.stmt]:
     kept: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            targets = {node.id for node in _names(_parts(statement)[1])}
-            kept += [statement] if targets & live or has_side_effects(statement) else []
-        elif (pruned := _pruned(statement, live)) is not None:
+            stores = (use for use in known.own_uses(statement) if use.is_store)
+            needed = any(use.node.id in live for use in stores)
+            kept += [statement] if needed or known.has_side_effects(statement) else []
+        elif (pruned := _pruned(statement, live, known)) is not None:
             kept.append(pruned)
     return kept
 
 
-def _pruned(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
+def _pruned(statement: ast.stmt, live: set[str], known: _Known) -> ast.stmt | None:
     """A loop or branch without what its bodies do not need; None where nothing is left."""
     if isinstance(statement, (ast.For, ast.While)):
-        body = _without_unread([s for s in statement.body if not isinstance(s, ast.Pass)], live)
+        filled = [s for s in statement.body if not isinstance(s, ast.Pass)]
+        body = _without_unread(filled, live, known)
         if isinstance(statement, ast.While):
             return ast.While(statement.test, body or [ast.Pass()], [])
         if body:
@@ -163,7 +183,8 @@ def _pruned(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
         return statement if _calls_impure(statement.iter) else None
     if not isinstance(statement, ast.If):
         return statement
-    body, orelse = _without_unread(statement.body, live), _without_unread(statement.orelse, live)
+    body = _without_unread(statement.body, live, known)
+    orelse = _without_unread(statement.orelse, live, known)
     if body:
         return ast.If(statement.test, body, orelse)
     if orelse:
@@ -171,63 +192,102 @@ def _pruned(statement: ast.stmt, live: set[str]) -> ast.stmt | None:
     return ast.Expr(statement.test) if _calls_impure(statement.test) else None
 
 
-def _without_overwritten(body: list[ast.stmt]) -> list[ast.stmt]:
+def _without_overwritten(body: list[ast.stmt], known: _Known) -> list[ast.stmt]:
     """Drop assignments whose value is overwritten in the same block before anything reads it."""
     kept: list[ast.stmt] = []
     overwritten: set[str] = set()  # below the statement at hand
     for statement in reversed(body):
         for inner in _bodies(statement):
-            inner[:] = _without_overwritten(inner)
+            inner[:] = _without_overwritten(inner, known)
         assigns = isinstance(statement, ast.Assign)
-        if assigns and _target(statement) in overwritten and not has_side_effects(statement):
+        if assigns and _target(statement) in overwritten and not known.has_side_effects(statement):
             continue
-        uses = list(_uses([statement]))
         if assigns:
-            overwritten |= {use.name for use in uses if use.is_store}
-        overwritten -= {use.name for use in uses if not use.is_store}
+            stores = (use for use in known.own_uses(statement) if use.is_store)
+            overwritten.update(use.node.id for use in stores)
+        if overwritten:
+            reads = (use for use in known.uses([statement]) if not use.is_store)
+            overwritten.difference_update(use.node.id for use in reads)
         kept.append(statement)
     return kept[::-1]
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """`target = source`, standing at block[index]."""
+    """`target = source` in a block; their names change."""
 
-    target: str
-    source: str
+    statement: ast.stmt
+    to: ast.Name
+    of: ast.Name
     block: list[ast.stmt]
-    index: int
 
     @property
-    def statement(self) -> ast.stmt:
-        return self.block[self.index]
+    def target(self) -> str:
+        return self.to.id
+
+    @property
+    def source(self) -> str:
+        return self.of.id
 
 
-def _remove_copies(body: list[ast.stmt], fixed: set[str]) -> None:
+class _Index:
+    """Where names are used, as numbers that grow with the order of the text."""
+
+    def __init__(self, body: list[ast.stmt], known: _Known) -> None:
+        self.uses = list(known.uses(body))
+        self.places: dict[str, list[int]] = {}
+        # A statement's first use; a copy's read, which its write follows.
+        self.first: dict[ast.stmt, int] = {}
+        self.blocks = {s: block for block in _blocks(body) for s in block}
+        for place, use in enumerate(self.uses):
+            self.places.setdefault(use.node.id, []).append(place)
+            self.first.setdefault(use.statement, place)
+
+    def of(self, name: str, stores: bool | None = None) -> list[int]:
+        """All places of a name; only its stores or its reads, where asked for."""
+        places = self.places.get(name, [])
+        return [p for p in places if stores is None or self.uses[p].is_store == stores]
+
+    def is_beside(self, place: int, copy: _Copy) -> bool:
+        """Whether a use is in an earlier statement of the copy's own block, not within a
+        compound."""
+        statement = self.uses[place].statement
+        earlier = self.first[statement] < self.first[copy.statement]
+        return earlier and self.blocks[statement] is copy.block
+
+    def merge(self, copies: Sequence[_Copy], keep: str) -> None:
+        """Take copies out of their block, one name for both sides."""
+        removed = {copy.statement for copy in copies}
+        copies[0].block[:] = [s for s in copies[0].block if s not in removed]
+        names = {copies[0].target, copies[0].source}
+        places = sorted(p for n in names for p in self.places.pop(n))
+        self.places[keep] = [p for p in places if self.uses[p].statement not in removed]
+        for place in self.places[keep]:
+            self.uses[place].node.id = keep
+
+
+def _blocks(body: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
+    yield body
+    for statement in body:
+        for inner in _bodies(statement):
+            yield from _blocks(inner)
+
+
+def _remove_copies(body: list[ast.stmt], fixed: set[str], known: _Known) -> None:
     """Apply the three rules about copies until none finds more; `fixed` names keep their value."""
-    uses = list(_uses(body))
-    while copy := next((c for c in _copies(body, fixed) if _is_needless(uses, c, fixed)), None):
+    index, copies = _Index(body, known), list(_copies(body, fixed))
+    while copy := next((c for c in copies if _is_needless(index, c, fixed, known)), None):
         plain = min(copy.target, copy.source, key=_plainness)
-        uses = _merge(uses, [copy], copy.source if copy.source in fixed else plain)
+        copies.remove(copy)
+        index.merge([copy], copy.source if copy.source in fixed else plain)
     # Last: an alias with what is left of a round trip would take the name of another thing.
-    while trip := next(_round_trips(uses, list(_copies(body, fixed))), None):
-        uses = _merge(uses, trip, trip[0].source)
+    while trip := next(_round_trips(index, copies), None):
+        copies = [copy for copy in copies if copy not in trip]
+        index.merge(trip, trip[0].source)
 
 
-def _is_needless(uses: list[_Use], copy: _Copy, fixed: set[str]) -> bool:
-    return _is_alias(uses, copy, fixed) or _is_merge(uses, copy, fixed)
-
-
-def _merge(uses: list[_Use], copies: Sequence[_Copy], keep: str) -> list[_Use]:
-    """Take copies out of their block, one name for both sides; gives the uses that are left."""
-    names = {copies[0].target, copies[0].source}
-    removed = {id(copy.statement) for copy in copies}
-    copies[0].block[:] = [s for s in copies[0].block if id(s) not in removed]
-    left = [use for use in uses if id(use.statement) not in removed]
-    for use in left:
-        if use.name in names:
-            use.node.id = keep
-    return left
+def _is_needless(index: _Index, copy: _Copy, fixed: set[str], known: _Known) -> bool:
+    return _is_alias(index, copy, fixed, known) or _is_merge(index, copy, fixed)
 
 
 def _plainness(name: str) -> tuple[bool, int, str]:
@@ -236,67 +296,52 @@ def _plainness(name: str) -> tuple[bool, int, str]:
 
 
 def _copies(body: list[ast.stmt], fixed: set[str]) -> Iterator[_Copy]:
-    for index, statement in enumerate(body):
-        if isinstance(statement, ast.Assign):
-            name, value = _target(statement), statement.value
-            if name is not None and name not in fixed and isinstance(value, ast.Name):
-                yield _Copy(name, value.id, body, index)
+    for statement in body:
+        match statement:
+            case ast.Assign([ast.Name() as target], ast.Name() as source) if target.id not in fixed:
+                yield _Copy(statement, target, source, body)
         for inner in _bodies(statement):
             yield from _copies(inner, fixed)
 
 
-def _is_alias(uses: list[_Use], copy: _Copy, fixed: set[str]) -> bool:
-    stores = [use for use in uses if use.is_store]
-    targets = [use for use in stores if use.name == copy.target]
-    sources = [use for use in stores if use.name == copy.source]
-    if len(targets) != 1 or len(sources) != (0 if copy.source in fixed else 1):
+def _is_alias(index: _Index, copy: _Copy, fixed: set[str], known: _Known) -> bool:
+    sources = index.of(copy.source, stores=True)
+    if len(sources) != (0 if copy.source in fixed else 1):
+        return False
+    if len(index.of(copy.target, stores=True)) != 1:
         return False
     if not sources:
         return True
-    if all(use is not sources[0] for use in uses[: _position(uses, copy)]):
+    if sources[0] > index.first[copy.statement]:
         return False
-    if _is_beside(sources[0], copy):
+    if index.is_beside(sources[0], copy):
         return True
     # A copy inside a branch may keep the value of an earlier round of a loop around both.
-    later = {id(use.statement) for use in _uses(copy.block[copy.index :])}
-    reads = [use for use in uses if use.name == copy.target and not use.is_store]
-    return all(id(use.statement) in later for use in reads)
+    start = next(i for i, s in enumerate(copy.block) if s is copy.statement)
+    later = {use.statement for use in known.uses(copy.block[start:])}
+    return all(index.uses[p].statement in later for p in index.of(copy.target, stores=False))
 
 
-def _is_merge(uses: list[_Use], copy: _Copy, fixed: set[str]) -> bool:
+def _is_merge(index: _Index, copy: _Copy, fixed: set[str]) -> bool:
     if copy.source in fixed:
         return False
-    place = _position(uses, copy)
-    before, after = uses[:place], uses[place + 2 :]
-    if any(use.name == copy.source for use in after):
+    place = index.first[copy.statement]
+    sources, targets = index.places[copy.source], index.places[copy.target]
+    if sources[-1] > place + 1 or targets[0] < place or sources[0] >= place:
         return False
-    if any(use.name == copy.target for use in before):
-        return False
-    first = next((use for use in before if use.name == copy.source), None)
-    return first is not None and first.is_store and _is_beside(first, copy)
+    return index.uses[sources[0]].is_store and index.is_beside(sources[0], copy)
 
 
-def _round_trips(uses: list[_Use], copies: list[_Copy]) -> Iterator[tuple[_Copy, _Copy]]:
+def _round_trips(index: _Index, copies: list[_Copy]) -> Iterator[tuple[_Copy, _Copy]]:
     """(copy, copy back) that the rule of this name takes away."""
     for there in copies:
         for back in copies:
             if (back.target, back.source) != (there.source, there.target):
                 continue
-            if back.block is not there.block or back.index < there.index:
+            first, last = index.first[there.statement], index.first[back.statement]
+            if back.block is not there.block or last < first:
                 continue
-            first, last = _position(uses, there), _position(uses, back)
-            between, outside = uses[first + 2 : last], uses[:first] + uses[last + 2 :]
-            if all(use.name != there.source for use in between) and all(
-                use.name != there.target for use in outside
-            ):
+            read_between = any(first + 1 < p < last for p in index.places[there.source])
+            targets = index.places[there.target]
+            if not read_between and first <= targets[0] and targets[-1] <= last + 1:
                 yield there, back
-
-
-def _position(uses: list[_Use], copy: _Copy) -> int:
-    """Where the copy's read stands in the uses; its write is the next one."""
-    return next(i for i, use in enumerate(uses) if use.statement is copy.statement)
-
-
-def _is_beside(use: _Use, copy: _Copy) -> bool:
-    """Whether a use is in an earlier statement of the copy's own block, not within a compound."""
-    return any(use.statement is statement for statement in copy.block[: copy.index])

@@ -21,7 +21,16 @@ from multiprocessing import get_context
 
 import torch
 
-from tests.compiler.statement_programs import Program, Spoiled, Undrawn, run, turn_of, turns
+from tests.compiler.statement_programs import (
+    FAMILIES,
+    Program,
+    Spoiled,
+    Undrawn,
+    base,
+    run,
+    turn_of,
+    turns,
+)
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.ops.checks import ArgumentError
@@ -160,6 +169,8 @@ def main() -> None:
     start = time.time()
     crashed = []
     left = set(turns())
+    for family in FAMILIES:
+        base(family)  # traced once for all processes
     for chunk in range(first, last, PER_PROCESS):
         seeds = range(chunk, min(chunk + PER_PROCESS, last))
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:

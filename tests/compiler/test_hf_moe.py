@@ -22,13 +22,14 @@ BASE = DIMS | ROUTED | {"intermediate_size": 32}
 QWEN = {"num_experts": 4, "moe_intermediate_size": 32}
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 DEEPSEEK = BASE | MLA | {
-    "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4, "topk_group": 1,
-    "n_shared_experts": 1, "moe_intermediate_size": 32, "v_head_dim": 8, "num_key_value_heads": 4,
+    "first_k_dense_replace": 0, "n_routed_experts": 4, "topk_group": 1, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "v_head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
+BEHIND_A_DENSE_LAYER = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
-#: name -> (config class, fields). One sparse layer each, DeepSeek's behind a dense one: what a
-#: token is routed by does not depend on a fused layer.
+#: name -> (config class, fields). One sparse layer each, so that what a token is routed by does not
+#: depend on a fused one; GLM's behind a dense layer.
 MODELS = {
     "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
     "qwen2_moe": ("Qwen2MoeConfig", BASE | QWEN | {"shared_expert_intermediate_size": 32}),
@@ -43,7 +44,10 @@ MODELS = {
         DEEPSEEK | {"n_group": 2, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK | {"n_group": 2}),
-    "glm4_moe": ("Glm4MoeConfig", DEEPSEEK | {"n_group": 1, "head_dim": 8}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        DEEPSEEK | BEHIND_A_DENSE_LAYER | {"n_group": 1, "head_dim": 8},
+    ),
     "olmoe": ("OlmoeConfig", BASE | {"num_experts": 4}),
 }
 BATCH, PROMPT, CACHE = 2, 5, 8
