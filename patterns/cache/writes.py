@@ -159,7 +159,7 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
     halves = len(pieces) == 2 and pieces[0].shape == pieces[1].shape
     # A cat along head_dim joins the halves of a rotated head, not K and V.
     halves = halves and (pieces[0].shape[axis] == 1 or axis < len(source.value.shape) - 1)
-    halves = halves and len(at) == 1 and at[0] >= lead
+    halves = halves and len(at) == 1 and lead <= at[0] < len(source.effect.dims) - 1
     if not halves or source.shape[at[0]] != source.value.shape[axis]:
         yield write
         return

@@ -13,6 +13,7 @@ from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
 from tilewright.patterns.recognise.norm import Norm, match_norm, strip_casts
 from tilewright.patterns.recognise.rope import Rope, match_rope
+from tilewright.patterns.recognise.rope_terms import joined_axes
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,10 @@ def norm_fact(norm: HeadNorm | None) -> str:
 
 
 def one_head_axis(view: View) -> tuple[View, Effect]:
-    """A stack of pairs [..., D/2, 2] read as [..., D], and the view's effect on that."""
+    """A stack of pairs [..., D/2, 2], or of halves [..., 2, D/2], read as [..., D], and the view's
+    effect on that."""
     value, effect = view.value, view.effect
-    if not _is_pairs(value):
+    if not _is_pairs(view):
         return value.whole, effect
     *lead, pairs, two = value.shape
     if not isinstance(pairs, int) or not isinstance(two, int):
@@ -216,9 +218,13 @@ def one_head_axis(view: View) -> tuple[View, Effect]:
     return View(value, merged), Effect(dims, start)
 
 
-def _is_pairs(value: Value) -> bool:
-    if value.op == "aten.view_as_real":
-        return True
-    if value.op != "aten.cat" or value.args[1] != len(value.shape) - 1:
+def _is_pairs(view: View) -> bool:
+    """Whether the last two axes of a value, joined from pieces, are one head in this view."""
+    value = view.value
+    if value.op not in ("aten.view_as_real", "aten.cat") or joined_axes(value) != 2:
         return False
-    return all(piece.effect.dims[-1] == () for piece in value.args[0])
+    last = len(value.shape) - 1
+    if value.op == "aten.view_as_real" or value.args[1] == last or value.shape[last] == 1:
+        return True
+    # Heads that are joined stay apart; halves of one lie in one dimension.
+    return any({last - 1, last} <= {atom.axis for atom in dim} for dim in view.effect.dims)

@@ -1,0 +1,67 @@
+"""Attention layers as public code bases write them: what is fused, what is told instead, and that
+outputs and caches are no worse than eager against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.found import codes_of, matches_of, misses_of
+from tests.wild.attention import STYLES, build
+from tilewright.compiler import reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+#: Style -> the rotation of the fused projection.
+FUSED = {
+    "complex_pairs": "half",
+    "cast_after_half": "half",
+    "cast_after_pairs": "interleaved",
+    "int8_product_scaled": "interleaved",
+    "int8_both_scaled": "half",
+    "put_rows": "half",
+    "put_rows_heads_first": "half",
+}
+
+#: Style -> the code of what stands in the way, and words of its message or hint.
+MISSED = {
+    "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
+    "cast_of_sums": ("ROPE_STYLE", "different tensors"),
+}
+
+
+def check(name):
+    """The report of a layer that was no worse than eager, outputs and caches."""
+    module, args = build(name)
+    ours, theirs, exact = cloned(args), cloned(args), [upcast(a) for a in args]
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        out, expected, wanted = compiled(*ours), module(*theirs), upcast(module)(*exact)
+    assert_no_worse(out, expected, wanted, f"{name}, output")
+    for i in (1, 2):
+        assert_no_worse(ours[i], theirs[i], exact[i], f"{name}, cache {i}")
+        if name != "rolled":
+            assert_untouched(args[i], ours[i], exact[i], f"{name}, cache {i}")
+    return reports()[-1]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_style_is_fused(name):
+    report = check(name)
+    (site,) = matches_of(report, "qkv")
+    assert (site.pattern, site.shapes["rope"]) == ("qkv_cache", FUSED[name])
+    assert misses_of(report, "qkv") == []
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_miss_says_what_stands_in_the_way(name):
+    report = check(name)
+    code, words = MISSED[name]
+    assert codes_of(report, "qkv_cache") == {code}
+    (miss,) = misses_of(report, "qkv_cache")
+    assert words in f"{miss.message} {miss.hint}"
+
+
+def test_every_style_is_asked_for():
+    assert sorted([*FUSED, *MISSED]) == sorted(STYLES)
