@@ -1,7 +1,8 @@
 """Turns `y += delta` into `y = y + delta` where no one can see the difference: `y` is a product
 that the graph made, that nothing read before and no other tensor shares memory with. So with
-`w /= total`, where `w` are the largest numbers of rows, or gathered ones; readers before it may
-stay. Patterns then see one form of a sum, and of a quotient."""
+`w /= total`, where `w` are the largest numbers of rows, or gathered ones, and with `x *= factor`,
+where x is a cast or a product, as norms in place have it; readers before it may stay. Patterns then
+see one form of a sum, a quotient and a product."""
 
 from __future__ import annotations
 
@@ -37,10 +38,15 @@ _QUOTIENT = _Kind(
     frozenset({"topk", "gather"}),
     read_before=True,
 )
+_PRODUCT = _Kind(
+    {operator.imul: operator.mul, "mul_": "mul"},
+    frozenset({"mul", "to", "float", "type_as", "type", "bfloat16", "half", "double"}),
+    read_before=True,
+)
 
 
 def make_sums_new(graph: fx.Graph) -> int:
-    """Makes such sums and quotients of `graph` return a new tensor; returns how many there were."""
+    """Makes such sums, quotients and products of `graph` return a new tensor; returns how many there were."""
     if not any(map(_kind_of, graph.nodes)):
         return 0
     owners: dict[int, list[fx.Node]] = {}
@@ -65,7 +71,7 @@ def _kind_of(node: fx.Node) -> _Kind | None:
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node):
         return None
-    for kind in (_SUM, _QUOTIENT):
+    for kind in (_SUM, _QUOTIENT, _PRODUCT):
         if node.target in kind.new:
             maker = _maker(base)
             calls = maker.op in ("call_function", "call_method")

@@ -1,5 +1,6 @@
 """`y += delta` on a product that nothing read before is the sum, and `w /= total` of the largest
-numbers or gathered ones the quotient; elsewhere they stay what they are."""
+numbers or gathered ones the quotient, and `x *= factor` of a cast or a product the product;
+elsewhere they stay what they are."""
 
 from __future__ import annotations
 
@@ -159,6 +160,43 @@ def test_only_quotients_that_nobody_can_tell_apart_change(step, quotients):
     ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
     torch.testing.assert_close(ours, eager)
     assert found == [quotients]
+
+
+def of_a_cast(x, d):
+    wide = x.double()
+    mean = wide.pow(2).mean(-1, keepdim=True)
+    wide.mul_(torch.rsqrt(mean + 1e-6))
+    return wide.to(x.dtype).mul_(x)
+
+
+def of_no_cast(x, d):
+    same = x.float()
+    same.mul_(x.sum())
+    return same, x
+
+
+def of_a_cast_in_parts(x, d):
+    wide = x.double()
+    part = wide[:, :3]
+    wide.mul_(part.sum())
+    return part, wide
+
+
+def of_a_factor(x, d):
+    y = x * 2
+    y *= d.sum()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("step", "products"),
+    [(of_a_cast, 2), (of_no_cast, 0), (of_a_cast_in_parts, 0), (of_a_factor, 1)],
+)
+def test_only_products_that_nobody_can_tell_apart_change(step, products):
+    x, d = torch.randn(3, 16), torch.randn(3, 8)
+    ours, eager = compiled(step)(x.clone(), d), step(x.clone(), d)
+    torch.testing.assert_close(ours, eager)
+    assert found == [products]
 
 
 def test_a_tensor_without_memory_of_its_own_is_passed_by():

@@ -178,6 +178,7 @@ def norm_in_place(m, x, keys, values, positions):
 def norm_in_place_seen(m, x, keys, values, positions):
     """The near miss: the projection itself is overwritten, and read again afterwards."""
     q, k, v = project(m, x)
+    q = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + EPS)
     k.mul_(torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + EPS))
     out = usual(q, k, v, keys, values, positions)
     return out + k.flatten(2).repeat(1, 1, 2)

@@ -18,6 +18,7 @@ FUSED = {
     "complex_pairs": "half",
     "cast_after_half": "half",
     "cast_after_pairs": "interleaved",
+    "norm_in_place": "half",
     "int8_product_scaled": "interleaved",
     "int8_both_scaled": "half",
     "put_rows": "half",
@@ -27,6 +28,7 @@ FUSED = {
 #: Style -> the code of what stands in the way, and words of its message or hint.
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
+    "norm_in_place_seen": ("ESCAPES", "also used by"),
     "cast_of_sums": ("ROPE_STYLE", "different tensors"),
 }
 
