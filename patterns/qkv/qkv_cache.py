@@ -101,7 +101,8 @@ class QkvCache:
                 k.product,
                 hint="clamp q, k and v alike, or none of them",
             )
-        q = find_query(flow, k, v, k_write.store, inside)
+        place = max(flow.positions[store.node] for store in anchor.stores)
+        q = find_query(flow, k, v, k_write.store, inside, place)
         _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
         arguments = _arguments(q.heads, k, v, k_place, v_place)
