@@ -46,7 +46,8 @@ _PRODUCT = _Kind(
 
 
 def make_sums_new(graph: fx.Graph) -> int:
-    """Makes such sums, quotients and products of `graph` return a new tensor; returns how many there were."""
+    """Makes such sums, quotients and products of `graph` return a new tensor; returns how many
+    there were."""
     if not any(map(_kind_of, graph.nodes)):
         return 0
     owners: dict[int, list[fx.Node]] = {}

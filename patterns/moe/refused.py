@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
+from tilewright.patterns.dataflow import Dataflow, Value, View, is_in_package, upstream
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.linear import match_columns
@@ -74,14 +74,13 @@ def _loops(flow: Dataflow) -> Refused | None:
     found += alone if len(alone) == 1 else []
     if not found:
         return None
-    text = "".join(v.node.meta.get("stack_trace") or "" for v in found)
     return Refused(
         tuple(found),
         "EXPERT_LOOP",
         "the experts run in a Python loop over the tokens that each of them gets: their products "
         "are in no graph, or each in one of its own",
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
-        if "/transformers/" in text.replace("\\", "/")
+        if any(is_in_package(v.node, "transformers") for v in found)
         else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
         "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
         "makes one graph of a loop over all experts, which still is not fused",

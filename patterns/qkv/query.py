@@ -56,7 +56,7 @@ def find_query(
     """The query beside K and V; raises Reject (Q_PATH) where there is none, or more than one.
 
     store: the write of K. inside: what the match absorbs for K and V. place: where the op will
-    stand, in program order: what is computed later is no part of the query, where it is one without.
+    stand, in program order: what is computed later is left out of a query that is one without it.
     """
     if k.rope is not None:
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
@@ -68,6 +68,16 @@ def find_query(
         found = _attending(flow, found, (k, v), store)
     if len(found) == 1:
         return next(iter(found.values()))
+    if not found and _is_cross(flow, k, v, store):
+        reject(
+            "Q_PATH",
+            Stage.Q_PATH,
+            f"K and V project {k.x.value}, and the queries that meet them another activation, as "
+            "in cross-attention",
+            k.product,
+            hint="keys and values are written by themselves",
+            weight="advice",
+        )
     what = f"{len(found)} candidates for the" if found else "no"
     were = "were" if found else "was"
     reject(
@@ -94,6 +104,12 @@ def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
         except effects.InexpressibleError:
             continue
     return found
+
+
+def _is_cross(flow: Dataflow, k: Heads, v: Heads, store: Value) -> bool:
+    """Whether attention reads the keys, and nothing but K and V projects their activation."""
+    others = set(_products_of(flow, k)) - {k.product, v.product}
+    return not others and _Meetings(flow, store).any()
 
 
 # --- another product, or a part of one with its own norm or rotation ------------------------------

@@ -130,7 +130,7 @@ def _refuse_bias(value: Value, stage: Stage) -> None:
         stage,
         "the norm has a bias",
         value,
-        hint="norms with a weight, or with none, are fused",
+        hint="norms with a weight, or with none, are fused; LayerNorm(bias=False) where it is zero",
     )
 
 

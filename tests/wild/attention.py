@@ -449,7 +449,7 @@ class Layer(nn.Module):
             self.register_buffer("codes", codes.to(torch.int8))
             self.register_buffer("scales", normal(rows).abs() * 0.01)
         if "states" in style.names:
-            self.register_buffer("states", normal(BATCH, LENGTH, HIDDEN))
+            self.register_buffer("states", normal(BATCH, LENGTH - 4, HIDDEN))
 
     def forward(self, x, keys, values, positions):
         return self.wo(self.step(self, x, keys, values, positions))

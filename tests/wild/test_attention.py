@@ -21,6 +21,9 @@ FUSED = {
     "norm_in_place": "half",
     "int8_product_scaled": "interleaved",
     "int8_both_scaled": "half",
+    "rows_unrolled": "half",
+    "scattered_rows": "half",
+    "sum_after": "none",
     "put_rows": "half",
     "put_rows_heads_first": "half",
 }
@@ -28,6 +31,14 @@ FUSED = {
 #: Style -> the code of what stands in the way, and words of its message or hint.
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
+    "key_multiplier": ("K_PATH", "multiply the projection's weight by it once"),
+    "value_multiplier": ("V_PATH", "multiply the projection's weight by it once"),
+    "layer_norm_with_bias": ("UNSUPPORTED", "the norm has a bias"),
+    "norm_of_values": ("V_PATH", "the values are normalised"),
+    "rows_crossed": ("SLOT_INDEX", "every token once and in order"),
+    "scattered_heads": ("CACHE_LAYOUT", "element by element"),
+    "rolled": ("MOVED_CACHE", "positions % window"),
+    "cross_once": ("Q_PATH", "as in cross-attention"),
     "norm_in_place_seen": ("ESCAPES", "also used by"),
     "cast_of_sums": ("ROPE_STYLE", "different tensors"),
 }
@@ -61,7 +72,7 @@ def test_a_miss_says_what_stands_in_the_way(name):
     report = check(name)
     code, words = MISSED[name]
     assert codes_of(report, "qkv_cache") == {code}
-    (miss,) = misses_of(report, "qkv_cache")
+    miss = misses_of(report, "qkv_cache")[0]
     assert words in f"{miss.message} {miss.hint}"
 
 
