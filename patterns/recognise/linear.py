@@ -307,7 +307,7 @@ class _Search:
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
         hint = _HINTS.get(value.op, "")
         if _is_scaled_by_constant(value):
-            what = f"a constant factor lies {way}"
+            what += ", a constant factor"
             hint = "multiply the projection's weight by it once, when the model is loaded"
         reject(code, path.stage, what, value, hint=hint)
 

@@ -199,6 +199,45 @@ def test_only_products_that_nobody_can_tell_apart_change(step, products):
     assert found == [products]
 
 
+AT = torch.tensor([2, 0, 2])
+
+
+def rows_added(x, d):
+    out = torch.zeros_like(d)
+    out.index_add_(0, AT, d)
+    out.scatter_add_(0, AT[:, None].expand(-1, 8), d)
+    return out
+
+
+def rows_added_to_an_input(x, d):
+    d.index_add_(0, AT, d.clone())
+    return d
+
+
+def rows_added_beside_a_view(x, d):
+    out = torch.zeros_like(d)
+    first = out[0]
+    out.index_add_(0, AT, d)
+    return first, out
+
+
+def rows_multiplied(x, d):
+    out = torch.zeros_like(d)
+    return out.scatter_(0, AT[:, None].expand(-1, 8), d, reduce="multiply")
+
+
+@pytest.mark.parametrize(
+    ("step", "sums"),
+    [(rows_added, 2), (rows_added_to_an_input, 0), (rows_added_beside_a_view, 0),
+     (rows_multiplied, 0)],
+)  # fmt: skip
+def test_only_sums_of_rows_that_nobody_can_tell_apart_change(step, sums):
+    x, d = torch.randn(3, 16), torch.randn(3, 8)
+    ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
+    torch.testing.assert_close(ours, eager)
+    assert found == [sums]
+
+
 def test_a_tensor_without_memory_of_its_own_is_passed_by():
     """Sparse tensors have no storage."""
     graph = torch.fx.Graph()

@@ -26,11 +26,19 @@ def softmax_choice(m, x, slots=SLOTS):
     return scores.topk(slots, -1)
 
 
+def multiplied(rows, weight, ends):
+    """Rows in groups [M, K] times [E, K, N]."""
+    if rows.dtype != torch.float64:
+        return torch._grouped_mm(rows, weight, offs=ends)
+    parts = torch.tensor_split(rows, ends[:-1].long())
+    return torch.cat([part @ one for part, one in zip(parts, weight, strict=True)])
+
+
 def swiglu(rows, m, ends):
     """As stacked weights and grouped GEMMs have it."""
-    gate = torch._grouped_mm(rows, m.gate.transpose(1, 2), offs=ends)
-    up = torch._grouped_mm(rows, m.up.transpose(1, 2), offs=ends)
-    return torch._grouped_mm(F.silu(gate) * up, m.down.transpose(1, 2), offs=ends)
+    gate = multiplied(rows, m.gate.transpose(1, 2), ends)
+    up = multiplied(rows, m.up.transpose(1, 2), ends)
+    return multiplied(F.silu(gate) * up, m.down.transpose(1, 2), ends)
 
 
 # --- every expert gathered: gpt-fast --------------------------------------------------------------
@@ -152,6 +160,27 @@ def top_one_sigmoid(m, x):
     return torch.zeros_like(x).index_add(0, order, y)
 
 
+def top_two_before(m, x):
+    """The near miss: two experts each, weighed before."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    rows = x[order // SLOTS] * weights.to(x.dtype).view(-1)[order][:, None]
+    y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+
+
+def added_to_shared(m, x):
+    """As Meta's Llama 4 with a shared expert, to whose result the others are added in place."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    out = m.experts[0](x)
+    out.index_add_(0, order // SLOTS, y * weights.view(-1)[order][:, None].to(y.dtype))
+    return out
+
+
 def top_one_after(m, x):
     """The same, weighed behind the experts."""
     scores = F.linear(x, m.router)
@@ -189,10 +218,10 @@ def _clamped(m, x, join):
     order = torch.argsort(ids.view(-1), stable=True)
     counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    h = torch._grouped_mm(x[order // SLOTS], m.gate_up, offs=ends)
+    h = multiplied(x[order // SLOTS], m.gate_up, ends)
     gate, lin = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(min=-7.0, max=7.0)
     glu = gate * torch.sigmoid(1.702 * gate)
-    y = torch._grouped_mm(join(glu, lin), m.down_t, offs=ends)
+    y = multiplied(join(glu, lin), m.down_t, ends)
     y = y * weights.view(-1)[order][:, None].to(y.dtype)
     return torch.zeros_like(x).index_add(0, order // SLOTS, y)
 
@@ -228,7 +257,7 @@ def loop_over_hits(m, x):
     return out
 
 
-def loop_over_modules(m, x):
+def moe_loop_over_modules(m, x):
     """As Mistral's reference code."""
     weights, ids = softmax_choice(m, x)
     weights = weights.to(x.dtype)
@@ -239,7 +268,7 @@ def loop_over_modules(m, x):
     return results
 
 
-def loop_over_counts(m, x):
+def moe_loop_over_counts(m, x):
     """As DeepSeek's reference code."""
     weights, ids = softmax_choice(m, x)
     y = torch.zeros_like(x)
@@ -262,9 +291,10 @@ STYLES = {
     for step in (
         gathered_weights, two_layers, scattered_back, scattered_back_twice, counted_by_mask,
         counted_by_other_mask, counted_by_repeated_choice, sorted_scatter_back,
-        sorted_scatter_into, top_one_sigmoid, top_one_after, mapped_rows, added_product,
-        added_product_of_others, added_half_product, loop_over_hits, loop_over_modules,
-        loop_over_counts,
+        sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before,
+        added_to_shared, mapped_rows, added_product, added_product_of_others,
+         added_half_product, loop_over_hits, moe_loop_over_modules,
+        moe_loop_over_counts,
     )
 }  # fmt: skip
 
