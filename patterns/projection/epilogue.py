@@ -6,25 +6,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
-from tilewright.patterns.recognise.norm import Norm, match_norm, strip_casts
+from tilewright.patterns.recognise.norm import Norm, match_joined_norms, match_norm, strip_casts
 from tilewright.patterns.recognise.rope import Rope, match_rope
 from tilewright.patterns.recognise.rope_terms import joined_axes
 
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """Norm and rotation of heads. head: their input, its dimensions as the matched view's."""
+    """Norm and rotation of heads. head: their input, its dimensions as the matched view's.
+    head_weights: [D] of each head, where the norm has none for all.
+    """
 
     head: View
     norm: Norm | None
     rope: Rope | None
     norm_after_rope: bool
     absorbed: tuple[Value, ...]
+    head_weights: tuple[View, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,9 @@ class HeadNorm:
     kind: str
     width: str
     after_rope: bool
-    weight: View | None
+    weight: View | Computed | None
     offset: float
-    factor: View | None
+    factor: View | Computed | None
     eps: float
 
     @property
@@ -57,12 +60,16 @@ def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
     norm: Norm | None = None
     rope: Rope | None = None
     norm_after_rope = False
+    own: tuple[View, ...] = ()
     while True:
         whole, effect = one_head_axis(head)
         turned = match_rope(whole, stage, _is_delta) if rope is None else None
         if turned is not None:
             rope, norm_after_rope = turned, norm is not None
             below, found = turned.x.through(effect), turned.absorbed
+        elif norm is None and (joined := match_joined_norms(head.value, stage)) is not None:
+            norm, own = joined.norm, joined.weights
+            below, found = norm.x.through(head.effect), norm.absorbed
         elif (scaled := match_norm(head.value.whole, stage)) is not None:
             if norm is not None:
                 reject(
@@ -75,7 +82,7 @@ def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
             norm = scaled
             below, found = scaled.x.through(head.effect), scaled.absorbed
         else:
-            return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed)
+            return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed, own)
         head, casts = strip_casts(below)
         absorbed = (*absorbed, *found, *casts)
 
@@ -113,9 +120,21 @@ def head_norm(
         for view in (norm.weight, norm.factor)
     )
     width = "head" if by_head else "row"
+    if epilogue.head_weights:
+        weight = factor = _each_head(epilogue, layout, feature, heads, stage)
     return HeadNorm(
         norm.kind, width, epilogue.norm_after_rope, weight, norm.offset, factor, norm.eps
     )
+
+
+def _each_head(
+    epilogue: HeadEpilogue, layout: Effect, feature: int, heads: tuple[int, int], stage: Stage
+) -> Computed:
+    """The weights of heads that are normed one by one, as [H, D]."""
+    apart = [dim for dim in layout.dims[:-1] if any(a.axis == feature for a in dim)]
+    if len(epilogue.head_weights) != heads[0] or [len(dim) for dim in apart] != [1]:
+        reject("UNSUPPORTED", stage, "the norms are those of some heads", *epilogue.head_weights)
+    return Computed("reshape", (Computed("cat", (epilogue.head_weights, 0)), list(heads)))
 
 
 def _weight(

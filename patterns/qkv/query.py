@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
@@ -152,7 +152,7 @@ def _query_at(
 def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
     """Whether bias and norm of Q are computed before a place in program order."""
     weight = None if q.norm is None else q.norm.weight
-    operands = [view for view in (q.linear.bias, weight) if view is not None]
+    operands = [view for view in (q.linear.bias, weight) if isinstance(view, View)]
     return all(flow.positions[view.value.node] < place for view in operands)
 
 

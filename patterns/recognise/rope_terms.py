@@ -91,7 +91,7 @@ def is_arithmetic(value: Value) -> bool:
 def _terms(view: View, walk: _Walk) -> list[Term]:
     """The sum of products that the last dimension of a view of projected data consists of."""
     value = view.value
-    if not is_arithmetic(value) or not value.projected or _is_boundary(value, walk):
+    if not is_arithmetic(value) or not value.projected or _is_boundary(view, walk):
         # A cast commutes with a change of places and signs: one side may be cast after it.
         view, casts = strip_casts(view)
         walk.absorbed.extend(cast for cast in casts if cast not in walk.absorbed)
@@ -110,8 +110,14 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
     return parts
 
 
-def _is_boundary(value: Value, walk: _Walk) -> bool:
-    """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections."""
+def _is_boundary(view: View, walk: _Walk) -> bool:
+    """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections,
+    heads side by side."""
+    value = view.value
+    if value.op == "aten.cat":
+        axis = value.args[1]
+        within = any(atom.axis == axis for atom in view.effect.dims[-1]) if view.shape else False
+        return not within and axis < len(value.shape) - 1
     if value.op in ("aten.add", "aten.sub"):
         if len(value.operands) < 2 or not all(v.value.projected for v in value.operands):
             return True

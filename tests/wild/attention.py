@@ -229,6 +229,22 @@ def layer_norm_by_head(m, x, keys, values, positions):
     return usual(q, k, v, keys, values, positions)
 
 
+def layer_norm_by_other_head(m, x, keys, values, positions):
+    """The near miss: the heads change places between split and join."""
+
+    def normed(t, weights):
+        heads = torch.split(t.transpose(1, 2), 1, dim=1)[::-1]
+        done = [
+            F.layer_norm(h, (WIDTH,), w, None, 1e-5) for h, w in zip(heads, weights, strict=True)
+        ]
+        return torch.cat(done, dim=1).transpose(1, 2)
+
+    q, k, v = project(m, x)
+    q, k = normed(q, m.q_norms), normed(k, m.k_norms)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
 # --- scales ---------------------------------------------------------------------------------------
 
 
@@ -408,6 +424,7 @@ STYLES = {
         Style(norm_of_values, names=_NORMS),
         Style(layer_norm_with_bias, names=(*_NORMS, *_BIASES)),
         Style(layer_norm_by_head, names=("norms",)),
+        Style(layer_norm_by_other_head, names=("norms",)),
         Style(int8_product_scaled, names=("codes",)),
         Style(int8_both_scaled, names=("codes",)),
         Style(key_multiplier),
