@@ -23,6 +23,7 @@ from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common
 from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.moe.combine import SHAPED_LIKE, Combine, match_combine
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
+from tilewright.patterns.moe.loops import Loop, expert_loops, match_loop
 from tilewright.patterns.moe.order import RouteRows, check_groups, rows_in_order
 from tilewright.patterns.moe.refused import Refused, refused_experts
 from tilewright.patterns.moe.sentinels import (
@@ -63,7 +64,7 @@ class Moe:
     op: str = "fused_moe"
     takes_leftovers: bool = True
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused | Loop]:
         """A GEMM with expert weights whose rows come from another one, through an activation: two
         in direct succession are a LoRA adapter."""
         for value in flow.values:
@@ -74,11 +75,15 @@ class Moe:
             feeds = {v for v in before if is_expert_gemm(v)}
             if feeds and not _is_of_a_later_layer(value, feeds):
                 yield value
-        yield from refused_experts(flow)
+        loops = tuple(expert_loops(flow))
+        yield from loops
+        yield from refused_experts(flow, frozenset(n for loop in loops for n in loop.finds))
 
-    def match(self, anchor: Value | Refused, flow: Dataflow) -> Match:
+    def match(self, anchor: Value | Refused | Loop, flow: Dataflow) -> Match:
         if isinstance(anchor, Refused):
             raise anchor.reject()
+        if isinstance(anchor, Loop):
+            return match_loop(self.name, self.op, anchor, flow)
         down = match_expert_gemm(anchor, flow)
         if down is None:
             reject(

@@ -47,9 +47,14 @@ class Refused:
         return Reject(Miss("", self.code, Stage.ANCHORED, self.message, nodes, self.hint))
 
 
-def refused_experts(flow: Dataflow) -> Iterator[Refused]:
-    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer."""
-    for found in (_loops(flow), _kernels(flow)):
+def refused_experts(
+    flow: Dataflow, captured: frozenset[fx.Node] = frozenset()
+) -> Iterator[Refused]:
+    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer.
+
+    captured: the nodes that find tokens in loops that the graph holds whole: told by themselves.
+    """
+    for found in (_loops(flow, captured), _kernels(flow)):
         if found:
             yield found
     yield from _unrolled(flow)
@@ -66,9 +71,10 @@ _PREPARED = {
 _NEAR = 12
 
 
-def _loops(flow: Dataflow) -> Refused | None:
+def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
     """What shows that a graph was cut before a loop over experts, or holds one."""
-    prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
+    values = [v for v in flow.values if v.node not in captured]
+    prepared = [v for v in values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
     alone = [v for v in flow.values if _is_lone_expert(v) and _of_experts(v)]
     found += alone if len(alone) == 1 else []
@@ -83,7 +89,7 @@ def _loops(flow: Dataflow) -> Refused | None:
         if any(is_in_package(v.node, "transformers") for v in found)
         else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
         "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
-        "makes one graph of a loop over all experts, which still is not fused",
+        "makes one graph of a loop over all experts: fused where they are parts of one tensor",
     )
 
 

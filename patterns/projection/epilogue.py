@@ -115,6 +115,8 @@ def head_norm(
         )
     by_head = norm.width == rows.head_dim
     heads = (rows.num_heads, rows.head_dim)
+    weight: View | Computed | None
+    factor: View | Computed | None
     weight, factor = (
         None if view is None else _weight(view, layout, feature, heads, by_head, stage)
         for view in (norm.weight, norm.factor)

@@ -187,7 +187,9 @@ def _joined_index(view: View, depth: int) -> np.ndarray:
         raise NotRotation
     if not {atom.axis for atom in last} <= set(inner):
         raise NotRotation
-    strides = {axis: effects.product(sizes[i + 1 :]) for i, axis in enumerate(inner)}
+    strides: dict[int | None, int] = {
+        axis: effects.product(sizes[i + 1 :]) for i, axis in enumerate(inner)
+    }
     index = np.array([sum(int(effect.start[a]) * strides[a] for a in inner)])
     for atom in last:
         steps = np.arange(int(atom.length)) * atom.step * strides[atom.axis]
