@@ -46,20 +46,23 @@ BY_POINTERS = (
 MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
-def decode_rows(problem: CacheProblem, num_queries: int) -> tuple[int, int, int]:
-    """(queries of a tile, heads of it that share keys, its rows)."""
-    most, group = _most_rows(problem), problem.group
+def decode_rows(
+    problem: CacheProblem, num_queries: int, held: int = MOST_HELD_NUMBERS
+) -> tuple[int, int, int]:
+    """(queries of a tile, heads of it that share keys, its rows). held: of latents, numbers of the
+    output that a thread may hold."""
+    most, group = _most_rows(problem, held), problem.group
     heads = cdiv(group, cdiv(group, most))
     room = max(most // next_power_of_2(heads), 1)
     tokens = min(next_power_of_2(max(num_queries, 1)), room)
     return tokens, heads, max(next_power_of_2(tokens * heads), 16)
 
 
-def _most_rows(problem: CacheProblem) -> int:
+def _most_rows(problem: CacheProblem, held: int) -> int:
     """Rows of a tile whose output fits the registers of its warps."""
     if problem.v is not None:
         return MOST_ROWS
-    return max(min(MOST_HELD_NUMBERS * 32 * MOST_WARPS // problem.blocks[1], MOST_ROWS), 16)
+    return max(min(held * 32 * MOST_WARPS // problem.blocks[1], MOST_ROWS), 16)
 
 
 def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
@@ -97,7 +100,10 @@ def query_head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -
 
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
     """The tiles of a call; sizes: rounded to what plans are made for."""
-    tokens, heads, rows = decode_rows(problem, sizes.num_queries)
+    # Numbers on their way to tensor memory take registers of their own, beside a mask's.
+    crowded = bool(target.tmem_columns) and problem.attn_mask is not None
+    held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
+    tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
     warps = 4
     if problem.v is None:
         warps = min(max(rows * problem.blocks[1] // (HELD_NUMBERS * 32), 4), MOST_WARPS)
