@@ -42,6 +42,14 @@ _REASONS = {
     "step_unsupported": ("Dynamo does not know this statement", ""),
 }
 
+# Reasons that a Python loop over experts gives, whose own hints lead to graphs that are not fused.
+_SIZED_BY_DATA = ("Dynamic shape operator", "Data dependent operator")
+_EXPERTS_HINT = (
+    "in a loop over experts, keep their weights in one tensor [E, N, K] and multiply with "
+    "torch._grouped_mm, the routes sorted by expert (transformers: "
+    "experts_implementation='grouped_mm')"
+)
+
 _GIVEN_UP = "; Dynamo gives up "
 
 _listeners: dict[Any, Listener] = {}
@@ -165,8 +173,16 @@ def _unwrapped(compiler: Any) -> tuple[Any, Mapping[str, Any]]:
 def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
     first, newline, rest = reason.partition("\n")
     words, hint = _REASONS.get(first.partition(" ")[0], (first, ""))
+    if first.startswith(_SIZED_BY_DATA) and _is_among_experts(stack):
+        hint, rest = _EXPERTS_HINT, ""
     rest += f"\nHint: {hint}" if hint else ""
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
+
+
+def _is_among_experts(stack: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the user's code there has "expert" or "moe" in its names: enough for a hint."""
+    words = " ".join(f"{os.path.basename(f.filename)} {f.name} {f.line}" for f in stack).lower()
+    return "expert" in words or "moe" in words
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:

@@ -181,6 +181,8 @@ class Store:
     kind: how the user spelled it (`index_copy_`, `setitem`, ...).
     dtype: of the written-to view; not the memory's where that is read as another dtype.
     accumulate: adds instead of overwriting.
+    along: a dimension of the target that the index tensors' first dimension walks as well: row i of
+        it has slots of its own, as `scatter_` gives them. It is none of the "other dimensions".
     """
 
     memory: Memory
@@ -191,6 +193,7 @@ class Store:
     dtype: torch.dtype
     accumulate: bool = False
     note: str = ""
+    along: int | None = None
 
 
 def scope_of(node: fx.Node) -> str:
@@ -221,6 +224,12 @@ def source_of(node: fx.Node) -> str:
     frames = frames_of(node.meta.get("stack_trace") or "")
     found = innermost_outside_torch(frames) or (frames[-1] if frames else None)
     return f"{os.path.basename(found[0])}:{found[1]}" if found else ""
+
+
+def is_in_package(node: fx.Node, package: str) -> bool:
+    """Whether a library's code, by the name of its folder, called for a node."""
+    trace = node.meta.get("stack_trace") or ""
+    return f"/{package}/" in trace.replace("\\", "/")
 
 
 def frames_of(trace: str) -> list[tuple[str, int]]:

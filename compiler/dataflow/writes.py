@@ -30,6 +30,7 @@ class Write:
     source: View | None = None
     accumulate: bool = False
     note: str = ""
+    along: int | None = None
 
 
 def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:
@@ -103,7 +104,8 @@ def _index_copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
 
 
 def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
-    """`scatter_` whose index only repeats along the other dimensions is an `index_copy_`."""
+    """`scatter_` whose index only repeats along the other dimensions is an `index_copy_`; where it
+    varies along one of them, each row of that has slots of its own."""
     dim = argument(node, 1, "dim") % len(effect.dims)
     index = operand(argument(node, 2, "index"))
     source = operand(argument(node, 3, "src"))
@@ -111,15 +113,15 @@ def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
     if not isinstance(source, View):
         return Write(effect, {dim: index}, None, accumulate, "scatters a number")
     others = [d for d in range(len(effect.dims)) if d != dim]
-    repeats = all(index.effect.dims[d] in ((), _repeated(index.shape[d])) for d in others)
-    if not repeats or any(index.shape[d] != effect.shape[d] for d in others):
+    own = [d for d in others if index.effect.dims[d] not in ((), _repeated(index.shape[d]))]
+    fills = all(index.shape[d] == effect.shape[d] for d in others) and source.shape == index.shape
+    if len(own) > 1 or not fills:
         return Write(effect, {dim: index}, None, accumulate, "scatters element by element")
-    narrow = index.effect
-    for d in others:
-        narrow = Effect((*narrow.dims[:d], (), *narrow.dims[d + 1 :]), narrow.start)
-    flat = effects.squeeze(narrow, others)
-    ordered = View(source.value, effects.permute(source.effect, (dim, *others)))
-    return Write(effect, {dim: View(index.value, flat)}, ordered, accumulate)
+    lead, rest = [*own, dim], [d for d in others if d not in own]
+    slots = Effect(tuple(index.effect.dims[d] for d in lead), index.effect.start)
+    ordered = View(source.value, effects.permute(source.effect, (*lead, *rest)))
+    along = own[0] if own else None
+    return Write(effect, {dim: View(index.value, slots)}, ordered, accumulate, along=along)
 
 
 def _repeated(length: Any) -> tuple[Any, ...]:

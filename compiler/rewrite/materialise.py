@@ -27,6 +27,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "mul": operator.mul,
     "arange": torch.arange,
     "full": torch.full,
+    "reshape": "reshape",
     "to": "to",
     "bitcast": "view",
     "reciprocal": torch.reciprocal,

@@ -1,7 +1,8 @@
 """Turns `y += delta` into `y = y + delta` where no one can see the difference: `y` is a product
 that the graph made, that nothing read before and no other tensor shares memory with. So with
-`w /= total`, where `w` are the largest numbers of rows, or gathered ones; readers before it may
-stay. Patterns then see one form of a sum, and of a quotient."""
+`w /= total`, where `w` are the largest numbers of rows, or gathered ones, and with `x *= factor`,
+where x is a cast or a product, as norms in place have it; readers before it may stay. And with rows
+that are added to zeros. Patterns then see one form of each."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from tilewright.compiler.dataflow.spelling import name_of
 @dataclass(frozen=True)
 class _Kind:
     """new: what makes a new tensor, by what works in place. made_by: what makes the tensor that is
-    written to. read_before: whether it may have been read."""
+    written to. read_before: whether it may have been read. added: which argument is the other
+    tensor."""
 
     new: dict[Any, Any]
     made_by: frozenset[str]
     read_before: bool
+    added: int = 1
 
 
 _SUM = _Kind(
@@ -37,10 +40,22 @@ _QUOTIENT = _Kind(
     frozenset({"topk", "gather"}),
     read_before=True,
 )
+_PRODUCT = _Kind(
+    {operator.imul: operator.mul, "mul_": "mul"},
+    frozenset({"mul", "to", "float", "type_as", "type", "bfloat16", "half", "double"}),
+    read_before=True,
+)
+_ROWS = _Kind(
+    {"index_add_": "index_add", "scatter_add_": "scatter_add"},
+    frozenset({"zeros", "zeros_like", "new_zeros", "index_add", "scatter_add"}),
+    read_before=False,
+    added=3,
+)
 
 
 def make_sums_new(graph: fx.Graph) -> int:
-    """Makes such sums and quotients of `graph` return a new tensor; returns how many there were."""
+    """Makes such sums, quotients and products of `graph` return a new tensor; returns how many
+    there were."""
     if not any(map(_kind_of, graph.nodes)):
         return 0
     owners: dict[int, list[fx.Node]] = {}
@@ -65,7 +80,7 @@ def _kind_of(node: fx.Node) -> _Kind | None:
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node):
         return None
-    for kind in (_SUM, _QUOTIENT):
+    for kind in (_SUM, _QUOTIENT, _PRODUCT, _ROWS):
         if node.target in kind.new:
             maker = _maker(base)
             calls = maker.op in ("call_function", "call_method")
@@ -93,7 +108,9 @@ def _is_private(
         return False
     if not kind.read_before and any(user < node for user in base.users):
         return False
-    other = node.args[1] if len(node.args) > 1 else None
+    names = ("src", "source") if kind.added == 3 else ("other",)
+    named = next((node.kwargs[name] for name in names if name in node.kwargs), None)
+    other = node.args[kind.added] if len(node.args) > kind.added else named
     if isinstance(other, fx.Node):
         other = other.meta.get("example_value")
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:

@@ -100,10 +100,25 @@ def _no_other_write(match: Match, flow: Dataflow) -> None:
     for memory in _memories(match):
         for value in writes_on(flow, memory.storage):
             inside = first < flow.positions[value.node] < last
-            if inside and value not in match.stores:
+            if inside and value not in match.stores and not _lies_apart_from(match, value):
                 _hazard(
                     "CACHE_WRITE", "the cache is written again between the absorbed writes", value
                 )
+
+
+def _lies_apart_from(match: Match, value: Value) -> bool:
+    """Whether another write fills a part of its memory that none of the absorbed writes touches."""
+    other = value.store
+    if other is None or other.note or other.dtype != other.memory.dtype:
+        return False
+    own = [store.store for store in match.stores if store.store is not None]
+    return all(
+        one.memory is other.memory and _disjoint(one, other) for one in own if _meet(one, other)
+    )
+
+
+def _meet(one: Store, other: Store) -> bool:
+    return one.memory.storage == other.memory.storage
 
 
 def _no_alias(match: Match, flow: Dataflow) -> None:

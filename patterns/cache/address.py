@@ -15,9 +15,16 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.patterns import effects
 from tilewright.patterns.cache.eight_bit import Written, scale_argument
 from tilewright.patterns.cache.slices import fill_slices
-from tilewright.patterns.cache.slots import Slots, block_table, paged_slot, slot_table
+from tilewright.patterns.cache.slots import Slots, block_table, own_slots, paged_slot, slot_table
 from tilewright.patterns.cache.writes import CacheWrite
-from tilewright.patterns.dataflow import REINTERPRETED, Computed, Dataflow, Value, View
+from tilewright.patterns.dataflow import (
+    REINTERPRETED,
+    Computed,
+    Dataflow,
+    Value,
+    View,
+    is_in_package,
+)
 from tilewright.patterns.effects import Effect, Size
 from tilewright.patterns.language import Stage, reject
 
@@ -89,6 +96,8 @@ def address(write: CacheWrite, flow: Dataflow) -> Address:
     if not write.index:
         return _filled(write, written)
     index = dict(write.index)
+    if write.along is not None:
+        return _own_index(write, written)
     head_axis = _explicit_heads(write, index)
     if len(index) == 1:
         return _one_index(write, written, index, head_axis, flow)
@@ -171,7 +180,7 @@ def _roles(
 ) -> tuple[int | None, int, int, dict[int, int]]:
     """(page dimension or None, head dimension, element dimension) of the target, and the source's
     dimensions in that order."""
-    rest = [d for d in range(len(write.target.dims)) if d not in index]
+    rest = [d for d in range(len(write.target.dims)) if d not in index and d != write.along]
     # With explicit heads the source is [tokens, H, other dimensions].
     order = rest if head_axis is None else [head_axis, *[d for d in rest if d != head_axis]]
     lead = len(written.view.effect.dims) - len(order)
@@ -212,6 +221,20 @@ def _one_index(
     return _address(write, written, pages, (head, element), at, lead, found)
 
 
+def _own_index(write: CacheWrite, written: Written) -> Address:
+    """Each row of a dimension, a page, has slots of its own."""
+    assert write.along is not None
+    ((slot_dim, slots),) = write.index.items()
+    page, head, element, at = _roles(write, written, write.index, None)
+    if page is not None or len(slots.shape) != 2:
+        reject("CACHE_LAYOUT", Stage.ANCHORED, "pages, slots and one dimension more", write.store)
+    num_pages, page_stride = _stride(write, write.along)
+    page_size, slot_stride = _stride(write, slot_dim)
+    found = Slots("flat", (own_slots(slots, num_pages, page_size, _device(write)),))
+    geometry = (num_pages, page_size, page_stride, slot_stride)
+    return _address(write, written, geometry, (head, element), at, [0, 1], found)
+
+
 def _two_indices(
     write: CacheWrite,
     written: Written,
@@ -246,8 +269,11 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             Stage.ANCHORED,
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="a window that has to move costs a copy of itself: keep a ring of slots, or every "
-            "token, as tilewright.tools.paged_cache.PagedCache does in transformers",
+            hint="a window that has to move costs a copy of itself; generate(past_key_values="
+            "tilewright.tools.paged_cache.PagedCache(model.config)) keeps every token where it is"
+            if is_in_package(write.node, "transformers")
+            else "a window that has to move costs a copy of itself: keep a ring of slots, "
+            "cache[:, :, positions % window] = k, and mask by the position that each slot holds",
         )
     found = fill_slices(write.target, write.memory.shape)
     if isinstance(found, str):
@@ -261,8 +287,7 @@ def _filled(write: CacheWrite, written: Written) -> Address:
     strides = write.memory.strides
     length = written.view.shape[found.slot]
     begin = write.target.start[found.axis]
-    device = write.memory.root.meta["example_value"].device
-    slots = Computed("arange", (begin, begin + length), (("device", device),))
+    slots = Computed("arange", (begin, begin + length), (("device", _device(write)),))
     capacity, slot_stride = write.memory.shape[found.axis], strides[found.axis]
     at = {d: d for d in range(len(write.target.dims))}
     if found.page is None:
@@ -295,6 +320,12 @@ def _stride(write: CacheWrite, dim: int) -> tuple[Size, Size]:
     if len(atoms) != 1 or atoms[0].axis is None:
         reject("CACHE_LAYOUT", Stage.ANCHORED, "a cache dimension is split in memory", write.store)
     return atoms[0].length, atoms[0].step * write.memory.strides[atoms[0].axis]
+
+
+def _device(write: CacheWrite) -> torch.device:
+    held = write.memory.root.meta["example_value"]
+    assert isinstance(held, torch.Tensor)
+    return held.device
 
 
 def _offset(write: CacheWrite) -> Size:
@@ -342,14 +373,13 @@ def _address(
     by_token = written.through(effects.squeeze(effect, range(len(order), len(effect.dims))))
     sizes = (num_pages, page_size, num_heads, head_dim)
     strides = (page_stride, slot_stride, head_stride, dim_stride)
-    device = write.memory.root.meta["example_value"].device
     return Address(
         window=CacheWindow(*sizes, *strides, _offset(write) - skipped),
         slots=slots,
         source=by_token.view,
         token_rank=len(lead),
         dtype=write.memory.dtype,
-        scale=scale_argument(by_token, device),
+        scale=scale_argument(by_token, _device(write)),
         scale_multiplies=written.multiplies,
         absorbed=written.between,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilewright.patterns import effects
-from tilewright.patterns.cache.writes import CacheWrite, WritePair, cache_writes, same_index
+from tilewright.patterns.cache.writes import CacheWrite, WritePair, cache_writes, same_slots
 from tilewright.patterns.dataflow import Dataflow
 from tilewright.patterns.recognise.gemm import piece_of
 
@@ -28,18 +28,13 @@ def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
 
 
 def _has_one_head(write: CacheWrite) -> bool:
-    rest = _rest(write)
+    rest = write.rest
     return (
         write.written is not None
         and bool(write.index)
         and len(rest) >= 2
         and write.target.dims[rest[-2]] == ()
     )
-
-
-def _rest(write: CacheWrite) -> list[int]:
-    """The target's dimensions that no index tensor selects."""
-    return [d for d in range(len(write.target.dims)) if d not in write.index]
 
 
 def _belong(one: CacheWrite, other: CacheWrite) -> bool:
@@ -50,7 +45,7 @@ def _belong(one: CacheWrite, other: CacheWrite) -> bool:
         tokens == others
         and width != other_width
         and one.memory.dtype == other.memory.dtype
-        and same_index(one.index, other.index)
+        and same_slots(one, other)
     )
 
 
@@ -67,7 +62,7 @@ def _columns(write: CacheWrite) -> tuple[CacheWrite, CacheWrite] | None:
         return None
     if not all(isinstance(width, int) for width in widths) or widths[0] == widths[1]:
         return None
-    element = _rest(write)[-1]
+    element = write.rest[-1]
     found = []
     for first, width in zip((0, widths[0]), widths, strict=True):
         part = written.through(effects.narrow(effects.identity(view.shape), last, first, width))

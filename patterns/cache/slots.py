@@ -46,7 +46,15 @@ class Slots:
         return {"slots": self.form, "indexing": "torch", "slot_mapping": None, **named}
 
 
-def paged_slot(pages: View, offsets: View, num_pages: Size, page_size: Size) -> Computed:
+def own_slots(offsets: View, num_pages: Size, page_size: Size, device: torch.device) -> Computed:
+    """[P * T] of offsets [P, T], the tokens of page p in row p."""
+    pages = Computed("arange", (num_pages,), (("device", device),))
+    rows = Computed("reshape", (pages, [num_pages, 1]))
+    slots = paged_slot(rows, offsets, num_pages, page_size)
+    return Computed("reshape", (slots, [effects.product(offsets.shape)]))
+
+
+def paged_slot(pages: View | Computed, offsets: View, num_pages: Size, page_size: Size) -> Computed:
     """page * page_size + offset, with PyTorch's meaning of an offset that is not in its page.
 
     A negative offset counts from the page's end; one out of range becomes a slot out of range,

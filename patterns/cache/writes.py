@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -18,22 +18,35 @@ from tilewright.patterns.recognise.gemm import piece_of
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """One K or V write; `written` None where what is stored is not known."""
+    """One K or V write; `written` None where what is stored is not known.
 
-    store: Value
-    memory: Memory
+    stores: one, or one for each row of a dimension that the model writes row by row. record: what
+    they write together. along: see :class:`Store`.
+    """
+
+    stores: tuple[Value, ...]
+    record: Store
     target: Effect
     index: Mapping[int, View]
     written: Written | None
+    along: int | None
+
+    @property
+    def store(self) -> Value:
+        return self.stores[0]
+
+    @property
+    def memory(self) -> Memory:
+        return self.record.memory
 
     @property
     def node(self) -> fx.Node:
         return self.store.node
 
     @property
-    def record(self) -> Store:
-        assert self.store.store is not None
-        return self.store.store
+    def rest(self) -> list[int]:
+        """The target's dimensions that index tensors neither select nor walk."""
+        return [d for d in range(len(self.target.dims)) if d not in self.index and d != self.along]
 
     @property
     def is_projected(self) -> bool:
@@ -51,8 +64,8 @@ class WritePair:
 
     @property
     def stores(self) -> tuple[Value, ...]:
-        both = (self.first.store,) if self.second is None else (self.first.store, self.second.store)
-        return tuple(dict.fromkeys(both))
+        second = () if self.second is None else self.second.stores
+        return tuple(dict.fromkeys((*self.first.stores, *second)))
 
     @property
     def node(self) -> fx.Node:
@@ -63,21 +76,26 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
     """In-place writes into inputs of rank three or more, in program order: of projected data, and
     of what the graph is given, where that goes to slots as keys and values do."""
     fused = {op.qualified_name for op in all_ops()}
-    for value in flow.stores:
-        store = value.store
-        assert store is not None
-        memory = store.memory
-        if not memory.is_input or len(memory.shape) < 3:
-            continue
-        source = store.source
-        if source is not None and not source.value.projected and not _is_given(store, flow):
-            continue
-        if store.source is None and store.kind in fused:
-            continue  # the user's own call of a fused op, or a site rewritten in an earlier round
-        if store.source is None and not any(v.value.projected for v in _inputs_of(flow, value)):
-            continue
-        write = CacheWrite(value, memory, store.target, store.index, _written(store))
+    wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]
+    for stores, record in row_by_row(wanted):
+        index, along = record.index, record.along
+        write = CacheWrite(stores, record, record.target, index, _written(record), along)
         yield from _parts(_with_head(write))
+
+
+def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
+    """Whether a write goes into an input of rank three or more, and may be of keys or values.
+
+    fused: names of the ops that write caches themselves: the user's own call of one, or a site
+    rewritten in an earlier round.
+    """
+    store = value.store
+    assert store is not None
+    if not store.memory.is_input or len(store.memory.shape) < 3:
+        return False
+    if store.source is not None:
+        return store.source.value.projected or _is_given(store, flow)
+    return store.kind not in fused and any(v.value.projected for v in _inputs_of(flow, value))
 
 
 # Steps between a key's projection and its cache write: RoPE, a norm's weight, casts.
@@ -107,7 +125,7 @@ def _is_given(store: Store, flow: Dataflow) -> bool:
 
 def _with_head(write: CacheWrite) -> CacheWrite:
     """Adds the head dimension, of one, to a cache without one (latents: [pages, slots, width])."""
-    rest = [d for d in range(len(write.target.dims)) if d not in write.index]
+    rest = write.rest
     # Index tensors of different shapes: one of them is the heads' arange.
     shapes = {view.shape for view in write.index.values()}
     if len(shapes) != 1 or write.written is None or len(rest) != 1:
@@ -118,6 +136,7 @@ def _with_head(write: CacheWrite) -> CacheWrite:
         write,
         target=effects.unsqueeze(write.target, element),
         index={d + (d >= element): index for d, index in write.index.items()},
+        along=None if write.along is None else write.along + (write.along >= element),
         written=write.written.through(
             effects.unsqueeze(effects.identity(view.shape), len(view.shape) - 1)
         ),
@@ -154,12 +173,12 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
     source = written.view
     pieces, axis = source.value.args
     at = [i for i, d in enumerate(source.effect.dims) if axis in [a.axis for a in d]]
-    rest = [d for d in range(len(write.target.dims)) if d not in write.index]
+    rest = write.rest
     lead = len(source.effect.dims) - len(rest)
     halves = len(pieces) == 2 and pieces[0].shape == pieces[1].shape
     # A cat along head_dim joins the halves of a rotated head, not K and V.
     halves = halves and (pieces[0].shape[axis] == 1 or axis < len(source.value.shape) - 1)
-    halves = halves and len(at) == 1 and at[0] >= lead
+    halves = halves and len(at) == 1 and lead <= at[0] < len(source.effect.dims) - 1
     if not halves or source.shape[at[0]] != source.value.shape[axis]:
         yield write
         return
@@ -178,29 +197,105 @@ def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> 
             return effects.select(effect, place, part)
         return effects.narrow(effect, place, part * length, length)
 
-    index = write.index
+    index, along = write.index, write.along
     if length == 1:
         index = {d - (d > dim): view for d, view in index.items()}
+        along = None if along is None else along - (along > dim)
     piece = written.through(cut(effects.identity(written.view.shape), at))
     between = (*written.between, written.view.value)
     piece = replace(piece, view=piece_of(piece.view), between=between)
     half = before_rounding(piece, write.memory.dtype)
-    return replace(write, target=cut(write.target, dim), index=index, written=half)
+    return replace(write, target=cut(write.target, dim), index=index, written=half, along=along)
+
+
+# --- writes row by row ----------------------------------------------------------------------------
+
+
+def row_by_row(stores: Sequence[Value]) -> Iterator[tuple[tuple[Value, ...], Store]]:
+    """(writes, what they write together), in the order of their first: those of neighbouring rows,
+    first to last, of one dimension of a memory, from the same rows of one value."""
+    groups: list[list[Value]] = []
+    records: list[Store] = []
+    last: dict[Memory, int] = {}
+    for value in stores:
+        store = value.store
+        assert store is not None
+        at = last.get(store.memory)
+        joined = None if at is None else _next_row(groups[at], records[at], store)
+        if at is not None and joined is not None:
+            groups[at].append(value)
+            records[at] = joined
+            continue
+        last[store.memory] = len(groups)
+        groups.append([value])
+        records.append(store)
+    return ((tuple(group), record) for group, record in zip(groups, records, strict=True))
+
+
+def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | None:
+    """What a group of writes and the write of the next row store together; None for another."""
+    first = group[0].store
+    assert first is not None
+    count, source, more = len(group), first.source, store.source
+    same = first.kind == store.kind and first.dtype == store.dtype
+    plain = not (first.accumulate or store.accumulate or first.note or store.note)
+    if not same or not plain or source is None or more is None or first.along is not None:
+        return None
+    target = _rows_of(first.target, store.target, count)
+    read = _rows_of(source.effect, more.effect, count) if source.value is more.value else None
+    if target is None or read is None or first.index.keys() != store.index.keys():
+        return None
+    whole = View(source.value, read)
+    if not first.index:
+        return replace(first, target=target, source=whole)
+    index: dict[int, View] = {}
+    if same_index(first.index, store.index):
+        lead = len(next(iter(first.index.values())).shape)
+        order = [*range(1, lead + 1), 0, *range(lead + 1, len(whole.shape))]
+        index = {d + 1: view for d, view in first.index.items()}
+        return replace(first, target=target, source=whole.permute(*order), index=index)
+    for dim, view in first.index.items():
+        other = store.index[dim]
+        own = _rows_of(view.effect, other.effect, count) if view.value is other.value else None
+        if own is None:
+            return None
+        index[dim + 1] = View(view.value, own)
+    return replace(first, target=target, source=whole, index=index, along=0)
+
+
+def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
+    """Row 0 and row `count` of a dimension as its rows 0 to `count`, in front; None where these are
+    not rows of one."""
+    apart = [a for a, (x, y) in enumerate(zip(first.start, other.start, strict=True)) if x != y]
+    if first.dims != other.dims or len(apart) != 1:
+        return None
+    (axis,) = apart
+    walked = any(atom.axis == axis for dim in first.dims for atom in dim)
+    if walked or other.start[axis] - first.start[axis] != count:
+        return None
+    return Effect(((effects.Atom(axis, 1, count + 1),), *first.dims), first.start)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
 
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
-    """Neighbouring writes of the same shape at the same slots belong together."""
-    pending: CacheWrite | None = None
-    for write in cache_writes(flow):
-        if pending is not None and _belong(pending, write):
-            yield WritePair(pending, write)
-            pending = None
+    """Writes of the same shape at the same slots belong together: to the same place of two caches
+    where there are such, else neighbours."""
+    writes = list(cache_writes(flow))
+    taken: set[int] = set()
+    for i, write in enumerate(writes):
+        if i in taken:
             continue
-        if pending is not None and _stands_alone(pending):
-            yield WritePair(pending, None)
-        pending = write
-    if pending is not None and _stands_alone(pending):
-        yield WritePair(pending, None)
+        later = [j for j in range(i + 1, len(writes)) if j not in taken]
+        twin = next((j for j in later if _is_twin(write, writes[j])), None)
+        if twin is None:
+            twin = next((j for j in later[:1] if _belong(write, writes[j])), None)
+        if twin is not None:
+            taken.add(twin)
+            yield WritePair(write, writes[twin])
+        elif _stands_alone(write):
+            yield WritePair(write, None)
 
 
 def _stands_alone(write: CacheWrite) -> bool:
@@ -208,14 +303,34 @@ def _stands_alone(write: CacheWrite) -> bool:
     return write.is_projected or len(write.memory.shape) >= 4
 
 
+def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
+    """Whether two writes fill the same place of two caches: K[0] and V[0]."""
+    return a.memory is not b.memory and a.target == b.target and _belong(a, b)
+
+
 def _belong(a: CacheWrite, b: CacheWrite) -> bool:
     if a.written is None or b.written is None:
         return a.written is b.written and a.store.node is b.store.node
     same_shape = a.written.view.shape == b.written.view.shape
-    if not same_shape or a.memory.dtype != b.memory.dtype:
+    if not same_shape or a.memory.dtype != b.memory.dtype or _are_rows(a.written, b.written):
         return False
     same_place = a.memory is b.memory and a.target == b.target
-    return not same_place and same_index(a.index, b.index)
+    return not same_place and same_slots(a, b)
+
+
+def _are_rows(a: Written, b: Written) -> bool:
+    """Whether two writes store rows of one value, whose place no dimension walks: K[0] and K[1]."""
+    one, other = a.view, b.view
+    if one.value is not other.value or one.effect.dims != other.effect.dims:
+        return False
+    starts = zip(one.effect.start, other.effect.start, strict=True)
+    apart = {axis for axis, (x, y) in enumerate(starts) if x != y}
+    return bool(apart) and apart.isdisjoint(a.axis for dim in one.effect.dims for a in dim)
+
+
+def same_slots(a: CacheWrite, b: CacheWrite) -> bool:
+    """Whether two writes go to the same slots of their targets."""
+    return a.along == b.along and same_index(a.index, b.index)
 
 
 def same_index(a: Mapping[int, View], b: Mapping[int, View]) -> bool:

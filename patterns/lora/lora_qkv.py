@@ -87,7 +87,8 @@ class LoraQkv:
                 Stage.ACTIVATION,
                 "two products with stacks of matrices are added in no known form of adapters",
                 anchor[0],
-                hint="take each row's matrices by index: A[index], B[index]",
+                hint="take each row's matrices by index: A[index], B[index]; of one stack for q, k "
+                "and v a product each, A[:, p][index], B[:, p][index]",
             )
         deltas = [_with_gathers(item.delta, flow) for item in sums]
         for item in sums:
@@ -229,12 +230,13 @@ def _guard(item: Sum, flow: Dataflow) -> None:
     users = flow.users.get(item.value, ())
     stores = [u for u in users if u.store is not None and u.store.memory is memory]
     if stores:
+        whole = item.base.is_whole and item.base.value.op not in _GATHERS
         reject(
             "LORA_IN_PLACE",
             Stage.GUARDS,
-            "the delta is added to its projection in place",
+            f"the delta is added to {'' if whole else 'some rows of '}its projection in place",
             *stores,
-            hint="y = y + delta instead of y += delta",
+            hint="y = y + delta instead of y += delta" if whole else _BY_ROW,
         )
     dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
     dtypes.add(item.value.dtype)
@@ -242,6 +244,13 @@ def _guard(item: Sum, flow: Dataflow) -> None:
     check_dtypes(dtypes, what, item.value, FLOAT_DTYPES, hint)
     check_device(delta.x)
     check_kernels(delta)
+
+
+_GATHERS = ("aten.index", "aten.index_select")
+_BY_ROW = (
+    "keep the adapters in one stack and take each row's by index, A[ids] and B[ids]; with PEFT "
+    "give a batch one adapter (set_adapter) instead of adapter_names"
+)
 
 
 def _in_shape_of(value: Value) -> effects.Effect:

@@ -18,6 +18,8 @@ from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     Order,
+    added_rows,
+    first_column,
     flat,
     gathered,
     match_inverse,
@@ -33,7 +35,8 @@ _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
 
 @dataclass(frozen=True)
 class Combine:
-    """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S].
+    """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S]; None
+    where the rows were weighed before.
 
     end: the result [T, H].
     """
@@ -44,8 +47,13 @@ class Combine:
     absorbed: tuple[Value, ...]
 
 
-def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
-    """Follows the down GEMM's result through weighting, un-permutation and sum; raises Reject."""
+def match_combine(
+    flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any, weighed: bool = False
+) -> Combine:
+    """Follows the down GEMM's result through weighting, un-permutation and sum; raises Reject.
+
+    weighed: the rows were weighed before the experts, and are not again.
+    """
     value, weights, absorbed = down.end, None, []
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
@@ -67,7 +75,7 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
             break
         if unchanged:
             value = user
-        elif user.op == "aten.mul" and weights is None:
+        elif user.op == "aten.mul" and weights is None and not weighed:
             weights = _weights(user, value, order, num_slots, in_token_order)
             if weights is None:
                 break
@@ -80,7 +88,7 @@ def match_combine(flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any
             if in_token_order
             else _adds_rows(user, value, order, num_slots)
         ):
-            return _finish(flow, user, weights, num_slots, absorbed, dtype)
+            return _finish(flow, user, weights, num_slots, absorbed, dtype, weighed)
         else:
             break
     refuse_combine(absorbed[-1] if absorbed else None, down.end)
@@ -129,9 +137,10 @@ def _finish(
     num_slots: Any,
     absorbed: list[Value],
     dtype: torch.dtype,
+    weighed: bool = False,
 ) -> Combine:
     """With the cast back to the activation's dtype, where one is the only reader."""
-    if weights is None:
+    if weights is None and not weighed:
         reject(
             "EXPERT_COMBINE",
             Stage.GUARDS,
@@ -223,12 +232,10 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
     store = user.store
     if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
         return False  # the sum has more rows than there are tokens
-    if user.op in ("aten.index_add", "aten.scatter_add"):
-        base, dim, index, source = user.args[:4]
-        if user.args[4:] or user.kwargs.get("alpha", 1) != 1:
-            return False
-        rows = match_rows(_first_column(index), order) if dim == 0 else None
-        return rows == num_slots and source == value.whole and is_filled(base, 0)
+    if (added := added_rows(user)) is not None:
+        index, source = added
+        rows = match_rows(first_column(index) or index, order)
+        return rows == num_slots and source == value.whole
     if store is None or not store.accumulate or store.memory.is_input:
         return False
     items = list(store.index.items())
@@ -236,10 +243,3 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
         return False
     before = user.args[0]
     return match_rows(items[0][1], order) == num_slots and is_filled(before, 0)
-
-
-def _first_column(view: View) -> View:
-    """An index that repeats along the columns, as the rows it names."""
-    if len(view.effect.dims) == 2 and all(a.axis is None for a in view.effect.dims[1]):
-        return view.with_dims(*view.effect.dims[:1])
-    return view

@@ -100,7 +100,19 @@ def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
         f"the experts' results are read by {reader or 'several operations'}; expected weights, the "
         "inverse order and a sum over a token's experts",
         reader or result,
+        hint="" if reader is None or not _adds_in_rows(reader) else _TO_ZEROS,
     )
+
+
+_TO_ZEROS = (
+    "add the experts' results to zeros, torch.zeros_like(x).index_add(0, tokens, y), and that to "
+    "what else there is"
+)
+
+
+def _adds_in_rows(value: Value) -> bool:
+    written = value.store is not None and value.store.accumulate
+    return written or value.op in ("aten.index_add", "aten.scatter_add")
 
 
 def first_gemm(part: View, name: str, gemms_of: Callable[[Value], Iterable[Gemm]]) -> Gemm:

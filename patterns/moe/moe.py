@@ -16,12 +16,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.moe.combine import SHAPED_LIKE, Combine, match_combine
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
-from tilewright.patterns.moe.order import check_groups, rows_in_order
+from tilewright.patterns.moe.loops import Loop, expert_loops, match_loop
+from tilewright.patterns.moe.order import RouteRows, check_groups, rows_in_order
 from tilewright.patterns.moe.refused import Refused, refused_experts
 from tilewright.patterns.moe.sentinels import (
     clamps,
@@ -61,7 +64,7 @@ class Moe:
     op: str = "fused_moe"
     takes_leftovers: bool = True
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused | Loop]:
         """A GEMM with expert weights whose rows come from another one, through an activation: two
         in direct succession are a LoRA adapter."""
         for value in flow.values:
@@ -72,11 +75,15 @@ class Moe:
             feeds = {v for v in before if is_expert_gemm(v)}
             if feeds and not _is_of_a_later_layer(value, feeds):
                 yield value
-        yield from refused_experts(flow)
+        loops = tuple(expert_loops(flow))
+        yield from loops
+        yield from refused_experts(flow, frozenset(n for loop in loops for n in loop.finds))
 
-    def match(self, anchor: Value | Refused, flow: Dataflow) -> Match:
+    def match(self, anchor: Value | Refused | Loop, flow: Dataflow) -> Match:
         if isinstance(anchor, Refused):
             raise anchor.reject()
+        if isinstance(anchor, Loop):
+            return match_loop(self.name, self.op, anchor, flow)
         down = match_expert_gemm(anchor, flow)
         if down is None:
             reject(
@@ -100,22 +107,24 @@ class Moe:
         layer = Layer(gate, up, down, activation)
         if holds_codes(gate.x):
             refuse_format(gate.x, "are quantised to eight bits in another way than the op does")
-        order, num_slots, x = rows_in_order(gate)
+        rows = rows_in_order(gate)
+        x, order = rows.x, rows.order
         layer.check_rows()
         if up_coded != gate_coded:
             refuse_rows(down.x)
-        tokens = match_quantised_rows(x) if coded and not gate_coded else None
+        early = coded and not gate_coded and rows.weights is None
+        tokens = match_quantised_rows(x) if early else None
         if tokens is not None:
             # Quantised before the gather, maybe for other readers too: if not, it is dead code.
             x, gate_coded = tokens.source, True
         check_groups(layer.gemms, order)
-        combine = match_combine(flow, down, order, num_slots)
+        combine = match_combine(flow, down, order, rows.num_slots, weighed=rows.weights is not None)
         arguments = layer.arguments()
         if coded or gate_coded:
             check_formats(coded, gate_coded, x, activated, arguments)
             arguments["activation_format"] = "fp8"
         layer.check_kernels(x, anchor)
-        return _match(self, flow, anchor, x, order, layer, combine, arguments)
+        return _match(self, flow, anchor, replace(rows, x=x), layer, combine, arguments)
 
 
 def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
@@ -156,19 +165,18 @@ def _match(
     pattern: Moe,
     flow: Dataflow,
     anchor: Value,
-    x: View,
-    order: Order,
+    rows: RouteRows,
     layer: Layer[ExpertGemm],
     combine: Combine,
     arguments: dict[str, Any],
 ) -> Match:
-    num_slots = combine.num_slots
+    x, order, num_slots = rows.x, rows.order, combine.num_slots
     tokens = effects.divides(num_slots, effects.product(order.ids.shape))
     ids = order.ids.reshape(tokens, num_slots)
-    rows, masked = unmasked(layer.gate.x)
+    _, masked = unmasked(layer.gate.x)
     absorbed = {value for gemm in layer.gemms for value in gemm.absorbed}
     absorbed |= {*layer.activation.absorbed, *combine.absorbed}
-    absorbed |= {rows.value, *masked} if order.permutation is not None else set()
+    absorbed |= {*rows.absorbed, *masked} if order.permutation is not None else set()
     absorbed.update(clamps(flow, order, layer.down.weight.shape[0]))
     expert_ids = _expert_ids(ids, order, absorbed, layer.gemms)
     absorbed |= {
@@ -192,9 +200,9 @@ def _match(
         op=pattern.op,
         anchor=anchor,
         arguments={
-            "x": x,
+            "x": rows.argument,
             "expert_ids": expert_ids,
-            "expert_weights": combine.weights,
+            "expert_weights": _expert_weights(combine, ids, x),
             **arguments,
         },
         results=(Result(combine.end, _in_shape_of(combine.end, tokens, x)),),
@@ -224,6 +232,14 @@ def _expert_ids(
                 value,
             )
     return without_foreign(ids, num_experts) if masks or clamped else ids
+
+
+def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
+    """The expert_weights argument: ones where the rows were weighed before."""
+    if combine.weights is not None:
+        return combine.weights
+    options = (("dtype", torch.float32), ("device", x.value.device))
+    return Computed("full", (list(ids.shape), 1.0), options)
 
 
 def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:

@@ -38,6 +38,12 @@ from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.routing import (
+    added_rows,
+    counts_again,
+    first_column,
+    without_counting,
+)
 from tilewright.patterns.recognise.steps import keeps_dim, reduced_dims
 
 register_code(
@@ -148,6 +154,8 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
         user = flow.only_user(value)
         if user is None:
             break
+        if scores is None and _adds_experts(user, value, roles):
+            return _finish(flow, user, scores, absorbed, "th", dtype)
         own = [v for v in user.operands if v.value is value]
         order = roles_through(own[0], roles) if len(own) == 1 else None
         if order is None:
@@ -171,6 +179,16 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
         absorbed.append(user)
         value, roles = user, order
     refuse_combine(flow.only_user(value), value)
+
+
+def _adds_experts(user: Value, value: Value, roles: str) -> bool:
+    """Whether `user` adds the rows of every expert, [E * T, H], to the tokens, from zero."""
+    added = added_rows(user)
+    if added is None:
+        return False
+    index, source = added
+    rows = value.whole.permute(*(roles.index(role) for role in "eth"))
+    return counts_again(first_column(index) or index) == user.shape[0] and source == rows.matrix
 
 
 def _finish(
@@ -228,7 +246,7 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
     product = gate.x.value
     if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
         for a, b in product.either_way:
-            x, by = gate.x.of_operand(a), gate.x.of_operand(b)
+            x, by = without_counting(gate.x.of_operand(a)), gate.x.of_operand(b)
             over = [all(atom.axis is None for atom in dim) for dim in x.effect.dims]
             repeats = [all(atom.axis is None for atom in dim) for dim in by.effect.dims]
             if over == [True, False, False] and repeats == [False, False, True]:

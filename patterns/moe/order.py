@@ -6,19 +6,22 @@ Dimension letters: T tokens, S slots, E experts, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tilewright.patterns.dataflow import View, upstream
+from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.sentinels import unclamped, unmasked
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.routing import (
     Order,
+    flat,
     gathered,
     in_order,
     match_ends,
     match_order,
     match_rows,
+    per_row,
 )
 
 _SORTS = ("aten.sort", "aten.argsort")
@@ -29,27 +32,72 @@ register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known
 register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
 
 
-def rows_in_order(gemm: ExpertGemm) -> tuple[Order, Any, View]:
-    """(order, S, x [T, H]) of the rows that the first GEMM of a mixture reads.
+@dataclass(frozen=True)
+class RouteRows:
+    """What the first GEMM of a mixture reads: row t * S + s of x's tokens, in order.
+
+    x: [T, H]. weights: [T, 1], by which x is multiplied before the experts; None where it is not.
+    """
+
+    order: Order
+    num_slots: Any
+    x: View
+    weights: View | None = None
+    absorbed: tuple[Value, ...] = ()
+
+    @property
+    def argument(self) -> View | Computed:
+        """x as the op takes it."""
+        return self.x if self.weights is None else Computed("mul", (self.x, self.weights))
+
+
+def rows_in_order(gemm: ExpertGemm) -> RouteRows:
+    """The rows that the first GEMM of a mixture reads.
 
     Raises Reject (EXPERT_ORDER) for rows that are not gathered by a sort of the experts.
     """
     if gemm.ends is None:
         return _rows_by_route(gemm)
-    taken = gathered(unmasked(gemm.x)[0])
+    rows = unmasked(gemm.x)[0]
+    for tokens, factor in rows.value.either_way if rows.value.op == "aten.mul" else ():
+        column = per_row(factor)
+        if rows.is_whole and column is not None and gathered(tokens) is not None:
+            return _weighed(rows.value, _gathered_rows(tokens), flat(column))
+    return _gathered_rows(rows)
+
+
+def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
+    """Rows that are multiplied by a number for each route, in order, before the experts."""
+    taken = gathered(by_route)
+    one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
+    if not one_each or taken is None or taken[1] != rows.order.permutation:
+        reject(
+            "EXPERT_ORDER",
+            Stage.ACTIVATION,
+            f"{product} weighs the rows before the experts; one expert of each token may",
+            product,
+            hint="weigh the experts' results (torchtitan: score_before_experts=False)",
+        )
+    weights = taken[0].reshape(rows.x.shape[0], 1)
+    return replace(rows, weights=weights, absorbed=(product, *rows.absorbed))
+
+
+def _gathered_rows(view: View) -> RouteRows:
+    """Rows that are gathered from the tokens; raises Reject (EXPERT_ORDER)."""
+    taken = gathered(view)
     if taken is None:
         reject(
             "EXPERT_ORDER",
             Stage.ACTIVATION,
-            f"the rows are {gemm.x.value}, not gathered from the tokens",
-            gemm.x,
+            f"the rows are {view.value}, not gathered from the tokens",
+            view,
         )
     source, rows = taken
     for permutation in _permutations(rows):
         order = match_order(permutation)
         num_slots = None if order is None else match_rows(rows, order)
         if order is not None and num_slots is not None:
-            return order, num_slots, source
+            return RouteRows(order, num_slots, source, absorbed=(view.value,))
     reject(
         "EXPERT_ORDER",
         Stage.ACTIVATION,
@@ -58,14 +106,14 @@ def rows_in_order(gemm: ExpertGemm) -> tuple[Order, Any, View]:
     )
 
 
-def _rows_by_route(gemm: ExpertGemm) -> tuple[Order, Any, View]:
+def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
     """The same where the routes stay in their own order."""
     assert gemm.experts is not None
     rows, hidden = gemm.x.effect.dims
     repeats = rows[-1].axis is None if rows else False
     num_slots = rows[-1].length if repeats else 1
     tokens = gemm.x.with_dims(rows[:-1] if repeats else rows, hidden)  # fmt: skip
-    return Order(None, gemm.experts), num_slots, tokens
+    return RouteRows(Order(None, gemm.experts), num_slots, tokens)
 
 
 def _permutations(rows: View) -> Iterator[View]:

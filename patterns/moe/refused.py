@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
+from tilewright.patterns.dataflow import Dataflow, Value, View, is_in_package, upstream
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.linear import match_columns
@@ -47,9 +47,14 @@ class Refused:
         return Reject(Miss("", self.code, Stage.ANCHORED, self.message, nodes, self.hint))
 
 
-def refused_experts(flow: Dataflow) -> Iterator[Refused]:
-    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer."""
-    for found in (_loops(flow), _kernels(flow)):
+def refused_experts(
+    flow: Dataflow, captured: frozenset[fx.Node] = frozenset()
+) -> Iterator[Refused]:
+    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer.
+
+    captured: the nodes that find tokens in loops that the graph holds whole: told by themselves.
+    """
+    for found in (_loops(flow, captured), _kernels(flow)):
         if found:
             yield found
     yield from _unrolled(flow)
@@ -66,25 +71,25 @@ _PREPARED = {
 _NEAR = 12
 
 
-def _loops(flow: Dataflow) -> Refused | None:
+def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
     """What shows that a graph was cut before a loop over experts, or holds one."""
-    prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
+    values = [v for v in flow.values if v.node not in captured]
+    prepared = [v for v in values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
     alone = [v for v in flow.values if _is_lone_expert(v) and _of_experts(v)]
     found += alone if len(alone) == 1 else []
     if not found:
         return None
-    text = "".join(v.node.meta.get("stack_trace") or "" for v in found)
     return Refused(
         tuple(found),
         "EXPERT_LOOP",
         "the experts run in a Python loop over the tokens that each of them gets: their products "
         "are in no graph, or each in one of its own",
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
-        if "/transformers/" in text.replace("\\", "/")
+        if any(is_in_package(v.node, "transformers") for v in found)
         else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
         "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
-        "makes one graph of a loop over all experts, which still is not fused",
+        "makes one graph of a loop over all experts: fused where they are parts of one tensor",
     )
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.routing import strip_integer_casts
+from tilewright.patterns.recognise.routing import scattered_into, strip_integer_casts
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _INFINITY = float("inf")
 # f(-inf) is 0; in a softmax such elements do not change the others.
+_ELEMENT_WISE = {"aten.sigmoid", "aten.exp"}
 _FROM_MINUS_INFINITY = {"aten.sigmoid", "aten.softmax", "aten.exp", "aten.relu"}
 
 
@@ -48,15 +48,16 @@ def _are_distinct(ids: View) -> bool:
 def _outside(view: View, number: float) -> View | None:
     """The ids outside of which a view [T, E] holds `number`."""
     value = view.value
-    if not view.is_whole or len(value.shape) != 2:
+    if len(view.shape) != 2:
         return None
     if value.op == "cast" or value.op == "aten.clone":
-        return _outside(value.args[0], number)
-    if value.op == "aten.scatter":
-        base, dim, ids = value.args[:3]
-        return _scattered(value, base, dim, ids, number)
-    if value.store is not None:
-        return _stored(value, number)
+        return _outside(value.args[0].through(view.effect), number)
+    if value.op in _ELEMENT_WISE and number == 0.0 and not view.is_whole:
+        return _outside(value.args[0].through(view.effect), -_INFINITY)
+    if not view.is_whole:
+        return None
+    if value.op == "aten.scatter" or value.store is not None:
+        return scattered_into(value, number)
     if value.op in ("aten.masked_fill", "aten.where"):
         return _masked(value, number)
     if number != 0.0:
@@ -82,27 +83,6 @@ def _product(value: Value) -> View | None:
     if value.op == "aten.div" and isinstance(first, View) and first.shape == value.shape:
         return _outside(first, 0.0) if not value.kwargs.get("rounding_mode") else None
     return None
-
-
-def _scattered(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | None:
-    if not isinstance(base, View) or not isinstance(ids, View) or dim not in (1, -1):
-        return None
-    if len(ids.shape) != 2 or ids.shape[0] != value.shape[0] or not is_filled(base, number):
-        return None
-    return strip_integer_casts(ids)
-
-
-def _stored(value: Value, number: float) -> View | None:
-    """The same in place, into memory of the graph's own."""
-    store = value.store
-    before = value.args[0]
-    if store is None or store.kind not in ("scatter_", "scatter_add_") or store.memory.is_input:
-        return None
-    if list(store.index) != [1] or not effects.is_identity(store.target, store.memory.shape):
-        return None
-    if store.dtype != store.memory.dtype or value.node.args[:1] != (store.memory.root,):
-        return None
-    return _scattered(value, before, 1, store.index[1], number)
 
 
 def _masked(value: Value, number: float) -> View | None:

@@ -6,24 +6,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
-from tilewright.patterns.recognise.norm import Norm, match_norm, strip_casts
+from tilewright.patterns.recognise.norm import Norm, match_joined_norms, match_norm, strip_casts
 from tilewright.patterns.recognise.rope import Rope, match_rope
+from tilewright.patterns.recognise.rope_terms import joined_axes
 
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """Norm and rotation of heads. head: their input, its dimensions as the matched view's."""
+    """Norm and rotation of heads. head: their input, its dimensions as the matched view's.
+    head_weights: [D] of each head, where the norm has none for all.
+    """
 
     head: View
     norm: Norm | None
     rope: Rope | None
     norm_after_rope: bool
     absorbed: tuple[Value, ...]
+    head_weights: tuple[View, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class HeadNorm:
     kind: str
     width: str
     after_rope: bool
-    weight: View | None
+    weight: View | Computed | None
     offset: float
-    factor: View | None
+    factor: View | Computed | None
     eps: float
 
     @property
@@ -56,12 +60,16 @@ def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
     norm: Norm | None = None
     rope: Rope | None = None
     norm_after_rope = False
+    own: tuple[View, ...] = ()
     while True:
         whole, effect = one_head_axis(head)
         turned = match_rope(whole, stage, _is_delta) if rope is None else None
         if turned is not None:
             rope, norm_after_rope = turned, norm is not None
             below, found = turned.x.through(effect), turned.absorbed
+        elif norm is None and (joined := match_joined_norms(head.value, stage)) is not None:
+            norm, own = joined.norm, joined.weights
+            below, found = norm.x.through(head.effect), norm.absorbed
         elif (scaled := match_norm(head.value.whole, stage)) is not None:
             if norm is not None:
                 reject(
@@ -74,7 +82,7 @@ def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
             norm = scaled
             below, found = scaled.x.through(head.effect), scaled.absorbed
         else:
-            return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed)
+            return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed, own)
         head, casts = strip_casts(below)
         absorbed = (*absorbed, *found, *casts)
 
@@ -107,14 +115,28 @@ def head_norm(
         )
     by_head = norm.width == rows.head_dim
     heads = (rows.num_heads, rows.head_dim)
+    weight: View | Computed | None
+    factor: View | Computed | None
     weight, factor = (
         None if view is None else _weight(view, layout, feature, heads, by_head, stage)
         for view in (norm.weight, norm.factor)
     )
     width = "head" if by_head else "row"
+    if epilogue.head_weights:
+        weight = factor = _each_head(epilogue, layout, feature, heads, stage)
     return HeadNorm(
         norm.kind, width, epilogue.norm_after_rope, weight, norm.offset, factor, norm.eps
     )
+
+
+def _each_head(
+    epilogue: HeadEpilogue, layout: Effect, feature: int, heads: tuple[int, int], stage: Stage
+) -> Computed:
+    """The weights of heads that are normed one by one, as [H, D]."""
+    apart = [dim for dim in layout.dims[:-1] if any(a.axis == feature for a in dim)]
+    if len(epilogue.head_weights) != heads[0] or [len(dim) for dim in apart] != [1]:
+        reject("UNSUPPORTED", stage, "the norms are those of some heads", *epilogue.head_weights)
+    return Computed("reshape", (Computed("cat", (epilogue.head_weights, 0)), list(heads)))
 
 
 def _weight(
@@ -192,9 +214,10 @@ def norm_fact(norm: HeadNorm | None) -> str:
 
 
 def one_head_axis(view: View) -> tuple[View, Effect]:
-    """A stack of pairs [..., D/2, 2] read as [..., D], and the view's effect on that."""
+    """A stack of pairs [..., D/2, 2], or of halves [..., 2, D/2], read as [..., D], and the view's
+    effect on that."""
     value, effect = view.value, view.effect
-    if not _is_pairs(value):
+    if not _is_pairs(view):
         return value.whole, effect
     *lead, pairs, two = value.shape
     if not isinstance(pairs, int) or not isinstance(two, int):
@@ -216,9 +239,13 @@ def one_head_axis(view: View) -> tuple[View, Effect]:
     return View(value, merged), Effect(dims, start)
 
 
-def _is_pairs(value: Value) -> bool:
-    if value.op == "aten.view_as_real":
-        return True
-    if value.op != "aten.cat" or value.args[1] != len(value.shape) - 1:
+def _is_pairs(view: View) -> bool:
+    """Whether the last two axes of a value, joined from pieces, are one head in this view."""
+    value = view.value
+    if value.op not in ("aten.view_as_real", "aten.cat") or joined_axes(value) != 2:
         return False
-    return all(piece.effect.dims[-1] == () for piece in value.args[0])
+    last = len(value.shape) - 1
+    if value.op == "aten.view_as_real" or value.args[1] == last or value.shape[last] == 1:
+        return True
+    # Heads that are joined stay apart; halves of one lie in one dimension.
+    return any({last - 1, last} <= {atom.axis for atom in dim} for dim in view.effect.dims)

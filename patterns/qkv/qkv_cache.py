@@ -101,7 +101,8 @@ class QkvCache:
                 k.product,
                 hint="clamp q, k and v alike, or none of them",
             )
-        q = find_query(flow, k, v, k_write.store, inside)
+        place = max(flow.positions[store.node] for store in anchor.stores)
+        q = find_query(flow, k, v, k_write.store, inside, place)
         _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
         arguments = _arguments(q.heads, k, v, k_place, v_place)
@@ -140,11 +141,15 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
             raise rejection from None
         k, places, writes = swapped, places[::-1], writes[::-1]
     else:
-        if k.rope is None and k.norm is None and (swapped := _rotated(second)) is not None:
+        swapped = _rotated(second) if k.rope is None else None
+        if swapped is not None and (k.norm is None or swapped.rope is not None):
             k, places, writes = swapped, places[::-1], writes[::-1]
     v = match_heads(places[1].source, _VALUES)
-    if v.rope is not None or v.norm is not None:
-        reject("V_PATH", Stage.V_PATH, "both writes are rotated or normalised", v.end)
+    if v.rope is not None:
+        reject("V_PATH", Stage.V_PATH, "both writes are rotated", v.end)
+    if v.norm is not None:
+        message = "the values are normalised; one op normalises queries and keys alone"
+        reject("V_PATH", Stage.V_PATH, message, v.end, hint="their write is fused by itself")
     return k, v, places, writes
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
@@ -45,19 +45,39 @@ class Query:
     result: Result | Parts
 
 
-def find_query(flow: Dataflow, k: Heads, v: Heads, store: Value, inside: frozenset[Value]) -> Query:
+def find_query(
+    flow: Dataflow,
+    k: Heads,
+    v: Heads,
+    store: Value,
+    inside: frozenset[Value],
+    place: int,
+) -> Query:
     """The query beside K and V; raises Reject (Q_PATH) where there is none, or more than one.
 
-    store: the write of K. inside: what the match absorbs for K and V.
+    store: the write of K. inside: what the match absorbs for K and V. place: where the op will
+    stand, in program order: what is computed later is left out of a query that is one without it.
     """
     if k.rope is not None:
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
-    found = {p: q for p in _products_of(flow, k) if (q := _query_at(flow, p, k, v, inside))}
+    found = {
+        p: q for p in _products_of(flow, k) if (q := _query_at(flow, p, (k, v), inside, place))
+    }
     if k.rope is None:
         found |= {q.heads.product: q for q in _rests(k, v) if q.heads.product not in found}
         found = _attending(flow, found, (k, v), store)
     if len(found) == 1:
         return next(iter(found.values()))
+    if not found and _is_cross(flow, k, v, store):
+        reject(
+            "Q_PATH",
+            Stage.Q_PATH,
+            f"K and V project {k.x.value}, and the queries that meet them another activation, as "
+            "in cross-attention",
+            k.product,
+            hint="keys and values are written by themselves",
+            weight="advice",
+        )
     what = f"{len(found)} candidates for the" if found else "no"
     were = "were" if found else "was"
     reject(
@@ -86,19 +106,31 @@ def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
     return found
 
 
+def _is_cross(flow: Dataflow, k: Heads, v: Heads, store: Value) -> bool:
+    """Whether attention reads the keys, and nothing but K and V projects their activation."""
+    others = set(_products_of(flow, k)) - {k.product, v.product}
+    return not others and _Meetings(flow, store).any()
+
+
 # --- another product, or a part of one with its own norm or rotation ------------------------------
 
 
 def _query_at(
-    flow: Dataflow, product: Value, k: Heads, v: Heads, inside: frozenset[Value]
+    flow: Dataflow,
+    product: Value,
+    kv: tuple[Heads, Heads],
+    inside: frozenset[Value],
+    place: int,
 ) -> Query | None:
     """Q computed from this product: the furthest value downstream with K's rotation and clamp."""
-    sharing = [h for h in (k, v) if h.product is product]
+    k, _ = kv
+    sharing = [h for h in kv if h.product is product]
     taken = [h.rows.indices() for h in sharing]
     num_rows = sharing[0].linear.gemm.weight.shape[0] if sharing else None
     if isinstance(num_rows, int) and len(frozenset().union(*taken)) == num_rows:
         return None  # the product has K's and V's rows only
     first: Query | None = None
+    late: Query | None = None
     for end in _ends(flow, product):
         try:
             heads = match_heads(end.whole, _PATH, head_dim=k.head_dim)
@@ -108,10 +140,20 @@ def _query_at(
             continue
         if not fits or any(heads.rows.indices() & rows for rows in taken):
             continue
-        if _closed(flow, heads, inside):
+        if not _is_ready(flow, heads, place):
+            late = late or query
+        elif _closed(flow, heads, inside):
             return query
-        first = first or query
-    return first
+        else:
+            first = first or query
+    return first or late
+
+
+def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
+    """Whether bias and norm of Q are computed before a place in program order."""
+    weight = None if q.norm is None else q.norm.weight
+    operands = [view for view in (q.linear.bias, weight) if isinstance(view, View)]
+    return all(flow.positions[view.value.node] < place for view in operands)
 
 
 def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isclose, pi, sqrt
 
@@ -155,23 +155,32 @@ def times_number(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
 
 def _clamped_swiglu(value: Value) -> Activation | None:
     """(up + 1) * swish(gate), gate clamped above and up on both sides."""
-    for shifted, acted in _factors(value):
-        one, casts = strip_casts(shifted)
-        if one.value.op != "aten.add" or not one.is_whole or 1 not in _numbers(one.value):
-            continue
-        if one.value.kwargs.get("alpha", 1) != 1:
-            continue
+    for one_less, acted, steps in _times_one_more(value):
         swish_view, more = strip_casts(acted)
         swish = _swish(swish_view.value) if swish_view.is_whole else None
-        if swish is None or len(one.value.operands) != 1:
+        if swish is None:
             continue
-        up, up_limit, up_values = _clamp(one.value.operands[0], both=True)
+        up, up_limit, up_values = _clamp(one_less, both=True)
         gate, gate_limit, gate_values = _clamp(swish[0], both=False)
         if up_limit != gate_limit:
             return None
-        absorbed = (value, *casts, one.value, *more, *swish[2], *up_values, *gate_values)
+        absorbed = (*steps, *more, *swish[2], *up_values, *gate_values)
         return Activation("clamped_swiglu", gate, up, absorbed, swish[1], gate_limit)
     return None
+
+
+def _times_one_more(value: Value) -> Iterator[tuple[View, View, tuple[Value, ...]]]:
+    """(x, y, values) of (x + 1) * y, or of y + y * x, as `addcmul(y, y, x)` has it."""
+    for shifted, y in _factors(value):
+        one, casts = strip_casts(shifted)
+        plain = one.value.op == "aten.add" and one.is_whole and len(one.value.operands) == 1
+        if plain and 1 in _numbers(one.value) and one.value.kwargs.get("alpha", 1) == 1:
+            yield one.value.operands[0], y, (value, *casts, one.value)
+    if value.op == "aten.addcmul" and value.kwargs.get("value", 1) == 1 and len(value.args) == 3:
+        added, *factors = value.args
+        for y, x in (factors, factors[::-1]):
+            if y == added and x.shape == value.shape:
+                yield x, y, (value,)
 
 
 def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:

@@ -305,7 +305,22 @@ class _Search:
             code, what = "CAST", f"cast from {' to '.join(map(dtype_name, steps))} {way}"
         elif value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
-        reject(code, path.stage, what, value, hint=_HINTS.get(value.op, ""))
+        hint = _HINTS.get(value.op, "")
+        if _is_scaled_by_constant(value):
+            what += ", a constant factor"
+            hint = "multiply the projection's weight by it once, when the model is loaded"
+        reject(code, path.stage, what, value, hint=hint)
+
+
+def _is_scaled_by_constant(value: Value) -> bool:
+    """Whether a value is a projection times, or over, one number that no input decides."""
+    if value.op not in ("aten.mul", "aten.div"):
+        return False
+    scaled = [v for v in value.operands if v.value.projected]
+    others = [v.value for v in value.operands if v not in scaled]
+    single = all(v.op == "constant" and effects.product(v.shape) == 1 for v in others)
+    over = value.op == "aten.mul" or value.args[0] in scaled
+    return len(scaled) == 1 and single and over
 
 
 def _of_gemm(gemm: Gemm) -> Linear:

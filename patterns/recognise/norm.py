@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Atom
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.constants import given_number, number_of
 from tilewright.patterns.recognise.equality import equal_values
@@ -86,6 +87,51 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
     return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
 
 
+@dataclass(frozen=True)
+class JoinedNorms:
+    """Norms of neighbouring heads, each with its own weight, joined again.
+
+    norm: of all of them, without a weight. weights: [D] of each, in order; () where none has one.
+    """
+
+    norm: Norm
+    weights: tuple[View, ...]
+
+
+def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms | None:
+    """The norms whose results `value` joins along a dimension before the last, or None."""
+    if value.op != "aten.cat" or value.args[1] >= len(value.shape) - 1:
+        return None
+    pieces, axis = value.args
+    norms = [match_norm(piece, stage) for piece in pieces]
+    first = norms[0]
+    if first is None or any(piece.shape[axis] != 1 for piece in pieces):
+        return None
+    step = None
+    for i, norm in enumerate(norms):
+        if norm is None or norm.x.value is not first.x.value or norm.offset != 0.0:
+            return None
+        kinds = [(n.kind, n.eps, n.width, n.weight is None) for n in (norm, first)]
+        starts = zip(first.x.effect.start, norm.x.effect.start, strict=True)
+        apart = [(a, y - x) for a, (x, y) in enumerate(starts) if x != y]
+        if kinds[0] != kinds[1] or norm.x.effect.dims != first.x.effect.dims or len(apart) > 1:
+            return None
+        if i == 1:
+            step = apart[0] if apart else None
+        if i and (step is None or apart != [(step[0], step[1] * i)]):
+            return None
+    if step is None or not isinstance(step[1], int) or step[1] < 1:
+        return None
+    dims = list(first.x.effect.dims)
+    dims[axis] = (Atom(step[0], step[1], len(norms)),)
+    found = [norm for norm in norms if norm is not None]
+    absorbed = (value, *(v for norm in found for v in norm.absorbed))
+    whole = replace(first, x=first.x.with_dims(*dims), weight=None, factor=None, absorbed=absorbed)
+    own = [n.weight.with_dims(n.weight.effect.dims[-1]) for n in found if n.weight is not None]
+    plain = all(n.weight is None or not any(n.weight.effect.dims[:-1]) for n in found)
+    return JoinedNorms(whole, tuple(own)) if plain else None
+
+
 # --- one operation --------------------------------------------------------------------------------
 
 _FUSED = ("aten.rms_norm", "aten.layer_norm")
@@ -130,7 +176,7 @@ def _refuse_bias(value: Value, stage: Stage) -> None:
         stage,
         "the norm has a bias",
         value,
-        hint="norms with a weight, or with none, are fused",
+        hint="norms with a weight, or with none, are fused; LayerNorm(bias=False) where it is zero",
     )
 
 

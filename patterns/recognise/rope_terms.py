@@ -14,7 +14,9 @@ import numpy as np
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.recognise.norm import is_float_cast, match_norm
+from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.recognise.gemm import match_gemm
+from tilewright.patterns.recognise.norm import is_float_cast, match_norm, strip_casts
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
 _MAX_TERMS = 8
@@ -89,14 +91,16 @@ def is_arithmetic(value: Value) -> bool:
 def _terms(view: View, walk: _Walk) -> list[Term]:
     """The sum of products that the last dimension of a view of projected data consists of."""
     value = view.value
-    if not is_arithmetic(value) or not value.projected or _is_boundary(value, walk):
+    if not is_arithmetic(value) or not value.projected or _is_boundary(view, walk):
+        # A cast commutes with a change of places and signs: one side may be cast after it.
+        view, casts = strip_casts(view)
+        walk.absorbed.extend(cast for cast in casts if cast not in walk.absorbed)
         leaf, index = _leaf(view)
         return [Term(np.ones(len(index)), ((leaf, index),))]
     if value.op in _JOINS:
         parts = _JOINS[value.op](value, walk)
-        if not view.is_whole:
-            index = _last_index(view)
-            parts = [_take(term, index) for term in parts]
+        index = _joined_index(view, joined_axes(value))
+        parts = [_take(term, index) for term in parts]
     else:
         parts = _RULES[value.op](view, walk)
     if value not in walk.absorbed:
@@ -106,8 +110,14 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
     return parts
 
 
-def _is_boundary(value: Value, walk: _Walk) -> bool:
-    """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections."""
+def _is_boundary(view: View, walk: _Walk) -> bool:
+    """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections,
+    heads side by side."""
+    value = view.value
+    if value.op == "aten.cat":
+        axis = value.args[1]
+        within = any(atom.axis == axis for atom in view.effect.dims[-1]) if view.shape else False
+        return not within and axis < len(value.shape) - 1
     if value.op in ("aten.add", "aten.sub"):
         if len(value.operands) < 2 or not all(v.value.projected for v in value.operands):
             return True
@@ -116,10 +126,16 @@ def _is_boundary(value: Value, walk: _Walk) -> bool:
         projected = [v for v in value.operands if v.value.projected]
         if len(projected) != 1 or len(value.operands) != 2:
             return True
-        return match_norm(value.whole) is not None
+        return _scales_product(projected[0]) or match_norm(value.whole) is not None
     if value.op == "cast":
         return not is_float_cast(value) or not is_arithmetic(value.operands[0].value)
     return False
+
+
+def _scales_product(view: View) -> bool:
+    """Whether a view is a product of a weight of codes: what it is multiplied by is their scale."""
+    gemm = match_gemm(strip_casts(view)[0].value)
+    return gemm is not None and holds_codes(gemm.weight.value, {})
 
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
@@ -146,23 +162,36 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
     return Leaf(view.value, Effect(bare, tuple(start)), axis), index + first
 
 
-def _last_index(view: View) -> np.ndarray:
-    """Which elements of the value's trailing dimension(s) a view's last dimension takes."""
+def joined_axes(value: Value) -> int:
+    """How many trailing axes of pieces side by side are one row of elements: two of a stack, and of
+    pieces that are joined along the axis before the last."""
+    if value.op == "aten.view_as_real":
+        return 2
+    pieces, dim = value.args
+    stacked = dim == len(value.shape) - 1 and all(p.effect.dims[-1] == () for p in pieces)
+    return 2 if stacked or dim == len(value.shape) - 2 else 1
+
+
+def _joined_index(view: View, depth: int) -> np.ndarray:
+    """Which elements of the value's last `depth` axes, read as one, a view's last dimension takes;
+    its other dimensions are the value's other axes."""
     value, effect = view.value, view.effect
     rank = len(value.shape)
-    last = effect.dims[-1]
-    trailing = {a.axis for a in last}
-    depth = rank - min((a for a in trailing if a is not None), default=rank - 1)
-    if None in trailing or depth > 2 or not all(isinstance(n, int) for n in value.shape[-depth:]):
+    inner = range(rank - depth, rank)
+    sizes = value.shape[rank - depth :]
+    *lead, last = effect.dims
+    outer = effects.identity(value.shape).dims[: rank - depth]
+    if rank < depth or not all(isinstance(n, int) for n in sizes):
         raise NotRotation
-    lead = tuple(effect.dims[:-1])
-    untouched = effects.identity(value.shape).dims[: rank - depth]
-    if tuple(d for d in lead if d) != tuple(d for d in untouched if d):
+    if [d for d in lead if d] != [d for d in outer if d] or any(effect.start[: rank - depth]):
         raise NotRotation
-    strides = {rank - 1: 1, rank - 2: value.shape[-1] if rank > 1 else 1}
-    index = np.array([sum(int(effect.start[a]) * strides[a] for a in range(rank - depth, rank))])
+    if not {atom.axis for atom in last} <= set(inner):
+        raise NotRotation
+    strides: dict[int | None, int] = {
+        axis: effects.product(sizes[i + 1 :]) for i, axis in enumerate(inner)
+    }
+    index = np.array([sum(int(effect.start[a]) * strides[a] for a in inner)])
     for atom in last:
-        assert atom.axis is not None
         steps = np.arange(int(atom.length)) * atom.step * strides[atom.axis]
         index = (index[:, None] + steps[None, :]).reshape(-1)
     return index
@@ -221,21 +250,27 @@ _RULES: dict[str, Callable[[View, _Walk], list[Term]]] = {
 
 
 def _cat(value: Value, walk: _Walk) -> list[Term]:
-    """Concatenation along the last dimension; a stack has one more, of length one per piece."""
+    """Pieces joined along the last axis, or the one before it, as one row of elements."""
     pieces, dim = value.args
-    if dim != len(value.shape) - 1:
+    rank, depth = len(value.shape), joined_axes(value)
+    if dim not in (rank - 1, rank - 2) or not all(isinstance(n, int) for n in value.shape[-depth:]):
         raise NotRotation
-    stacked = all(p.effect.dims[-1] == () for p in pieces)
-    if stacked:
-        pieces = [View(p.value, effects.squeeze(p.effect, [dim])) for p in pieces]
-        return _interleaved([_terms(p, walk) for p in pieces])
-    pieces = [p for p in pieces if p.shape[-1] != 0]
-    parts = [_terms(p, walk) for p in pieces]
-    widths = [len(ts[0].factor) for ts in parts]
+    width, first = value.shape[-1], 0
     out: list[Term] = []
-    for k, terms in enumerate(parts):
-        at = np.arange(widths[k]) + sum(widths[:k])
-        out += [_spread(t, at, sum(widths)) for t in terms]
+    for piece in pieces:
+        *lead, rows, columns = (
+            piece.shape if depth == 2 else (*piece.shape[:-1], 1, piece.shape[-1])
+        )
+        at = np.arange(rows)[:, None] * width + np.arange(columns)[None, :]
+        at = at.reshape(-1) + first * (width if dim == rank - 2 else 1)
+        first += rows if dim == rank - 2 else columns
+        if len(at) == 0:
+            continue
+        row = piece.reshape(*lead, len(at)) if depth == 2 else piece
+        terms = _terms(row, walk)
+        if any(len(term.factor) != len(at) for term in terms):
+            raise NotRotation
+        out += [_spread(term, at, effects.product(value.shape[-depth:])) for term in terms]
     return _merge(out)
 
 

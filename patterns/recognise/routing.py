@@ -9,12 +9,13 @@ token, number t * S + s.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Size
+from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _ORDER_OUTPUTS = {"aten.sort": 1, "aten.argsort": None}
@@ -115,13 +116,53 @@ def gathered(view: View) -> tuple[View, View] | None:
             return value.args[0], items[0][1]
     if value.op == "aten.index_select" and value.args[1] == 0:
         return value.args[0], value.args[2]
+    if value.op == "aten.gather" and value.argument(1, "dim") == 0:
+        return _gathered_rows(value.args[0], value.argument(2, "index"))
     return None
+
+
+def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
+    """The same of a gather whose index repeats along whole rows."""
+    if len(source.shape) != 2 or index.shape[1] != source.shape[1]:
+        return None
+    rows = first_column(index)
+    return None if rows is None else (source, rows)
+
+
+def without_counting(view: View) -> View:
+    """A view of rows that were gathered by numbers that count up, again and again: of the rows."""
+    taken = gathered(view.value.whole)
+    if taken is None or not _counts_up(taken[1].value):
+        return view
+    source, rows = taken
+    dims = (*rows.effect.dims, *effects.identity(source.shape).dims[1:])
+    again = source.through(Effect(dims, (*rows.effect.start, *(0 for _ in source.shape[1:]))))
+    return again.through(view.effect)
+
+
+def counts_again(view: View) -> Size | None:
+    """T where a view holds 0, 1, ..., T - 1, several times over."""
+    if not _counts_up(view.value) or len(view.effect.dims) != 1 or view.effect.start != (0,):
+        return None
+    length = view.value.shape[0]
+    atoms = [atom for atom in view.effect.dims[0] if atom.axis is not None]
+    whole = atoms in ([Atom(0, 1, length)], [Atom(0, 1, length)][: length != 1])
+    return length if whole and view.effect.dims[0][-1:] == tuple(atoms) else None
+
+
+def first_column(view: View) -> View | None:
+    """An index [M, N] that repeats along the columns, as the rows [M] that it names."""
+    if len(view.effect.dims) != 2 or any(a.axis is not None for a in view.effect.dims[1]):
+        return None
+    return view.with_dims(*view.effect.dims[:1])
 
 
 def match_rows(view: View, order: Order) -> Size | None:
     """S where `view` is the token of each route in order: permutation // S, or its gather."""
     view = strip_integer_casts(view)
     value = view.value
+    if order.permutation is not None and view == strip_integer_casts(order.permutation):
+        return 1  # a token of each route
     if value.op in _INTEGER_STEPS and view.is_whole and _floors(value):
         divisor = value.args[1]
         if isinstance(divisor, int) and value.args[0] == order.permutation:
@@ -153,10 +194,13 @@ def _tokens_of_routes(view: View) -> Size | None:
 def is_arange(view: View) -> bool:
     """Whether a view is 0, 1, 2, ... over all its length."""
     value = strip_integer_casts(view).value
-    if value.op != "aten.arange" or not view.is_whole:
-        return False
+    return view.is_whole and _counts_up(value)
+
+
+def _counts_up(value: Value) -> bool:
     numbers = [a for a in value.args if not isinstance(a, View)]
-    return len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
+    from_zero = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
+    return value.op == "aten.arange" and from_zero
 
 
 def match_inverse(view: View, order: Order) -> bool:
@@ -239,7 +283,7 @@ def _summed(value: Value) -> tuple[View, Size] | None:
     if inner.value.op == "aten.one_hot" and inner.is_whole:
         return experts_of(flat(inner.value.args[0])), inner.shape[1]
     if inner.value.op != "aten.eq" or not inner.is_whole:
-        return None
+        return _marked(inner)
     for ids, experts in inner.value.either_way:
         by_route, by_expert = _along(ids, 0), _along(experts, 1)
         if by_route is not None and by_expert is not None and is_arange(by_expert):
@@ -254,14 +298,67 @@ def _along(view: View, dim: int) -> View | None:
     return view.with_dims(view.effect.dims[dim])
 
 
+def _marked(inner: View) -> tuple[View, Size] | None:
+    """The same of the sum over tokens of zeros [T, E] in which ones mark the experts of each: the
+    indices of a topk, so that none is marked twice."""
+    ids = scattered_into(inner.value, 0.0)
+    if ids is None or not inner.is_whole or not _writes_ones(inner.value):
+        return None
+    chosen = ids.value
+    distinct = chosen.op == "aten.topk" and chosen.kwargs.get("output") == 1 and ids.is_whole
+    along = distinct and chosen.argument(2, "dim", -1) in (-1, len(chosen.shape) - 1)
+    return (experts_of(flat(ids)), inner.shape[1]) if along else None
+
+
+def _writes_ones(scatter: Value) -> bool:
+    """Whether a scatter of a number, in place or not, replaces what was there by one."""
+    node = scatter.node
+    given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
+    return node.kwargs.get("reduce") is None and is_filled(given, 1)
+
+
+def scattered_into(value: Value, number: float) -> View | None:
+    """ids [T, S] of a scatter along the experts, into [T, E] filled with `number`, in place where
+    that is memory of the graph's own; None for another value."""
+    if value.op == "aten.scatter":
+        base, dim, ids = value.args[:3]
+        return _into(value, base, dim, ids, number)
+    store = value.store
+    if store is None or store.kind not in ("scatter_", "scatter_add_") or store.memory.is_input:
+        return None
+    if list(store.index) != [1] or not effects.is_identity(store.target, store.memory.shape):
+        return None
+    if store.dtype != store.memory.dtype or value.node.args[:1] != (store.memory.root,):
+        return None
+    return _into(value, value.args[0], 1, store.index[1], number)
+
+
+def _into(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | None:
+    if not isinstance(base, View) or not isinstance(ids, View) or dim not in (1, -1):
+        return None
+    if len(ids.shape) != 2 or ids.shape[0] != value.shape[0] or not is_filled(base, number):
+        return None
+    return strip_integer_casts(ids)
+
+
 def _added(value: Value) -> tuple[View, Size] | None:
     """zeros(E) to which one is added at every route's expert."""
-    base, dim, index, source = value.args[:4]
-    if value.args[4:] or value.kwargs.get("alpha", 1) != 1:
+    added = added_rows(value)
+    if added is None or not is_filled(added[1], 1):
         return None
-    if dim != 0 or not is_filled(base, 0) or not is_filled(source, 1):
+    return experts_of(added[0]), value.shape[0]
+
+
+def added_rows(value: Value) -> tuple[View, View] | None:
+    """(index, source) of an `index_add` or `scatter_add` of rows to zeros."""
+    if value.op not in ("aten.index_add", "aten.scatter_add"):
         return None
-    return experts_of(index), value.shape[0]
+    name = "source" if value.op == "aten.index_add" else "src"
+    dim, index = value.argument(1, "dim"), value.argument(2, "index")
+    source, times = value.argument(3, name), value.argument(4, "alpha", 1)
+    if dim != 0 or times != 1 or not is_filled(value.args[0], 0):
+        return None
+    return (index, source) if isinstance(source, View) else None
 
 
 def _stored_ones(value: Value) -> tuple[View, Size] | None:

@@ -1,5 +1,6 @@
 """`y += delta` on a product that nothing read before is the sum, and `w /= total` of the largest
-numbers or gathered ones the quotient; elsewhere they stay what they are."""
+numbers or gathered ones the quotient, and `x *= factor` of a cast or a product the product;
+elsewhere they stay what they are."""
 
 from __future__ import annotations
 
@@ -159,6 +160,82 @@ def test_only_quotients_that_nobody_can_tell_apart_change(step, quotients):
     ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
     torch.testing.assert_close(ours, eager)
     assert found == [quotients]
+
+
+def of_a_cast(x, d):
+    wide = x.double()
+    mean = wide.pow(2).mean(-1, keepdim=True)
+    wide.mul_(torch.rsqrt(mean + 1e-6))
+    return wide.to(x.dtype).mul_(x)
+
+
+def of_no_cast(x, d):
+    same = x.float()
+    same.mul_(x.sum())
+    return same, x
+
+
+def of_a_cast_in_parts(x, d):
+    wide = x.double()
+    part = wide[:, :3]
+    wide.mul_(part.sum())
+    return part, wide
+
+
+def of_a_factor(x, d):
+    y = x * 2
+    y *= d.sum()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("step", "products"),
+    [(of_a_cast, 2), (of_no_cast, 0), (of_a_cast_in_parts, 0), (of_a_factor, 1)],
+)
+def test_only_products_that_nobody_can_tell_apart_change(step, products):
+    x, d = torch.randn(3, 16), torch.randn(3, 8)
+    ours, eager = compiled(step)(x.clone(), d), step(x.clone(), d)
+    torch.testing.assert_close(ours, eager)
+    assert found == [products]
+
+
+AT = torch.tensor([2, 0, 2])
+
+
+def rows_added(x, d):
+    out = torch.zeros_like(d)
+    out.index_add_(0, AT, d)
+    out.scatter_add_(0, AT[:, None].expand(-1, 8), d)
+    return out
+
+
+def rows_added_to_an_input(x, d):
+    d.index_add_(0, AT, d.clone())
+    return d
+
+
+def rows_added_beside_a_view(x, d):
+    out = torch.zeros_like(d)
+    first = out[0]
+    out.index_add_(0, AT, d)
+    return first, out
+
+
+def rows_multiplied(x, d):
+    out = torch.zeros_like(d)
+    return out.scatter_(0, AT[:, None].expand(-1, 8), d, reduce="multiply")
+
+
+@pytest.mark.parametrize(
+    ("step", "sums"),
+    [(rows_added, 2), (rows_added_to_an_input, 0), (rows_added_beside_a_view, 0),
+     (rows_multiplied, 0)],
+)  # fmt: skip
+def test_only_sums_of_rows_that_nobody_can_tell_apart_change(step, sums):
+    x, d = torch.randn(3, 16), torch.randn(3, 8)
+    ours, eager = compiled(step)(x, d.clone()), step(x, d.clone())
+    torch.testing.assert_close(ours, eager)
+    assert found == [sums]
 
 
 def test_a_tensor_without_memory_of_its_own_is_passed_by():

@@ -1,0 +1,128 @@
+"""Projections with low-rank adapters in the manner of public code bases, one function per style.
+
+    module, args = build("rows_in_place")        # one of STYLES
+
+A style is `step(m, x, ids) -> q, k, v`, each [T, N], of x [T, K]; ids [T]: the adapter of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TOKENS, ADAPTERS, RANK, HIDDEN, WIDTH = 6, 2, 8, 32, 32
+#: The rows of each adapter, as Python lists.
+ROWS = ([0, 2, 3], [1, 5])
+
+
+def rows_in_place(m, x, ids):
+    """As PEFT with `adapter_names`: each adapter's rows are added to the result in place."""
+    found = []
+    for n in range(3):
+        result = F.linear(x, m.w[n])
+        for g, rows in enumerate(ROWS):
+            delta = F.linear(F.linear(x[rows], m.a[n][g]), m.b[n][g]) * 2.0
+            result[rows] += delta.to(result.dtype)
+        found.append(result)
+    return found
+
+
+def rows_by_mask(m, x, ids):
+    """Each adapter's delta is added where a mask says so."""
+    found = []
+    for n in range(3):
+        result = F.linear(x, m.w[n])
+        for g in range(ADAPTERS):
+            delta = F.linear(F.linear(x, m.a[n][g]), m.b[n][g]) * 2.0
+            result = result + torch.where((ids == g)[:, None], delta, 0.0)
+        found.append(result)
+    return found
+
+
+def one_stack(m, x, ids):
+    """By hand: one stack of A for q, k and v by einsum, on a packed projection."""
+    h = torch.einsum("tk,tprk->tpr", x, m.a_stack[ids])
+    y = F.linear(x, m.packed).view(-1, 3, WIDTH) + torch.einsum("tpr,tpnr->tpn", h, m.b_stack[ids])
+    return y.unbind(1)
+
+
+def one_stack_in_turn(m, x, ids):
+    """What the hint says: a product for each of q, k and v."""
+    parts = F.linear(x, m.packed).split(WIDTH, -1)
+    found = []
+    for n, part in enumerate(parts):
+        h = torch.einsum("tk,trk->tr", x, m.a_stack[ids, n])
+        found.append(part + torch.einsum("tr,twr->tw", h, m.b_stack[ids, n]))
+    return found
+
+
+def one_stack_views(m, x, ids):
+    """The same, of views of the stacks."""
+    parts = F.linear(x, m.packed).split(WIDTH, -1)
+    found = []
+    for n, part in enumerate(parts):
+        h = torch.einsum("tk,trk->tr", x, m.a_stack[:, n][ids])
+        found.append(part + torch.einsum("tr,twr->tw", h, m.b_stack[:, n][ids]))
+    return found
+
+
+def one_stack_crossed(m, x, ids):
+    """The near miss: q's delta comes of k's A."""
+    h = torch.einsum("tk,tprk->tpr", x, m.a_stack[ids]).flip(1)
+    y = F.linear(x, m.packed).view(-1, 3, WIDTH) + torch.einsum("tpr,tpnr->tpn", h, m.b_stack[ids])
+    return y.unbind(1)
+
+
+@dataclass(frozen=True)
+class Style:
+    step: Callable[..., Any]
+
+
+STYLES = {
+    f.__name__: Style(f)
+    for f in (
+        rows_in_place,
+        rows_by_mask,
+        one_stack,
+        one_stack_in_turn,
+        one_stack_views,
+        one_stack_crossed,
+    )
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, style: Style, normal: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.step = style.step
+
+        def weight(*shape):
+            return nn.Parameter(normal(*shape) * shape[-1] ** -0.5, requires_grad=False)
+
+        def each(*shape):
+            return nn.ParameterList(weight(*shape) for _ in range(3))
+
+        self.w = each(WIDTH, HIDDEN)
+        self.a, self.b = each(ADAPTERS, RANK, HIDDEN), each(ADAPTERS, WIDTH, RANK)
+        self.packed = weight(3 * WIDTH, HIDDEN)
+        self.a_stack = weight(ADAPTERS, 3, RANK, HIDDEN)
+        self.b_stack = weight(ADAPTERS, 3, WIDTH, RANK)
+
+    def forward(self, x, ids):
+        return tuple(y * 1.0 for y in self.step(self, x, ids))
+
+
+def build(name, dtype=torch.bfloat16):
+    """(module, its arguments): seeded, so that the same call gives the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    ids = torch.tensor([0, 1, 0, 0, 1, 1])
+    return Layer(STYLES[name], normal).eval(), [normal(TOKENS, HIDDEN), ids]

@@ -1,0 +1,346 @@
+"""Mixtures of experts in the manner of public code bases, one function per style.
+
+    module, args = build("scattered_back")       # one of STYLES
+
+A style is `step(m, x) -> [T, H]` of x [T, H]; m has `router` [E, H], stacked weights `gate`, `up`
+[E, I, H], `down` [E, H, I], packed `gate_up` [E, H, 2 * I] and `down_t` [E, I, H], and `experts`, a
+list of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TOKENS, EXPERTS, SLOTS, HIDDEN, INNER = 12, 4, 2, 32, 32
+
+
+def softmax_choice(m, x, slots=SLOTS):
+    """(weights, ids), both [T, S]."""
+    scores = F.linear(x, m.router).float().softmax(-1)
+    return scores.topk(slots, -1)
+
+
+def multiplied(rows, weight, ends):
+    """Rows in groups [M, K] times [E, K, N]."""
+    if rows.dtype != torch.float64:
+        return torch._grouped_mm(rows, weight, offs=ends)
+    parts = torch.tensor_split(rows, ends[:-1].long())
+    return torch.cat([part @ one for part, one in zip(parts, weight, strict=True)])
+
+
+def swiglu(rows, m, ends):
+    """As stacked weights and grouped GEMMs have it."""
+    gate = multiplied(rows, m.gate.transpose(1, 2), ends)
+    up = multiplied(rows, m.up.transpose(1, 2), ends)
+    return multiplied(F.silu(gate) * up, m.down.transpose(1, 2), ends)
+
+
+# --- every expert gathered: gpt-fast --------------------------------------------------------------
+
+
+def gathered_weights(m, x):
+    """As gpt-fast's Mixtral: the weights of each token's experts, multiplied by einsum."""
+    weights, ids = softmax_choice(m, x)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+    w1, w3, w2 = m.gate[ids], m.up[ids], m.down[ids]
+    x1 = F.silu(torch.einsum("ti, taoi -> tao", x, w1))
+    x3 = torch.einsum("ti, taoi -> tao", x, w3)
+    out = torch.einsum("tao, taio -> tai", x1 * x3, w2)
+    return torch.einsum("tai, ta -> ti", out, weights)
+
+
+def two_layers(m, x):
+    """One layer after another: what lies between is no mixture."""
+    x = x + gathered_weights(m, x)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return x + gathered_weights(m, x)
+
+
+# --- all experts, tokens weighed before: Llama 4 --------------------------------------------------
+
+
+def scattered_back(m, x, slots=1):
+    """As Meta's Llama 4: each token E times, weighed by sigmoid of its choice, added by scatter."""
+    scores = F.linear(x, m.router)
+    top, ids = torch.topk(scores, slots, dim=1)
+    tokens = x.shape[0]
+    spread = torch.full_like(scores, float("-inf")).scatter_(1, ids, top).transpose(0, 1)
+    of = torch.arange(tokens).view(1, -1).expand(spread.size(0), -1)
+    spread = torch.sigmoid(spread)
+    index = of.reshape(-1, 1).expand(-1, HIDDEN)
+    rows = torch.gather(x, 0, index) * spread.reshape(-1, 1)
+    rows = rows.view(EXPERTS, -1, HIDDEN)
+    gate, up = torch.bmm(rows, m.gate.transpose(1, 2)), torch.bmm(rows, m.up.transpose(1, 2))
+    routed = torch.bmm(F.silu(gate) * up, m.down.transpose(1, 2)).view(-1, HIDDEN)
+    out = torch.zeros_like(x)
+    out.scatter_add_(0, index, routed)
+    return out
+
+
+def scattered_back_twice(m, x):
+    return scattered_back(m, x, 2)
+
+
+# --- routes in order: torchtitan, Megatron --------------------------------------------------------
+
+
+def _sorted_experts(m, x, weights, ids, counts):
+    order = torch.argsort(ids.view(-1), stable=True)
+    rows = x[order // SLOTS]
+    y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+
+
+def counted_by_mask(m, x):
+    """As torchtitan: the tokens of an expert are counted in a mask of choices."""
+    scores = F.linear(x, m.router).float().softmax(-1)
+    weights, ids = torch.topk(scores, SLOTS, dim=-1)
+    counts = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ids, True).sum(0)
+    return _sorted_experts(m, x, weights, ids, counts)
+
+
+def counted_by_other_mask(m, x):
+    """The near miss: what is counted are other choices than what is sorted."""
+    scores = F.linear(x, m.router).float().softmax(-1)
+    weights, ids = torch.topk(scores, SLOTS, dim=-1)
+    others = (ids + 1) % EXPERTS
+    counts = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, others, True).sum(0)
+    return _sorted_experts(m, x, weights, ids, counts)
+
+
+def counted_by_repeated_choice(m, x):
+    """The near miss: ids that may repeat within a token are marked once and sorted twice."""
+    scores = F.linear(x, m.router).float().softmax(-1)
+    weights, ids = torch.topk(scores, SLOTS, dim=-1)
+    ids = ids // 2
+    counts = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ids, True).sum(0)
+    return _sorted_experts(m, x, weights, ids, counts)
+
+
+def sorted_scatter_back(m, x):
+    """As torchtitan: the rows are added to their tokens by scatter_add with a repeated index."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    index = (order // SLOTS).reshape(-1, 1).expand(-1, HIDDEN)
+    rows = torch.gather(x, dim=0, index=index)
+    y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = (y.float() * weights.view(-1)[order].reshape(-1, 1)).to(x.dtype)
+    return torch.zeros_like(x).scatter_add(dim=0, index=index, src=y)
+
+
+def sorted_scatter_into(m, x):
+    """The same in place."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    out = torch.zeros_like(x)
+    out.scatter_add_(0, (order // SLOTS)[:, None].expand(-1, HIDDEN), y)
+    return out
+
+
+def top_one_sigmoid(m, x):
+    """As Llama 4 with tokens in order: weighed before the experts, by sigmoid, one each."""
+    scores = F.linear(x, m.router)
+    top, ids = torch.topk(scores, 1, dim=1)
+    weights = torch.sigmoid(top.float()).to(x.dtype)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    rows = x[order] * weights.view(-1)[order][:, None]
+    y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
+    return torch.zeros_like(x).index_add(0, order, y)
+
+
+def top_two_before(m, x):
+    """The near miss: two experts each, weighed before."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    rows = x[order // SLOTS] * weights.to(x.dtype).view(-1)[order][:, None]
+    y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+
+
+def added_to_shared(m, x):
+    """As Meta's Llama 4 with a shared expert, to whose result the others are added in place."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    out = m.experts[0](x)
+    out.index_add_(0, order // SLOTS, y * weights.view(-1)[order][:, None].to(y.dtype))
+    return out
+
+
+def top_one_after(m, x):
+    """The same, weighed behind the experts."""
+    scores = F.linear(x, m.router)
+    top, ids = torch.topk(scores, 1, dim=1)
+    weights = torch.sigmoid(top.float()).to(x.dtype)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    return torch.zeros_like(x).index_add(0, order, y * weights.view(-1)[order][:, None])
+
+
+def mapped_rows(m, x):
+    """As Megatron: a map [T, E] of routes, whose transpose lists each expert's tokens."""
+    scores = F.linear(x, m.router).float()
+    top, ids = torch.topk(scores, SLOTS, dim=1)
+    probs = torch.softmax(top, dim=-1)
+    spread = torch.zeros_like(scores).scatter(1, ids, probs)
+    routes = torch.zeros_like(scores).int().scatter(1, ids, 1).bool()
+    counts = routes.sum(dim=0)
+    of = torch.arange(x.shape[0]).unsqueeze(0).expand(EXPERTS, -1)
+    index = of.masked_select(routes.T.contiguous())
+    rows = x.index_select(0, index)
+    kept = spread.T.contiguous().masked_select(routes.T.contiguous())
+    y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32)) * kept[:, None].to(x.dtype)
+    out = torch.zeros_like(x)
+    out.scatter_add_(0, index.unsqueeze(1).expand(-1, HIDDEN), y)
+    return out
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def _clamped(m, x, join):
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    h = multiplied(x[order // SLOTS], m.gate_up, ends)
+    gate, lin = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(min=-7.0, max=7.0)
+    glu = gate * torch.sigmoid(1.702 * gate)
+    y = multiplied(join(glu, lin), m.down_t, ends)
+    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+
+
+def added_product(m, x):
+    """As torchtitan's gpt-oss: addcmul(glu, glu, lin) is glu * (lin + 1)."""
+    return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin))
+
+
+def added_product_of_others(m, x):
+    """The near miss: glu * lin + lin."""
+    return _clamped(m, x, lambda glu, lin: torch.addcmul(lin, glu, lin))
+
+
+def added_half_product(m, x):
+    """The near miss: glu + glu * lin / 2."""
+    return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin, value=0.5))
+
+
+# --- loops ----------------------------------------------------------------------------------------
+
+
+def loop_over_hits(m, x):
+    """As transformers' eager experts."""
+    weights, ids = softmax_choice(m, x)
+    out = torch.zeros_like(x)
+    expert_mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+    expert_hit = (expert_mask.sum((-1, -2)) > 0).nonzero()
+    for e in expert_hit:
+        slot, token = torch.where(expert_mask[e[0]])
+        y = m.expert(x[token], e[0]) * weights[token, slot, None]
+        out.index_add_(0, token, y.to(out.dtype))
+    return out
+
+
+def moe_loop_over_modules(m, x):
+    """As Mistral's reference code."""
+    weights, ids = softmax_choice(m, x)
+    weights = weights.to(x.dtype)
+    results = torch.zeros_like(x)
+    for i, expert in enumerate(m.experts):
+        token, slot = torch.where(ids == i)
+        results[token] += weights[token, slot, None] * expert(x[token])
+    return results
+
+
+def moe_loop_over_counts(m, x):
+    """As DeepSeek's reference code."""
+    weights, ids = softmax_choice(m, x)
+    y = torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
+    for i in range(EXPERTS):
+        if counts[i] == 0:
+            continue
+        token, slot = torch.where(ids == i)
+        y[token] += m.experts[i](x[token]) * weights[token, slot, None].to(x.dtype)
+    return y
+
+
+@dataclass(frozen=True)
+class Style:
+    step: Callable[..., Any]
+
+
+STYLES = {
+    step.__name__: Style(step)
+    for step in (
+        gathered_weights, two_layers, scattered_back, scattered_back_twice, counted_by_mask,
+        counted_by_other_mask, counted_by_repeated_choice, sorted_scatter_back,
+        sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before,
+        added_to_shared, mapped_rows, added_product, added_product_of_others,
+         added_half_product, loop_over_hits, moe_loop_over_modules,
+        moe_loop_over_counts,
+    )
+}  # fmt: skip
+
+
+class Expert(nn.Module):
+    """w2(silu(w1(x)) * w3(x)), parts of the stacked weights."""
+
+    def __init__(self, gate, up, down) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = gate, up, down
+
+    def forward(self, x):
+        return F.linear(F.silu(F.linear(x, self.w1)) * F.linear(x, self.w3), self.w2)
+
+
+class Mixture(nn.Module):
+    def __init__(self, style: Style, normal: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.step = style.step
+
+        def weight(*shape):
+            return nn.Parameter(normal(*shape) * HIDDEN**-0.5, requires_grad=False)
+
+        self.router = weight(EXPERTS, HIDDEN)
+        self.gate, self.up = weight(EXPERTS, INNER, HIDDEN), weight(EXPERTS, INNER, HIDDEN)
+        self.down = weight(EXPERTS, HIDDEN, INNER)
+        self.gate_up = weight(EXPERTS, HIDDEN, 2 * INNER)
+        self.down_t = weight(EXPERTS, INNER, HIDDEN)
+        own = [weight(INNER, HIDDEN) for _ in range(2 * EXPERTS)]
+        downs = [weight(HIDDEN, INNER) for _ in range(EXPERTS)]
+        parts = zip(own[::2], own[1::2], downs, strict=True)
+        self.experts = nn.ModuleList(Expert(*three) for three in parts)
+
+    def expert(self, x, e):
+        return F.linear(F.silu(F.linear(x, self.gate[e])) * F.linear(x, self.up[e]), self.down[e])
+
+    def forward(self, x):
+        return self.step(self, x)
+
+
+def build(name, dtype=torch.bfloat16):
+    """(module, its arguments): seeded, so that the same call gives the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    module = Mixture(STYLES[name], normal).eval()
+    return module, [normal(TOKENS, HIDDEN)]

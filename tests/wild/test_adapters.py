@@ -1,0 +1,56 @@
+"""Adapters as public code bases write them: what is fused, what is told instead, and that results
+are no worse than eager against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, cloned, upcast
+from tests.found import matches_of, misses_of
+from tests.wild.adapters import STYLES, build
+from tilewright.compiler import reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+FUSED = ["rows_by_mask", "one_stack_in_turn", "one_stack_views"]
+
+#: Style -> the code of what stands in the way, and words of the hint.
+MISSED = {
+    "rows_in_place": ("LORA_IN_PLACE", "instead of adapter_names"),
+    "one_stack": ("LORA_FORM", "A[:, p][index]"),
+    "one_stack_crossed": ("LORA_FORM", "A[:, p][index]"),
+}
+
+
+def check(name):
+    """The report of a layer that was no worse than eager."""
+    module, args = build(name)
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        out, expected = compiled(*cloned(args)), module(*cloned(args))
+        exact = upcast(module)(*map(upcast, args))
+    for ours, theirs, wanted in zip(out, expected, exact, strict=True):
+        assert_no_worse(ours, theirs, wanted, name)
+    return reports()[-1]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_style_is_fused(name):
+    report = check(name)
+    assert matches_of(report, "lora")
+    assert misses_of(report, "lora") == []
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_miss_says_what_stands_in_the_way(name):
+    report = check(name)
+    code, words = MISSED[name]
+    found = misses_of(report, "lora")
+    assert not matches_of(report, "lora")
+    assert {miss.code for miss in found} == {code}
+    assert all(words in miss.hint for miss in found)
+
+
+def test_every_style_is_asked_for():
+    assert sorted([*FUSED, *MISSED]) == sorted(STYLES)

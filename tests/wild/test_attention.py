@@ -1,0 +1,82 @@
+"""Attention layers as public code bases write them: what is fused, what is told instead, and that
+outputs and caches are no worse than eager against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.found import codes_of, matches_of, misses_of
+from tests.wild.attention import STYLES, build
+from tilewright.compiler import reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+#: Style -> the rotation of the fused projection.
+FUSED = {
+    "complex_pairs": "half",
+    "cast_after_half": "half",
+    "cast_after_pairs": "interleaved",
+    "norm_in_place": "half",
+    "layer_norm_by_head": "half",
+    "int8_product_scaled": "interleaved",
+    "int8_both_scaled": "half",
+    "rows_unrolled": "half",
+    "scattered_rows": "half",
+    "sum_after": "none",
+    "put_rows": "half",
+    "put_rows_heads_first": "half",
+}
+
+#: Style -> the code of what stands in the way, and words of its message or hint.
+MISSED = {
+    "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
+    "key_multiplier": ("K_PATH", "multiply the projection's weight by it once"),
+    "value_multiplier": ("V_PATH", "multiply the projection's weight by it once"),
+    "layer_norm_with_bias": ("UNSUPPORTED", "the norm has a bias"),
+    "layer_norm_by_other_head": ("K_PATH", "aten.cat"),
+    "norm_of_values": ("V_PATH", "the values are normalised"),
+    "rows_crossed": ("SLOT_INDEX", "every token once and in order"),
+    "scattered_heads": ("CACHE_LAYOUT", "element by element"),
+    "rolled": ("MOVED_CACHE", "positions % window"),
+    "cross_once": ("Q_PATH", "as in cross-attention"),
+    "norm_in_place_seen": ("ESCAPES", "also used by"),
+    "cast_of_sums": ("ROPE_STYLE", "different tensors"),
+}
+
+
+def check(name):
+    """The report of a layer that was no worse than eager, outputs and caches."""
+    module, args = build(name)
+    ours, theirs, exact = cloned(args), cloned(args), [upcast(a) for a in args]
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        out, expected, wanted = compiled(*ours), module(*theirs), upcast(module)(*exact)
+    assert_no_worse(out, expected, wanted, f"{name}, output")
+    for i in (1, 2):
+        assert_no_worse(ours[i], theirs[i], exact[i], f"{name}, cache {i}")
+        if name != "rolled":
+            assert_untouched(args[i], ours[i], exact[i], f"{name}, cache {i}")
+    return reports()[-1]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_style_is_fused(name):
+    report = check(name)
+    (site,) = matches_of(report, "qkv")
+    assert (site.pattern, site.shapes["rope"]) == ("qkv_cache", FUSED[name])
+    assert misses_of(report, "qkv") == []
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_miss_says_what_stands_in_the_way(name):
+    report = check(name)
+    code, words = MISSED[name]
+    assert codes_of(report, "qkv_cache") == {code}
+    miss = misses_of(report, "qkv_cache")[0]
+    assert words in f"{miss.message} {miss.hint}"
+
+
+def test_every_style_is_asked_for():
+    assert sorted([*FUSED, *MISSED]) == sorted(STYLES)
