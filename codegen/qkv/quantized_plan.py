@@ -41,7 +41,7 @@ def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedC
     q = quantization_of(problem)
     whole = next_power_of_2(problem.epilogue.pairs_per_head)
     slices = sorted({min(32, whole), whole})
-    block_k = _step(problem)
+    block_k = q.longest_step(problem.hidden)
     free = q.packed_rows or problem.coded_x
     block_t = max(16, next_power_of_2(num_tokens))
     if num_tokens <= 32:
@@ -62,12 +62,6 @@ def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedC
         for split_k in (1, 2) if num_tokens <= 256 else (1,):
             for stages in (3, 4):
                 yield SwappedConfig(block_p, tokens, block_k, warps, stages, split_k, not free)
-
-
-def _step(problem: QkvProblem) -> int:
-    """The longest step of K, up to 128, that scales allow."""
-    columns = quantization_of(problem).block[1]
-    return 128 if columns >= problem.hidden or 128 % columns == 0 else columns & -columns
 
 
 def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:

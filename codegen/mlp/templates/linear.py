@@ -7,8 +7,8 @@ factor of each row of the result, whose sum of squares is taken in the same pass
 import triton
 import triton.language as tl
 
+from tilewright.codegen.mlp.templates.finish import bias_column, finish_linear, residual_tile
 from tilewright.codegen.templates.activation import activate
-from tilewright.codegen.templates.split_k import arrive, sum_of_parts
 
 
 @triton.jit
@@ -34,12 +34,6 @@ def weight_tile(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUM
         mask = row_mask & column_mask
         tile = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     return tile
-
-
-@triton.jit
-def bias_column(bias_ptr, rows, row_mask, STRIDE: tl.constexpr):
-    """A bias [rows, 1] in fp32."""
-    return tl.load(bias_ptr + rows * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -89,18 +83,12 @@ def streamed_linear(
     places = tokens.to(tl.int64)[None, :]
     there = row_mask[:, None] & token_mask[None, :]
     # Before the loop: after it nothing would hide the latency of these loads.
-    if residual_ptr is not None:
-        residual = tl.load(
-            residual_ptr + places * RESIDUAL_STRIDE + rows[:, None], mask=there, other=0.0
-        )
-    if bias_ptr is not None:
-        bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
-    if up_bias_ptr is not None:
-        up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
+    residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
+    bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
+    up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
     weight_ptrs = weight_rows[:, None] + columns[None, :] * WEIGHT_STRIDES[1]
     if up_weight_ptr is not None:
         up_ptrs = up_rows[:, None] + columns[None, :] * UP_STRIDES[1]
-        up = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * X_STRIDE + columns[None, :]
     if NORM:
         squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -110,6 +98,7 @@ def streamed_linear(
                 norm_weight_ptr + columns[None, :] * NORM_STRIDE, (BLOCK_T, BLOCK_K)
             )
     product = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    up = product
     for step in range(0, PART, BLOCK_K):
         x_mask = token_mask[:, None]
         column_mask = (columns + step < K)[None, :]
@@ -133,54 +122,15 @@ def streamed_linear(
                 N % BLOCK_N == 0, K % (BLOCK_K * SPLIT_K) == 0,
             )  # fmt: skip
             up = tl.dot(up_weight, x.T, up)
+    square = 0.0
     if NORM:
         square = tl.sum(squares, axis=1)
-    is_last = True
-    if SPLIT_K > 1:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
-        tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + row_tile
-        NUMBERS: tl.constexpr = SIZE * (1 if up_weight_ptr is None else 2) + BLOCK_T * NORM
-        parts = workspace_ptr + tile.to(tl.int64) * (SPLIT_K * NUMBERS)
-        offsets = tl.arange(0, BLOCK_T)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        # Of the columns that pad the tile nothing is written.
-        real = token_mask[None, :] & (rows >= 0)[:, None]
-        tl.store(parts + part * SIZE + offsets, product, mask=real)
-        up_parts = parts + SPLIT_K * SIZE
-        if up_weight_ptr is not None:
-            tl.store(up_parts + part * SIZE + offsets, up, mask=real)
-        square_parts = parts + SPLIT_K * (NUMBERS - BLOCK_T)
-        own = tl.arange(0, BLOCK_T)
-        if NORM:
-            tl.store(square_parts + part * BLOCK_T + own, square, mask=token_mask)
-        is_last = arrive(counters_ptr + tile, SPLIT_K)
-    if is_last:
-        if SPLIT_K > 1:
-            product = sum_of_parts(parts, offsets, real, SIZE, SPLIT_K)
-            if up_weight_ptr is not None:
-                up = sum_of_parts(up_parts, offsets, real, SIZE, SPLIT_K)
-            if NORM:
-                square = sum_of_parts(square_parts, own, token_mask, BLOCK_T, SPLIT_K)
-        if NORM:
-            inverse = tl.rsqrt(square / K + NORM_EPS)[None, :]
-            product *= inverse
-            if up_weight_ptr is not None:
-                up *= inverse
-        if bias_ptr is not None:
-            product += bias
-        if up_bias_ptr is not None:
-            up += up_bias
-        if ACTIVATION != "":
-            if up_weight_ptr is None:
-                product = activate(product, product, ACTIVATION, 1.0, 0.0, False)
-            else:
-                product = activate(product, up, ACTIVATION, 1.0, 0.0, True)
-        if SCALE != 1.0:
-            product *= SCALE
-        if residual_ptr is not None:
-            product += residual.to(tl.float32)
-        tl.store(
-            out_ptr + places * N + rows[:, None], product.to(out_ptr.dtype.element_ty), mask=there
-        )
+    finish_linear(
+        product, up, square, bias, up_bias, residual,
+        up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
+        row_tile, part, rows, places, there, token_mask,
+        N, K, NORM, NORM_EPS, ACTIVATION, SCALE, BLOCK_N, BLOCK_T, SPLIT_K,
+    )  # fmt: skip
 
 
 @triton.jit
