@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.mlp.specs import LinearConfig
 from tilewright.codegen.targets import Target
 
@@ -34,6 +34,8 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     """The tiles for so many tokens: as many bytes in flight as fit two programs."""
     block_t = min(max(next_power_of_2(num_tokens), 16), MOST_TOKENS)
     block_k = 64 if problem.num_weights == 2 or block_t > 32 else 128
+    if problem.quantization is not None:
+        block_k = code_step(problem.quantization, problem.k)
     tiles = cdiv(problem.n, BLOCK_N)
     steps = cdiv(problem.k, block_k)
     most = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
@@ -46,6 +48,6 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
 
 
 def stage_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
-    """Of 16-bit tiles: the weights', x's and the norm's."""
-    rows = problem.num_weights * BLOCK_N + block_t * (1 if problem.norm is None else 2)
-    return 2 * rows * block_k
+    """Of the weights' tiles, and of those of x and the norm, 16 bits a number."""
+    weights = problem.num_weights * BLOCK_N * problem.weight_bytes
+    return int(weights + 2 * block_t * (1 if problem.norm is None else 2)) * block_k

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class LinearConfig:
     """block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
 
     prefetch: columns of a row that are asked for while the kernel before this one ends, a multiple
-    of 64. lets_in: the next kernel's programs may take their places early.
+    of 64; of codes, as many bytes as 16-bit numbers would be. lets_in: the next kernel's programs
+    may take their places early.
     """
 
     block_n: int
@@ -36,28 +37,15 @@ class LinearConfig:
 
 
 def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
-    norm, residual = problem.norm, problem.residual
-    weight = norm.weight if norm else None
+    """`streamed_linear`, or `streamed_codes` of weights of codes."""
+    coded = problem.quantization is not None
     scratch = config.split_k > 1
     return KernelSpec.of(
-        "mlp.linear",
-        "streamed_linear",
+        "mlp.quantized" if coded else "mlp.linear",
+        "streamed_codes" if coded else "streamed_linear",
         {
-            "N": problem.n,
-            "K": problem.k,
-            "X_STRIDE": problem.x.strides[0],
-            "NORM_STRIDE": weight.strides[0] if weight else 0,
-            "WEIGHT_STRIDES": problem.weight.strides,
-            "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
-            "BIAS_STRIDES": tuple(
-                bias.strides[0] if bias else 0 for bias in (problem.bias, problem.up_bias)
-            ),
-            "RESIDUAL_STRIDE": residual.strides[0] if residual else 0,
-            "NORM": norm is not None,
-            "NORM_EPS": norm.eps if norm else 0.0,
-            "NORM_OFFSET": norm.offset if norm else 0.0,
-            "ACTIVATION": problem.activation,
-            "SCALE": problem.scale,
+            **_constants(problem),
+            **_code_constants(problem, config),
             "BLOCK_N": config.block_n,
             "BLOCK_T": config.block_t,
             "BLOCK_K": config.block_k,
@@ -66,13 +54,10 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
             "LETS_IN": config.lets_in,
         },
         {
-            "x_ptr": problem.x,
-            "norm_weight_ptr": weight,
-            "weight_ptr": problem.weight,
-            "up_weight_ptr": problem.up_weight,
+            **_weights(problem),
             "bias_ptr": problem.bias,
             "up_bias_ptr": problem.up_bias,
-            "residual_ptr": residual,
+            "residual_ptr": problem.residual,
             "out_ptr": Operand(problem.x.dtype),
             "workspace_ptr": Operand("fp32") if scratch else None,
             "counters_ptr": Operand("i32", aligned=False) if scratch else None,
@@ -84,6 +69,58 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
         ranges=("num_tokens",),
         dependent=True,
     )
+
+
+def _constants(problem: LinearProblem) -> dict[str, Constant]:
+    norm, residual = problem.norm, problem.residual
+    weight = norm.weight if norm else None
+    return {
+        "N": problem.n,
+        "K": problem.k,
+        "X_STRIDE": problem.x.strides[0],
+        "NORM_STRIDE": weight.strides[0] if weight else 0,
+        "WEIGHT_STRIDES": problem.weight.strides,
+        "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
+        "BIAS_STRIDES": tuple(
+            bias.strides[0] if bias else 0 for bias in (problem.bias, problem.up_bias)
+        ),
+        "RESIDUAL_STRIDE": residual.strides[0] if residual else 0,
+        "NORM": norm is not None,
+        "NORM_EPS": norm.eps if norm else 0.0,
+        "NORM_OFFSET": norm.offset if norm else 0.0,
+        "ACTIVATION": problem.activation,
+        "SCALE": problem.scale,
+    }
+
+
+def _code_constants(problem: LinearProblem, config: LinearConfig) -> dict[str, Constant]:
+    q = problem.quantization
+    if q is None:
+        return {}
+    return {
+        **q.block_constants(problem.k, config.block_k),
+        "BLOCK_STRIDES": q.block_strides(0),
+        "UP_BLOCK_STRIDES": q.block_strides(1),
+        "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
+    }
+
+
+def _weights(problem: LinearProblem) -> dict[str, Operand | None]:
+    q, norm = problem.quantization, problem.norm
+    weights = {
+        "x_ptr": problem.x,
+        "norm_weight_ptr": norm.weight if norm else None,
+        "weight_ptr": problem.weight,
+        "up_weight_ptr": problem.up_weight,
+    }
+    if q is None:
+        return weights
+    blocks = zip(CODE_NAMES, (*q.scales, *q.zeros), strict=True)
+    return weights | {f"{name}_ptr": operand for name, operand in blocks}
+
+
+# What codes are scaled with and shifted by, of the weight and of the up weight.
+CODE_NAMES = ("weight_scale", "up_scale", "weight_zero", "up_zero")
 
 
 def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mlp.plan import linear_config, most_tokens
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.mlp.specs import (
+    CODE_NAMES,
     LinearConfig,
     activate_grid,
     activate_spec,
@@ -22,10 +23,10 @@ from tilewright.codegen.mlp.specs import (
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mlp.operands import activation_problem, residual_problem
+from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
-TENSORS = ("x", "norm_weight", "weight", "up_weight", "bias", "up_bias", "residual")
+TENSORS = ("x", "norm_weight", *CODE_NAMES, "bias", "up_bias", "residual")
 
 
 @cache
@@ -39,7 +40,7 @@ def _chosen(
 def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
-    if config is None and a.x.shape[0] > most_tokens(problem.num_weights):
+    if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _activation_by_library(problem, a, target))
     return (yield from _streamed(problem, a, target, config))
 
@@ -47,9 +48,14 @@ def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None 
 def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = residual_problem(a)
-    if config is None and a.x.shape[0] > most_tokens(problem.num_weights):
+    if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _residual_by_library(a))
     return (yield from _streamed(problem, a, target, config))
+
+
+def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
+    """Whether the library's GEMM is the faster one; of codes it would want the numbers first."""
+    return problem.quantization is None and num_tokens > most_tokens(problem.num_weights)
 
 
 def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
@@ -60,6 +66,7 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
         spec = linear_spec(problem, config, target.name)
     out = yield Buffer((num_tokens, problem.n), a.x.dtype)
     values: dict[str, Any] = {f"{name}_ptr": getattr(a, name, None) for name in TENSORS}
+    values["weight_ptr"], values["up_weight_ptr"] = kernel_weights(a)
     values |= {"out_ptr": out, "num_tokens": num_tokens}
     grid = linear_grid(problem, config, num_tokens)
     if config.split_k > 1:

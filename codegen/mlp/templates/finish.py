@@ -38,8 +38,8 @@ def finish_linear(
 
     product, up: fp32 [BLOCK_N, BLOCK_T], of this program's part of K; of the last program to arrive
     they are made whole. square [BLOCK_T]: the part's sum of squares of x, where NORM. up and the
-    biases and residual count where their pointers are given. places [1, BLOCK_T]: the tokens; there:
-    which of the tile's numbers the result has.
+    biases and residual count where their pointers are given. places [1, BLOCK_T]: the tokens.
+    there: which of the tile's numbers the result has.
     """
     is_last = True
     if SPLIT_K > 1:

@@ -12,10 +12,12 @@ from tilewright.codegen.templates.activation import activate
 
 
 @triton.jit
-def prefetch_rows(rows_ptr, first, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Asks the L2 cache for COLUMNS 16-bit numbers of each row, from column `first` on: a hint,
-    which reads nothing, so that whoever still writes there is not disturbed."""
-    columns = tl.minimum(first + tl.arange(0, COLUMNS // 64) * 64, K - 1)
+def prefetch_rows(
+    rows_ptr, first, K: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """Asks the L2 cache for LINES lines of LINE elements, 128 bytes, of each row of K, from column
+    `first` on: a hint, which reads nothing, so that whoever still writes there is not disturbed."""
+    columns = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
     lines = rows_ptr[:, None] + columns[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], tl.int32, False, 1
@@ -74,9 +76,11 @@ def streamed_linear(
         if PREFETCH > 0:
             last = (N - 1 - row_tile * BLOCK_N).to(tl.int64)
             inside = tl.minimum(tl.arange(0, BLOCK_N), last) + row_tile * BLOCK_N
-            prefetch_rows(weight_ptr + inside * WEIGHT_STRIDES[0], part * PART, K, PREFETCH)
+            LINES: tl.constexpr = PREFETCH // 64
+            first = part * PART
+            prefetch_rows(weight_ptr + inside * WEIGHT_STRIDES[0], first, K, LINES, 64)
             if up_weight_ptr is not None:
-                prefetch_rows(up_weight_ptr + inside * UP_STRIDES[0], part * PART, K, PREFETCH)
+                prefetch_rows(up_weight_ptr + inside * UP_STRIDES[0], first, K, LINES, 64)
         tl.extra.cuda.gdc_wait()
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
