@@ -41,6 +41,7 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     most = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
     split = cdiv(steps, cdiv(steps, most))
     room = target.max_shared_bytes // PROGRAMS_PER_SM - RESERVED_BYTES
+    room -= made_bytes(problem, block_t, block_k)
     stages = max(min(room // stage_bytes(problem, block_t, block_k), MOST_STAGES), 2)
     early = problem.num_weights == 1
     prefetch = PREFETCHED if early else 0
@@ -51,3 +52,12 @@ def stage_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
     """Of the weights' tiles, and of those of x and the norm, 16 bits a number."""
     weights = problem.num_weights * BLOCK_N * problem.weight_bytes
     return int(weights + 2 * block_t * (1 if problem.norm is None else 2)) * block_k
+
+
+def made_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
+    """Of the tiles that codes are decoded to, and that x is put into their order in; codes packed
+    along K stay in registers."""
+    q = problem.quantization
+    if q is None:
+        return 0
+    return 2 * block_k * (block_t + (BLOCK_N if q.packed_rows else 0))

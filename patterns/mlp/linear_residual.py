@@ -16,6 +16,7 @@ from tilewright.patterns.mlp.linears import (
     check_linears,
     in_shape_of,
     linear_facts,
+    match_codes,
     match_few_tokens,
 )
 from tilewright.patterns.recognise.activation import times_number
@@ -55,13 +56,14 @@ class LinearResidual:
         assert found is not None
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
+        weights = match_codes([linear], [("weight", "weight_scale", "weight_zero")])
         return Match(
             pattern=self.name,
             op=self.op,
             anchor=anchor,
             arguments={
                 "x": linear.x,
-                "weight": linear.weight,
+                **weights,
                 "residual": found.residual.matrix,
                 "bias": linear.bias,
                 "scale": found.scale,
@@ -69,7 +71,7 @@ class LinearResidual:
             results=(Result(anchor, in_shape_of(anchor, linear)),),
             absorbed=(anchor, *found.absorbed),
             facts={
-                **linear_facts(linear),
+                **linear_facts(linear, weights),
                 "bias": "yes" if linear.bias is not None else "no",
                 **({"scale": found.scale} if found.scale != 1.0 else {}),
             },
