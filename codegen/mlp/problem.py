@@ -11,7 +11,7 @@ from tilewright.codegen.operand import Operand
 
 @dataclass(frozen=True)
 class Norm:
-    """The RMS norm in front: x / rms(x) * (offset + weight). weight: strides (column,), None for a
+    """An RMS norm of rows: x / rms(x) * (offset + weight). weight: strides (column,), None for a
     norm without one."""
 
     weight: Operand | None
@@ -26,7 +26,8 @@ class LinearProblem:
 
     x: [T, k], strides (token,). weight, up_weight: [n, k], strides (row, column); up_weight None:
     not gated. Biases: strides (row,). residual: [T, n], strides (token,). activation "": none.
-    quantization: of weights of codes, whose strides count stored words.
+    quantization: of weights of codes, whose strides count stored words. post_norm: of what is
+    added to the residual.
     """
 
     n: int
@@ -41,6 +42,7 @@ class LinearProblem:
     activation: str = ""
     scale: float = 1.0
     quantization: Quantization | None = None
+    post_norm: Norm | None = None
 
     @property
     def num_weights(self) -> int:

@@ -16,7 +16,7 @@ class LinearConfig:
 
     prefetch: columns of a row that are asked for while the kernel before this one ends, a multiple
     of 64; of codes, as many bytes as 16-bit numbers would be. lets_in: the next kernel's programs
-    may take their places early.
+    may take their places early. post: where a norm of the result is made, "here" or "after".
     """
 
     block_n: int
@@ -27,9 +27,11 @@ class LinearConfig:
     num_stages: int
     prefetch: int = 0
     lets_in: bool = False
+    post: str = ""
 
     def __str__(self) -> str:
         marks = f" p{self.prefetch}" * bool(self.prefetch) + " early" * self.lets_in
+        marks += f" norm {self.post}" * bool(self.post)
         return (
             f"{self.block_n}x{self.block_t}x{self.block_k} /{self.split_k} "
             f"w{self.num_warps} s{self.num_stages}{marks}"
@@ -39,7 +41,7 @@ class LinearConfig:
 def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
     """`streamed_linear`, or `streamed_codes` of weights of codes."""
     coded = problem.quantization is not None
-    scratch = config.split_k > 1
+    scratch, here = config.split_k > 1, config.post == "here"
     return KernelSpec.of(
         "mlp.quantized" if coded else "mlp.linear",
         "streamed_codes" if coded else "streamed_linear",
@@ -50,6 +52,8 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
             "BLOCK_T": config.block_t,
             "BLOCK_K": config.block_k,
             "SPLIT_K": config.split_k,
+            **_post_constants(problem),
+            "POST": config.post,
             "PREFETCH": config.prefetch if problem.k_major else 0,
             "LETS_IN": config.lets_in,
         },
@@ -60,7 +64,9 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
             "residual_ptr": problem.residual,
             "out_ptr": Operand(problem.x.dtype),
             "workspace_ptr": Operand("fp32") if scratch else None,
-            "counters_ptr": Operand("i32", aligned=False) if scratch else None,
+            "counters_ptr": Operand("i32", aligned=False) if scratch or here else None,
+            "made_ptr": Operand("fp32") if config.post else None,
+            "post_weight_ptr": problem.post_norm.weight if here and problem.post_norm else None,
             "num_tokens": "i32",
         },
         num_warps=config.num_warps,
@@ -91,6 +97,44 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
         "ACTIVATION": problem.activation,
         "SCALE": problem.scale,
     }
+
+
+# Of a norm of the result: columns of a row at a time.
+POST_BLOCK = 2048
+
+
+def _post_constants(problem: LinearProblem) -> dict[str, Constant]:
+    norm = problem.post_norm
+    return {
+        "POST_STRIDE": norm.weight.strides[0] if norm and norm.weight else 0,
+        "POST_EPS": norm.eps if norm else 0.0,
+        "POST_OFFSET": norm.offset if norm else 0.0,
+        "POST_BLOCK": POST_BLOCK if norm else 0,
+    }
+
+
+def norm_rows_spec(problem: LinearProblem, target: str) -> KernelSpec:
+    """What is left of a problem with a norm of the result, once that is made."""
+    norm, residual = problem.post_norm, problem.residual
+    assert norm is not None
+    assert residual is not None
+    return KernelSpec.of(
+        "mlp.finish",
+        "norm_rows",
+        {
+            "N": problem.n,
+            "RESIDUAL_STRIDE": residual.strides[0],
+            **_post_constants(problem),
+        },
+        {
+            "made_ptr": Operand("fp32"),
+            "post_weight_ptr": norm.weight,
+            "residual_ptr": residual,
+            "out_ptr": Operand(problem.x.dtype),
+        },
+        target=target,
+        dependent=True,
+    )
 
 
 def _code_constants(problem: LinearProblem, config: LinearConfig) -> dict[str, Constant]:

@@ -109,6 +109,12 @@ RESIDUAL_CASES = (
     LinearCase("no_tokens", num_tokens=0),
     LinearCase("float", dtype=torch.float32),
     LinearCase("double", dtype=torch.float64, bias=True),
+    LinearCase("normed", num_tokens=1, norm="rms", k=1032, n=80),
+    LinearCase("normed_split", num_tokens=2, norm="rms", k=2056, n=80, norm_offset=1.0, bias=True),
+    LinearCase("normed_after", num_tokens=17, norm="rms", dtype=torch.float16),
+    LinearCase("normed_wide", num_tokens=3, norm="weightless", n=2064, scale=0.22),
+    LinearCase("normed_many", num_tokens=70, norm="rms", bias=True, norm_offset=1.0, scale=0.5),
+    LinearCase("normed_codes", num_tokens=1, norm="rms", weight_format="int8", scale_block=(1, 64)),
     *_coded("plain"),
     LinearCase("coded_many", num_tokens=70, weight_format="fp8", scale_block=(1, 64), scale=0.22),
     LinearCase("coded_double", dtype=torch.float64, weight_format="int8", scale_block=(1, 64)),
@@ -134,11 +140,8 @@ def sample_up(case: LinearCase, device: str | torch.device, seed: int) -> dict[s
     sampler = Sampler(device, seed + 1)
     given: dict[str, Any] = {
         "activation": case.activation,
-        "rms_norm": case.norm != "",
-        "norm_offset": case.norm_offset,
+        **_norm(case, sampler, case.k),
     }
-    if case.norm == "rms":
-        given["norm_weight"] = sampler.normal(case.k, dtype=case.dtype) + (1 - case.norm_offset)
     if case.layout.startswith("plain"):
         return given
     made = _weight(case, sampler, "weight"), _weight(case, sampler, "up_weight")
@@ -158,7 +161,7 @@ def sample_residual(case: LinearCase, device: str | torch.device, seed: int) -> 
     """What `linear_residual` takes besides."""
     sampler = Sampler(device, seed + 1)
     residual = sampler.normal(case.num_tokens, case.n, dtype=case.dtype)
-    return {"residual": residual, "scale": case.scale}
+    return {"residual": residual, "scale": case.scale, **_norm(case, sampler, case.n)}
 
 
 def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Tensor]:
@@ -171,6 +174,13 @@ def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Te
     if case.layout.endswith("n_major"):
         made = [one.mT.contiguous().mT for one in made]
     return dict(zip((name, *BLOCKS[name]), made, strict=False))
+
+
+def _norm(case: LinearCase, sampler: Sampler, width: int) -> dict[str, Any]:
+    given: dict[str, Any] = {"rms_norm": case.norm != "", "norm_offset": case.norm_offset}
+    if case.norm == "rms":
+        given["norm_weight"] = sampler.normal(width, dtype=case.dtype) + (1 - case.norm_offset)
+    return given
 
 
 def _bias(case: LinearCase, sampler: Sampler) -> torch.Tensor | None:

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import torch
 
 from tilewright.ops.checks import (
+    ArgumentError,
     check_choice,
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_number,
     check_shape,
     check_tensor,
 )
@@ -71,3 +73,12 @@ def check_vector(
     check_shape(op, argument, vector, letters, (size,))
     check_dtype(op, argument, vector, (x.dtype, torch.float32))
     check_device(op, argument, vector, x.device)
+
+
+def check_norm(op: str, a: Any, letters: str, size: Any) -> None:
+    """Checks an RMS norm of rows of so many numbers. Raises ArgumentError."""
+    if a.norm_weight is not None and not a.rms_norm:
+        raise ArgumentError(op, "norm_weight", "none without rms_norm", "a tensor")
+    check_vector(op, "norm_weight", a.x, a.norm_weight, letters, size)
+    check_number(op, "norm_eps", a.norm_eps, 0)
+    check_number(op, "norm_offset", a.norm_offset)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import ArgumentError, check_choice, check_dtype, check_number
+from tilewright.ops.checks import ArgumentError, check_choice, check_dtype
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, LinearCase, sample_linear, sample_up
 from tilewright.ops.mlp.checks import (
     DTYPES,
     check_format,
+    check_norm,
     check_rows,
     check_vector,
     check_weight,
@@ -92,11 +93,7 @@ def validate(a: LinearActivationArguments) -> None:
     check_vector(NAME, "bias", a.x, a.bias, "[N]", rows)
     check_vector(NAME, "up_bias", a.x, a.up_bias, "[N]", rows)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
-    if a.norm_weight is not None and not a.rms_norm:
-        raise ArgumentError(NAME, "norm_weight", "none without rms_norm", "a tensor")
-    check_vector(NAME, "norm_weight", a.x, a.norm_weight, "[K]", a.x.shape[1])
-    check_number(NAME, "norm_eps", a.norm_eps, 0)
-    check_number(NAME, "norm_offset", a.norm_offset)
+    check_norm(NAME, a, "[K]", a.x.shape[1])
 
 
 def fake(a: LinearActivationArguments) -> torch.Tensor:

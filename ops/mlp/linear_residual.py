@@ -14,6 +14,7 @@ from tilewright.ops.mlp.cases import RESIDUAL_CASES, LinearCase, sample_linear, 
 from tilewright.ops.mlp.checks import (
     DTYPES,
     check_format,
+    check_norm,
     check_rows,
     check_vector,
     check_weight,
@@ -22,6 +23,7 @@ from tilewright.ops.mlp.checks import (
 from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
+from tilewright.ops.reference.norm import apply_norm
 
 NAME = "linear_residual"
 
@@ -39,7 +41,9 @@ class LinearResidualArguments:
     """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
 
     x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
-    float32. Result [T, N] of x's dtype, new memory.
+    float32. rms_norm: what is added to the residual is divided by the root of the mean of its
+    squares plus norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given.
+    Result [T, N] of x's dtype, new memory.
 
     weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
     with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
@@ -54,6 +58,10 @@ class LinearResidualArguments:
     _: KW_ONLY
     bias: torch.Tensor | None = None
     scale: float = 1.0
+    rms_norm: bool = False
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
     weight_format: str = "dense"
     weight_scale: torch.Tensor | None = None
     weight_zero: torch.Tensor | None = None
@@ -73,6 +81,7 @@ def validate(a: LinearResidualArguments) -> None:
     check_device(NAME, "residual", a.residual, a.x.device)
     check_vector(NAME, "bias", a.x, a.bias, "[N]", sizes[1])
     check_number(NAME, "scale", a.scale)
+    check_norm(NAME, a, "[N]", sizes[1])
 
 
 def fake(a: LinearResidualArguments) -> torch.Tensor:
@@ -84,11 +93,15 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
 
         out = residual + scale * (x @ weight^T + bias)
 
-    Without bias nothing is added to the product. Codes are dequantised before.
+    Without bias nothing is added to the product. rms_norm: what is added to the residual is
+    normed. Codes are dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     made = apply_linear(a.x.to(compute), dense_weight(a, "weight", compute), a.bias)
-    return (a.residual.to(compute) + a.scale * made).to(a.x.dtype)
+    made = a.scale * made
+    if a.rms_norm:
+        made = apply_norm(made, a.norm_weight, a.norm_eps, offset=a.norm_offset)
+    return (a.residual.to(compute) + made).to(a.x.dtype)
 
 
 def sample_inputs(

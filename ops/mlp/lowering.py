@@ -19,6 +19,7 @@ from tilewright.codegen.mlp.specs import (
     activate_spec,
     linear_grid,
     linear_spec,
+    norm_rows_spec,
     workspace_elements,
 )
 from tilewright.codegen.spec import KernelSpec
@@ -54,8 +55,10 @@ def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = 
 
 
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
-    """Whether the library's GEMM is the faster one; of codes it would want the numbers first."""
-    return problem.quantization is None and num_tokens > most_tokens(problem.num_weights)
+    """Whether the library's GEMM is the faster one; of codes it would want the numbers first, and
+    round before a norm."""
+    alone = problem.quantization is None and problem.post_norm is None
+    return alone and num_tokens > most_tokens(problem.num_weights)
 
 
 def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
@@ -69,11 +72,16 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
     values["weight_ptr"], values["up_weight_ptr"] = kernel_weights(a)
     values |= {"out_ptr": out, "num_tokens": num_tokens}
     grid = linear_grid(problem, config, num_tokens)
-    if config.split_k > 1:
-        tiles = grid[0] // config.split_k * grid[1]
-        scratch = yield SplitK(tiles, workspace_elements(problem, config))
+    if config.split_k > 1 or config.post == "here":
+        tiles, more = grid[0] // config.split_k * grid[1], grid[1] * (config.post == "here")
+        scratch = yield SplitK(tiles + more, workspace_elements(problem, config))
         values["workspace_ptr"], values["counters_ptr"] = scratch
+    if config.post:
+        values["post_weight_ptr"] = a.norm_weight
+        values["made_ptr"] = yield Buffer((num_tokens, problem.n), torch.float32)
     yield Launch(spec, grid, values)
+    if config.post == "after":
+        yield Launch(norm_rows_spec(problem, target.name), (num_tokens,), values)
     return Outcome(out, "streaming kernel", config)
 
 

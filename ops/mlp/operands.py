@@ -74,18 +74,21 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
 
 def activation_problem(a: Any) -> LinearProblem:
     """The problem of a call; `a` is a LinearActivationArguments. Metadata and addresses only."""
-    norm = None
-    if a.rms_norm:
-        norm = Norm(operand_of(a.norm_weight, 0), a.norm_eps, a.norm_offset)
     return LinearProblem(
-        **_product(a), up_bias=operand_of(a.up_bias, 0), norm=norm, activation=a.activation
+        **_product(a), up_bias=operand_of(a.up_bias, 0), norm=_norm(a), activation=a.activation
     )
 
 
 def residual_problem(a: Any) -> LinearProblem:
     """The same of a LinearResidualArguments."""
     residual = operand(a.residual, a.residual.stride(0))
-    return LinearProblem(**_product(a), residual=residual, scale=a.scale)
+    return LinearProblem(**_product(a), residual=residual, scale=a.scale, post_norm=_norm(a))
+
+
+def _norm(a: Any) -> Norm | None:
+    if not a.rms_norm:
+        return None
+    return Norm(operand_of(a.norm_weight, 0), a.norm_eps, a.norm_offset)
 
 
 def _product(a: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ MODELS = {
     "Qwen3-32B": (5120, 25600, 8192),
 }
 TOKEN_COUNTS = (1, 32, 64)
-CODED_COUNTS = (1, 16)
+CODED_COUNTS = (1, 64)
 # Scales and zeros of groups with K contiguous along the rows, on SM100.
 CODES_STACK = 16
 
@@ -56,6 +56,10 @@ def _plain_cases(target: Target) -> Iterator[AuditCase]:
     wide = _meta(1600, 6400).t().contiguous().t()
     second = LinearResidualArguments(_meta(16, 6400), wide, _meta(16, 1600), bias=_meta(1600))
     yield _case("GPT-2 XL down", linear_residual.OP, second, target)
+    for tokens in (1, 16):
+        case = LinearCase("", tokens, 14336, 3584, norm="rms", norm_offset=1.0)
+        third = linear_residual.sample_inputs(case, "meta")
+        yield _case(f"Gemma-2-9B down T={tokens}", linear_residual.OP, third, target)
 
 
 def _coded_cases(target: Target) -> Iterator[AuditCase]:
@@ -86,7 +90,7 @@ def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
 
 
 def _case(name: str, op: Any, a: Any, target: Target, dtype: str = "bf16") -> AuditCase:
-    (spec,) = op.plan_for(a, target.name).specs
+    spec = op.plan_for(a, target.name).specs[0]
     constants = dict(spec.constants)
     grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
     claims = Expectations(
