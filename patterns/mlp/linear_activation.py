@@ -25,6 +25,7 @@ from tilewright.patterns.mlp.linears import (
     match_codes,
     match_few_tokens,
     match_norm_before,
+    norm_arguments,
     unread,
 )
 from tilewright.patterns.recognise.activation import Activation, match_activation
@@ -70,8 +71,6 @@ class LinearActivation:
         x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
             x = norm.x.matrix
-            given |= {"rms_norm": True, "norm_eps": norm.eps, "norm_offset": norm.offset}
-            given["norm_weight"] = norm.weight and norm.weight.reshape(norm.width)
             absorbed += unread(norm.absorbed, (linear.product for linear in linears), flow)
         return Match(
             pattern=self.name,
@@ -84,6 +83,7 @@ class LinearActivation:
                 "up_bias": up and up.bias,
                 "activation": activation.name,
                 **given,
+                **norm_arguments(norm),
             },
             results=(Result(anchor, in_shape_of(anchor, gate)),),
             absorbed=tuple(dict.fromkeys(absorbed)),

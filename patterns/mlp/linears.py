@@ -151,19 +151,41 @@ def match_norm_before(linears: Iterable[FewTokens], flow: Dataflow) -> Norm | No
     if not readers.issuperset(flow.users.get(normed, ())) or normed in flow.output_values:
         return None
     try:
-        norm = match_norm(normed.whole, Stage.ACTIVATION)
-        if norm is None or norm.kind != "rms" or x != normed.whole.matrix:
-            return None
+        return rms_norm_of(normed.whole) if x == normed.whole.matrix else None
+    except InexpressibleError:
+        return None
+
+
+def rms_norm_of(normed: View) -> Norm | None:
+    """The RMS norm whose result `normed` is, with one weight for all rows; None for any other."""
+    try:
+        norm = match_norm(normed, Stage.ACTIVATION)
     except (Reject, InexpressibleError):
         return None
-    if norm.x.shape != normed.shape or norm.x.value.dtype != normed.dtype:
+    dtype = normed.value.dtype
+    if norm is None or norm.kind != "rms" or norm.x.shape != normed.shape:
         return None
-    if norm.weight is not None:
-        if any(size != 1 for size in norm.weight.shape[:-1]) or norm.weight.shape[-1] != norm.width:
+    if norm.x.value.dtype != dtype or norm.width != normed.shape[-1]:
+        return None
+    weight = norm.weight
+    if weight is not None:
+        if any(size != 1 for size in weight.shape[:-1]) or weight.shape[-1] != norm.width:
             return None
-        if norm.weight.value.dtype not in (normed.dtype, torch.float32):
+        if weight.value.dtype not in (dtype, torch.float32):
             return None
     return norm
+
+
+def norm_arguments(norm: Norm | None) -> dict[str, Any]:
+    """The op's arguments for a norm; none for none."""
+    if norm is None:
+        return {}
+    return {
+        "rms_norm": True,
+        "norm_weight": norm.weight and norm.weight.reshape(norm.width),
+        "norm_eps": norm.eps,
+        "norm_offset": norm.offset,
+    }
 
 
 def unread(values: Iterable[Value], readers: Iterable[Value], flow: Dataflow) -> tuple[Value, ...]:
