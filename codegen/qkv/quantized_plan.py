@@ -70,7 +70,9 @@ def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:
     blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
     per_token = ELEMENT_BYTES[problem.x.dtype] * problem.hidden + size * problem.num_rows
     codes = q.code_bytes * problem.hidden * problem.num_rows
-    return codes + blocks * ELEMENT_BYTES[q.scales[0].dtype] + num_tokens * per_token
+    scale = q.scales[0]
+    assert scale is not None
+    return codes + blocks * ELEMENT_BYTES[scale.dtype] + num_tokens * per_token
 
 
 def quantized_estimate(

@@ -60,8 +60,8 @@ def quantization_of(
     return Quantization(
         weight_format=a.weight_format,
         block=(int(a.scale_block[0]), int(a.scale_block[1])),
-        scales=tuple(one and blocks_operand(one.scale) for one in weights),
-        zeros=tuple(one and blocks_operand(one.zero) for one in weights),
+        scales=tuple(blocks_operand(one.scale if one else None) for one in weights),
+        zeros=tuple(blocks_operand(one.zero if one else None) for one in weights),
         per_word=2 * words.itemsize if a.weight_format.startswith("int4") else 1,
         packed_zeros=any(one.has_packed_zeros(a.scale_block) for one in there),
         zero_point=a.zero_point,

@@ -69,8 +69,8 @@ def _coded(layout: str) -> tuple[LinearCase, ...]:
     """A case of each format; of every second one a norm, of the others a bias."""
     found = []
     for number, (name, changes) in enumerate(CODED.items()):
-        given = {"layout": layout, "num_tokens": (1, 5, 17)[number % 3], "bias": number % 2 == 0}
-        given |= changes
+        given: dict[str, Any] = {"layout": layout, "bias": number % 2 == 0}
+        given |= {"num_tokens": (1, 5, 17)[number % 3], **changes}
         if layout == "plain" and given["layout"] == "n_major":
             given["layout"] = "plain_n_major"
         normed = number % 2 and given.get("dtype") != torch.float16 and layout != "plain"

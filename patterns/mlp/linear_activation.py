@@ -3,8 +3,8 @@
     y   = rms_norm(x) * norm_weight
     out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
 
-Gated or not, the weights of gate and up apart or rows of one tensor. The norm is taken where nobody
-else reads its result.
+Gated or not, the weights of gate and up apart or rows of one tensor; of codes that the graph
+dequantises, the op reads the codes. The norm is taken where nobody else reads its result.
 """
 
 from __future__ import annotations
