@@ -25,8 +25,9 @@ All tables are made by `python docs/measured_tables.py` from the files in `bench
 Under each stand GPU, versions, date and command. GPU times are medians of CUDA graphs, the variants
 run in turn. `best / tilewright` is the time of the fastest of the others divided by ours: above 1,
 tilewright is faster. What bounds the kernels, what was tried, and what is slower:
-[qkv-performance.md](qkv-performance.md), [moe-performance.md](moe-performance.md),
-[mla-performance.md](mla-performance.md), [lora-performance.md](lora-performance.md).
+[qkv-performance.md](qkv-performance.md), [attention-performance.md](attention-performance.md),
+[moe-performance.md](moe-performance.md), [mla-performance.md](mla-performance.md),
+[lora-performance.md](lora-performance.md).
 """
 
 
@@ -204,6 +205,46 @@ def latent_attention(data: dict[str, Any]) -> str:
     return f"{head.rstrip()}\n\n{table(header, rows)}"
 
 
+def cache_attention(data: dict[str, Any]) -> str:
+    """A table of decode and one of prefill, each cell a time and what it comes to."""
+    head = "## Attention over a cache\n\n"
+    head += "Llama-3-8B's widths; µs, and the share of the rate of a copy in the same run at which "
+    head += "keys and values of the tokens present would be read once; of prefill TFLOP/s of what "
+    head += "is seen. Cases: sequences x tokens present, where not all the capacity. What the "
+    head += "variants are: `benchmarks/cache_attention.py`. `flex` is compiled flex_attention, "
+    head += "`sdpa` PyTorch's attention of the tokens present alone, `torch.compile` that of the "
+    head += "whole cache with repeated heads and the mask. The last rows are `mla_decode`, "
+    head += "16 or 128 heads:"
+    rows = [
+        (_attention_case(row), *(_attention_cell(row, name) for name in ATTENTION_VARIANTS))
+        for row in data["rows"]
+    ]
+    names = ("torch.compile" if name == "stock" else name for name in ATTENTION_VARIANTS)
+    return f"{head}\n\n{table(('case', *names), rows)}"
+
+
+ATTENTION_VARIANTS = (
+    "position", "mask", "padded", "paged", "sdpa", "sdpa_mask", "flex", "stock",
+)  # fmt: skip
+
+
+def _attention_case(row: dict[str, Any]) -> str:
+    kind = row["case"].partition("-")[0]
+    text = f"{kind}, {row['batch']} x {row['present']}"
+    if row["capacity"] != row["present"]:
+        text += f" of {row['capacity']}"
+    if row["queries"] not in (1, row["present"]):
+        text += f", {row['queries']} queries"
+    return text + (f", {row['case'].rpartition('-')[2]} heads" if kind == "mla" else "")
+
+
+def _attention_cell(row: dict[str, Any], name: str) -> str:
+    if name not in row["us"]:
+        return ""
+    rate = f"{row['share'][name]:.2f}" if "share" in row else f"{row['tflops'][name]:.0f}"
+    return f"{microseconds(row['us'][name])} ({rate})"
+
+
 def adapters(data: dict[str, Any]) -> str:
     rows = [
         (
@@ -249,6 +290,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(END_TO_END, end_to_end),
     "cache_size.json": cache_size,
     "qkv_cache.json": attention_layer,
+    "cache_attention.json": cache_attention,
     "moe.json": experts,
     "mla.json": latent_attention,
     "lora.json": adapters,

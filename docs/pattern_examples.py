@@ -143,6 +143,22 @@ class LatentAttention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+class AbsorbedAttention(nn.Module):
+    """mla_decode: attention over latents, the up-projection multiplied into query and result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b = nn.Linear(RANK, HEADS * (NOPE + V_DIM), bias=False)
+
+    def forward(self, q_nope, q_rope, cache, seen):
+        weight = self.kv_b.weight.view(HEADS, NOPE + V_DIM, RANK)
+        q_latent = torch.einsum("bshn,hnl->bshl", q_nope, weight[:, :NOPE])
+        scores = torch.einsum("bshl,bkl->bhsk", torch.cat([q_latent, q_rope], dim=-1), cache)
+        scores = (scores * (NOPE + ROPE) ** -0.5).masked_fill(~seen, float("-inf"))
+        latents = torch.einsum("bhsk,bkl->bshl", scores.softmax(-1), cache[..., :RANK])
+        return torch.einsum("bshl,hvl->bshv", latents, weight[:, NOPE:])
+
+
 class LatentWrite(nn.Module):
     """mla_latent_store: latents normed, their rope part rotated, both written by slot."""
 
@@ -236,6 +252,12 @@ def mla_prefill() -> Loaded:
     return _loaded(LatentAttention(), q, _floats(1, TOKENS, RANK), rope_keys)
 
 
+def mla_decode() -> Loaded:
+    parts = (_floats(1, 1, HEADS, width) for width in (NOPE, ROPE))
+    seen = torch.zeros(1, 1, 1, 32 * TOKENS, dtype=torch.bool)
+    return _loaded(AbsorbedAttention(), *parts, _floats(1, 32 * TOKENS, RANK + ROPE), seen)
+
+
 def mla_latent_store() -> Loaded:
     table, cache = _floats(TOKENS, ROPE), _floats(32, 16, RANK + ROPE)
     slots = torch.zeros(TOKENS, dtype=torch.int64)
@@ -264,6 +286,7 @@ FAMILIES = (
     linear_activation,
     linear_residual,
     mla_prefill,
+    mla_decode,
     mla_latent_store,
     lora_qkv,
 )

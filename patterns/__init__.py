@@ -8,11 +8,14 @@ Importing the package registers the families, in order of preference.
 from tilewright.patterns.qkv import cache_absent
 from tilewright.patterns.mla import mla_latent_store
 from tilewright.patterns.qkv import qkv_cache
+
+# Before lora_qkv, which would name its sum of two products that of a base and adapters.
+from tilewright.patterns.mla import mla_decode
 from tilewright.patterns.lora import lora_qkv
 from tilewright.patterns.qkv import cache_store
 from tilewright.patterns.mla import mla_prefill
 
-# After mla_prefill, which takes keys that are up-projected from latents.
+# After these, which take keys that are latents, or up-projected from them.
 from tilewright.patterns.attention import cache_attention
 
 # Under another name: `moe` is the package.
@@ -34,6 +37,7 @@ __all__ = [
     "linear_activation",
     "linear_residual",
     "lora_qkv",
+    "mla_decode",
     "mla_latent_store",
     "mla_prefill",
     "moe_dense",

@@ -13,9 +13,12 @@ from tilewright.codegen.targets import Target
 
 # Rows of a tile at most.
 MOST_ROWS = 64
-# fp32 numbers of the output that a thread holds where values are the keys, and its warps at most.
+# Where values are the keys: fp32 numbers of the output that a thread holds, and of one of the most
+# warps at most; keys of a block, whose rows are wide.
 HELD_NUMBERS = 64
+MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
+LATENT_KEYS = 32
 # Shared memory for the weights, barriers and reductions.
 SPARE_BYTES = 8192
 MOST_SPLITS = 128
@@ -23,11 +26,13 @@ MOST_SPLITS = 128
 # H200): another launch, and each part that it merges.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
+# Of latents: a lone program of a multiprocessor takes so much longer than two do beside each other.
+LONE_LATENTS = 1.2
 # More programs than fit at once would start late where most of the capacity is empty.
 RESIDENT_PROGRAMS = 2
 # Stages of the pipeline: more where a block's page is loaded before it.
 STAGES = 3
-INDIRECT_STAGES = 5
+PAGED_STAGES = 5
 # Of many queries; the first that fits.
 BY_POINTERS = (
     PrefillConfig(64, 64, 4, 3),
@@ -41,20 +46,23 @@ BY_POINTERS = (
 MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
-def decode_rows(problem: CacheProblem, num_queries: int) -> tuple[int, int, int]:
-    """(queries of a tile, heads of it that share keys, its rows)."""
-    most, group = _most_rows(problem), problem.group
+def decode_rows(
+    problem: CacheProblem, num_queries: int, held: int = MOST_HELD_NUMBERS
+) -> tuple[int, int, int]:
+    """(queries of a tile, heads of it that share keys, its rows). held: of latents, numbers of the
+    output that a thread may hold."""
+    most, group = _most_rows(problem, held), problem.group
     heads = cdiv(group, cdiv(group, most))
     room = max(most // next_power_of_2(heads), 1)
     tokens = min(next_power_of_2(max(num_queries, 1)), room)
     return tokens, heads, max(next_power_of_2(tokens * heads), 16)
 
 
-def _most_rows(problem: CacheProblem) -> int:
+def _most_rows(problem: CacheProblem, held: int) -> int:
     """Rows of a tile whose output fits the registers of its warps."""
     if problem.v is not None:
         return MOST_ROWS
-    return max(min(HELD_NUMBERS * 32 * MOST_WARPS // problem.blocks[1], MOST_ROWS), 16)
+    return max(min(held * 32 * MOST_WARPS // problem.blocks[1], MOST_ROWS), 16)
 
 
 def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
@@ -92,49 +100,53 @@ def query_head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -
 
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
     """The tiles of a call; sizes: rounded to what plans are made for."""
-    tokens, heads, rows = decode_rows(problem, sizes.num_queries)
+    # Numbers on their way to tensor memory take registers of their own, beside a mask's.
+    crowded = bool(target.tmem_columns) and problem.attn_mask is not None
+    held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
+    tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
     warps = 4
-    if problem.v is None and target.tmem_columns:
-        warps = MOST_WARPS
-    elif problem.v is None:
+    if problem.v is None:
         warps = min(max(rows * problem.blocks[1] // (HELD_NUMBERS * 32), 4), MOST_WARPS)
-    stages = _stages(problem, rows, target)
-    config = DecodeConfig(tokens, heads, rows, 1, num_warps=warps, num_stages=stages)
+    keys = KEYS if problem.v is not None else LATENT_KEYS
+    stages = _stages(problem, rows, keys, target)
+    config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    blocks = cdiv(sizes.num_keys, KEYS)
-    return replace(config, splits=_splits(tiles, blocks, KEYS * problem.key_bytes, target.num_sms))
+    splits = _splits(problem, config, tiles, sizes.num_keys, target.num_sms)
+    return replace(config, splits=splits)
 
 
-def _stages(problem: CacheProblem, rows: int, target: Target) -> int:
+def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
-    latent = problem.v is None and problem.mask_blocks is not None
-    indirect = latent or problem.block_table is not None
-    wanted = INDIRECT_STAGES if indirect else STAGES
-    fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + KEYS) + SPARE_BYTES
+    paged = problem.block_table is not None
+    wanted = PAGED_STAGES if paged else STAGES
+    fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + keys) + SPARE_BYTES
     if problem.attn_mask is not None:
-        fixed += wanted * rows * KEYS * ELEMENT_BYTES[problem.attn_mask.dtype]
+        fixed += wanted * rows * keys * ELEMENT_BYTES[problem.attn_mask.dtype]
         if target.tmem_columns:
-            fixed += 4 * rows * KEYS  # the logits in fp32, between tensor memory and registers
-    fitting = (target.max_shared_bytes - fixed) // (KEYS * problem.key_bytes)
-    if problem.v is None and indirect:
+            fixed += 4 * rows * keys  # the logits in fp32, between tensor memory and registers
+    fitting = (target.max_shared_bytes - fixed) // (keys * problem.key_bytes)
+    if problem.v is None and paged:
         # A stage of the loads that come first holds no keys.
         fitting += 1
-    if problem.v is None and target.tmem_columns:
-        # Triton 3.6 copies a block for each of its two products.
-        fitting -= 2
     return max(min(wanted, fitting), 1)
 
 
-def _splits(tiles: int, blocks: int, block_bytes: int, num_sms: int) -> int:
+def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
     """Into how many parts the keys of each tile fall, for the least time.
 
-    One program keeps a multiprocessor's share of the memory busy, so what counts is how many blocks
-    of keys the busiest one takes.
+    One program keeps a multiprocessor's share of the memory busy (of latents, nearly), so what
+    counts is how many blocks of keys the busiest one takes.
     """
-    most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * num_sms // tiles)
+    blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
+    part_bytes = 4 * config.real_rows * problem.blocks[1]
+    most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 
     def time(splits: int) -> float:
-        merging = LAUNCH_BYTES + MERGED_BYTES * splits if splits > 1 else 0
-        return cdiv(tiles * splits, num_sms) * cdiv(blocks, splits) * block_bytes + merging
+        programs = tiles * splits
+        longer = LONE_LATENTS if problem.v is None and programs <= sms else 1.0
+        reading = longer * cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
+        # Parts are written, and read by those who merge them.
+        merging = LAUNCH_BYTES + MERGED_BYTES * splits + 2 * programs * part_bytes / sms
+        return reading + (merging if splits > 1 else 0)
 
     return min(range(1, max(most, 1) + 1), key=time)

@@ -66,10 +66,11 @@ class DecodeConfig:
     splits: int
     num_warps: int = 4
     num_stages: int = 3
+    block_n: int = KEYS
 
     def __str__(self) -> str:
         held = f"{self.tokens} queries of {self.heads} heads"
-        tile = f"{self.rows} rows ({held}) x {KEYS} keys"
+        tile = f"{self.rows} rows ({held}) x {self.block_n} keys"
         return f"{tile} /{self.splits} w{self.num_warps} s{self.num_stages}"
 
     @property
@@ -98,7 +99,8 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
             "REAL": real,
             # In tensor memory an accumulator that two products share is wrong before Triton 3.9.
             "CHAINED": not get_target(target).tmem_columns,
-            "BLOCK_N": KEYS,
+            "BLOCK_N": config.block_n,
+            "KEYS": KEYS,
             "SPLITS": config.splits,
             "STAGES": config.num_stages,
         },

@@ -103,7 +103,7 @@ class PlanCase:
 @dataclass(frozen=True)
 class DecodeCase(AttentionCase):
     """One setting of `mla_decode`; num_kv_heads is 1. joined: latents and rope keys are columns of
-    one cache. weight: "dense" or "fp8" (dequantised)."""
+    one cache. weight: "dense", "apart" (v_weight) or "fp8" (dequantised)."""
 
     num_heads: int = 16
     num_kv_heads: int = 1
@@ -194,6 +194,7 @@ DECODE_CASES = (
                new_tokens=(1, 1)),
     DecodeCase("decode_odd_widths", rank=40, rope_dim=6, num_heads=20, positions="each"),
     DecodeCase("decode_fp8", weight="fp8", rank=160),
+    DecodeCase("decode_weights_apart", weight="apart"),
     DecodeCase("paged", pool="paged", joined=True, lengths=True, mask="none", positions="none",
                index_dtype=torch.int32),
     DecodeCase("paged_window", pool="paged", mask="sliding_window", window=17),

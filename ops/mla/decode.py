@@ -53,7 +53,8 @@ class MlaDecodeArguments(BatchArguments, _Width):
 
     kv_b_weight [H * (N + V), L]: for each head N rows of keys, W_UK, and V = v_dim rows of values,
     W_UV. Of q's dtype, or float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)],
-    scale_block = [bn, bk]: it is then rounded to q's dtype.
+    scale_block = [bn, bk]: it is then rounded to q's dtype. With v_weight [H, V, L] it is W_UK
+    alone, [H, N, L], and v_weight W_UV; both of q's dtype, any strides.
 
     key_lengths, positions, cache_lengths, mask, window, attn_mask, mask_blocks: which keys a query
     sees, as for `cache_attention`. A query that sees no key gives zeros. Keys that nobody sees may
@@ -67,6 +68,7 @@ class MlaDecodeArguments(BatchArguments, _Width):
     rope_keys: torch.Tensor
     kv_b_weight: torch.Tensor
     _: KW_ONLY
+    v_weight: torch.Tensor | None = None
     kv_b_scale: torch.Tensor | None = None
     scale_block: Sequence[int] = ()
 

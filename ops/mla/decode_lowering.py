@@ -5,12 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.mla.head_specs import (
+    MOST_TOKENS,
+    HeadProblem,
+    block_tokens,
+    head_grid,
+    head_spec,
+)
 from tilewright.codegen.mla.plan import DecodeSizes, absorbs
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
@@ -18,9 +27,10 @@ from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.mla.checks import decode_obstacle
 from tilewright.ops.mla.decode import MlaDecodeArguments
 from tilewright.ops.mla.key_lowering import dequantized
-from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, sequences, widths
+from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, halves, sequences, widths
 from tilewright.ops.mla.operands import rotates_keys
-from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
+from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 NAME = "absorbed attention"
 
@@ -34,26 +44,44 @@ def decode_steps(a: Any, target: Target) -> Steps:
 def absorbed_steps(a: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, target: Target) -> Steps:
     """The steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]; a.q is not
     looked at but for its dtype and shape."""
-    nope, _, v_dim = widths(a)
-    tokens, heads = a.q.shape[:2]
     if a.q.numel() == 0:
-        out = yield Buffer((tokens, heads, v_dim), a.q.dtype)
+        out = yield Buffer((*a.q.shape[:2], a.v_dim), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
     weight = (yield from dequantized(a, target)) if a.kv_b_weight.dtype == FP8 else a.kv_b_weight
-    weights = weight.unflatten(0, (heads, nope + v_dim))
-    q_latent = yield from _by_head(q_nope, weights[:, :nope])
+    k_weight, v_weight = halves(a, weight)
+    q_latent = yield from head_steps(q_nope, k_weight, target)
     call = as_attention(a, q_latent, a.latent)
     done = yield from attention_steps(call, target, rope=RopePart(q_rope, a.rope_keys))
     assert isinstance(done.result, torch.Tensor)
-    out = yield from _by_head(done.result, weights[:, nope:].mT)
-    return Outcome(out, NAME, f"library GEMMs around {done.name} {done.reason}")
+    out = yield from head_steps(done.result, v_weight.mT, target)
+    return Outcome(out, NAME, f"a product of each head around {done.name} {done.reason}")
 
 
-def _by_head(x: torch.Tensor, weights: torch.Tensor) -> Generator[Step, Any, torch.Tensor]:
+def head_steps(
+    x: torch.Tensor, weights: torch.Tensor, target: Target
+) -> Generator[Step, Any, torch.Tensor]:
     """x [T, H, K] @ weights[h] [K, W] of each head, as [T, H, W]."""
+    tokens = x.shape[0]
     out = yield Buffer((*x.shape[:2], weights.shape[2]), x.dtype)
-    yield Library(_bmm, (x.transpose(0, 1), weights, out.transpose(0, 1)))
+    if tokens <= MOST_TOKENS and x.dtype == weights.dtype and x.stride(2) == 1:
+        problem, spec = _head_kernel(x, weights, target)
+        values = {"x_ptr": x, "weights_ptr": weights, "out_ptr": out, "num_tokens": tokens}
+        yield Launch(spec, head_grid(problem, tokens), values)
+    else:
+        yield Library(_bmm, (x.transpose(0, 1), weights, out.transpose(0, 1)))
     return out
+
+
+def _head_kernel(
+    x: torch.Tensor, weights: torch.Tensor, target: Target
+) -> tuple[HeadProblem, KernelSpec]:
+    heads, k, width = weights.shape
+    rows, stack = operand(x, *x.stride()[:2]), operand(weights, *weights.stride())
+    problem = HeadProblem(heads, k, width, rows, stack)
+    return problem, _head_spec(problem, block_tokens(x.shape[0]), target.name)
+
+
+_head_spec = cache(head_spec)
 
 
 def _bmm(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:

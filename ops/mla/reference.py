@@ -13,7 +13,14 @@ from tilewright.ops.attention.reference import attention_reference
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
-from tilewright.ops.mla.keys import FP8, gathered_keys, key_places, sequences, widths
+from tilewright.ops.mla.keys import (
+    FP8,
+    gathered_keys,
+    halves,
+    key_places,
+    sequences,
+    widths,
+)
 from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
 
 # How far a kernel may be from it.
@@ -62,14 +69,14 @@ def prefill_reference(a: Any) -> torch.Tensor:
 
 def decode_reference(a: Any) -> torch.Tensor:
     """[T, H, V] of an MlaDecodeArguments."""
-    nope, _, v_dim = widths(a)
+    nope = widths(a)[0]
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
-    weight = dense_weight(a, q.dtype).unflatten(0, (q.shape[1], nope + v_dim))
-    q_latent = torch.einsum("thn,hnl->thl", q[..., :nope], weight[:, :nope])
+    k_weight, v_weight = halves(a, dense_weight(a, q.dtype))
+    q_latent = torch.einsum("thn,hnl->thl", q[..., :nope], k_weight)
     keys = torch.cat((a.latent, a.rope_keys), dim=-1)
     call = as_attention(a, torch.cat((q_latent, q[..., nope:]), dim=-1), keys)
     latents = attention_reference(call)[..., : a.latent.shape[2]]
-    out = torch.einsum("thl,hvl->thv", latents, weight[:, nope:])
+    out = torch.einsum("thl,hvl->thv", latents, v_weight.to(q.dtype))
     return out.to(a.q.dtype).contiguous()
 
 

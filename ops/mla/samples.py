@@ -89,6 +89,10 @@ def sample_weight(case: PrefillCase | DecodeCase, sampler: Sampler) -> dict[str,
     dense = sampler.normal(rows, case.rank, dtype=case.dtype, scale=case.rank**-0.5)
     if case.weight == "dense":
         return {"kv_b_weight": dense}
+    if case.weight == "apart":
+        per_head = dense.unflatten(0, (case.num_heads, -1))
+        k_weight, v_weight = per_head.split((case.nope, case.v_dim), dim=1)
+        return {"kv_b_weight": k_weight.contiguous(), "v_weight": v_weight.mT.contiguous().mT}
     block = [fp8_block.BLOCK] * 2 if not isinstance(case, BranchCase) else [case.granularity] * 2
     codes, scale = fp8_block.quantize_blocks(dense, (block[0], block[1]))
     values = {"kv_b_weight": codes, "kv_b_scale": scale, "scale_block": block}

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.attention_eager import scaled_by
 from tilewright.patterns.recognise.norm import before_widening, is_float_cast
@@ -33,11 +35,31 @@ def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
     dtypes = {view.value.dtype for view in (q, k, v)}
     if len(dtypes) != 1:
         return found
-    bared = replace(found, terms=((q, k),), v=v, scale=found.scale * of_q * of_k)
-    end = flow.only_user(found.end)
-    if found.end.dtype in dtypes:
-        return bared
-    if end is None or not is_float_cast(end) or {end.dtype} != dtypes:
+    ended = with_end_in(found, dtypes.pop(), flow)
+    if ended is None:
         return found
+    return replace(ended, terms=((q, k),), v=v, scale=found.scale * of_q * of_k)
+
+
+def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attention | None:
+    """The same attention with a result of a type, which the graph rounds it to; None where it does
+    not."""
+    end = flow.only_user(found.end)
+    if found.end.dtype == dtype:
+        return found
+    if end is None or not is_float_cast(end) or end.dtype != dtype:
+        return None
     layout = effects.compose(end.operands[0].effect, found.layout)
-    return replace(bared, end=end, layout=layout, absorbed=(*found.absorbed, end))
+    return replace(found, end=end, layout=layout, absorbed=(*found.absorbed, end))
+
+
+def between(view: View, below: Value) -> tuple[Value, ...]:
+    """The casts and products with a number through which :func:`bare` comes from a view to a
+    value."""
+    found: list[Value] = []
+    value = view.value
+    while value is not below:
+        found.append(value)
+        known = scaled_by(value)
+        value = (value.operands[0] if known is None else known[0]).value
+    return tuple(found)

@@ -21,7 +21,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.attention.bare import bare, of_bare_operands
 from tilewright.patterns.attention.flex import refuse_unread, unread_calls
-from tilewright.patterns.attention.pages import pages_of
+from tilewright.patterns.attention.pages import pages_of, same_pages
 from tilewright.patterns.attention.shared_heads import (
     group_of,
     heads_repeat,
@@ -39,7 +39,6 @@ from tilewright.patterns.recognise.attention import (
     sketch_of,
 )
 from tilewright.patterns.recognise.dtypes import FLOATS, check_device, check_dtypes, dtype_name
-from tilewright.patterns.recognise.equality import equal_values
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class CacheAttention:
             arguments=arguments,
             results=(attention.result(),),
             absorbed=attention.absorbed,
-            scratch=_scratch(attention, flow),
+            scratch=attention.scratch(flow),
             facts=_facts(attention, arguments),
             scope=anchor.scope,
             needs_kernel=True,
@@ -89,12 +88,6 @@ def _gains(sketch: Sketch) -> bool:
     if pages_of(k) is not None:
         return True
     return k.value.op == "store" and k.shape[1] != sketch.q.shape[1]
-
-
-def _scratch(attention: Attention, flow: Dataflow) -> tuple[Value, ...]:
-    """Writes in place into the logits or the weights."""
-    nodes = {value.node for value in attention.absorbed}
-    return tuple(store for store in flow.stores if store.node in nodes)
 
 
 def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
@@ -131,16 +124,11 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 def _keys(k: View, v: View) -> dict[str, Any]:
     """k and v [B, K, Hkv, D] as arguments: where they lie in pages, those with their table."""
-    found = pages_of(k), pages_of(v)
-    if found[0] is None or found[1] is None:
+    paged = same_pages(k, v)
+    if paged is None:
         return {"k": k, "v": v}
-    table = found[0].block_table
-    if not equal_values(table, found[1].block_table):
-        return {"k": k, "v": v}
-    pools = found[0].pool, found[1].pool
-    # The op does not count pages from the end.
-    pages = Computed("remainder", (table, pools[0].shape[0]))
-    return {"k": pools[0], "v": pools[1], "block_table": pages}
+    k, v = paged.pools
+    return {"k": k, "v": v, "block_table": paged.block_table}
 
 
 def _queries(q: View, flow: Dataflow) -> View | Computed:

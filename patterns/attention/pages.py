@@ -14,8 +14,9 @@ from itertools import permutations
 import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import View
-from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.dataflow import Computed, View
+from tilewright.patterns.effects import Effect, InexpressibleError, Size
+from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.routing import gathered
 
 
@@ -27,28 +28,63 @@ class Pages:
     block_table: View
 
 
-def pages_of(keys: View) -> Pages | None:
-    """The pages of k or v [B, K, H, D]; None where it is not gathered, or by tokens."""
-    taken = gathered(keys.value.whole)
-    if taken is None or len(taken[0].shape) != 4:
+@dataclass(frozen=True)
+class SamePages:
+    """Two pools of one table, in which no page is negative."""
+
+    pools: tuple[View, View]
+    block_table: Computed
+
+
+def same_pages(k: View, v: View) -> SamePages | None:
+    """The pages of k and v [B, K, H, D], where they are those of one table."""
+    found = pages_of(k), pages_of(v)
+    if found[0] is None or found[1] is None:
         return None
+    table = found[0].block_table
+    if not equal_values(table, found[1].block_table):
+        return None
+    pools = found[0].pool, found[1].pool
+    # The op does not count pages from the end.
+    return SamePages(pools, Computed("remainder", (table, pools[0].shape[0])))
+
+
+def pages_of(keys: View) -> Pages | None:
+    """The pages of k or v [B, K, H, D], which may be a run of the columns that the pages have; None
+    where it is not gathered, or by tokens."""
+    taken = gathered(keys.value.whole)
+    if taken is None or len(taken[0].shape) not in (3, 4):
+        return None
+    pool, index = taken
     try:
-        return _pages(keys, *taken)
+        return _pages(keys, pool if len(pool.shape) == 4 else pool.unsqueeze(2), index)
     except InexpressibleError:
         return None
 
 
 def _pages(keys: View, pool: View, index: View) -> Pages | None:
-    batch = keys.shape[0]
-    columns = effects.divides(batch, effects.product(index.shape))
-    if columns is None or index.value.dtype not in (torch.int32, torch.int64):
+    batch, _, _, columns = keys.shape
+    count = effects.divides(batch, effects.product(index.shape))
+    if count is None or index.value.dtype not in (torch.int32, torch.int64):
         return None
     taken = effects.identity(keys.value.shape)
-    by_page = effects.reshape(taken, (batch, columns, *pool.shape[1:]))
+    by_page = effects.reshape(taken, (batch, count, *pool.shape[1:]))
     for order in permutations((1, 2, 3)):
         size, heads, width = (pool.shape[axis] for axis in order)
         ordered = effects.permute(by_page, (0, 1, *(axis + 1 for axis in order)))
-        by_key = effects.reshape(ordered, (batch, columns * size, heads, width))
-        if size != 1 and by_key == keys.effect:
-            return Pages(pool.permute(0, *order), index.reshape(batch, columns))
+        by_key = effects.reshape(ordered, (batch, count * size, heads, width))
+        first = _first_column(keys, by_key)
+        if size == 1 or first is None:
+            continue
+        if effects.narrow(by_key, 3, first, columns) == keys.effect:
+            ordered_pool = pool.permute(0, *order).narrow(3, first, columns)
+            return Pages(ordered_pool, index.reshape(batch, count))
     return None
+
+
+def _first_column(keys: View, whole: Effect) -> Size | None:
+    """Where the columns of keys [B, K, H, D] begin among those of `whole`, of the same value."""
+    last = whole.dims[3]
+    if len(last) != 1 or last[0].axis is None or last[0].step != 1:
+        return 0 if keys.effect == whole else None
+    return keys.effect.start[last[0].axis]

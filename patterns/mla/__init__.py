@@ -1,1 +1,1 @@
-"""Patterns `mla_prefill` and `mla_latent_store`."""
+"""Patterns `mla_decode`, `mla_prefill` and `mla_latent_store`."""

@@ -1,80 +1,264 @@
-"""Absorbed decode: attention over the latents themselves, kv_b multiplied into query and result.
+"""The parts of absorbed attention: attention over the latents themselves, between two products with
+a weight of each head.
 
-    q_latent = q_nope @ W_UK[h]              [T, H, L]
-    o_latent = attention([q_latent, q_pe], [latents, rope_keys], latents)
-    out      = o_latent @ W_UV[h]^T          [T, H, V]
+    q_latent = q_nope @ W_UK[h]              [T, H, L], W_UK[h] [N, L]
+    o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
+    out      = o_latent @ W_UV[h]^T          [T, H, V], W_UV[h] [V, L]
 
-It is reported and never fused: for one or few queries it is the better algorithm already.
+Dimension letters: as in `patterns/mla/keys.py`; S queries of each sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from torch import fx
+
+from tilewright.patterns import effects
+from tilewright.patterns.attention.bare import bare
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
-from tilewright.patterns.effects import Size
-from tilewright.patterns.language import register_code
-from tilewright.patterns.recognise.attention_varlen import name_of_op
-from tilewright.patterns.recognise.gemm import is_weight, named_product
+from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
+from tilewright.patterns.recognise.attention import Attention
+from tilewright.patterns.recognise.attention_eager import product_of, without_repeats
+from tilewright.patterns.recognise.attention_varlen import FORMS, name_of_op
+from tilewright.patterns.recognise.gemm import Side, is_weight, named_product, piece_of
 
-register_code(
-    "ABSORBED_DECODE",
-    "attention runs over the latents themselves, with the up-projection multiplied into q",
-)
-
-_ATTENDS = ("aten.softmax", "aten.scaled_dot_product_attention")
 _REACH = 48
 
 
 @dataclass(frozen=True)
-class _PerHead:
-    """A product with a weight of its own for each head: x [.., H, K] @ weight[h] = [.., H, N]."""
+class PerHead:
+    """A product with a weight of its own for each head: x [tokens..., H, K] @ weight[h] [K, F].
+
+    value: the graph's tensor; result: the names of its dimensions, `heads` and `feature` two of
+    them. x: with `heads` and `hidden` among its names. weight [H, K, F].
+    """
 
     value: Value
-    x: View
-    heads: Size
-    hidden: Size
-    features: Size
+    result: str
+    x: Side
+    weight: View
+    heads: str
+    hidden: str
+    feature: str
+
+    @property
+    def sizes(self) -> tuple[Size, Size, Size]:
+        """H, K and F."""
+        heads, hidden, features = self.weight.shape
+        return heads, hidden, features
+
+    def is_axis(self, dim: Dim, name: str) -> bool:
+        """Whether a dimension of a view of the value is one of its own, whole."""
+        axis = self.result.index(name)
+        return dim == effects.identity(self.value.shape).dims[axis]
 
 
-def absorbed_products(flow: Dataflow) -> Iterator[Value]:
-    """The product that makes q_latent, once per attention."""
-    products = [p for value in flow.values if (p := _per_head(value)) is not None]
-    for up in products:
-        for down in products:
-            fits = down.heads == up.heads and down.features == up.hidden
-            if fits and down.value.position < up.value.position and _attends(up.x, down.value):
-                yield down.value
-                break
+@dataclass(frozen=True)
+class Absorbed:
+    """An attention between the product that makes q_latent and the one with o_latent."""
+
+    query: PerHead
+    attention: Value
+    result: PerHead
+
+    @property
+    def node(self) -> fx.Node:
+        return self.attention.node
 
 
-def _per_head(value: Value) -> _PerHead | None:
-    found = named_product(value)
-    if found is None:
+def absorbed_attentions(flow: Dataflow) -> Iterator[Absorbed]:
+    """What may be absorbed attention; each attention once."""
+    products = {p.value: p for value in flow.values if (p := _per_head(value)) is not None}
+    seen: set[Value] = set()
+    for result in products.values():
+        attention = _attention_of(result)
+        if attention is None or attention in seen:
+            continue
+        # The products of queries and keys are the first that are met.
+        logits = set(upstream(attention, _REACH, lambda v: not _multiplies(v)))
+        above = upstream(attention, _REACH, lambda v: v.dtype.is_floating_point)
+        made = (products[v] for v in above if v in products and v not in logits)
+        query = next((q for q in made if _fit(q, result)), None)
+        if query is not None:
+            seen.add(attention)
+            yield Absorbed(query, attention, result)
+
+
+def _attention_of(result: PerHead) -> Value | None:
+    """The attention, or its softmax, whose result a product takes."""
+    value = _before_casts(result.x.view.value)
+    if _attends(value):
+        return value
+    if not _multiplies(value):
         return None
-    x, stack = sorted(found.sides, key=lambda s: is_weight(s.view) and not s.view.value.projected)
-    weight, result = stack.view, found.result
-    if not is_weight(weight) or weight.value.projected or len(weight.shape) != 3:
-        return None
-    sizes = dict(zip(stack.names, weight.shape, strict=True))
-    heads = [n for n in sizes if n in x.names and n in result]
-    hidden = [n for n in sizes if n in x.names and n not in result]
-    features = [n for n in sizes if n not in x.names and n in result]
-    if not len(heads) == len(hidden) == len(features) == 1:
-        return None
-    return _PerHead(value, x.view, sizes[heads[0]], sizes[hidden[0]], sizes[features[0]])
+    weights = (_before_casts(v.value) for v in value.operands)
+    return next((v for v in weights if v.op == "aten.softmax"), None)
 
 
-def _attends(x: View, product: Value) -> bool:
-    """Whether x is the result of an attention that the product goes into."""
-    for value in _above(x.value):
-        if value.op in _ATTENDS or name_of_op(value):
-            return product in _above(value)
+def _before_casts(value: Value) -> Value:
+    """What lies behind steps between a softmax and the product with values."""
+    while value.op in ("cast", "aten.dropout"):
+        value = value.operands[0].value
+    return value
+
+
+def _attends(value: Value) -> bool:
+    """Whether a value is an operator that attends."""
+    return value.op == "aten.scaled_dot_product_attention" or name_of_op(value) in FORMS
+
+
+def _multiplies(value: Value) -> bool:
+    whole = _attends(value) or value.op == "aten.baddbmm"
+    return whole or product_of(value) is not None
+
+
+def _fit(query: PerHead, result: PerHead) -> bool:
+    heads, _, rank = query.sizes
+    return result.sizes[:2] == (heads, rank)
+
+
+def _per_head(value: Value) -> PerHead | None:
+    product = named_product(value)
+    if product is None or not product.names_differ:
+        return None
+    sides = [without_repeats(side, product) for side in product.sides]
+    # A parameter is the weight; else what no product with a weight goes into, the second of two.
+    sides.sort(key=lambda side: (is_weight(side.view), not side.view.value.projected))
+    return _with_weight(value, product.result, *sides)
+
+
+def _with_weight(value: Value, result: str, x: Side, stack: Side) -> PerHead | None:
+    heads = [n for n in stack.names if n in x.names and n in result]
+    hidden = [n for n in stack.names if n in x.names and n not in result]
+    features = [n for n in stack.names if n not in x.names]
+    if stack.view.value.projected or not len(heads) == len(hidden) == len(features) == 1:
+        return None
+    if not {*features, *x.names} - {*hidden} <= {*result}:
+        return None
+    weight = stack.ordered([*heads, *hidden, *features])
+    if any(a.axis is None for dim in weight.effect.dims for a in dim):
+        return None
+    return PerHead(value, result, x, weight, heads[0], hidden[0], features[0])
+
+
+# --- the query ------------------------------------------------------------------------------------
+
+
+def heads_of(product: PerHead, query: Side) -> str | None:
+    """The name of the heads among the dimensions of a query that a product makes, or a part of."""
+    for name, dim in query.dims.items():
+        if _are_heads(query.view.with_dims(dim), product):
+            return name
+    return None
+
+
+def _are_heads(view: View, product: PerHead) -> bool:
+    """Whether a view of one dimension walks the product's heads."""
+    if view.effect.dims == ((),):
+        return False
+    view, _ = bare(view)
+    value = view.value
+    if value is product.value:
+        return product.is_axis(view.effect.dims[0], product.heads)
+    if value.op != "aten.cat":
+        return False
+    parts, axis = value.args
+    start = list(view.effect.start)
+    first: Size = 0
+    for part in parts:
+        start[axis] = first
+        piece = piece_of(View(value, Effect(view.effect.dims, tuple(start))))
+        if piece.value is not value and _are_heads(piece, product):
+            return True
+        first = first + part.shape[axis]
     return False
 
 
-def _above(value: Value) -> list[Value]:
-    """What a value is made of by products, nearest first, as far as it lies near."""
-    near = upstream(value, _REACH, lambda v: v.projected)
-    return [v for v in near if v is value or v.projected]
+def with_heads(found: Attention, product: PerHead) -> Attention:
+    """The attention with the product's heads as its heads, where the graph gives them to attention
+    as queries of one head: keys that all share tell neither from the other."""
+    as_queries = any(_are_heads(q.with_dims(q.effect.dims[1]), product) for q, _ in found.terms)
+    keys = (*found.keys, found.v)
+    shared = all(a.axis is None for view in keys for a in view.effect.dims[2])
+    if not as_queries or not shared or found.causal or found.sinks is not None:
+        return found
+    heads = found.queries[1]
+    masks = (m if m is None else m.permute(0, 2, 1, 3) for m in (found.mask, found.added))
+    mask, added = masks
+    return replace(
+        found,
+        terms=tuple((q.permute(0, 2, 1, 3), _for_all(k, heads)) for q, k in found.terms),
+        v=_for_all(found.v, heads),
+        mask=mask,
+        added=added,
+        layout=_swapped(found.layout),
+    )
+
+
+def _for_all(keys: View, heads: Size) -> View:
+    """The one head of [B, K, .., D], repeated."""
+    batch, length, _, width = keys.effect.dims
+    return keys.with_dims(batch, length, effects.coalesce([Atom(None, 0, heads)]), width)
+
+
+def _swapped(layout: Effect) -> Effect:
+    """An effect on the axes [B, S, H, D] as one on [B, H, S, D]."""
+    order = (0, 2, 1, 3)
+    dims = (
+        tuple(a if a.axis is None else replace(a, axis=order[a.axis]) for a in dim)
+        for dim in layout.dims
+    )
+    return Effect(tuple(dims), tuple(layout.start[axis] for axis in order))
+
+
+def query_of(product: PerHead, latent: View) -> View:
+    """The x [B, S, H, N] that a product makes q_latent [B, S, H, L], a view of its value, of.
+
+    Raises InexpressibleError where the view is not of whole heads and columns.
+    """
+    *tokens, heads, columns = latent.effect.dims
+    taken = {product.result.index(n): n for n in (product.heads, product.feature)}
+    whole = product.is_axis(heads, product.heads) and product.is_axis(columns, product.feature)
+    if not whole or any(latent.effect.start[axis] for axis in taken):
+        raise InexpressibleError("a part of the heads or of the columns of the absorbed query")
+    if any(a.axis in taken for dim in tokens for a in dim):
+        raise InexpressibleError("a diagonal of the absorbed query")
+    x = product.x
+    inner = x.ordered([None if n == product.feature else n for n in product.result])
+    rows = inner.through(Effect((*tokens, heads), latent.effect.start))
+    return rows.with_dims(*rows.effect.dims, x.dims[product.hidden])
+
+
+# --- the result -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What the product of the result takes of an attention's.
+
+    columns: the first of its L columns. layout: of the product's dimensions on the axes
+    [B, S, H, V].
+    """
+
+    columns: Size
+    layout: Effect
+
+
+def taken_of(product: PerHead, layout: Effect) -> Taken:
+    """layout: of the attention's result, the product's x, on the axes [B, S, H, width].
+
+    Raises InexpressibleError where the product does not take whole heads.
+    """
+    heads, rank, features = product.sizes
+    x = effects.compose(product.x.view.effect, layout)
+    dims = dict(zip(product.x.names, x.dims, strict=True))
+    whole = dims[product.heads] == effects.coalesce([Atom(2, 1, heads)]) and x.start[2] == 0
+    whole = whole and dims[product.hidden] == effects.coalesce([Atom(3, 1, rank)])
+    tokens = [dims[n] for n in product.x.names if n not in (product.heads, product.hidden)]
+    if not whole or any(a.axis in (2, 3) for dim in tokens for a in dim):
+        raise InexpressibleError("a part of the heads or of the columns of what attention gives")
+    dims[product.feature] = effects.coalesce([Atom(3, 1, features)])
+    made = Effect(tuple(dims.get(n, ()) for n in product.result), (*x.start[:3], 0))
+    return Taken(x.start[3], made)

@@ -19,8 +19,7 @@ from typing import Any
 
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Stage, register, reject
-from tilewright.patterns.mla.absorbed import absorbed_products
+from tilewright.patterns.language import Match, register
 from tilewright.patterns.mla.keys import LatentKeys, has_shared_part, match_latent_keys
 from tilewright.patterns.mla.query import Query, match_query
 from tilewright.patterns.recognise.attention import (
@@ -44,17 +43,8 @@ class MlaPrefill:
         for value in flow.values:
             if _is_latent(value, flow):
                 yield value
-        yield from absorbed_products(flow)
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
-        if not _is_latent(anchor, flow):
-            reject(
-                "ABSORBED_DECODE",
-                Stage.ACTIVATION,
-                f"{anchor} multiplies the up-projection into the query",
-                anchor,
-                hint="left as it is: for few queries this is the better algorithm",
-            )
         attention = without_padding(match_attention(anchor, flow))
         keys = match_latent_keys(attention, flow)
         query = match_query(attention, keys.nope, flow)

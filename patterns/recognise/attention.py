@@ -14,7 +14,12 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import Parts, Result, Stage, register_code, reject
-from tilewright.patterns.recognise.attention_eager import by_roles, logits_of, weighted_by
+from tilewright.patterns.recognise.attention_eager import (
+    HeadsOf,
+    by_roles,
+    logits_of,
+    weighted_by,
+)
 from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, name_of_op, obstacle
 from tilewright.patterns.recognise.constants import number_of
 
@@ -65,6 +70,11 @@ class Attention:
         batch, queries, heads, _ = self.terms[0][0].shape
         return batch, queries, heads
 
+    def scratch(self, flow: Dataflow) -> tuple[Value, ...]:
+        """Writes in place into the logits or the weights."""
+        nodes = {value.node for value in self.absorbed}
+        return tuple(store for store in flow.stores if store.node in nodes)
+
     def result(self) -> Result | Parts:
         """`end` as what it is of an output [T, H, V]."""
         # One output of several has no node of its own.
@@ -85,16 +95,18 @@ class Attention:
         return effects.compose(taken, effects.reshape(flat, (batch, queries, heads, width)))
 
 
-def match_attention(value: Value, flow: Dataflow) -> Attention:
+def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = None) -> Attention:
     """The attention that a value for which :func:`keys_of` finds keys is, or is a part of.
 
-    Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX).
+    heads_of: as for `logits_of`. Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX).
     """
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)
     if value.op == _SDPA:
         return _scaled_dot_product(value)
-    return _spelled_out(value, flow) if value.op == "aten.softmax" else _ragged(value, flow)
+    if value.op == "aten.softmax":
+        return _spelled_out(value, flow, heads_of)
+    return _ragged(value, flow)
 
 
 def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
@@ -235,9 +247,9 @@ def refuse(why: str, value: Value, hint: str = "") -> NoReturn:
     reject("ATTENTION_FORM", Stage.ACTIVATION, f"{value}: {why}", value, hint=hint)
 
 
-def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
+def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> Attention:
     """A softmax between two products."""
-    logits = logits_of(softmax)
+    logits = logits_of(softmax, heads_of)
     above = None if logits is None else weighted_by(softmax, logits, flow)
     if logits is not None and logits.finite:
         refuse(
@@ -245,7 +257,9 @@ def _spelled_out(softmax: Value, flow: Dataflow) -> Attention:
             softmax,
             hint='hide keys by float("-inf"), or add torch.where(seen, 0.0, number) to the logits',
         )
-    if logits is None or above is None:
+    if logits is None:
+        refuse("its logits are no known sum of products of queries and keys", softmax)
+    if above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
     # The part that all heads share (RoPE) comes last.

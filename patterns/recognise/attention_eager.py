@@ -12,7 +12,8 @@ before the softmax, and its weight is cut off after it. Dimension letters: as in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import string
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,9 @@ from tilewright.patterns.recognise.steps import reduced_dims
 # How many operations there are between a product and its softmax.
 _REACH = 12
 
+#: Which dimension of a query is its heads; None where that is not known.
+HeadsOf = Callable[[Side], str | None]
+
 
 @dataclass
 class Logits:
@@ -36,7 +40,7 @@ class Logits:
     logits are a large number instead of minus infinity. added: numbers on top of the scaled
     products. softcap c: what is masked are c * tanh(scaled products / c); 0: the products. sinks
     [H]. roles: which of the softmax's dimensions are B (or none), H (two where groups of heads have
-    their own), S and K.
+    their own), S (or none, where heads_of says which are the heads) and K.
     """
 
     scale: float = 1.0
@@ -49,6 +53,7 @@ class Logits:
     terms: list[tuple[View, View]] = field(default_factory=list)
     absorbed: list[Value] = field(default_factory=list)
     roles: tuple[tuple[int, ...], ...] = ()
+    heads_of: HeadsOf | None = None
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,18 @@ class Weighted:
     absorbed: tuple[Value, ...]
 
 
-def logits_of(softmax: Value) -> Logits | None:
+def logits_of(softmax: Value, heads_of: HeadsOf | None = None) -> Logits | None:
     """The logits of a softmax (or log-sum-exp) over the last dimension; None where they are no
-    attention's."""
+    attention's.
+
+    heads_of: of keys that all heads share, which tell heads from queries no more.
+    """
     if not isinstance(softmax.args[0], View):
         return None
     rank = len(softmax.args[0].shape)
     if reduced_dims(softmax) != (rank - 1,) or rank not in (3, 4, 5):
         return None
-    found = Logits(absorbed=[softmax])
+    found = Logits(absorbed=[softmax], heads_of=heads_of)
     try:
         whole = _peel(found, softmax.args[0])
     except effects.InexpressibleError:
@@ -89,7 +97,7 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
         if user is None:
             return None
         absorbed.append(user)
-        found = named_product(user)
+        found = product_of(user)
         if found is not None:
             return _weighted(user, value, shape, found, logits, tuple(absorbed))
         if not is_float_cast(user) or user.operands[0].effect != effects.identity(shape):
@@ -104,7 +112,7 @@ def _peel(found: Logits, view: View) -> bool:
     """Walks back from the logits, operation by operation; False where one is unknown."""
     for _ in range(_REACH):
         value = view.value
-        if (product := _batched_sum(found, view) or named_product(value)) is not None:
+        if (product := _batched_sum(found, view) or product_of(value)) is not None:
             return _term(found, view, product)
         if is_float_cast(value):
             inner: View | None = value.operands[0]
@@ -259,6 +267,15 @@ def _holds_product(view: View) -> bool:
     return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
+def product_of(value: Value) -> NamedProduct | None:
+    """The product of two tensors that a value is, a linear's too: x @ keys^T of one sequence."""
+    if value.op != "aten.linear" or len(value.operands) != 2 or len(value.args[1].shape) != 2:
+        return named_product(value)
+    x, weight = value.operands
+    lead = string.ascii_lowercase[: len(x.shape) - 1]
+    return NamedProduct((Side(x, lead + "K"), Side(weight, "NK")), lead + "N")
+
+
 def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
     """The product of baddbmm, which adds alpha times it to beta times a tensor; notes these."""
     value = view.value
@@ -278,7 +295,7 @@ def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
 
 def _term(found: Logits, view: View, product: NamedProduct) -> bool:
     """One product q @ k^T."""
-    sides = [_without_repeats(side, product) for side in product.sides]
+    sides = [without_repeats(side, product) for side in product.sides]
     product = replace(product, sides=(sides[0], sides[1]))
     named = _named(view.effect, product, view.value.shape) if product.names_differ else None
     if named is None or (keys := named[1][-1]) is None:
@@ -288,7 +305,7 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
     q_names, k_names = q.names, k.names
     if keys in q_names or keys not in k_names:
         return False
-    order = found.roles or _roles_in(dims, q_names, k_names)
+    order = found.roles or _roles_in(dims, q, k_names, found.heads_of)
     if not order:
         return False
     batch, heads, queries, last = (tuple(n for at in role if (n := dims[at])) for role in order)
@@ -314,21 +331,28 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
 
 
 def _roles_in(
-    dims: Sequence[str | None], q_names: Sequence[str], k_names: Sequence[str]
+    dims: Sequence[str | None], q: Side, k_names: Sequence[str], heads_of: HeadsOf | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head, or
-    for each group of heads."""
-    of_q = [n for n in dims[:-1] if n is not None and n in q_names]
+    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head or
+    each group of heads, or, where heads_of says which are the heads, for all of them."""
+    of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]
-    lead = [n for n in of_q if n not in own[-1:]]
-    if not own or not lead or not set(lead) & set(k_names):
-        return ()
-    first = len(lead) > 1
-    wanted = (lead[:first], lead[first:], own[-1:])
+    if heads_of is not None:
+        heads = heads_of(q)
+        if heads not in of_q:
+            return ()
+        others = [n for n in of_q if n != heads]
+        wanted = ([n for n in others if n not in own], [heads], [n for n in others if n in own])
+    else:
+        lead = [n for n in of_q if n not in own[-1:]]
+        if not own or not lead or not set(lead) & set(k_names):
+            return ()
+        first = len(lead) > 1
+        wanted = (lead[:first], lead[first:], own[-1:])
     return (*(tuple(dims.index(n) for n in names) for names in wanted), (len(dims) - 1,))
 
 
-def _without_repeats(side: Side, product: NamedProduct) -> Side:
+def without_repeats(side: Side, product: NamedProduct) -> Side:
     """A side without the names of dimensions that broadcast."""
     sizes = _sizes(product)
     kept = [
@@ -479,7 +503,7 @@ def _weighted(
     except effects.InexpressibleError:
         return None
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
-    v = _without_repeats(v, product)
+    v = without_repeats(v, product)
     p_names, v_names = p.names, v.names
     # Letters for the softmax's own dimensions.
     letters = "".join(chr(ord("a") + i) for i in range(len(shape)))
@@ -493,7 +517,9 @@ def _weighted(
     batch, heads, queries, keys = roles
     width = tuple(n for n in v_names if n not in p_names)
     extra = set(p_names) - {n for names in roles for n in names}
-    if not heads or not queries or not keys or len(width) != 1 or extra:
+    if not heads or not keys or len(width) != 1 or extra:
+        return None
+    if not queries and logits.roles[2]:
         return None
     if set(queries) & set(v_names) or not set(keys) <= set(v_names):
         return None

@@ -304,6 +304,9 @@ IDIOMS |= {
     "no_context": {"context": 0, "attention": "causal"},
     "two_caches_blocks": {"write": "two_caches", "gather": "blocks", "concat": "new_empty"},
     "absorbed": {"attention": "absorbed"},
+    "absorbed_blocks": {"attention": "absorbed", "gather": "blocks"},
+    "absorbed_two_caches": {"attention": "absorbed", "write": "two_caches", "gather": "blocks"},
+    "absorbed_with_head": {"attention": "absorbed", "write": "with_head", "gather": "index_select"},
     "chunked": {"attention": "chunked"},
 }
 

@@ -103,7 +103,8 @@ def attend_block(
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     LISTED: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(output [V, rows], top, total) after a block of keys. MASKED: some row may not see some key
+    """(output [V, rows], top, total) after a block of keys; total [BLOCK_N, rows] is summed over
+    keys where all blocks were taken. MASKED: some row may not see some key
     of it. LISTED: the mask tensor hides nothing of the first num_whole steps. v_base None: the keys
     are the values."""
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
@@ -171,7 +172,7 @@ def attend_block(
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * steepness - base[None, :])
     decay = tl.exp2(top - base)
-    total = total * decay + tl.sum(weights, axis=0)
+    total = total * decay[None, :] + weights
     output = tl.dot(v.to(q.dtype).T, weights.to(q.dtype), output * decay[None, :])
     return output, new_top, total
 
@@ -210,9 +211,9 @@ def attention_decode(
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RAGGED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
-    LISTED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    LISTED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
 
@@ -224,9 +225,9 @@ def attention_decode(
     block table a sequence is a page. factor takes products to the base-2 domain; where CAPPED to
     twice what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
     "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks has the mask's list of
-    blocks (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the first rows, a
-    power of two, that hold all queries. With SPLITS > 1 the parts are left to `attention_merge` in
-    workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile.
+    blocks of KEYS keys (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the
+    first rows, a power of two, that hold all queries. With SPLITS > 1 the parts are left to
+    `attention_merge` in workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -291,7 +292,7 @@ def attention_decode(
     # program takes those from `begin` to `end`.
     entries, first, whole, num_whole, num_blocks, whole_block = blocks_to_visit(
         mask_blocks_ptr, blocks_sequence_stride, 0, blocks_tile_stride, sequence, kv_head,
-        row_tile * TOKENS, lowest, highest, 0, own_keys, 0, MASK, WINDOW, QUERIES, BLOCK_N, BLOCK_N,
+        row_tile * TOKENS, lowest, highest, 0, own_keys, 0, MASK, WINDOW, QUERIES, KEYS, BLOCK_N,
     )  # fmt: skip
     if MASK_KIND != "none" and not LISTED:
         # Nobody has said which blocks the mask lets all rows see whole.
@@ -303,24 +304,20 @@ def attention_decode(
     middle = tl.minimum(tl.maximum(num_whole, begin), end)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
     output = tl.zeros((V_BLOCK, ROWS), tl.float32)
-    # Where values are keys, one loop takes all blocks: two would not fit the registers.
-    if v_ptr is None:
-        middle = begin
-    if v_ptr is not None:
-        for step in tl.range(begin, middle, num_stages=STAGES):
-            first_key = (whole_block + step) * BLOCK_N
-            output, top, total = attend_block(
-                first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
-                rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
-                rope_page_stride, positions, query, head, mask_base, mask_head_stride,
-                mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
-                HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
-                WINDOW, MASK_KIND, CAPPED, False, LISTED, CHAINED, BLOCK_N, ROWS,
-            )  # fmt: skip
+    for step in tl.range(begin, middle, num_stages=STAGES):
+        first_key = (whole_block + step) * BLOCK_N
+        output, top, total = attend_block(
+            first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+            rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
+            rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
+            mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
+            ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
+            CAPPED, False, LISTED, CHAINED, BLOCK_N, ROWS,
+        )  # fmt: skip
     for step in tl.range(middle, end, num_stages=STAGES):
-        first_key = key_of_step(step, entries, first, whole, num_whole, False, BLOCK_N, BLOCK_N)
+        first_key = key_of_step(step, entries, first, whole, num_whole, False, KEYS, BLOCK_N)
         output, top, total = attend_block(
             first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
             rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
@@ -329,6 +326,7 @@ def attention_decode(
             ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
             CAPPED, True, LISTED, CHAINED, BLOCK_N, ROWS,
         )  # fmt: skip
+    total = tl.sum(total, axis=0)
     if SPLITS == 1:
         finish(
             tl.trans(output), top, total, out_ptr, None, sinks_ptr, v_scale_ptr,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attention_cases import performed
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.attention.plan import decode_rows
 from tilewright.codegen.attention.specs import DecodeConfig
@@ -19,6 +20,7 @@ from tilewright.ops.attention.operands import RopePart, cache_problem
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.decode import MlaDecodeArguments, mla_decode
+from tilewright.ops.mla.decode_lowering import head_steps
 from tilewright.ops.runtime.program import drive
 
 OP = get_op("mla_decode")
@@ -176,7 +178,9 @@ def test_ragged_parts_merge():
     case = next(case for case in OP.cases if case.name == "several_ragged")
     a = OP.sample_inputs(replace(case, key_lengths=(37, 4, 900), room=960))
     program = interpret(OP, a, num_sms=132)
-    assert [spec.kernel for spec in program.specs] == ["attention_decode", "attention_merge"]
+    assert [spec.kernel for spec in program.specs] == [
+        *("head_products", "attention_decode", "attention_merge", "head_products"),
+    ]
     problem = OP.tolerances[a.q.dtype].problem(program.outcome.result, OP.reference(a).double())
     assert problem is None, problem
 
@@ -190,7 +194,8 @@ def test_no_key_is_copied():
     rope_keys.copy_(a.rope_keys)
     program = interpret(OP, replace(a, latent=latent, rope_keys=rope_keys))
     torch.testing.assert_close(program.outcome.result, interpret(OP, a).outcome.result)
-    assert program.specs[0].constant("K_STRIDE") == 100
+    [attention] = [spec for spec in program.specs if spec.kernel == "attention_decode"]
+    assert attention.constant("K_STRIDE") == 100
 
 
 @pytest.mark.parametrize(
@@ -213,8 +218,63 @@ def test_arguments_that_do_not_fit_are_named(name, change, words):
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("v_weight", lambda a: {"v_weight": a.v_weight[:, 1:]}, "shape [H, V, L]"),
+        ("v_weight", lambda a: {"v_weight": a.v_weight.float()}, "bfloat16"),
+        ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight[1:]}, "shape [H, N, L]"),
+        ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight.flatten(0, 1)}, "shape [H, N, L]"),
+        ("kv_b_weight", lambda a: {"q": a.q[..., :32]}, "0 < N < 32"),
+        ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "nothing"),
+    ],
+)  # fmt: skip
+def test_weights_apart_that_do_not_fit_are_named(name, change, words):
+    a = apart(call_of(WIDTHS["16 heads"], "positions").arguments)
+    with pytest.raises(ArgumentError) as raised:
+        OP.torch_op(**vars(replace(a, **change(a))))
+    assert raised.value.argument == name
+    assert words in str(raised.value)
+
+
+def apart(a):
+    """The same call with the up-projection's halves as weights of their own."""
+    per_head = a.kv_b_weight.unflatten(0, (a.q.shape[1], -1))
+    k_weight, v_weight = per_head.split((per_head.shape[1] - a.v_dim, a.v_dim), dim=1)
+    # As engines keep W_UV: transposed.
+    return replace(a, kv_b_weight=k_weight.clone(), v_weight=v_weight.mT.contiguous().mT)
+
+
+def test_weights_apart_mean_the_same():
+    a = call_of(WIDTHS["16 heads"], "positions").arguments
+    assert torch.equal(OP.reference(apart(a)), OP.reference(a))
+
+
 def test_it_can_be_called_by_hand():
     a = call_of(WIDTHS["16 heads"], "positions").arguments
     given = dict(vars(a))
     four = [given.pop(name) for name in ("q", "latent", "rope_keys", "kv_b_weight")]
     torch.testing.assert_close(mla_decode(*four, **given), OP.reference(a))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_head_has_a_weight_of_its_own(tokens, turned):
+    """Widths that fill no tile; rows and weights that lie among others, which hold NaN."""
+    heads, k, width = 3, 40, 72
+    x = torch.full((tokens, heads, k + 8), torch.nan).bfloat16()[..., :k].normal_()
+    shape = (heads, width + 8, k) if turned else (heads, k + 8, width)
+    stored = torch.full(shape, torch.nan).bfloat16()
+    weights = (stored[:, 8:].mT if turned else stored[:, 8:]).normal_()
+    out = performed(head_steps(x, weights, SM90), Interpreter(SM90))
+    want = torch.einsum("thk,hkw->thw", x.double(), weights.double())
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2.0**-8)
+
+
+def test_many_tokens_take_the_library_s_product_of_each_head():
+    x, weights = torch.randn(65, 2, 16).bfloat16(), torch.randn(2, 16, 24).bfloat16()
+    machine = Interpreter(SM90)
+    out = performed(head_steps(x, weights, SM90), machine)
+    assert machine.kernels == []
+    want = torch.einsum("thk,hkw->thw", x.double(), weights.double())
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2.0**-7)

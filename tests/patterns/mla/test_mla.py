@@ -1,5 +1,6 @@
-"""Patterns `mla_prefill` and `mla_latent_store`: every idiom of engines is fused, no worse than
-eager against float64, or missed by name; what is nearly latent attention is left as it is."""
+"""Patterns `mla_prefill`, `mla_decode` and `mla_latent_store`: every idiom of engines is fused, no
+worse than eager against float64, or missed by name; what is nearly latent attention is left as it
+is."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from tilewright.compiler import lower, reports, rewrite
 from tilewright.patterns.recognise import attention_varlen
 from tilewright.patterns.recognise.attention_varlen import VarlenForm, register_varlen
 
-STORE, PREFILL = "mla_latent_store", "mla_prefill"
+STORE, PREFILL, DECODE = "mla_latent_store", "mla_prefill", "mla_decode"
+
+#: Idioms whose attention is of the latents themselves.
+ABSORBED = {name for name in IDIOMS if name.startswith("absorbed")}
 
 #: Idioms whose attention is not fused, and why.
 MISSED = {
-    "absorbed": "ABSORBED_DECODE",
     "chunked": "CHUNKED_PREFIX",
     "kv_b_separate": "LATENT_WEIGHT",
     "attention_own_varlen": "ATTENTION_FORM",
@@ -83,9 +86,10 @@ def check_fused(name, patterns, **changes):
     [pytest.param(name, marks=NEEDS.get(name, ())) for name in IDIOMS if name not in MISSED],
 )
 def test_every_idiom_is_fused_and_no_worse_than_eager(name):
-    found = check_fused(name, [STORE, PREFILL])
+    attention = DECODE if name in ABSORBED else PREFILL
+    found = check_fused(name, [STORE, attention])
     assert misses_of(found, "mla", "qkv") == []
-    (site,) = matches_of(found, PREFILL)
+    (site,) = matches_of(found, attention)
     assert site.shapes["mask"] == MASKS.get(name, "causal by position")
 
 

@@ -1,0 +1,257 @@
+"""Absorbed attention: attention to latents where they lie, between products with the two halves of
+the up-projection.
+
+    q_latent = q_nope @ W_UK[h]                                       ⇒   mla_decode
+    o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
+    out      = o_latent @ W_UV[h]^T
+
+Latents and rope keys are columns of one cache or two caches, sequence by sequence or on pages of a
+table; their products with the query are one or two. Dimension letters: as in
+`patterns/mla/keys.py`; S queries of each sequence, T = B * S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.attention.bare import bare, between, with_end_in
+from tilewright.patterns.attention.pages import same_pages
+from tilewright.patterns.attention.shared_heads import rows_are_dense
+from tilewright.patterns.attention.visible import mask_fact, visible_keys
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
+from tilewright.patterns.effects import Effect, Size
+from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.mla.absorbed import (
+    Absorbed,
+    PerHead,
+    absorbed_attentions,
+    heads_of,
+    query_of,
+    taken_of,
+    with_heads,
+)
+from tilewright.patterns.mla.keys import assembled
+from tilewright.patterns.mla.up_weight import weight_arguments
+from tilewright.patterns.recognise.attention import Attention, match_attention, refuse
+from tilewright.patterns.recognise.dtypes import FLOATS, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.gemm import piece_of
+
+register_code(
+    "ABSORBED_DECODE",
+    "attention runs over the latents themselves, with the up-projection multiplied into q, in no "
+    "form that the op knows",
+)
+_HINT = (
+    "known are queries [q_nope @ W_UK, q_rope], in one tensor or with a product for each part, and "
+    "keys [latents, rope keys] that all heads share"
+)
+
+
+@dataclass(frozen=True)
+class MlaDecode:
+    """The pattern; see the module."""
+
+    name: str = "mla_decode"
+    op: str = "mla_decode"
+
+    def anchors(self, flow: Dataflow) -> Iterator[Absorbed]:
+        return absorbed_attentions(flow)
+
+    def match(self, anchor: Absorbed, flow: Dataflow) -> Match:
+        heads = partial(heads_of, anchor.query)
+        attention = with_heads(match_attention(anchor.attention, flow, heads), anchor.query)
+        columns = _columns(attention, anchor.query, flow)
+        nope = query_of(anchor.query, columns.q_latent)
+        attention = _guarded(attention, columns, nope, anchor, flow)
+        taken = taken_of(anchor.result, attention.layout)
+        _check_values(attention, columns, taken.columns)
+        arguments = _arguments(attention, columns, nope, anchor, flow)
+        ends = (anchor.query.value, anchor.result.value)
+        absorbed = (*columns.absorbed, *attention.absorbed, *ends)
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor.attention,
+            arguments=arguments,
+            results=(_result(anchor.result, attention, taken.layout),),
+            absorbed=tuple(dict.fromkeys(absorbed)),
+            facts=_facts(attention, columns, arguments),
+            scope=common_scope(anchor.query.value.scope, anchor.result.value.scope),
+            scratch=(*columns.scratch, *attention.scratch(flow)),
+            needs_kernel=True,
+        )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The two parts of queries and keys: q_latent [B, S, H, L], a view of the absorbed product,
+    q_rope [B, S, H, R], latents [B, K, L] and rope_keys [B, K, R].
+
+    factor: the logits are products of these times it. absorbed: what lies between q_latent and
+    attention. scratch: writes into fresh memory.
+    """
+
+    q_latent: View
+    q_rope: View
+    latents: View
+    rope_keys: View
+    factor: float
+    absorbed: tuple[Value, ...]
+    scratch: tuple[Value, ...]
+
+
+def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
+    """Raises Reject (ABSORBED_DECODE)."""
+    own, others = [], []
+    absorbed: list[Value] = []
+    scratch: list[Value] = []
+    for whole, k in attention.terms:
+        q, factor = bare(whole)
+        made = assembled([q], flow)
+        for piece in made.pieces:
+            keys = k.narrow(3, piece.start, piece.view.shape[-1])
+            inner, more = bare(piece.view)
+            if inner.value is product.value:
+                own.append((factor * more, inner, keys))
+                outer, below = between(whole, q.value), between(piece.view, inner.value)
+                absorbed += (*outer, *made.absorbed, *below)
+                scratch += made.scratch
+            elif len(made.pieces) == 1:
+                others.append((1.0, whole, keys))
+            else:
+                others.append((factor, piece.view, keys))
+    if len(own) != 1 or len(others) != 1:
+        why = f"the query has {len(own)} absorbed and {len(others)} other parts, not one of each"
+        reject("ABSORBED_DECODE", Stage.Q_PATH, why, product.value, hint=_HINT)
+    (factor, q_latent, latents), (known, q_rope, rope_keys) = own[0], others[0]
+    q_rope, more = bare(q_rope, scaled=factor != known)
+    if factor != known * more:
+        why = f"the query's parts are scaled by {factor:g} and {known * more:g}"
+        reject("ABSORBED_DECODE", Stage.Q_PATH, why, product.value, hint="scale their logits")
+    latents, rope_keys = _shared(latents), _shared(rope_keys)
+    return Columns(q_latent, q_rope, latents, rope_keys, factor, tuple(absorbed), tuple(scratch))
+
+
+def _shared(keys: View) -> View:
+    """[B, K, D] of keys [B, K, H, D] that all heads share; raises Reject (ABSORBED_DECODE)."""
+    keys, _ = bare(piece_of(keys), scaled=False)
+    batch, length, heads, width = keys.effect.dims
+    if any(atom.axis is not None for atom in heads):
+        why = f"the keys, of {keys.value}, differ from head to head"
+        reject("ABSORBED_DECODE", Stage.K_PATH, why, keys, hint=_HINT)
+    return keys.with_dims(batch, length, width)
+
+
+def _guarded(
+    attention: Attention, columns: Columns, nope: View, anchor: Absorbed, flow: Dataflow
+) -> Attention:
+    """The attention with its result in the type of its operands, where all have one."""
+    if attention.softcap or attention.sinks is not None:
+        refuse("its logits are capped, or have sinks", attention.end)
+    if attention.row_offsets is not None:
+        hint = "keys of a sequence lie in a run of their own, or on pages of a table"
+        refuse("its keys are those of a ragged batch, side by side", attention.end, hint)
+    query, result = anchor.query, anchor.result
+    parts = (nope, columns.q_rope, columns.latents, columns.rope_keys, query.weight, result.weight)
+    dtypes = {view.value.dtype for view in parts} | {query.value.dtype, result.value.dtype}
+    check_dtypes(
+        dtypes,
+        "query, latents, rope keys, weights and result",
+        attention.end,
+        (*FLOATS, torch.float64),
+    )
+    ended = with_end_in(attention, dtypes.pop(), flow)
+    if ended is None or ended.end is not result.x.view.value:
+        refuse("its result is not what the values' weight multiplies", attention.end)
+    for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
+        if not rows_are_dense(view, flow):
+            refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
+    check_device(attention.v)
+    return ended
+
+
+def _check_values(attention: Attention, columns: Columns, first: Size) -> None:
+    """Raises Reject (LATENT_VALUES) unless the columns of V from `first` on are the latents."""
+    rank = columns.latents.shape[-1]
+    v, _ = bare(piece_of(attention.v.narrow(3, first, rank)), scaled=False)
+    batch, length, heads, width = v.effect.dims
+    shared = all(atom.axis is None for atom in heads)
+    if not shared or not equal_values(v.with_dims(batch, length, width), columns.latents):
+        why = f"the keys are latents of {columns.latents.value}, the values are {v.value}"
+        reject("LATENT_VALUES", Stage.V_PATH, why, attention.v)
+
+
+def _arguments(
+    attention: Attention, columns: Columns, nope: View, anchor: Absorbed, flow: Dataflow
+) -> dict[str, Any]:
+    parts = tuple(_by_token(part) for part in (nope, columns.q_rope))
+    return {
+        "q": Computed("cat", (parts, -1)),
+        **_keys(columns),
+        **weight_arguments(anchor.query.weight, anchor.result.weight, flow),
+        "v_dim": anchor.result.sizes[2],
+        "scale": attention.scale * columns.factor,
+        "num_sequences": attention.queries[0],
+        **visible_keys(attention),
+    }
+
+
+def _by_token(q: View) -> View:
+    """[B, S, H, D] as [T, H, D]."""
+    batch, queries, heads, width = q.shape
+    return q.reshape(effects.product((batch, queries)), heads, width)
+
+
+def _keys(columns: Columns) -> dict[str, Any]:
+    """Latents and rope keys as they lie, on pages where the graph gathers those."""
+    latents, rope_keys = columns.latents, columns.rope_keys
+    paged = same_pages(latents.unsqueeze(2), rope_keys.unsqueeze(2))
+    if paged is None:
+        return {"latent": latents, "rope_keys": rope_keys}
+    pools = (pool.select(2, 0) for pool in paged.pools)
+    names = ("latent", "rope_keys")
+    return {**dict(zip(names, pools, strict=True)), "block_table": paged.block_table}
+
+
+def _result(product: PerHead, attention: Attention, layout: Effect) -> Result:
+    """The product's result as what it is of an output [T, H, V]."""
+    batch, queries, heads = attention.queries
+    sizes = (heads, product.sizes[2])
+    flat = effects.identity((effects.product((batch, queries)), *sizes))
+    by_sequence = effects.reshape(flat, (batch, queries, *sizes))
+    return Result(product.value, effects.compose(layout, by_sequence))
+
+
+def _facts(attention: Attention, columns: Columns, arguments: dict[str, Any]) -> dict[str, Any]:
+    _, queries, heads = attention.queries
+    latents, v_dim = arguments["latent"], arguments["v_dim"]
+    widths = f"({_nope(arguments)}+{columns.rope_keys.shape[-1]})/{v_dim}"
+    return {
+        "heads": f"{heads}x{widths}",
+        "rank": columns.latents.shape[-1],
+        "queries": _size(queries),
+        "keys": _size(columns.latents.shape[1]),
+        **({"page": _size(latents.shape[1])} if "block_table" in arguments else {}),
+        "mask": mask_fact(arguments),
+        "weight": "fp8" if "kv_b_scale" in arguments else "dense",
+        "q": dtype_name(columns.latents.value.dtype),
+    }
+
+
+def _nope(arguments: dict[str, Any]) -> Size:
+    nope, _ = arguments["q"].operands[0]
+    return nope.shape[-1]
+
+
+def _size(size: Any) -> Any:
+    return size if isinstance(size, int) else "T"
+
+
+register(MlaDecode())

@@ -1,0 +1,68 @@
+"""The weight of an up-projection from its halves: W_UK [H, N, L] of the keys and W_UV [H, V, L] of
+the values, as the op takes them.
+
+Dimension letters: as in `patterns/mla/keys.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tilewright.patterns import effects
+from tilewright.patterns.attention.shared_heads import rows_are_dense
+from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Reject
+from tilewright.patterns.quantised import scales
+from tilewright.patterns.quantised.weights import match_weight
+from tilewright.patterns.recognise.equality import equal_values
+
+
+def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]:
+    """The op's arguments for W_UK [H, N, L] and W_UV [H, L, V], as they are multiplied: rows of one
+    weight, dense or of codes, where they are that; else each apart."""
+    values = values.permute(0, 2, 1)
+    whole = _joined(keys, values)
+    if whole is not None:
+        coded = _codes(whole)
+        if coded is not None:
+            return coded
+        if _lies_in_rows(whole, flow):
+            return {"kv_b_weight": whole.matrix}
+    return {"kv_b_weight": keys, "v_weight": values}
+
+
+def _joined(keys: View, values: View) -> View | None:
+    """[H, N + V, L] of which each head's first rows are W_UK's, and the others W_UV's."""
+    (_, nope, _), v_dim = keys.shape, values.shape[1]
+    heads, rows, rank = keys.effect.dims
+    if len(rows) != 1:
+        return None
+    longer = replace(rows[0], length=nope + v_dim)
+    whole = keys.with_dims(heads, (longer,), rank)
+    return whole if equal_values(whole.narrow(1, nope, v_dim), values) else None
+
+
+def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
+    """Whether [H, N + V, L] is [H * (N + V), L] without a copy."""
+    all_of_it = effects.product(whole.shape) == effects.product(whole.value.shape)
+    in_order = all_of_it and whole.reshape(*whole.value.shape).is_whole
+    return rows_are_dense(whole, flow) and (in_order or len(whole.matrix.effect.dims[0]) == 1)
+
+
+def _codes(whole: View) -> dict[str, Any] | None:
+    """The arguments for 8-bit codes with scales by block that the graph dequantises; None where it
+    does not, or in a way that the op does not know: then its result is the weight."""
+    try:
+        codes = match_weight(whole)
+        if codes is None or codes.format != "fp8":
+            return None
+        found = scales.weight_arguments([codes])
+    except (Reject, InexpressibleError):
+        return None
+    return {
+        "kv_b_weight": codes.codes.matrix,
+        "kv_b_scale": found["q_scale"],
+        "scale_block": found["scale_block"],
+    }
