@@ -1,13 +1,17 @@
-"""How a projection's weights are stored as codes: static data of a problem, without torch."""
+"""How a linear's weights are stored as codes: static data of a problem, without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import Constant
 
 # Where element j of a word of eight nibbles lies in AWQ's words.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_COUNTED_UP = (tuple(range(8)), (0, 1))
+# Groups of columns in a step whose sums are scaled apart.
+_GROUPS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -15,16 +19,17 @@ class Quantization:
     """weight_format "int8", "fp8", "int4_k" or "int4_n"; w = (code - zero) * scale.
 
     per_word: codes in a stored word. block: rows and columns that share a scale. scales, zeros: of
-    q, k and v, strides (row, column), 0 along an axis of one; None where there is no v. No zeros:
-    the zero is zero_point, else zero_point and the tensor's value together. packed_zeros: a zero
-    word holds those of eight rows. order: of the nibbles in a word.
+    each weight (q, k and v; or gate and up), strides (row, column), 0 along an axis of one; None
+    where there is no such weight. No zeros: the zero is zero_point, else zero_point and the
+    tensor's value together. packed_zeros: a zero word holds those of eight rows. order: of the
+    nibbles in a word.
     x_scale: where x has codes too, strides (token, block), of x_block columns each. differs: what
-    q, k and v do not share, for want of which no kernel makes all three.
+    the weights do not share, for want of which no kernel makes all of them.
     """
 
     weight_format: str
     block: tuple[int, int]
-    scales: tuple[Operand, Operand, Operand | None]
+    scales: tuple[Operand | None, ...]
     zeros: tuple[Operand | None, ...] = (None, None, None)
     per_word: int = 1
     packed_zeros: bool = False
@@ -58,6 +63,54 @@ class Quantization:
         if not self.has_zero_tensors and 0 <= self.zero_point <= 15:
             return self.zero_point
         return 8
+
+    @property
+    def known_order(self) -> bool:
+        """Whether kernels have the order of the nibbles in a word."""
+        return not self.is_int4 or self.order in ((), *_COUNTED_UP, AWQ_ORDER, (1, 0))
+
+    def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
+        """What kernels that read words of codes have in common. columns: of the weight; block_k:
+        of a step."""
+        whole = self.block[1] >= columns
+        return {
+            "PER": self.per_word,
+            "PACKED_ROWS": self.packed_rows,
+            "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
+            "REVERSED": self.order == (1, 0),
+            "SCALE_ROWS": self.block[0],
+            # Of a scale for all columns also those that the last step masks.
+            "SCALE_COLUMNS": max(columns, block_k) if whole else self.block[1],
+            "PACKED_ZEROS": self.packed_zeros,
+            "CODE_OFFSET": self.code_offset,
+            "ZERO_OFFSET": self.zero_point - self.code_offset,
+        }
+
+    def block_strides(self, index: int) -> tuple[int, ...]:
+        """(row, column) of the index-th weight's scales, then of its zeros; 0 for none."""
+        found = (self.scales[index], self.zeros[index])
+        return tuple(stride for one in found for stride in (one.strides if one else (0, 0)))
+
+    def groups_in(self, columns: int, block_k: int) -> int:
+        """Scales that a step of block_k of the weight's columns meets in a row; 0 where it does not
+        meet whole ones, or too many."""
+        if self.x_scale is not None and self.x_block < columns and self.x_block % block_k:
+            return 0
+        wide = self.block[1]
+        if wide >= columns or wide % block_k == 0:
+            return 1
+        return block_k // wide if block_k % wide == 0 and block_k // wide in _GROUPS else 0
+
+    def step_fits(self, columns: int, block_k: int) -> bool:
+        """Whether a tensor core can take steps of block_k of the weight's columns."""
+        groups = self.groups_in(columns, block_k)
+        least = 32 if self.per_word == 8 and not self.packed_rows else 16
+        return groups > 0 and block_k // groups >= least
+
+    def longest_step(self, columns: int) -> int:
+        """The longest step, up to 128, that meets whole scales or parts of one."""
+        wide = self.block[1]
+        return 128 if wide >= columns or 128 % wide == 0 else wide & -wide
 
     def scales_whole_rows(self, hidden: int) -> bool:
         """Whether a row has one scale, and a token too."""

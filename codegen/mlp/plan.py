@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.mlp.specs import LinearConfig
 from tilewright.codegen.targets import Target
 
@@ -23,6 +23,9 @@ MOST_STAGES = 8
 # Columns of a row that are asked for early. With one weight, whose programs end soon, that and
 # letting the next kernel in saves up to a tenth (H200, 4096 x 4096: 10.4 us and 11.3).
 PREFETCHED = 256
+# Tokens whose results the last program to arrive norms, one by one; of more a second launch costs
+# less.
+MOST_NORMED = 2
 
 
 def most_tokens(num_weights: int) -> int:
@@ -34,18 +37,31 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     """The tiles for so many tokens: as many bytes in flight as fit two programs."""
     block_t = min(max(next_power_of_2(num_tokens), 16), MOST_TOKENS)
     block_k = 64 if problem.num_weights == 2 or block_t > 32 else 128
+    if problem.quantization is not None:
+        block_k = code_step(problem.quantization, problem.k)
     tiles = cdiv(problem.n, BLOCK_N)
     steps = cdiv(problem.k, block_k)
     most = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
     split = cdiv(steps, cdiv(steps, most))
     room = target.max_shared_bytes // PROGRAMS_PER_SM - RESERVED_BYTES
+    room -= made_bytes(problem, block_t, block_k)
     stages = max(min(room // stage_bytes(problem, block_t, block_k), MOST_STAGES), 2)
     early = problem.num_weights == 1
     prefetch = PREFETCHED if early else 0
-    return LinearConfig(BLOCK_N, block_t, block_k, split, 4, stages, prefetch, lets_in=early)
+    post = "" if problem.post_norm is None else "here" if num_tokens <= MOST_NORMED else "after"
+    return LinearConfig(BLOCK_N, block_t, block_k, split, 4, stages, prefetch, early, post)
 
 
 def stage_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
-    """Of 16-bit tiles: the weights', x's and the norm's."""
-    rows = problem.num_weights * BLOCK_N + block_t * (1 if problem.norm is None else 2)
-    return 2 * rows * block_k
+    """Of the weights' tiles, and of those of x and the norm, 16 bits a number."""
+    weights = problem.num_weights * BLOCK_N * problem.weight_bytes
+    return int(weights + 2 * block_t * (1 if problem.norm is None else 2)) * block_k
+
+
+def made_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
+    """Of the tiles that codes are decoded to, and that x is put into their order in; codes packed
+    along K stay in registers."""
+    q = problem.quantization
+    if q is None:
+        return 0
+    return 2 * block_k * (block_t + (BLOCK_N if q.packed_rows else 0))

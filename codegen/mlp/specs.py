@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class LinearConfig:
     """block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
 
     prefetch: columns of a row that are asked for while the kernel before this one ends, a multiple
-    of 64. lets_in: the next kernel's programs may take their places early.
+    of 64; of codes, as many bytes as 16-bit numbers would be. lets_in: the next kernel's programs
+    may take their places early. post: where a norm of the result is made, "here" or "after".
     """
 
     block_n: int
@@ -26,9 +27,11 @@ class LinearConfig:
     num_stages: int
     prefetch: int = 0
     lets_in: bool = False
+    post: str = ""
 
     def __str__(self) -> str:
         marks = f" p{self.prefetch}" * bool(self.prefetch) + " early" * self.lets_in
+        marks += f" norm {self.post}" * bool(self.post)
         return (
             f"{self.block_n}x{self.block_t}x{self.block_k} /{self.split_k} "
             f"w{self.num_warps} s{self.num_stages}{marks}"
@@ -36,46 +39,34 @@ class LinearConfig:
 
 
 def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
-    norm, residual = problem.norm, problem.residual
-    weight = norm.weight if norm else None
-    scratch = config.split_k > 1
+    """`streamed_linear`, or `streamed_codes` of weights of codes."""
+    coded = problem.quantization is not None
+    scratch, here = config.split_k > 1, config.post == "here"
     return KernelSpec.of(
-        "mlp.linear",
-        "streamed_linear",
+        "mlp.quantized" if coded else "mlp.linear",
+        "streamed_codes" if coded else "streamed_linear",
         {
-            "N": problem.n,
-            "K": problem.k,
-            "X_STRIDE": problem.x.strides[0],
-            "NORM_STRIDE": weight.strides[0] if weight else 0,
-            "WEIGHT_STRIDES": problem.weight.strides,
-            "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
-            "BIAS_STRIDES": tuple(
-                bias.strides[0] if bias else 0 for bias in (problem.bias, problem.up_bias)
-            ),
-            "RESIDUAL_STRIDE": residual.strides[0] if residual else 0,
-            "NORM": norm is not None,
-            "NORM_EPS": norm.eps if norm else 0.0,
-            "NORM_OFFSET": norm.offset if norm else 0.0,
-            "ACTIVATION": problem.activation,
-            "SCALE": problem.scale,
+            **_constants(problem),
+            **_code_constants(problem, config),
             "BLOCK_N": config.block_n,
             "BLOCK_T": config.block_t,
             "BLOCK_K": config.block_k,
             "SPLIT_K": config.split_k,
+            **_post_constants(problem),
+            "POST": config.post,
             "PREFETCH": config.prefetch if problem.k_major else 0,
             "LETS_IN": config.lets_in,
         },
         {
-            "x_ptr": problem.x,
-            "norm_weight_ptr": weight,
-            "weight_ptr": problem.weight,
-            "up_weight_ptr": problem.up_weight,
+            **_weights(problem),
             "bias_ptr": problem.bias,
             "up_bias_ptr": problem.up_bias,
-            "residual_ptr": residual,
+            "residual_ptr": problem.residual,
             "out_ptr": Operand(problem.x.dtype),
             "workspace_ptr": Operand("fp32") if scratch else None,
-            "counters_ptr": Operand("i32", aligned=False) if scratch else None,
+            "counters_ptr": Operand("i32", aligned=False) if scratch or here else None,
+            "made_ptr": Operand("fp32") if config.post else None,
+            "post_weight_ptr": problem.post_norm.weight if here and problem.post_norm else None,
             "num_tokens": "i32",
         },
         num_warps=config.num_warps,
@@ -84,6 +75,96 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
         ranges=("num_tokens",),
         dependent=True,
     )
+
+
+def _constants(problem: LinearProblem) -> dict[str, Constant]:
+    norm, residual = problem.norm, problem.residual
+    weight = norm.weight if norm else None
+    return {
+        "N": problem.n,
+        "K": problem.k,
+        "X_STRIDE": problem.x.strides[0],
+        "NORM_STRIDE": weight.strides[0] if weight else 0,
+        "WEIGHT_STRIDES": problem.weight.strides,
+        "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
+        "BIAS_STRIDES": tuple(
+            bias.strides[0] if bias else 0 for bias in (problem.bias, problem.up_bias)
+        ),
+        "RESIDUAL_STRIDE": residual.strides[0] if residual else 0,
+        "NORM": norm is not None,
+        "NORM_EPS": norm.eps if norm else 0.0,
+        "NORM_OFFSET": norm.offset if norm else 0.0,
+        "ACTIVATION": problem.activation,
+        "SCALE": problem.scale,
+    }
+
+
+# Of a norm of the result: columns of a row at a time.
+POST_BLOCK = 2048
+
+
+def _post_constants(problem: LinearProblem) -> dict[str, Constant]:
+    norm = problem.post_norm
+    return {
+        "POST_STRIDE": norm.weight.strides[0] if norm and norm.weight else 0,
+        "POST_EPS": norm.eps if norm else 0.0,
+        "POST_OFFSET": norm.offset if norm else 0.0,
+        "POST_BLOCK": POST_BLOCK if norm else 0,
+    }
+
+
+def norm_rows_spec(problem: LinearProblem, target: str) -> KernelSpec:
+    """What is left of a problem with a norm of the result, once that is made."""
+    norm, residual = problem.post_norm, problem.residual
+    assert norm is not None
+    assert residual is not None
+    return KernelSpec.of(
+        "mlp.finish",
+        "norm_rows",
+        {
+            "N": problem.n,
+            "RESIDUAL_STRIDE": residual.strides[0],
+            **_post_constants(problem),
+        },
+        {
+            "made_ptr": Operand("fp32"),
+            "post_weight_ptr": norm.weight,
+            "residual_ptr": residual,
+            "out_ptr": Operand(problem.x.dtype),
+        },
+        target=target,
+        dependent=True,
+    )
+
+
+def _code_constants(problem: LinearProblem, config: LinearConfig) -> dict[str, Constant]:
+    q = problem.quantization
+    if q is None:
+        return {}
+    return {
+        **q.block_constants(problem.k, config.block_k),
+        "BLOCK_STRIDES": q.block_strides(0),
+        "UP_BLOCK_STRIDES": q.block_strides(1),
+        "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
+    }
+
+
+def _weights(problem: LinearProblem) -> dict[str, Operand | None]:
+    q, norm = problem.quantization, problem.norm
+    weights = {
+        "x_ptr": problem.x,
+        "norm_weight_ptr": norm.weight if norm else None,
+        "weight_ptr": problem.weight,
+        "up_weight_ptr": problem.up_weight,
+    }
+    if q is None:
+        return weights
+    blocks = zip(CODE_NAMES, (*q.scales, *q.zeros), strict=True)
+    return weights | {f"{name}_ptr": operand for name, operand in blocks}
+
+
+# What codes are scaled with and shifted by, of the weight and of the up weight.
+CODE_NAMES = ("weight_scale", "up_scale", "weight_zero", "up_zero")
 
 
 def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -> tuple[int, int]:

@@ -41,7 +41,7 @@ def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedC
     q = quantization_of(problem)
     whole = next_power_of_2(problem.epilogue.pairs_per_head)
     slices = sorted({min(32, whole), whole})
-    block_k = _step(problem)
+    block_k = q.longest_step(problem.hidden)
     free = q.packed_rows or problem.coded_x
     block_t = max(16, next_power_of_2(num_tokens))
     if num_tokens <= 32:
@@ -64,19 +64,15 @@ def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedC
                 yield SwappedConfig(block_p, tokens, block_k, warps, stages, split_k, not free)
 
 
-def _step(problem: QkvProblem) -> int:
-    """The longest step of K, up to 128, that scales allow."""
-    columns = quantization_of(problem).block[1]
-    return 128 if columns >= problem.hidden or 128 % columns == 0 else columns & -columns
-
-
 def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:
     """Least bytes of global memory: codes, scales and x read once, q and the slots written once."""
     q, size = quantization_of(problem), ELEMENT_BYTES[problem.epilogue.dtype]
     blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
     per_token = ELEMENT_BYTES[problem.x.dtype] * problem.hidden + size * problem.num_rows
     codes = q.code_bytes * problem.hidden * problem.num_rows
-    return codes + blocks * ELEMENT_BYTES[q.scales[0].dtype] + num_tokens * per_token
+    scale = q.scales[0]
+    assert scale is not None
+    return codes + blocks * ELEMENT_BYTES[scale.dtype] + num_tokens * per_token
 
 
 def quantized_estimate(

@@ -22,10 +22,6 @@ from tilewright.codegen.qkv.specs import (
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 
-# Groups of columns in a step whose sums are scaled apart.
-_GROUPS = (1, 2, 4)
-_COUNTED_UP = (tuple(range(8)), (0, 1))
-
 
 def quantization_of(problem: QkvProblem) -> Quantization:
     assert problem.quantization is not None
@@ -43,7 +39,7 @@ def quantized_obstacle(problem: QkvProblem) -> str | None:
         return f"x of {problem.x.dtype} where q is {heads.dtype}"
     if problem.coded_x and q.weight_format != "fp8":
         return f"x of fp8 with weights of {q.weight_format}"
-    if q.is_int4 and q.order not in ((), *_COUNTED_UP, AWQ_ORDER, (1, 0)):
+    if not q.known_order:
         return f"nibbles in the order {list(q.order)}"
     if q.packed_rows and not heads.interleaved and heads.pair_half % q.per_word:
         return "words that hold both partners of a pair"
@@ -57,19 +53,11 @@ def quantized_obstacle(problem: QkvProblem) -> str | None:
 def _block_k_fits(problem: QkvProblem, block_k: int) -> bool:
     """Whether steps of block_k columns meet whole scales."""
     q = quantization_of(problem)
-    if q.x_scale is not None and q.x_block < problem.hidden and q.x_block % block_k:
-        return False
-    columns = q.block[1]
-    groups = 1
-    if columns < problem.hidden and columns % block_k:
-        if block_k % columns or block_k // columns not in _GROUPS:
-            return False
-        groups = block_k // columns
-    if problem.coded_x:
-        # The tensor core's own sums are short: none is longer than 128 products.
-        most = 256 if q.scales_whole_rows(problem.hidden) else 128
-        return groups == 1 and 32 <= block_k <= most
-    return block_k // groups >= (32 if q.per_word == 8 and not q.packed_rows else 16)
+    if not problem.coded_x:
+        return q.step_fits(problem.hidden, block_k)
+    # The tensor core's own sums are short: none is longer than 128 products.
+    most = 256 if q.scales_whole_rows(problem.hidden) else 128
+    return q.groups_in(problem.hidden, block_k) == 1 and 32 <= block_k <= most
 
 
 def quantized_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -> bool:
@@ -113,21 +101,13 @@ def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> K
         "X_IN_ORDER": config.ordered_x,
         "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),
         "X_SCALE_BLOCK": q.x_block if q.x_scale else problem.hidden,
-        "PER": q.per_word,
-        "PACKED_ROWS": q.packed_rows,
-        "INTERLEAVED_NIBBLES": q.order == AWQ_ORDER,
-        "REVERSED": q.order == (1, 0),
-        "SCALE_ROWS": q.block[0],
-        "SCALE_COLUMNS": q.block[1] if q.block[1] < problem.hidden else _whole(problem, config),
-        "PACKED_ZEROS": q.packed_zeros,
-        "CODE_OFFSET": q.code_offset,
-        "ZERO_OFFSET": q.zero_point - q.code_offset,
+        **q.block_constants(problem.hidden, config.block_k),
     }
     if config.ordered_x:
         constants["X_STRIDE"] = ordered_width(problem, config)
-    for letter, scale, zero in zip("QKV", q.scales, q.zeros, strict=True):
-        strides = _strides(scale or q.scales[1]), _strides(zero or q.zeros[1])
-        constants[f"{letter}_BLOCK_STRIDES"] = (*strides[0], *strides[1])
+    for index, letter in enumerate("QKV"):
+        there = index if problem.weights[index] else 1
+        constants[f"{letter}_BLOCK_STRIDES"] = q.block_strides(there)
     return KernelSpec.of(
         "qkv.quantized",
         "qkv_quantized",
@@ -145,10 +125,6 @@ def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> K
         num_stages=config.num_stages,
         target=target,
     )
-
-
-def _strides(blocks: Operand | None) -> tuple[int, ...]:
-    return blocks.strides if blocks else (0, 0)
 
 
 def ordered_width(problem: QkvProblem, config: SwappedConfig) -> int:
@@ -189,11 +165,6 @@ def order_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> Kerne
 
 def order_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:
     return cdiv(problem.hidden, config.block_k), cdiv(num_tokens, _ORDER_TOKENS)
-
-
-def _whole(problem: QkvProblem, config: SwappedConfig) -> int:
-    """Columns of a scale that is for all of them, also for those that the last step masks."""
-    return max(problem.hidden, config.block_k)
 
 
 @dataclass(frozen=True)
@@ -248,7 +219,7 @@ def dequantize_spec(problem: DequantizeProblem, target: str) -> KernelSpec:
             "HEAD_DIM": heads.head_dim,
             "GROUP": heads.group if index == 0 else 0,
             "WEIGHT_STRIDES": problem.weight.strides,
-            "BLOCK_STRIDES": (*_strides(scale), *_strides(zero)),
+            "BLOCK_STRIDES": q.block_strides(index),
             "PER": q.per_word,
             "PACKED_ROWS": q.packed_rows,
             "ORDER": q.order or tuple(range(q.per_word)),

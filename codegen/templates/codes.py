@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.parts import part_of
+
 
 @triton.jit
 def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
@@ -156,3 +158,31 @@ def load_blocks(
     else:
         values = tl.load(pointer + (rows * row_stride)[:, None] + offsets, mask=mask, other=0.0)
     return values.to(tl.float32)
+
+
+@triton.jit
+def add_scaled_groups(
+    total, codes, x, scale, zero, x_scale,
+    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr,
+    ZERO_OFFSET: tl.constexpr, X_SCALED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """total [rows, tokens] and (codes - zero) * scale by x [tokens, K], the columns in GROUPS.
+
+    scale, zero: fp32 [rows, GROUPS]; zero counts where ZERO_TENSOR, besides ZERO_OFFSET. x_scale
+    [1, tokens]. UNIT: the factor by which codes are too small.
+    """
+    ROWS: tl.constexpr = codes.shape[0]
+    WIDTH: tl.constexpr = codes.shape[1] // GROUPS
+    for group in tl.static_range(GROUPS):
+        x_part = part_of(x, group, GROUPS)
+        product = tl.dot(part_of(codes, group, GROUPS), x_part.T)
+        if HAS_ZEROS:
+            ones = tl.full((ROWS, WIDTH), 1.0, x.dtype)
+            zeros = ZERO_OFFSET
+            if ZERO_TENSOR:
+                zeros = part_of(zero, group, GROUPS) + ZERO_OFFSET
+            product -= zeros / UNIT * tl.dot(ones, x_part.T)
+        if X_SCALED:
+            product *= x_scale
+        total += product * (part_of(scale, group, GROUPS) * UNIT)
+    return total

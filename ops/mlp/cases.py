@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.formats.quantized_weight import AWQ_ORDER
+from tilewright.ops.formats.sample_codes import sample_codes
+from tilewright.ops.mlp.checks import BLOCKS
 from tilewright.ops.sampling import Sampler
 
 
@@ -30,6 +33,49 @@ class LinearCase:
     norm: str = ""
     norm_offset: float = 0.0
     scale: float = 1.0
+    weight_format: str = "dense"
+    scale_block: tuple[int, ...] = ()
+    nibble_order: tuple[int, ...] = ()
+    words: torch.dtype = torch.int32
+    zeros: str = "none"
+    zero_point: int = 0
+
+
+_HALF = {"dtype": torch.float16}
+_GPTQ: dict[str, Any] = {"weight_format": "int4_k", "zeros": "packed", "zero_point": 1}
+_AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
+# As checkpoints have them, and each way that a kernel has of its own.
+CODED: dict[str, dict[str, Any]] = {
+    "int8": {"weight_format": "int8", "scale_block": (1, 192), "k": 192},
+    "int8_zeros": {"weight_format": "int8", "scale_block": (1, 32), "zeros": "int", **_HALF},
+    "fp8": {"weight_format": "fp8", "scale_block": (1, 1032), "k": 1032, "n": 80},
+    "fp8_tensor": {"weight_format": "fp8", "scale_block": (96, 64), "n": 96},
+    "fp8_blocks": {"weight_format": "fp8", "scale_block": (32, 128), "k": 320, "n": 80},
+    "int4": {"weight_format": "int4_k", "scale_block": (1, 32), "zero_point": 8, "k": 160},
+    "int4_bytes": {"weight_format": "int4_k", "words": torch.uint8, "nibble_order": (1, 0),
+                   "scale_block": (1, 64), "zero_point": 8, "k": 192},
+    "int4_in_bytes": {"weight_format": "int4_k", "words": torch.uint8, "scale_block": (1, 64),
+                      "zeros": "float", "k": 128},
+    "gptq": {**_GPTQ, "scale_block": (1, 128), "k": 384, "layout": "n_major", **_HALF},
+    "awq": {**_AWQ, "scale_block": (1, 64), "k": 192, "n": 80, "layout": "n_major"},
+    "awq_rows": {**_AWQ, "scale_block": (1, 64)},
+    "int4_n_bytes": {"weight_format": "int4_n", "words": torch.uint8, "scale_block": (1, 64),
+                     "zeros": "float"},
+    "odd_groups": {"weight_format": "int8", "scale_block": (1, 24), "k": 96},
+}  # fmt: skip
+
+
+def _coded(layout: str) -> tuple[LinearCase, ...]:
+    """A case of each format; of every second one a norm, of the others a bias."""
+    found = []
+    for number, (name, changes) in enumerate(CODED.items()):
+        given: dict[str, Any] = {"layout": layout, "bias": number % 2 == 0}
+        given |= {"num_tokens": (1, 5, 17)[number % 3], **changes}
+        if layout == "plain" and given["layout"] == "n_major":
+            given["layout"] = "plain_n_major"
+        normed = number % 2 and given.get("dtype") != torch.float16 and layout != "plain"
+        found.append(LinearCase(name, **given, norm="rms" if normed else ""))
+    return tuple(found)
 
 
 ACTIVATION_CASES = (
@@ -47,6 +93,12 @@ ACTIVATION_CASES = (
     LinearCase("half_normed", dtype=torch.float16, norm="rms"),
     LinearCase("float", dtype=torch.float32, layout="separate", norm="rms"),
     LinearCase("double", dtype=torch.float64, layout="halves"),
+    *_coded("separate"),
+    LinearCase("fp8_halves", layout="halves", weight_format="fp8", scale_block=(1, 64),
+               norm="rms"),
+    LinearCase("coded_plain", weight_format="int8", scale_block=(1, 64), activation="gelu"),
+    LinearCase("coded_many", num_tokens=70, layout="separate", weight_format="fp8",
+               scale_block=(1, 64)),
 )  # fmt: skip
 RESIDUAL_CASES = (
     LinearCase("plain"),
@@ -57,6 +109,15 @@ RESIDUAL_CASES = (
     LinearCase("no_tokens", num_tokens=0),
     LinearCase("float", dtype=torch.float32),
     LinearCase("double", dtype=torch.float64, bias=True),
+    LinearCase("normed", num_tokens=1, norm="rms", k=1032, n=80),
+    LinearCase("normed_split", num_tokens=2, norm="rms", k=2056, n=80, norm_offset=1.0, bias=True),
+    LinearCase("normed_after", num_tokens=17, norm="rms", dtype=torch.float16),
+    LinearCase("normed_wide", num_tokens=3, norm="weightless", n=2064, scale=0.22),
+    LinearCase("normed_many", num_tokens=70, norm="rms", bias=True, norm_offset=1.0, scale=0.5),
+    LinearCase("normed_codes", num_tokens=1, norm="rms", weight_format="int8", scale_block=(1, 64)),
+    *_coded("plain"),
+    LinearCase("coded_many", num_tokens=70, weight_format="fp8", scale_block=(1, 64), scale=0.22),
+    LinearCase("coded_double", dtype=torch.float64, weight_format="int8", scale_block=(1, 64)),
 )
 
 
@@ -65,8 +126,12 @@ def sample_linear(case: LinearCase, device: str | torch.device, seed: int) -> di
     sampler = Sampler(device, seed)
     return {
         "x": sampler.normal(case.num_tokens, case.k, dtype=case.dtype),
-        "weight": _weight(case, sampler),
+        **_weight(case, sampler, "weight"),
         "bias": _bias(case, sampler),
+        "weight_format": case.weight_format,
+        "scale_block": list(case.scale_block),
+        "nibble_order": list(case.nibble_order),
+        "zero_point": case.zero_point,
     }
 
 
@@ -75,14 +140,12 @@ def sample_up(case: LinearCase, device: str | torch.device, seed: int) -> dict[s
     sampler = Sampler(device, seed + 1)
     given: dict[str, Any] = {
         "activation": case.activation,
-        "rms_norm": case.norm != "",
-        "norm_offset": case.norm_offset,
+        **_norm(case, sampler, case.k),
     }
-    if case.norm == "rms":
-        given["norm_weight"] = sampler.normal(case.k, dtype=case.dtype) + (1 - case.norm_offset)
     if case.layout.startswith("plain"):
         return given
-    gate, up = _weight(case, sampler), _weight(case, sampler)
+    made = _weight(case, sampler, "weight"), _weight(case, sampler, "up_weight")
+    gate, up = made[0]["weight"], made[1]["up_weight"]
     if case.layout == "halves":
         gate, up = torch.cat((gate, up)).chunk(2)
     elif case.layout == "up_first":
@@ -90,19 +153,34 @@ def sample_up(case: LinearCase, device: str | torch.device, seed: int) -> dict[s
     elif case.layout == "interleaved":
         joint = torch.stack((gate, up), 1).flatten(0, 1)
         gate, up = joint[0::2], joint[1::2]
-    return given | {"weight": gate, "up_weight": up, "up_bias": _bias(case, sampler)}
+    weights = {**made[0], **made[1], "weight": gate, "up_weight": up}
+    return given | weights | {"up_bias": _bias(case, sampler)}
 
 
 def sample_residual(case: LinearCase, device: str | torch.device, seed: int) -> dict[str, Any]:
     """What `linear_residual` takes besides."""
     sampler = Sampler(device, seed + 1)
     residual = sampler.normal(case.num_tokens, case.n, dtype=case.dtype)
-    return {"residual": residual, "scale": case.scale}
+    return {"residual": residual, "scale": case.scale, **_norm(case, sampler, case.n)}
 
 
-def _weight(case: LinearCase, sampler: Sampler) -> torch.Tensor:
-    made = sampler.normal(case.n, case.k, dtype=case.dtype, scale=case.k**-0.5)
-    return made.mT.contiguous().mT if case.layout.endswith("n_major") else made
+def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Tensor]:
+    """A weight, by its argument's name; of codes with its scale and zero."""
+    if case.weight_format == "dense":
+        made = [sampler.normal(case.n, case.k, dtype=case.dtype, scale=case.k**-0.5)]
+    else:
+        made = list(sample_codes(case, sampler, case.n, case.k))
+        made = made[: 2 if case.zeros == "none" else 3]
+    if case.layout.endswith("n_major"):
+        made = [one.mT.contiguous().mT for one in made]
+    return dict(zip((name, *BLOCKS[name]), made, strict=False))
+
+
+def _norm(case: LinearCase, sampler: Sampler, width: int) -> dict[str, Any]:
+    given: dict[str, Any] = {"rms_norm": case.norm != "", "norm_offset": case.norm_offset}
+    if case.norm == "rms":
+        given["norm_weight"] = sampler.normal(width, dtype=case.dtype) + (1 - case.norm_offset)
+    return given
 
 
 def _bias(case: LinearCase, sampler: Sampler) -> torch.Tensor | None:

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tilewright.ops.checks import (
+    ArgumentError,
+    check_choice,
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_number,
     check_shape,
+    check_tensor,
 )
+from tilewright.ops.formats import code_checks
+from tilewright.ops.formats.code_checks import (
+    check_blocks,
+    check_code_shape,
+    check_format_options,
+)
+from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, logical_shape
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# The arguments that hold the scale and the zero of a weight of codes.
+BLOCKS = {"weight": ("weight_scale", "weight_zero"), "up_weight": ("up_scale", "up_zero")}
+
+
+class FormatArguments(code_checks.FormatArguments, Protocol):
+    """What says how the weights of a linear are stored."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
 
 
 def check_rows(op: str, argument: str, tensor: torch.Tensor, letters: str, sizes: Any) -> None:
@@ -22,13 +41,26 @@ def check_rows(op: str, argument: str, tensor: torch.Tensor, letters: str, sizes
     check_last_dim_dense(op, argument, tensor)
 
 
-def check_weight(
-    op: str, argument: str, x: torch.Tensor, weight: torch.Tensor, num_rows: Any = None
-) -> None:
-    """Checks a weight [N, K] of x [T, K], of any strides. Raises ArgumentError."""
-    check_shape(op, argument, weight, "[N, K]", (num_rows, x.shape[1]))
-    check_dtype(op, argument, weight, (x.dtype,))
-    check_device(op, argument, weight, x.device)
+def num_rows(a: FormatArguments) -> Any:
+    """N of the weight."""
+    return logical_shape(a.weight, a.weight_format)[0]
+
+
+def check_weight(op: str, a: FormatArguments, argument: str, rows: Any = None) -> None:
+    """Checks a weight [N, K] of x [T, K], of any strides, numbers or codes, with its scale and
+    zero. Raises ArgumentError."""
+    weight, stored = getattr(a, argument), WEIGHT_FORMATS.get(a.weight_format)
+    check_tensor(op, argument, weight)
+    check_dtype(op, argument, weight, (a.x.dtype,) if stored is None else stored.dtypes)
+    check_code_shape(op, a, argument, "[N, K]", (rows, a.x.shape[1]))
+    check_device(op, argument, weight, a.x.device)
+    check_blocks(op, a, BLOCKS[argument], *logical_shape(weight, a.weight_format))
+
+
+def check_format(op: str, a: FormatArguments) -> None:
+    """Checks how the weights are stored. Raises ArgumentError."""
+    check_choice(op, "weight_format", a.weight_format, ("dense", *WEIGHT_FORMATS))
+    check_format_options(op, a, a.weight.dtype)
 
 
 def check_vector(
@@ -40,3 +72,12 @@ def check_vector(
     check_shape(op, argument, vector, letters, (size,))
     check_dtype(op, argument, vector, (x.dtype, torch.float32))
     check_device(op, argument, vector, x.device)
+
+
+def check_norm(op: str, a: Any, letters: str, size: Any) -> None:
+    """Checks an RMS norm of rows of so many numbers. Raises ArgumentError."""
+    if a.norm_weight is not None and not a.rms_norm:
+        raise ArgumentError(op, "norm_weight", "none without rms_norm", "a tensor")
+    check_vector(op, "norm_weight", a.x, a.norm_weight, letters, size)
+    check_number(op, "norm_eps", a.norm_eps, 0)
+    check_number(op, "norm_offset", a.norm_offset)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
-from tilewright.ops.checks import ArgumentError, check_choice, check_dtype, check_number
+from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_choice, check_dtype
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, LinearCase, sample_linear, sample_up
-from tilewright.ops.mlp.checks import DTYPES, check_rows, check_vector, check_weight
-from tilewright.ops.mlp.operands import activation_unsupported
+from tilewright.ops.mlp.checks import (
+    check_format,
+    check_norm,
+    check_rows,
+    check_vector,
+    check_weight,
+    num_rows,
+)
+from tilewright.ops.mlp.operands import activation_unsupported, dense_weight
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_norm
@@ -40,6 +48,12 @@ class LinearActivationArguments:
     or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm: x is divided by
     the root of the mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight
     [K] where that is given. Result [T, N] of x's dtype.
+
+    weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
+    with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
+    (uint8) or eight (int32) nibbles along K ("int4_k") or N ("int4_n"), of any strides.
+    weight_scale, and weight_zero where given: [ceil(N / bn), ceil(K / bk)], zeros also as int32
+    words of eight rows. up_scale, up_zero: those of the up_weight.
     """
 
     x: torch.Tensor
@@ -53,29 +67,36 @@ class LinearActivationArguments:
     norm_weight: torch.Tensor | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    weight_format: str = "dense"
+    weight_scale: torch.Tensor | None = None
+    up_scale: torch.Tensor | None = None
+    weight_zero: torch.Tensor | None = None
+    up_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
 
 
 def validate(a: LinearActivationArguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES)
+    check_dtype(NAME, "x", a.x, FLOAT_DTYPES)
     check_rows(NAME, "x", a.x, "[T, K]", (None, None))
-    check_weight(NAME, "weight", a.x, a.weight)
-    num_rows = a.weight.shape[0]
+    check_format(NAME, a)
+    check_weight(NAME, a, "weight")
+    rows = num_rows(a)
     if a.up_weight is not None:
-        check_weight(NAME, "up_weight", a.x, a.up_weight, num_rows)
-    elif a.up_bias is not None:
-        raise ArgumentError(NAME, "up_bias", "none without up_weight", "a tensor")
-    check_vector(NAME, "bias", a.x, a.bias, "[N]", num_rows)
-    check_vector(NAME, "up_bias", a.x, a.up_bias, "[N]", num_rows)
+        check_dtype(NAME, "up_weight", a.up_weight, (a.weight.dtype,))
+        check_weight(NAME, a, "up_weight", rows)
+    for name in ("up_bias", "up_scale", "up_zero"):
+        if a.up_weight is None and getattr(a, name) is not None:
+            raise ArgumentError(NAME, name, "none without up_weight", "a tensor")
+    check_vector(NAME, "bias", a.x, a.bias, "[N]", rows)
+    check_vector(NAME, "up_bias", a.x, a.up_bias, "[N]", rows)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
-    if a.norm_weight is not None and not a.rms_norm:
-        raise ArgumentError(NAME, "norm_weight", "none without rms_norm", "a tensor")
-    check_vector(NAME, "norm_weight", a.x, a.norm_weight, "[K]", a.x.shape[1])
-    check_number(NAME, "norm_eps", a.norm_eps, 0)
-    check_number(NAME, "norm_offset", a.norm_offset)
+    check_norm(NAME, a, "[K]", a.x.shape[1])
 
 
 def fake(a: LinearActivationArguments) -> torch.Tensor:
-    return a.x.new_empty((a.x.shape[0], a.weight.shape[0]))
+    return a.x.new_empty((a.x.shape[0], num_rows(a)))
 
 
 def reference(a: LinearActivationArguments) -> torch.Tensor:
@@ -85,15 +106,15 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
         out = activation(y @ weight^T + bias) * (y @ up_weight^T + up_bias)
 
     y = x without rms_norm; norm_weight None: y is not multiplied. up_weight None: out =
-    activation(y @ weight^T + bias).
+    activation(y @ weight^T + bias). Codes are dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     y = a.x.to(compute)
     if a.rms_norm:
         y = apply_norm(y, a.norm_weight, a.norm_eps, offset=a.norm_offset)
-    out = ACTIVATIONS[a.activation](apply_linear(y, a.weight, a.bias))
+    out = ACTIVATIONS[a.activation](apply_linear(y, dense_weight(a, "weight", compute), a.bias))
     if a.up_weight is not None:
-        out = out * apply_linear(y, a.up_weight, a.up_bias)
+        out = out * apply_linear(y, dense_weight(a, "up_weight", compute), a.up_bias)
     return out.to(a.x.dtype)
 
 

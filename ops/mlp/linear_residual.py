@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
-from tilewright.ops.checks import check_device, check_dtype, check_number
+from tilewright.ops.checks import FLOAT_DTYPES, check_device, check_dtype, check_number
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.cases import RESIDUAL_CASES, LinearCase, sample_linear, sample_residual
-from tilewright.ops.mlp.checks import DTYPES, check_rows, check_vector, check_weight
-from tilewright.ops.mlp.operands import residual_unsupported
+from tilewright.ops.mlp.checks import (
+    check_format,
+    check_norm,
+    check_rows,
+    check_vector,
+    check_weight,
+    num_rows,
+)
+from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
+from tilewright.ops.reference.norm import apply_norm
 
 NAME = "linear_residual"
 
@@ -31,7 +40,15 @@ class LinearResidualArguments:
     """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
 
     x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
-    float32. Result [T, N] of x's dtype, new memory.
+    float32. rms_norm: what is added to the residual is divided by the root of the mean of its
+    squares plus norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given.
+    Result [T, N] of x's dtype, new memory.
+
+    weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
+    with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
+    (uint8) or eight (int32) nibbles along K ("int4_k") or N ("int4_n"), of any strides.
+    weight_scale, and weight_zero where given: [ceil(N / bn), ceil(K / bk)], zeros also as int32
+    words of eight rows.
     """
 
     x: torch.Tensor
@@ -40,22 +57,34 @@ class LinearResidualArguments:
     _: KW_ONLY
     bias: torch.Tensor | None = None
     scale: float = 1.0
+    rms_norm: bool = False
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    weight_format: str = "dense"
+    weight_scale: torch.Tensor | None = None
+    weight_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
 
 
 def validate(a: LinearResidualArguments) -> None:
-    check_dtype(NAME, "x", a.x, DTYPES)
+    check_dtype(NAME, "x", a.x, FLOAT_DTYPES)
     check_rows(NAME, "x", a.x, "[T, K]", (None, None))
-    check_weight(NAME, "weight", a.x, a.weight)
-    sizes = (a.x.shape[0], a.weight.shape[0])
+    check_format(NAME, a)
+    check_weight(NAME, a, "weight")
+    sizes = (a.x.shape[0], num_rows(a))
     check_rows(NAME, "residual", a.residual, "[T, N]", sizes)
     check_dtype(NAME, "residual", a.residual, (a.x.dtype,))
     check_device(NAME, "residual", a.residual, a.x.device)
     check_vector(NAME, "bias", a.x, a.bias, "[N]", sizes[1])
     check_number(NAME, "scale", a.scale)
+    check_norm(NAME, a, "[N]", sizes[1])
 
 
 def fake(a: LinearResidualArguments) -> torch.Tensor:
-    return a.x.new_empty((a.x.shape[0], a.weight.shape[0]))
+    return a.x.new_empty((a.x.shape[0], num_rows(a)))
 
 
 def reference(a: LinearResidualArguments) -> torch.Tensor:
@@ -63,11 +92,15 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
 
         out = residual + scale * (x @ weight^T + bias)
 
-    Without bias nothing is added to the product.
+    Without bias nothing is added to the product. rms_norm: what is added to the residual is
+    normed. Codes are dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
-    made = apply_linear(a.x.to(compute), a.weight, a.bias)
-    return (a.residual.to(compute) + a.scale * made).to(a.x.dtype)
+    made = apply_linear(a.x.to(compute), dense_weight(a, "weight", compute), a.bias)
+    made = a.scale * made
+    if a.rms_norm:
+        made = apply_norm(made, a.norm_weight, a.norm_eps, offset=a.norm_offset)
+    return (a.residual.to(compute) + made).to(a.x.dtype)
 
 
 def sample_inputs(

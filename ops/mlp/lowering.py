@@ -13,19 +13,21 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mlp.plan import linear_config, most_tokens
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.mlp.specs import (
+    CODE_NAMES,
     LinearConfig,
     activate_grid,
     activate_spec,
     linear_grid,
     linear_spec,
+    norm_rows_spec,
     workspace_elements,
 )
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mlp.operands import activation_problem, residual_problem
+from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
-TENSORS = ("x", "norm_weight", "weight", "up_weight", "bias", "up_bias", "residual")
+TENSORS = ("x", "norm_weight", *CODE_NAMES, "bias", "up_bias", "residual")
 
 
 @cache
@@ -39,7 +41,7 @@ def _chosen(
 def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
-    if config is None and a.x.shape[0] > most_tokens(problem.num_weights):
+    if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _activation_by_library(problem, a, target))
     return (yield from _streamed(problem, a, target, config))
 
@@ -47,9 +49,16 @@ def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None 
 def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = residual_problem(a)
-    if config is None and a.x.shape[0] > most_tokens(problem.num_weights):
+    if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _residual_by_library(a))
     return (yield from _streamed(problem, a, target, config))
+
+
+def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
+    """Whether the library's GEMM is the faster one; of codes it would want the numbers first, and
+    round before a norm."""
+    alone = problem.quantization is None and problem.post_norm is None
+    return alone and num_tokens > most_tokens(problem.num_weights)
 
 
 def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
@@ -60,13 +69,19 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
         spec = linear_spec(problem, config, target.name)
     out = yield Buffer((num_tokens, problem.n), a.x.dtype)
     values: dict[str, Any] = {f"{name}_ptr": getattr(a, name, None) for name in TENSORS}
+    values["weight_ptr"], values["up_weight_ptr"] = kernel_weights(a)
     values |= {"out_ptr": out, "num_tokens": num_tokens}
     grid = linear_grid(problem, config, num_tokens)
-    if config.split_k > 1:
-        tiles = grid[0] // config.split_k * grid[1]
-        scratch = yield SplitK(tiles, workspace_elements(problem, config))
+    if config.split_k > 1 or config.post == "here":
+        tiles, more = grid[0] // config.split_k * grid[1], grid[1] * (config.post == "here")
+        scratch = yield SplitK(tiles + more, workspace_elements(problem, config))
         values["workspace_ptr"], values["counters_ptr"] = scratch
+    if config.post:
+        values["post_weight_ptr"] = a.norm_weight
+        values["made_ptr"] = yield Buffer((num_tokens, problem.n), torch.float32)
     yield Launch(spec, grid, values)
+    if config.post == "after":
+        yield Launch(norm_rows_spec(problem, target.name), (num_tokens,), values)
     return Outcome(out, "streaming kernel", config)
 
 

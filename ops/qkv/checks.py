@@ -17,19 +17,17 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_operand,
-    check_scale_block,
     check_shape,
     holds,
     proven,
     shape_text,
 )
-from tilewright.ops.formats.quantized_weight import (
-    WEIGHT_FORMATS,
-    WeightFormat,
-    logical_shape,
-    nibbles_per_word,
-    zeros_are_packed,
+from tilewright.ops.formats.code_checks import (
+    check_blocks,
+    check_code_shape,
+    check_format_options,
 )
+from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, logical_shape
 
 ACTIVATION_CODES = torch.float8_e4m3fn
 X_DTYPES = (*FLOAT_DTYPES, ACTIVATION_CODES)
@@ -70,7 +68,7 @@ def check_projection(op: str, a: ProjectionArguments) -> None:
     """Checks x, the three weights with their scales, and the biases."""
     check_choice(op, "weight_format", a.weight_format, ("dense", *WEIGHT_FORMATS))
     _check_x(op, a)
-    _check_format_options(op, a)
+    check_format_options(op, a, a.q_weight.dtype)
     _check_shapes(op, a)
     for letter in "qkv":
         weight = getattr(a, f"{letter}_weight")
@@ -90,7 +88,8 @@ def _check_x(op: str, a: ProjectionArguments) -> None:
         return
     if not coded:
         raise ArgumentError(op, "x_scale", f"None, since x is {a.x.dtype}", "a tensor")
-    _check_scale_like(op, a, "x_scale", a.x_scale)
+    check_dtype(op, "x_scale", a.x_scale, FLOAT_DTYPES)
+    check_device(op, "x_scale", a.x_scale, a.x.device)
     check_shape(op, "x_scale", a.x_scale, "[T or 1, 1 or K / 128]", (None, None))
     tokens, hidden = a.x.shape
     wanted = (tokens, -(-hidden // ACTIVATION_BLOCK))
@@ -108,27 +107,6 @@ def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None
         raise ArgumentError(op, "out_dtype", f"{expected} for {x_dtype}", out_dtype)
 
 
-def _check_format_options(op: str, a: ProjectionArguments) -> None:
-    """What goes with a format as a whole: block and nibble order."""
-    stored = WEIGHT_FORMATS.get(a.weight_format)
-    block, order = list(a.scale_block), list(a.nibble_order)
-    if stored is None:
-        given = {"scale_block": block, "nibble_order": order, "zero_point": a.zero_point}
-        for name, value in given.items():
-            if value:
-                raise ArgumentError(op, name, "nothing, since weights are dense", value)
-        return
-    check_scale_block(op, block)
-    if a.weight_format == "fp8" and a.zero_point:
-        raise ArgumentError(op, "zero_point", "0 for fp8 weights", a.zero_point)
-    if not order:
-        return
-    per = 0 if stored.packed_axis is None else nibbles_per_word(a.q_weight.dtype)
-    if sorted(order) != list(range(per)):
-        expected = f"an order of the {per} nibbles of a word" if per else "nothing, as no nibbles"
-        raise ArgumentError(op, "nibble_order", expected, order)
-
-
 def _check_shapes(op: str, a: ProjectionArguments) -> None:
     """Heads, head_dim and K of the three weights, as stored codes give them."""
     stored = WEIGHT_FORMATS.get(a.weight_format)
@@ -144,11 +122,11 @@ def _check_shapes(op: str, a: ProjectionArguments) -> None:
     q_shape = logical_shape(a.q_weight, a.weight_format)
     hidden, head_dim = a.x.shape[1], q_shape[-2]
     letters = "[Hq, D, K]" if len(q_shape) == 3 else "[Hkv, G, D, K]"
-    _check_codes(op, a, "q_weight", letters, (*(None for _ in q_shape[:-2]), None, hidden))
-    _check_codes(op, a, "k_weight", "[Hkv, D, K]", (None, head_dim, hidden))
+    check_code_shape(op, a, "q_weight", letters, (*(None for _ in q_shape[:-2]), None, hidden))
+    check_code_shape(op, a, "k_weight", "[Hkv, D, K]", (None, head_dim, hidden))
     num_kv_heads = a.k_weight.shape[0]
     if len(q_shape) == 4:
-        _check_codes(op, a, "q_weight", letters, (num_kv_heads, None, head_dim, hidden))
+        check_code_shape(op, a, "q_weight", letters, (num_kv_heads, None, head_dim, hidden))
     elif not holds(num_kv_heads != 0):
         raise ArgumentError(op, "k_weight", "at least one head", "none")
     # Without V, heads are but tiles of rows (MLA).
@@ -156,24 +134,7 @@ def _check_shapes(op: str, a: ProjectionArguments) -> None:
         expected = f"num_kv_heads that divides num_heads = {q_shape[0]}"
         raise ArgumentError(op, "k_weight", expected, f"{num_kv_heads} heads")
     if a.v_weight is not None:
-        _check_codes(op, a, "v_weight", "[Hkv, D, K]", (num_kv_heads, head_dim, hidden))
-
-
-def _check_codes(
-    op: str, a: ProjectionArguments, name: str, letters: str, sizes: Sequence[Any]
-) -> None:
-    """A weight's shape, in elements: of a packed axis, what its words hold."""
-    weight = getattr(a, name)
-    stored = WEIGHT_FORMATS.get(a.weight_format)
-    if stored is None or stored.packed_axis is None or weight.dim() != len(sizes):
-        check_shape(op, name, weight, letters, sizes)
-        return
-    shape = logical_shape(weight, a.weight_format)
-    if not all(w is None or holds(n == w) for n, w in zip(shape, sizes, strict=True)):
-        known = shape_text(["*" if size is None else size for size in sizes])
-        expected = f"words that hold {letters} = {known} ({a.weight_format})"
-        actual = f"shape {shape_text(weight.shape)}, which holds {shape_text(shape)}"
-        raise ArgumentError(op, name, expected, actual)
+        check_code_shape(op, a, "v_weight", "[Hkv, D, K]", (num_kv_heads, head_dim, hidden))
 
 
 def _check_weight(op: str, a: ProjectionArguments, letter: str, weight: torch.Tensor) -> None:
@@ -184,20 +145,12 @@ def _check_weight(op: str, a: ProjectionArguments, letter: str, weight: torch.Te
     if bias is not None:
         letters = "[H, D]" if len(shape) == 3 else "[Hkv, G, D]"
         check_parameter(op, a, f"{letter}_bias", bias, letters, shape[:-1])
-    scale, zero = getattr(a, f"{letter}_scale"), getattr(a, f"{letter}_zero")
-    stored = WEIGHT_FORMATS.get(a.weight_format)
-    if stored is not None:
-        rows = shape[-2]
-        for heads in shape[:-2]:
-            rows = rows * heads
-        _check_scale(op, a, letter, scale, zero, stored, rows, shape[-1])
-        return
-    _check_dense_strides(op, name, weight)
-    for suffix, value in (("scale", scale), ("zero", zero)):
-        if value is not None:
-            raise ArgumentError(
-                op, f"{letter}_{suffix}", "None, since weights are dense", "a tensor"
-            )
+    if a.weight_format == "dense":
+        _check_dense_strides(op, name, weight)
+    rows = shape[-2]
+    for heads in shape[:-2]:
+        rows = rows * heads
+    check_blocks(op, a, (f"{letter}_scale", f"{letter}_zero"), rows, shape[-1])
 
 
 def _check_dense_strides(op: str, name: str, weight: torch.Tensor) -> None:
@@ -227,50 +180,6 @@ def check_parameter(
     """Checks a bias: of the dtype of the values or float32."""
     dtypes = (value_dtype(a), torch.float32)
     check_operand(op, name, tensor, letters, sizes, dtypes, a.x.device, dense=True)
-
-
-def _check_scale_like(
-    op: str, a: ProjectionArguments, name: str, tensor: torch.Tensor, more: tuple[Any, ...] = ()
-) -> None:
-    check_dtype(op, name, tensor, (*FLOAT_DTYPES, *more))
-    check_device(op, name, tensor, a.x.device)
-
-
-def _check_scale(
-    op: str,
-    a: ProjectionArguments,
-    letter: str,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    stored: WeightFormat,
-    rows: Any,
-    columns: Any,
-) -> None:
-    name = f"{letter}_scale"
-    if scale is None:
-        raise ArgumentError(op, name, f"a tensor, since weights are {a.weight_format}", None)
-    block = a.scale_block
-    _check_scale_like(op, a, name, scale)
-    if stored.packed_axis is not None and not holds(columns % block[1] == 0):
-        expected = f"a group that divides K = {columns}"
-        raise ArgumentError(op, "scale_block", expected, list(block))
-    grid = (-(-rows // block[0]), -(-columns // block[1]))
-    letters = f"[ceil(N / {block[0]}), ceil(K / {block[1]})]"
-    check_shape(op, name, scale, letters, grid)
-    if zero is None:
-        return
-    name = f"{letter}_zero"
-    if a.weight_format == "fp8":
-        raise ArgumentError(op, name, "None for fp8 weights", "a tensor")
-    _check_scale_like(op, a, name, zero, (torch.uint8, torch.int8, torch.int32, torch.int64))
-    if zero.dim() != 2:
-        check_shape(op, name, zero, letters, grid)
-    if stored.packed_axis is not None and zeros_are_packed(zero, rows, block):
-        if len(a.nibble_order) not in (0, 8):
-            expected = "an order of 8 nibbles, as the zeros are packed in words of 8"
-            raise ArgumentError(op, "nibble_order", expected, list(a.nibble_order))
-        letters, grid = f"[N / {8 * block[0]}, K / {block[1]}] words", (zero.shape[0], grid[1])
-    check_shape(op, name, zero, letters, grid)
 
 
 def check_delta(

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, pack_nibbles
+from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS
+from tilewright.ops.formats.sample_codes import sample_codes
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.sampling import Sampler
 
@@ -90,7 +91,8 @@ def _project(
 
 
 def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    parts = [_quantized(case, sampler, heads * case.head_dim) for heads in _heads(case)]
+    sizes = [(heads * case.head_dim, case.hidden) for heads in _heads(case)]
+    parts = [sample_codes(case, sampler, *size) for size in sizes]
     stored, scales, zeros = (_laid_out(case, list(part)) for part in zip(*parts, strict=True))
     per_head = case.head_dim
     if WEIGHT_FORMATS[case.weight_format].packed_axis == -2:
@@ -105,32 +107,6 @@ def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         "nibble_order": list(case.nibble_order),
         "zero_point": case.zero_point,
     }
-
-
-def _quantized(
-    case: AttentionCase, sampler: Sampler, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stored rows, scales and zeros (empty where there are none) of one projection."""
-    shape, axis = (rows, case.hidden), WEIGHT_FORMATS[case.weight_format].packed_axis
-    grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
-    if axis is not None:
-        codes, size = sampler.integers(0, 16, *shape), 4.0
-        stored = pack_nibbles(codes, case.words, axis, case.nibble_order)
-    elif case.weight_format == "int8":
-        stored, size = sampler.integers(-128, 128, *shape).to(torch.int8), 64.0
-    else:
-        stored, size = sampler.normal(*shape, dtype=torch.float8_e4m3fn, scale=8.0), 8.0
-    scales = sampler.scales(*grid, size=case.hidden**-0.5 / size, dtype=_scale_dtype(case))
-    zeros = sampler.integers(0, 16, *grid)
-    if case.zeros == "packed":
-        zeros = pack_nibbles(zeros, torch.int32, 0, case.nibble_order)
-    elif case.zeros == "float":
-        zeros = zeros.to(_scale_dtype(case))
-    return stored, scales, zeros
-
-
-def _scale_dtype(case: AttentionCase) -> torch.dtype:
-    return torch.float32 if case.weight_format == "fp8" else case.dtype
 
 
 def _laid_out(case: AttentionCase, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -3,8 +3,8 @@
     y   = rms_norm(x) * norm_weight
     out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
 
-Gated or not, the weights of gate and up apart or rows of one tensor. The norm is taken where nobody
-else reads its result.
+Gated or not, the weights of gate and up apart or rows of one tensor; of codes that the graph
+dequantises, the op reads the codes. The norm is taken where nobody else reads its result.
 """
 
 from __future__ import annotations
@@ -22,12 +22,19 @@ from tilewright.patterns.mlp.linears import (
     check_linears,
     in_shape_of,
     linear_facts,
+    match_codes,
     match_few_tokens,
     match_norm_before,
+    norm_arguments,
     unread,
 )
 from tilewright.patterns.recognise.activation import Activation, match_activation
 from tilewright.patterns.recognise.equality import equal_values
+
+_NAMES = (
+    ("weight", "weight_scale", "weight_zero"),
+    ("up_weight", "up_scale", "up_zero"),
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,9 @@ class LinearActivation:
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
         norm = match_norm_before(linears, flow)
-        x, given = gate.x, dict[str, Any]()
+        x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
             x = norm.x.matrix
-            given = {"rms_norm": True, "norm_eps": norm.eps, "norm_offset": norm.offset}
-            given["norm_weight"] = norm.weight and norm.weight.reshape(norm.width)
             absorbed += unread(norm.absorbed, (linear.product for linear in linears), flow)
         return Match(
             pattern=self.name,
@@ -73,19 +78,19 @@ class LinearActivation:
             anchor=anchor,
             arguments={
                 "x": x,
-                "weight": gate.weight,
-                "up_weight": up and up.weight,
+                "up_weight": None,
                 "bias": gate.bias,
                 "up_bias": up and up.bias,
                 "activation": activation.name,
                 **given,
+                **norm_arguments(norm),
             },
             results=(Result(anchor, in_shape_of(anchor, gate)),),
             absorbed=tuple(dict.fromkeys(absorbed)),
             facts={
-                **linear_facts(gate),
+                **linear_facts(gate, given),
                 "activation": activation.name,
-                "gate": _gate_layout(gate, up),
+                "gate": _gate_layout(given),
                 "bias": "yes" if gate.bias is not None else "no",
                 "norm": "no" if norm is None else "rms",
             },
@@ -110,12 +115,11 @@ def _match_parts(value: Value) -> tuple[Activation, tuple[FewTokens, ...]] | Non
     return (activation, linears) if same else None
 
 
-def _gate_layout(gate: FewTokens, up: FewTokens | None) -> str:
-    if up is None:
+def _gate_layout(weights: dict[str, Any]) -> str:
+    if "up_weight" not in weights:
         return "none"
-    if up.weight.value is not gate.weight.value:
-        return "separate"
-    return "packed"
+    packed = weights["up_weight"].value is weights["weight"].value
+    return "packed" if packed else "separate"
 
 
 register(LinearActivation())

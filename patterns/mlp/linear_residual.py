@@ -2,6 +2,9 @@
 of an MLP.
 
     out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
+    out = residual + rms_norm(linear(x, weight))   ⇒   the same, rms_norm=True
+
+The second for a count of tokens that is a number.
 """
 
 from __future__ import annotations
@@ -16,18 +19,25 @@ from tilewright.patterns.mlp.linears import (
     check_linears,
     in_shape_of,
     linear_facts,
+    match_codes,
     match_few_tokens,
+    norm_arguments,
+    rms_norm_of,
+    unread,
 )
 from tilewright.patterns.recognise.activation import times_number
+from tilewright.patterns.recognise.norm import Norm
 
 
 @dataclass(frozen=True)
 class Sum:
-    """residual + scale * linear. absorbed: with the products by the number."""
+    """residual + scale * linear, or residual + norm(linear). absorbed: with the products by the
+    number, and the norm."""
 
     linear: FewTokens
     residual: View
     scale: float
+    norm: Norm | None
     absorbed: tuple[Value, ...]
 
 
@@ -55,23 +65,26 @@ class LinearResidual:
         assert found is not None
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
+        weights = match_codes([linear], [("weight", "weight_scale", "weight_zero")])
         return Match(
             pattern=self.name,
             op=self.op,
             anchor=anchor,
             arguments={
                 "x": linear.x,
-                "weight": linear.weight,
+                **weights,
                 "residual": found.residual.matrix,
                 "bias": linear.bias,
                 "scale": found.scale,
+                **norm_arguments(found.norm),
             },
             results=(Result(anchor, in_shape_of(anchor, linear)),),
             absorbed=(anchor, *found.absorbed),
             facts={
-                **linear_facts(linear),
+                **linear_facts(linear, weights),
                 "bias": "yes" if linear.bias is not None else "no",
                 **({"scale": found.scale} if found.scale != 1.0 else {}),
+                **({"norm": "rms"} if found.norm is not None else {}),
             },
             scope=common_scope(linear.product.scope, anchor.scope),
             needs_kernel=True,
@@ -85,15 +98,32 @@ def _match_sum(value: Value, flow: Dataflow) -> Sum | None:
     for product, residual in value.either_way:
         if product.shape != value.shape or residual.shape != value.shape:
             continue
-        scaled = times_number(product)
-        inner, scale, values = scaled or (product, 1.0, ())
-        linear = match_few_tokens(inner)
-        if linear is None:
-            continue
-        absorbed = (*values, *linear.absorbed)
-        if all(flow.only_user(one) is not None for one in absorbed):
-            return Sum(linear, residual, scale, absorbed)
+        found = _match_normed(product, residual) or _match_scaled(product, residual)
+        if found is not None and _is_read_here_alone(found, value, flow):
+            return found
     return None
+
+
+def _match_scaled(product: View, residual: View) -> Sum | None:
+    inner, scale, values = times_number(product) or (product, 1.0, ())
+    linear = match_few_tokens(inner)
+    if linear is None:
+        return None
+    return Sum(linear, residual, scale, None, (*values, *linear.absorbed))
+
+
+def _match_normed(normed: View, residual: View) -> Sum | None:
+    norm = rms_norm_of(normed)
+    linear = None if norm is None else match_few_tokens(norm.x)
+    if norm is None or linear is None or not isinstance(linear.x.shape[0], int):
+        return None
+    return Sum(linear, residual, 1.0, norm, (*norm.absorbed, *linear.absorbed))
+
+
+def _is_read_here_alone(found: Sum, end: Value, flow: Dataflow) -> bool:
+    if found.norm is None:
+        return all(flow.only_user(one) is not None for one in found.absorbed)
+    return set(unread(found.absorbed, [end], flow)) == set(found.absorbed)
 
 
 register(LinearResidual())

@@ -6,7 +6,7 @@ the linear, K hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tilewright.patterns import effects
@@ -18,8 +18,7 @@ from tilewright.patterns.projection.epilogue import HeadNorm, head_norm, match_e
 from tilewright.patterns.projection.rows import Rows, heads_of
 from tilewright.patterns.quantised.weights import (
     DequantizedWeight,
-    match_weight,
-    refuse,
+    match_scaled_weight,
     repeated,
 )
 from tilewright.patterns.recognise.equality import equal_values
@@ -105,19 +104,13 @@ class Heads:
         Raises Reject (WEIGHT_FORMAT).
         """
         gemm, linear = self.linear.gemm, self.linear
-        found = match_weight(self.weight)
-        if found is None:
-            return None
-        scales = [found.scale]
+        sums = weights = None
         if linear.scale is not None:
             rows = self.rows.of(linear.scale, linear.scale_first)
-            scales.append(repeated(rows, self.weight.shape[-1]))
+            sums = repeated(rows, self.weight.shape[-1])
         if gemm.weight_scale is not None:
-            scales.append(self.rows.of(gemm.weight_scale).matrix)
-        given = [scale for scale in scales if scale is not None]
-        if len(given) > 1:
-            refuse(self.weight, "they are scaled twice")
-        return replace(found, scale=given[0] if given else None)
+            weights = self.rows.of(gemm.weight_scale).matrix
+        return match_scaled_weight(self.weight, sums, weights)
 
     def expand_rows(self, delta: LoraDelta) -> View:
         """This projection's rows of the B of an adapter, [G, W, R].

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,15 @@ from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
+#: The arguments of an op that hold the codes, the scale and the zero of one of its weights.
+Names = tuple[str, str, str]
+QKV_NAMES: tuple[Names, ...] = tuple((f"{x}_weight", f"{x}_scale", f"{x}_zero") for x in "qkv")
 
-def weight_arguments(weights: Sequence[DequantizedWeight]) -> dict[str, Any]:
-    """The op's arguments for the three weights, q first.
+
+def weight_arguments(
+    weights: Sequence[DequantizedWeight], names: Sequence[Names] = QKV_NAMES
+) -> dict[str, Any]:
+    """The op's arguments for its weights, which are quantised alike: q, k and v, or by `names`.
 
     Raises Reject. WEIGHT_FORMAT: they differ, or nothing scales them. SCALE_BLOCK: their scales do
     not go by blocks.
@@ -42,9 +48,10 @@ def weight_arguments(weights: Sequence[DequantizedWeight]) -> dict[str, Any]:
         "nibble_order": _order(first),
         "zero_point": first.zero_point,
     }
-    for letter, weight, grid in zip("qkv", weights, grids, strict=False):
-        arguments |= {f"{letter}_weight": weight.codes, f"{letter}_scale": grid}
-    return arguments | _zeros(grids[len(weights) :], first)
+    for (codes, scale, _), weight, grid in zip(names, weights, grids, strict=False):
+        arguments |= {codes: weight.codes, scale: grid}
+    zeros = dict(zip((zero for *_, zero in names), grids[len(weights) :], strict=False))
+    return arguments | _zeros(zeros, first)
 
 
 def _order(weight: DequantizedWeight) -> list[int]:
@@ -59,20 +66,19 @@ def _cut(view: View, block: Block) -> View:
     return view.with_dims(*dims)
 
 
-def _zeros(grids: Sequence[View], weight: DequantizedWeight) -> dict[str, Any]:
+def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:
     """Zero points as words of eight rows where they are packed as the weight is, else as numbers
     that the graph unpacks."""
-    unpacked = {f"{k}_zero": grid for k, grid in zip("qkv", grids, strict=False)}
     words, points = {}, set()
     for name, grid in unpacked.items():
         found = packed(grid, 0, 8, torch.int32)
         if found is None or list(found[1]) != (_order(weight) or list(range(8))):
-            return unpacked
+            return dict(unpacked)
         if any(e.scale is not None or e.zero is not None for e in found[2]):
-            return unpacked
+            return dict(unpacked)
         words[name] = found[0]
         points |= {e.zero_point for e in found[2]}
     if len(points) != 1:
-        return unpacked
+        return dict(unpacked)
     # GPTQ stores zero points less one: code - (zero + 1).
     return {**words, "zero_point": weight.zero_point - points.pop()}

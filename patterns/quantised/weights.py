@@ -67,6 +67,20 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
 
 
+def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeight | None:
+    """The same, of a product whose result or operands may be scaled besides: outside, [N, K].
+
+    Raises Reject (WEIGHT_FORMAT), for two scales too.
+    """
+    found = match_weight(weight)
+    if found is None:
+        return None
+    given = [scale for scale in (found.scale, *outside) if scale is not None]
+    if len(given) > 1:
+        refuse(weight, "they are scaled twice")
+    return replace(found, scale=given[0] if given else None)
+
+
 def repeated(rows: View, hidden: int) -> View:
     """A number per row [H, D] as one per element [N, K]."""
     flat = effects.reshape(rows.effect, (effects.product(rows.shape), 1))

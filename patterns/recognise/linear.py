@@ -115,6 +115,12 @@ class LinearColumns:
         bias = self.linear.bias
         return None if bias is None else self._rows(bias, self.linear.bias_first)
 
+    @property
+    def scale(self) -> View | None:
+        """What the sums of codes are multiplied with, [columns...]."""
+        scale = self.linear.scale
+        return None if scale is None else self._rows(scale, self.linear.scale_first)
+
     def _rows(self, tensor: View, first: int) -> View:
         feature = self.linear.gemm.feature
         dims = [

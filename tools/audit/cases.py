@@ -15,6 +15,7 @@ SPECIALISED_STACK_BYTES = 8
 # tcgen05 wants this many rows; a shorter tile goes to the older tensor core.
 MMA_ROWS = 64
 SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
+SCALED_SUMS_REASON = "the sums of each group are scaled before they are added"
 SHORT_TILE_REASON = "a few tokens: each weight is read once and hardly computed with"
 
 

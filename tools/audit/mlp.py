@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
 from tilewright.ops.mlp import linear_activation, linear_residual
+from tilewright.ops.mlp.cases import LinearCase
 from tilewright.ops.mlp.linear_activation import LinearActivationArguments
 from tilewright.ops.mlp.linear_residual import LinearResidualArguments
-from tilewright.tools.audit.cases import AuditCase, distinct, meta
+from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, distinct, meta
+from tilewright.tools.audit.qkv import FORMATS
 
 # name -> (hidden size, inner size, columns of the attention's result).
 MODELS = {
@@ -21,10 +24,13 @@ MODELS = {
     "Qwen3-32B": (5120, 25600, 8192),
 }
 TOKEN_COUNTS = (1, 32, 64)
+CODED_COUNTS = (1, 64)
+# Scales and zeros of groups with K contiguous along the rows, on SM100.
+CODES_STACK = 16
 
 
 def mlp_cases(target: Target) -> list[AuditCase]:
-    return distinct([*_model_cases(target), *_plain_cases(target)])
+    return distinct([*_model_cases(target), *_plain_cases(target), *_coded_cases(target)])
 
 
 def _model_cases(target: Target) -> Iterator[AuditCase]:
@@ -50,8 +56,47 @@ def _plain_cases(target: Target) -> Iterator[AuditCase]:
     wide = meta(1600, 6400).t().contiguous().t()
     second = LinearResidualArguments(meta(16, 6400), wide, meta(16, 1600), bias=meta(1600))
     yield _case("GPT-2 XL down", linear_residual.OP, second, target)
+    for tokens in (1, 16):
+        case = LinearCase("", tokens, 14336, 3584, norm="rms", norm_offset=1.0)
+        third = linear_residual.sample_inputs(case, "meta")
+        yield _case(f"Gemma-2-9B down T={tokens}", linear_residual.OP, third, target)
+
+
+def _coded_cases(target: Target) -> Iterator[AuditCase]:
+    """Weights of codes, as checkpoints have them, of the first model."""
+    hidden, inner, _ = next(iter(MODELS.values()))
+    for name, options in FORMATS.items():
+        if options.get("codes"):
+            continue
+        up, down = (_coded(options, *sizes) for sizes in ((hidden, inner), (inner, hidden)))
+        up = replace(up, layout=up.layout.replace("plain", "separate"), norm="rms")
+        for tokens in CODED_COUNTS:
+            for what, case, op in (
+                ("gate and up", up, linear_activation.OP),
+                ("down", down, linear_residual.OP),
+            ):
+                a = op.sample_inputs(replace(case, num_tokens=tokens), "meta")
+                yield _case(f"Llama-3-8B {name} {what} T={tokens}", op, a, target)
+
+
+def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
+    """A linear of an entry of FORMATS."""
+    rows, columns = options["scale_block"]
+    given = {name: value for name, value in options.items() if name != "transposed"}
+    layout = "plain_n_major" if options.get("transposed") else "plain"
+    return LinearCase(
+        "", **given | {"k": k, "n": n, "layout": layout, "scale_block": (rows, columns or k)}
+    )
 
 
 def _case(name: str, op: Any, a: Any, target: Target, dtype: str = "bf16") -> AuditCase:
-    (spec,) = op.plan_for(a, target.name).specs
-    return AuditCase(f"mlp {name}", spec, Expectations(mma=dtype, memory_bound=True))
+    spec = op.plan_for(a, target.name).specs[0]
+    constants = dict(spec.constants)
+    grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
+    claims = Expectations(
+        mma=dtype,
+        memory_bound=True,
+        stack_bytes=CODES_STACK if "PER" in constants else 0,
+        fresh_sums_reason=SCALED_SUMS_REASON if grouped else "",
+    )
+    return AuditCase(f"mlp {name}", spec, claims)

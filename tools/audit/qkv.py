@@ -26,6 +26,7 @@ from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import (
     MMA_ROWS,
+    SCALED_SUMS_REASON,
     SHORT_TILE_REASON,
     SPECIALISED_STACK_BYTES,
     AuditCase,
@@ -38,7 +39,6 @@ TOKEN_COUNTS = (1, 64, 512, 4096)
 QUANTIZED_COUNTS = (1, 64, 1024)
 # Up to so many tokens the time is that of streaming the weights.
 MEMORY_BOUND_TOKENS = 16
-SCALED_SUMS_REASON = "the sums of each group are scaled before they are added"
 
 _PLAIN = AttentionCase(
     "plain",

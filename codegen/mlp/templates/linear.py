@@ -7,15 +7,17 @@ factor of each row of the result, whose sum of squares is taken in the same pass
 import triton
 import triton.language as tl
 
+from tilewright.codegen.mlp.templates.finish import bias_column, finish_linear, residual_tile
 from tilewright.codegen.templates.activation import activate
-from tilewright.codegen.templates.split_k import arrive, sum_of_parts
 
 
 @triton.jit
-def prefetch_rows(rows_ptr, first, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Asks the L2 cache for COLUMNS 16-bit numbers of each row, from column `first` on: a hint,
-    which reads nothing, so that whoever still writes there is not disturbed."""
-    columns = tl.minimum(first + tl.arange(0, COLUMNS // 64) * 64, K - 1)
+def prefetch_rows(
+    rows_ptr, first, K: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """Asks the L2 cache for LINES lines of LINE elements, 128 bytes, of each row of K, from column
+    `first` on: a hint, which reads nothing, so that whoever still writes there is not disturbed."""
+    columns = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
     lines = rows_ptr[:, None] + columns[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], tl.int32, False, 1
@@ -37,21 +39,17 @@ def weight_tile(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUM
 
 
 @triton.jit
-def bias_column(bias_ptr, rows, row_mask, STRIDE: tl.constexpr):
-    """A bias [rows, 1] in fp32."""
-    return tl.load(bias_ptr + rows * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-
-
-@triton.jit
 def streamed_linear(
     x_ptr, norm_weight_ptr, weight_ptr, up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr,
-    out_ptr, workspace_ptr, counters_ptr,
+    out_ptr, workspace_ptr, counters_ptr, made_ptr, post_weight_ptr,
     num_tokens,
     N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
     WEIGHT_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     RESIDUAL_STRIDE: tl.constexpr,
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr, SCALE: tl.constexpr,
+    POST: tl.constexpr, POST_STRIDE: tl.constexpr, POST_EPS: tl.constexpr,
+    POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr, LETS_IN: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +61,8 @@ def streamed_linear(
     strides (row, column). With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N
     * BLOCK_T + NORM * BLOCK_T] and counters one zero per tile. PREFETCH: columns of each row that
     are asked for before the kernel waits for the one before it. LETS_IN: the next kernel's programs
-    may take their places while this one runs.
+    may take their places while this one runs. POST: as in `finish_linear`, where out = residual +
+    norm(SCALE * ...); "here" wants a counter more for each tile of tokens.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -80,27 +79,25 @@ def streamed_linear(
         if PREFETCH > 0:
             last = (N - 1 - row_tile * BLOCK_N).to(tl.int64)
             inside = tl.minimum(tl.arange(0, BLOCK_N), last) + row_tile * BLOCK_N
-            prefetch_rows(weight_ptr + inside * WEIGHT_STRIDES[0], part * PART, K, PREFETCH)
+            LINES: tl.constexpr = PREFETCH // 64
+            first = part * PART
+            prefetch_rows(weight_ptr + inside * WEIGHT_STRIDES[0], first, K, LINES, 64)
             if up_weight_ptr is not None:
-                prefetch_rows(up_weight_ptr + inside * UP_STRIDES[0], part * PART, K, PREFETCH)
+                prefetch_rows(up_weight_ptr + inside * UP_STRIDES[0], first, K, LINES, 64)
         tl.extra.cuda.gdc_wait()
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
     places = tokens.to(tl.int64)[None, :]
     there = row_mask[:, None] & token_mask[None, :]
     # Before the loop: after it nothing would hide the latency of these loads.
-    if residual_ptr is not None:
-        residual = tl.load(
-            residual_ptr + places * RESIDUAL_STRIDE + rows[:, None], mask=there, other=0.0
-        )
-    if bias_ptr is not None:
-        bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
-    if up_bias_ptr is not None:
-        up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
+    residual = 0.0
+    if POST == "":
+        residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
+    bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
+    up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
     weight_ptrs = weight_rows[:, None] + columns[None, :] * WEIGHT_STRIDES[1]
     if up_weight_ptr is not None:
         up_ptrs = up_rows[:, None] + columns[None, :] * UP_STRIDES[1]
-        up = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * X_STRIDE + columns[None, :]
     if NORM:
         squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -110,6 +107,7 @@ def streamed_linear(
                 norm_weight_ptr + columns[None, :] * NORM_STRIDE, (BLOCK_T, BLOCK_K)
             )
     product = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    up = product
     for step in range(0, PART, BLOCK_K):
         x_mask = token_mask[:, None]
         column_mask = (columns + step < K)[None, :]
@@ -133,54 +131,17 @@ def streamed_linear(
                 N % BLOCK_N == 0, K % (BLOCK_K * SPLIT_K) == 0,
             )  # fmt: skip
             up = tl.dot(up_weight, x.T, up)
+    square = 0.0
     if NORM:
         square = tl.sum(squares, axis=1)
-    is_last = True
-    if SPLIT_K > 1:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
-        tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + row_tile
-        NUMBERS: tl.constexpr = SIZE * (1 if up_weight_ptr is None else 2) + BLOCK_T * NORM
-        parts = workspace_ptr + tile.to(tl.int64) * (SPLIT_K * NUMBERS)
-        offsets = tl.arange(0, BLOCK_T)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        # Of the columns that pad the tile nothing is written.
-        real = token_mask[None, :] & (rows >= 0)[:, None]
-        tl.store(parts + part * SIZE + offsets, product, mask=real)
-        up_parts = parts + SPLIT_K * SIZE
-        if up_weight_ptr is not None:
-            tl.store(up_parts + part * SIZE + offsets, up, mask=real)
-        square_parts = parts + SPLIT_K * (NUMBERS - BLOCK_T)
-        own = tl.arange(0, BLOCK_T)
-        if NORM:
-            tl.store(square_parts + part * BLOCK_T + own, square, mask=token_mask)
-        is_last = arrive(counters_ptr + tile, SPLIT_K)
-    if is_last:
-        if SPLIT_K > 1:
-            product = sum_of_parts(parts, offsets, real, SIZE, SPLIT_K)
-            if up_weight_ptr is not None:
-                up = sum_of_parts(up_parts, offsets, real, SIZE, SPLIT_K)
-            if NORM:
-                square = sum_of_parts(square_parts, own, token_mask, BLOCK_T, SPLIT_K)
-        if NORM:
-            inverse = tl.rsqrt(square / K + NORM_EPS)[None, :]
-            product *= inverse
-            if up_weight_ptr is not None:
-                up *= inverse
-        if bias_ptr is not None:
-            product += bias
-        if up_bias_ptr is not None:
-            up += up_bias
-        if ACTIVATION != "":
-            if up_weight_ptr is None:
-                product = activate(product, product, ACTIVATION, 1.0, 0.0, False)
-            else:
-                product = activate(product, up, ACTIVATION, 1.0, 0.0, True)
-        if SCALE != 1.0:
-            product *= SCALE
-        if residual_ptr is not None:
-            product += residual.to(tl.float32)
-        tl.store(
-            out_ptr + places * N + rows[:, None], product.to(out_ptr.dtype.element_ty), mask=there
-        )
+    finish_linear(
+        product, up, square, bias, up_bias, residual,
+        up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
+        made_ptr, post_weight_ptr, num_tokens,
+        row_tile, part, rows, places, there, token_mask,
+        N, K, NORM, NORM_EPS, ACTIVATION, SCALE, RESIDUAL_STRIDE,
+        POST, POST_STRIDE, POST_EPS, POST_OFFSET, POST_BLOCK, BLOCK_N, BLOCK_T, SPLIT_K,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -28,13 +28,13 @@ from tilewright.codegen.qkv.templates.loads import (
 )
 from tilewright.codegen.qkv.templates.projection import reduce_partials, stride_of
 from tilewright.codegen.templates.codes import (
+    add_scaled_groups,
     code_unit,
     codes_in_order,
     codes_of_rows,
     load_blocks,
     x_in_order,
 )
-from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.places import KEY, QUERY, head_of_tile, store_target
 
 
@@ -288,18 +288,11 @@ def qkv_quantized(
                 ones = tl.full((ROWS, BLOCK_K), 1.0, x_ptr.dtype.element_ty)
                 sums = tl.dot(ones, x.T, sums)
         else:
-            for group in tl.static_range(GROUPS):
-                x_part = part_of(x, group, GROUPS)
-                product = tl.dot(part_of(codes, group, GROUPS), x_part.T)
-                if HAS_ZEROS:
-                    ones = tl.full((ROWS, BLOCK_K // GROUPS), 1.0, x_ptr.dtype.element_ty)
-                    zeros = ZERO_OFFSET
-                    if q_zero_ptr is not None:
-                        zeros = part_of(zero, group, GROUPS) + ZERO_OFFSET
-                    product -= zeros / UNIT * tl.dot(ones, x_part.T)
-                if x_scale_ptr is not None:
-                    product *= x_scale
-                accumulator += product * (part_of(scale, group, GROUPS) * UNIT)
+            accumulator = add_scaled_groups(
+                accumulator, codes, x, scale, zero, x_scale,
+                GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET, x_scale_ptr is not None,
+                UNIT,
+            )  # fmt: skip
         scale = next_scale
         zero = next_zero
         x_scale = next_x_scale

@@ -61,6 +61,24 @@ def test_tiles(module, steps, case, tokens, config):
             assert (answer[1] == 0).all()  # for the next launch
 
 
+@pytest.mark.parametrize("post", ["here", "after"])
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[3]], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_a_norm_of_the_result(tokens, config, post):
+    """By the last program to arrive, whose counters are zero for the next launch, or a launch of
+    its own; float16, whose range the sums may leave before the norm."""
+    case = replace(DOWN, num_tokens=tokens, norm="rms", dtype=torch.float16, scale=1e5)
+    a = linear_residual.sample_inputs(case)
+    machine = Interpreter()
+    program = drive(linear_residual_steps(a, machine.target, replace(config, post=post)), machine)
+    close(linear_residual, a, program.outcome.result)
+    launches = [step for step, _ in program.steps if isinstance(step, Launch)]
+    assert len(launches) == (1 if post == "here" else 2)
+    for step, answer in program.steps:
+        if isinstance(step, SplitK):
+            assert (answer[1] == 0).all()
+
+
 @pytest.mark.parametrize("size", ["few", "many"])
 @pytest.mark.parametrize(
     ("module", "steps", "case"),
@@ -158,6 +176,8 @@ def test_bad_arguments_of_an_activation_are_named(change, argument):
         ({"residual": torch.zeros(72, 5, dtype=torch.bfloat16).t()}, "residual"),
         ({"weight": torch.zeros(72, 320, dtype=torch.bfloat16)}, "weight"),
         ({"scale": float("inf")}, "scale"),
+        ({"norm_weight": torch.zeros(72)}, "norm_weight"),
+        ({"rms_norm": True, "norm_weight": torch.zeros(70)}, "norm_weight"),
     ],
     ids=str,
 )

@@ -250,6 +250,23 @@ def test_sums(function):
     assert shapes["bias"] == ("yes" if function in (added_behind, scaled) else "no")
 
 
+@pytest.mark.parametrize("norm", [hf_norm, gemma_norm, own_norm, weightless_norm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_of_what_is_added_is_part_of_it(norm, dtype):
+    def post_normed(x, both, down, bias, down_bias, weight, residual):
+        return residual + norm(F.linear(both_of(x, both), down, down_bias), weight)
+
+    shapes = site_of(run(post_normed, inputs(dtype=dtype)), "linear_residual").shapes
+    assert (shapes["norm"], shapes["bias"]) == ("rms", "yes")
+
+
+def test_for_a_symbol_of_tokens_the_norm_stays_in_the_graph():
+    def post_normed(x, both, down, bias, down_bias, weight, residual):
+        return residual + hf_norm(F.linear(x, both[:K]), weight)
+
+    assert matches_of(run(post_normed, inputs(), symbols=[0, 6]), "mlp") == []
+
+
 def test_of_a_sum_of_two_linears_one_is_taken():
     def parallel(x, both, down, bias, down_bias, weight, residual):
         return F.linear(both_of(x, both), down) + F.linear(residual, both[:K])
@@ -296,15 +313,26 @@ def read_again(x, both, down, bias, down_bias, weight, residual):
     return (residual + out) * out
 
 
-def normed_before_the_sum(x, both, down, bias, down_bias, weight, residual):
-    return residual + hf_norm(F.linear(both_of(x, both), down), weight)
+def layer_normed_before_the_sum(x, both, down, bias, down_bias, weight, residual):
+    return residual + layer_norm(F.linear(both_of(x, both), down), weight)
+
+
+def norm_read_again(x, both, down, bias, down_bias, weight, residual):
+    normed = hf_norm(F.linear(both_of(x, both), down), weight)
+    return (residual + normed) * normed
+
+
+def normed_over_heads(x, both, down, bias, down_bias, weight, residual):
+    heads = F.linear(both_of(x, both), down).unflatten(-1, (2, K // 2))
+    return residual.unflatten(-1, (2, K // 2)) + F.rms_norm(heads, (K // 2,), eps=1e-5)
 
 
 @pytest.mark.parametrize(
     "function",
     [
         other_rows, gate_and_up_of_different_x, computed_weight, a_vector_is_added,
-        added_twice, read_again, normed_before_the_sum,
+        added_twice, read_again, layer_normed_before_the_sum, norm_read_again,
+        normed_over_heads,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

@@ -11,7 +11,16 @@ from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.tools.audit.mlp import mlp_cases
 
-KINDS = (r"Llama-3-8B gate and up T=1$", r"Llama-3-8B down T=64$", r"GPT-2 XL")
+KINDS = (
+    r"Llama-3-8B gate and up T=1$",
+    r"Llama-3-8B down T=64$",
+    r"GPT-2 XL",
+    r"Gemma-2-9B down T=1$",
+    r"Llama-3-8B awq gate and up T=1$",
+    r"Llama-3-8B fp8 block gate and up T=1$",
+    r"Llama-3-8B int4 down T=1$",
+    r"Llama-3-8B gptq down T=1$",
+)
 
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)

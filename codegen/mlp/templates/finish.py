@@ -1,0 +1,160 @@
+"""What follows the products of a linear for few tokens: parts added, norm, activation, residual."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.activation import activate
+from tilewright.codegen.templates.split_k import arrive, sum_of_parts
+
+
+@triton.jit
+def bias_column(bias_ptr, rows, row_mask, STRIDE: tl.constexpr):
+    """A bias [rows, 1] in fp32; zero where there is none."""
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+    return bias
+
+
+@triton.jit
+def residual_tile(residual_ptr, places, rows, there, STRIDE: tl.constexpr):
+    """The residual [rows, tokens]; zero where there is none. places [1, tokens]."""
+    residual = 0.0
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + places * STRIDE + rows[:, None], mask=there, other=0.0)
+    return residual
+
+
+@triton.jit
+def norm_row(
+    made_ptr, post_weight_ptr, residual_ptr, out_ptr, token,
+    N: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, POST_STRIDE: tl.constexpr,
+    POST_EPS: tl.constexpr, POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, N] = residual + made / rms(made) * (POST_OFFSET + post_weight), the row of a token.
+
+    made: fp32 [T, N], of other programs of this launch, too; in POST_BLOCK columns at a time."""
+    row = token.to(tl.int64)
+    squares = tl.zeros((POST_BLOCK,), tl.float32)
+    for start in range(0, N, POST_BLOCK):
+        columns = start + tl.arange(0, POST_BLOCK)
+        made = tl.load(
+            made_ptr + row * N + columns, mask=columns < N, other=0.0, cache_modifier=".cg"
+        )
+        squares += made * made
+    inverse = tl.rsqrt(tl.sum(squares, axis=0) / N + POST_EPS)
+    for start in range(0, N, POST_BLOCK):
+        columns = start + tl.arange(0, POST_BLOCK)
+        made = tl.load(
+            made_ptr + row * N + columns, mask=columns < N, other=0.0, cache_modifier=".cg"
+        )
+        made *= inverse
+        if post_weight_ptr is not None:
+            factor = tl.load(post_weight_ptr + columns * POST_STRIDE, mask=columns < N, other=0.0)
+            made *= factor.to(tl.float32) + POST_OFFSET
+        residual = tl.load(
+            residual_ptr + row * RESIDUAL_STRIDE + columns, mask=columns < N, other=0.0
+        )
+        made += residual.to(tl.float32)
+        tl.store(out_ptr + row * N + columns, made.to(out_ptr.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def norm_rows(
+    made_ptr, post_weight_ptr, residual_ptr, out_ptr,
+    N: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, POST_STRIDE: tl.constexpr,
+    POST_EPS: tl.constexpr, POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """`norm_row` of each token. Grid (T,)."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    norm_row(
+        made_ptr, post_weight_ptr, residual_ptr, out_ptr, tl.program_id(0),
+        N, RESIDUAL_STRIDE, POST_STRIDE, POST_EPS, POST_OFFSET, POST_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_linear(
+    product, up, square, bias, up_bias, residual,
+    up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
+    made_ptr, post_weight_ptr, num_tokens,
+    row_tile, part, rows, places, there, token_mask,
+    N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, NORM_EPS: tl.constexpr,
+    ACTIVATION: tl.constexpr, SCALE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+    POST: tl.constexpr, POST_STRIDE: tl.constexpr, POST_EPS: tl.constexpr,
+    POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """Stores out = residual + SCALE * activation(product + bias) * (up + up_bias) of one tile.
+
+    product, up: fp32 [BLOCK_N, BLOCK_T], of this program's part of K; of the last program to arrive
+    they are made whole. square [BLOCK_T]: the part's sum of squares of x, where NORM. up and the
+    biases and residual count where their pointers are given. places [1, BLOCK_T]: the tokens.
+    there: which of the tile's numbers the result has.
+    POST "": no norm of the result. "here": the last program of all to arrive norms the tokens of
+    the tile (`norm_row`), "after": another kernel does; made fp32 [T, N] is what they read.
+    """
+    is_last = True
+    if SPLIT_K > 1:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
+        tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + row_tile
+        NUMBERS: tl.constexpr = SIZE * (1 if up_weight_ptr is None else 2) + BLOCK_T * NORM
+        parts = workspace_ptr + tile.to(tl.int64) * (SPLIT_K * NUMBERS)
+        offsets = tl.arange(0, BLOCK_T)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        # Of the columns that pad the tile nothing is written.
+        real = token_mask[None, :] & (rows >= 0)[:, None]
+        tl.store(parts + part * SIZE + offsets, product, mask=real)
+        up_parts = parts + SPLIT_K * SIZE
+        if up_weight_ptr is not None:
+            tl.store(up_parts + part * SIZE + offsets, up, mask=real)
+        square_parts = parts + SPLIT_K * (NUMBERS - BLOCK_T)
+        own = tl.arange(0, BLOCK_T)
+        if NORM:
+            tl.store(square_parts + part * BLOCK_T + own, square, mask=token_mask)
+        is_last = arrive(counters_ptr + tile, SPLIT_K)
+    if is_last:
+        if SPLIT_K > 1:
+            product = sum_of_parts(parts, offsets, real, SIZE, SPLIT_K)
+            if up_weight_ptr is not None:
+                up = sum_of_parts(up_parts, offsets, real, SIZE, SPLIT_K)
+            if NORM:
+                square = sum_of_parts(square_parts, own, token_mask, BLOCK_T, SPLIT_K)
+        if NORM:
+            inverse = tl.rsqrt(square / K + NORM_EPS)[None, :]
+            product *= inverse
+            if up_weight_ptr is not None:
+                up *= inverse
+        if bias_ptr is not None:
+            product += bias
+        if up_bias_ptr is not None:
+            up += up_bias
+        if ACTIVATION != "":
+            if up_weight_ptr is None:
+                product = activate(product, product, ACTIVATION, 1.0, 0.0, False)
+            else:
+                product = activate(product, up, ACTIVATION, 1.0, 0.0, True)
+        if SCALE != 1.0:
+            product *= SCALE
+        if POST != "":
+            tl.store(made_ptr + places * N + rows[:, None], product, mask=there)
+        else:
+            if residual_ptr is not None:
+                product += residual.to(tl.float32)
+            tl.store(
+                out_ptr + places * N + rows[:, None], product.to(out_ptr.dtype.element_ty),
+                mask=there,
+            )  # fmt: skip
+        if POST == "here":
+            TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+            # Behind those of the tiles, whose number is that of the programs' tiles.
+            done = counters_ptr + TILES * tl.num_programs(1) + tl.program_id(1)
+            if arrive(done, TILES):
+                for index in range(BLOCK_T):
+                    token = tl.program_id(1) * BLOCK_T + index
+                    if token < num_tokens:
+                        norm_row(
+                            made_ptr, post_weight_ptr, residual_ptr, out_ptr, token,
+                            N, RESIDUAL_STRIDE, POST_STRIDE, POST_EPS, POST_OFFSET, POST_BLOCK,
+                        )  # fmt: skip

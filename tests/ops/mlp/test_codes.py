@@ -1,0 +1,111 @@
+"""Weights of codes in the kernels of linears without a GPU: each format in tiles of every kind, and
+arguments that say nothing sensible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.mlp.problem import code_step
+from tilewright.codegen.mlp.specs import LinearConfig
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.mlp import linear_activation, linear_residual
+from tilewright.ops.mlp.cases import ACTIVATION_CASES, CODED, RESIDUAL_CASES
+from tilewright.ops.mlp.lowering import linear_activation_steps, linear_residual_steps
+from tilewright.ops.mlp.operands import activation_problem, residual_problem
+from tilewright.ops.runtime.program import drive
+
+OPS = {
+    "activation": (
+        linear_activation,
+        linear_activation_steps,
+        activation_problem,
+        ACTIVATION_CASES,
+    ),
+    "residual": (linear_residual, linear_residual_steps, residual_problem, RESIDUAL_CASES),
+}
+# Rows, tokens and parts.
+TILES = [(64, 16, 3), (32, 16, 1)]
+
+
+def coded_case(cases, name):
+    return next(case for case in cases if case.name == name and case.weight_format != "dense")
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("name", [name for name in CODED if name != "odd_groups"])
+@pytest.mark.parametrize("which", OPS)
+def test_tiles(which, name, tiles):
+    """On memory that holds NaN before, in steps as long as the scales allow and half as long."""
+    module, steps, problem_of, cases = OPS[which]
+    a = module.sample_inputs(coded_case(cases, name))
+    q, (rows, tokens, parts) = problem_of(a).quantization, tiles
+    longest = code_step(q, a.x.shape[1])
+    for block_k in (longest, longest // 2):
+        if q.step_fits(a.x.shape[1], block_k):
+            config = LinearConfig(rows, tokens, block_k, parts, 4, 2, prefetch=64, lets_in=True)
+            machine = Interpreter()
+            program = drive(steps(a, machine.target, config), machine)
+            tolerance = module.OP.tolerances[a.x.dtype]
+            allowed = replace(tolerance, relative=2 * tolerance.relative)
+            problem = allowed.problem(program.outcome.result, module.reference(a))
+            assert problem is None, (block_k, problem)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_in_bytes", "awq"])
+def test_numbers_are_those_of_the_dense_weight(name):
+    """The reference, against the op with the weight dequantised by hand in float64."""
+    a = linear_residual.sample_inputs(coded_case(RESIDUAL_CASES, name))
+    made = linear_residual.dense_weight(a, "weight", torch.float64)
+    wide = linear_residual.LinearResidualArguments(
+        a.x.double(), made, a.residual.double(), bias=None if a.bias is None else a.bias.float()
+    )
+    found, wanted = linear_residual.reference(a), linear_residual.reference(wide)
+    assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+
+
+def test_scales_of_odd_columns_have_no_kernel():
+    a = linear_residual.sample_inputs(coded_case(RESIDUAL_CASES, "odd_groups"))
+    report = linear_residual.OP.plan_for(a, "sm90")
+    assert report.name == "reference"
+    assert "scales of 24 columns" in report.reason
+
+
+def test_a_row_of_several_tensors_of_codes():
+    """Halves of one tensor, the scales too."""
+    a = linear_activation.sample_inputs(coded_case(ACTIVATION_CASES, "fp8"))
+    words = torch.cat((a.weight, a.up_weight)).chunk(2)
+    scales = torch.cat((a.weight_scale, a.up_scale)).chunk(2)
+    packed = replace(
+        a, weight=words[0], up_weight=words[1], weight_scale=scales[0], up_scale=scales[1]
+    )
+    results = [interpret(linear_activation.OP, one).outcome.result for one in (a, packed)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"weight_format": "int3"}, "weight_format"),
+        ({"weight_format": "int8"}, "weight"),
+        ({"weight_format": "dense"}, "scale_block"),
+        ({"weight_scale": None}, "weight_scale"),
+        ({"weight_scale": torch.ones(3, 2)}, "weight_scale"),
+        ({"scale_block": [1]}, "scale_block"),
+        ({"scale_block": [1, 7]}, "weight_scale"),
+        ({"zero_point": 3}, "zero_point"),
+        ({"weight_zero": torch.zeros(80, 1)}, "weight_zero"),
+        ({"up_scale": None}, "up_scale"),
+        ({"up_weight": None, "up_bias": None}, "up_scale"),
+        ({"nibble_order": [1, 0]}, "nibble_order"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(change, argument):
+    a = linear_activation.sample_inputs(coded_case(ACTIVATION_CASES, "fp8"))
+    with pytest.raises(ArgumentError) as raised:
+        linear_activation.OP.call(replace(a, **change))
+    assert raised.value.argument == argument

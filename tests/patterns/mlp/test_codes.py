@@ -1,0 +1,139 @@
+"""Linears of dense layers whose weights are codes: found in the spellings of checkpoints, no worse
+than eager; what no op takes is advice, or left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.agreement import assert_no_worse, upcast
+from tests.found import matches_of, misses_of
+from tests.models import quantized
+from tests.models.quantized import STORED, QuantizedLinear
+from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS
+from tilewright.compiler import lower, reports
+
+K, N = 64, 96
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Mlp(nn.Module):
+    """A gated MLP around which x goes. forms: of gate, up and down."""
+
+    def __init__(self, *forms, bias=False):
+        super().__init__()
+        sizes = ((K, N), (K, N), (N, K))
+        self.gate, self.up, self.down = (
+            QuantizedLinear(form, *size, seed, bias=bias)
+            for seed, (form, size) in enumerate(zip(forms, sizes, strict=True))
+        )
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def tokens(count=3):
+    return torch.randn(1, count, K, generator=torch.Generator().manual_seed(9)).bfloat16()
+
+
+def compiled(module, x):
+    """The report of a module that was no worse than eager."""
+    with torch.no_grad():
+        expected, exact = module(x), upcast(module)(upcast(x))
+        run = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        assert_no_worse(run(x), expected, exact, "out")
+    return reports()[-1]
+
+
+FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
+# The activation is quantised too, or the groups are a buffer's.
+OTHERS = {quantized.scaled_mm_tensor, quantized.scaled_mm_token, quantized.gptq_act_order}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("form", [f for f in STORED if f not in OTHERS], ids=lambda f: f.__name__)
+def test_both_linears_are_found(form, bias):
+    report = compiled(Mlp(form, form, form, bias=bias), tokens())
+    found = {site.pattern: site.shapes for site in matches_of(report, "mlp")}
+    assert found.keys() == {"linear_activation", "linear_residual"}
+    kind = FORMATS[form.__name__.split("_")[0]]
+    for shapes in found.values():
+        assert shapes["weights"] == kind
+        assert shapes["bias"] == ("yes" if bias else "no")
+
+
+def test_gate_and_up_in_one_tensor_of_codes():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = QuantizedLinear(quantized.fp8_blocks_repeated, K, 2 * N)
+
+        def forward(self, x):
+            gate, up = self.both(x).chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+    (site,) = matches_of(compiled(Packed(), tokens()), "mlp")
+    assert (site.shapes["gate"], site.shapes["weights"]) == ("packed", "fp8")
+
+
+def test_blocks_of_different_size_are_cut_to_the_smaller():
+    module = Mlp(quantized.fp8_tensor, quantized.fp8_blocks_viewed, quantized.fp8_channel)
+    assert len(matches_of(compiled(module, tokens()), "mlp")) == 2
+
+
+UNSCALED = lambda layer, dtype: layer.codes.to(dtype)  # noqa: E731
+STORED_UNSCALED = quantized.STORED | {UNSCALED: quantized.int8_buffers}
+
+
+@pytest.mark.parametrize(
+    ("forms", "code"),
+    [
+        ((quantized.int8, quantized.fp8_channel), "WEIGHT_FORMAT"),
+        ((quantized.int8, quantized.int8_with_zeros), "WEIGHT_FORMAT"),
+        ((quantized.nibbles_low_first, quantized.nibbles_high_first), "WEIGHT_FORMAT"),
+        ((quantized.gptq_act_order, quantized.gptq_act_order), "SCALE_BLOCK"),
+        ((UNSCALED, UNSCALED), "WEIGHT_FORMAT"),
+    ],
+    ids=["dtypes", "zeros", "orders", "groups of a buffer", "no scale"],
+)
+def test_codes_that_no_op_takes_are_advice(forms, code, monkeypatch):
+    """The down projection, of known codes, is found beside them."""
+    monkeypatch.setattr(quantized, "STORED", STORED_UNSCALED)
+    report = compiled(Mlp(*forms, quantized.int8), tokens())
+    (site,) = matches_of(report, "mlp")
+    assert site.pattern == "linear_residual"
+    (miss,) = misses_of(report, "mlp")
+    assert (miss.pattern, miss.code, miss.is_lost) == ("linear_activation", code, False)
+    assert miss.nodes
+
+
+def test_one_dense_weight_beside_codes_is_advice():
+    module = Mlp(quantized.int8, quantized.int8, quantized.int8)
+    module.up = nn.Linear(K, N, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    (miss,) = misses_of(compiled(module, tokens()), "linear_activation")
+    assert (miss.code, miss.is_lost) == ("WEIGHT_FORMAT", False)
+
+
+def test_codes_of_activations_are_left_alone():
+    form = quantized.scaled_mm_token
+    report = compiled(Mlp(form, form, form), tokens())
+    assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
+
+
+def test_more_tokens_than_the_kernel_takes_are_left_alone():
+    module = Mlp(*[quantized.int8] * 3)
+    assert len(matches_of(lower(module, (tokens(MOST_GATED_TOKENS),)), "mlp")) == 2
+    torch._dynamo.reset()
+    (site,) = matches_of(lower(module, (tokens(MOST_GATED_TOKENS + 1),)), "mlp")
+    assert site.pattern == "linear_residual"
+
+
+def test_a_count_of_tokens_that_is_a_symbol_is_left_alone():
+    """A control of dense weights is in test_linears.py."""
+    x = tokens(8)
+    torch._dynamo.mark_dynamic(x, 1)
+    report = lower(Mlp(*[quantized.int8] * 3), (x,))
+    assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
