@@ -195,9 +195,13 @@ class _Builder:
 
     def _selects(self, node: fx.Node, result: Any) -> bool:
         """Adds the views of a call in no table; returns whether all it does is to select."""
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if not all(isinstance(r, torch.Tensor) for r in results) or not any(
+            spelling.is_tensor_node(source) for source in node.all_input_nodes
+        ):
+            return False  # it may act on torch itself, as what enters and leaves vmap does
         found, sources = self._alone(node, selections)
-        results = (result,) if isinstance(result, torch.Tensor) else result
-        if not found or not isinstance(results, (tuple, list)) or len(found) != len(results):
+        if not found or len(found) != len(results):
             return False
         parts = tuple((sources[s.of], r, s) for s, r in zip(found, results, strict=True))
         if isinstance(result, torch.Tensor):
