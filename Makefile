@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FOLDERS := codegen ops patterns compiler tools
 
-.PHONY: demo test pytest lint audit bench clean
+.PHONY: demo test pytest lint audit matrix bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,11 @@ lint: $(STAMP)
 audit: $(STAMP)
 	$(BIN)/python -m tilewright.tools.audit_matrix
 
+# The demo and a part of the tests with other releases of torch, Triton and transformers; some 5 GB
+# for each row, removed after it. ROWS=newest,oldest for these only, ROWS=released for PyPI's today.
+matrix: $(STAMP)
+	$(BIN)/python -m tilewright.tools.support_matrix --rows "$(ROWS)"
+
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
@@ -37,4 +42,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .audit .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .audit .matrix .mypy_cache .pytest_cache .ruff_cache

@@ -343,13 +343,16 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 
 
-def aten_graph(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.Graph:
-    """The pre-dispatch ATen calls `function(*tensors)` makes, under the tensors' fake mode.
+def aten_graph(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], pre_dispatch: bool
+) -> fx.Graph:
+    """The ATen calls `function(*tensors)` makes, under the tensors' fake mode.
 
+    pre_dispatch: as they are called, not what autograd makes of those that are composed of others.
     Raises whatever tracing raises: the caller decides what an untraceable node is.
     """
-    traced = make_fx(function, pre_dispatch=True, tracing_mode="real")
-    with fake_mode_of(tensors) or nullcontext():
+    traced = make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")
+    with fake_mode_of(tensors) or nullcontext(), torch.no_grad():
         return traced(*tensors).graph
 
 

@@ -80,6 +80,18 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
     return method
 
 
+def _comparing(original: Callable) -> Callable:
+    """Comparisons give int1. Triton's have the operands' type, so that one of scalars becomes int32
+    when it is repeated over a block; from 3.9 on that is refused as a mask."""
+
+    @functools.wraps(original)
+    def method(self: InterpreterBuilder, lhs: Any, rhs: Any, op: Any) -> TensorHandle:
+        result = original(self, lhs, rhs, op)
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
+
+    return method
+
+
 def _dot(original: Callable) -> Callable:
     """Operands widened to fp32; the accumulator has its own type already."""
 
@@ -225,7 +237,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (TritonSemantic, "dot_scaled", _formats_as_constants(TritonSemantic.dot_scaled)),
         (builder, "cast_impl", _cast(builder.cast_impl)),
         (builder, "create_fp_to_fp", _cast(builder.create_fp_to_fp)),
-        (builder, "binary_op", _in_fp32(builder.binary_op, 2)),
+        (builder, "binary_op", _comparing(_in_fp32(builder.binary_op, 2))),
         (builder, "unary_op", _in_fp32(builder.unary_op, 1)),
         (builder, "create_fma", _in_fp32(builder.create_fma, 3)),
         (builder, "create_rsqrt", _in_fp32(builder.create_rsqrt, 1)),

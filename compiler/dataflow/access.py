@@ -132,17 +132,7 @@ def attribute_of(node: fx.Node) -> Any:
 # A test holds both tables to the schemas of the operators of those names.
 _WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
 # Unless asked to write by `out=` or `inplace=`. `embedding` may renormalise its weight.
-_PURE = (
-    spelling.NOISE
-    | spelling.IDENTITY
-    | spelling.CASTS
-    | spelling.DROPOUT
-    | spelling.PLAIN
-    | spelling.SPLITS
-    | spelling.TRANSFORMS
-    | frozenset(spelling.LAYOUT)
-    | {"linear", "addmm", "mm", "matmul", "cat", "stack", "getitem", "getattr"}
-) - {"embedding"}
+_PURE = spelling.LISTED - {"embedding"}
 
 
 def _asked_in_place(node: fx.Node) -> bool:
@@ -214,7 +204,7 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
 def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places | None:
     """Which of `tensors` a call writes, and of which it changes the shape, strides or storage; None
     where that is unknown."""
-    if not torchs and _has_symbols(node):
+    if not torchs and has_symbols(node):
         return None  # another size may take another branch of the user's code
     try:
         args, kwargs = _held(node.args), _held(dict(node.kwargs))
@@ -230,7 +220,8 @@ def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places
     return places(written), places(reshaped)
 
 
-def _has_symbols(node: fx.Node) -> bool:
+def has_symbols(node: fx.Node) -> bool:
+    """Whether a node is given a symbolic number, or a tensor with one in its shape."""
     values = [source.meta.get("example_value") for source in node.all_input_nodes]
     return any(map(_compat.is_symbolic, (*values, *given(node))))
 

@@ -40,16 +40,23 @@ def fill(item: Any, given: Sequence[Any]) -> Any:
     return item
 
 
+def traced_alone(
+    node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], pre_dispatch: bool
+) -> fx.Graph:
+    """The ATen calls that a node makes; its tensors are the graph's inputs, in order."""
+
+    def call(*given: torch.Tensor) -> Any:
+        return _compat.call(node.target, fill(tuple(args), given), fill(dict(kwargs), given))
+
+    return _compat.aten_graph(call, tensors, pre_dispatch)
+
+
 def aten_call(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
 ) -> AtenCall | None:
     """The one ATen call that a node makes, with arguments in ATen's order; None where it makes
     several calls or computes anything besides."""
-
-    def call(*given: torch.Tensor) -> Any:
-        return _compat.call(node.target, fill(tuple(args), given), fill(dict(kwargs), given))
-
-    graph = _compat.aten_graph(call, tensors)
+    graph = traced_alone(node, args, kwargs, tensors, pre_dispatch=True)
     calls = [n for n in graph.nodes if n.op == "call_function" and not _picks(n)]
     if len(calls) != 1:
         return None

@@ -6,16 +6,17 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow import spelling
-from tilewright.compiler.dataflow.access import Access, access_of, given, remembered
-from tilewright.compiler.dataflow.aten_names import AtenCall, Hole, aten_call, fill
+from tilewright.compiler.dataflow.access import Access, access_of, given, has_symbols, remembered
+from tilewright.compiler.dataflow.aten_names import Hole, aten_call, fill
 from tilewright.compiler.dataflow.memory import MemoryMap, Storages, slices_of_fresh_memory
+from tilewright.compiler.dataflow.selections import selections
 from tilewright.compiler.dataflow.spelling import (
     argument,
     index_effect,
@@ -44,7 +45,8 @@ _PRODUCTS = frozenset(
     for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
 )
 
-_ASKED: dict[Any, AtenCall | None] = {}
+T = TypeVar("T")
+_ASKED: dict[Any, Any] = {}
 
 
 def build_view(graph: fx.Graph) -> Dataflow:
@@ -73,6 +75,7 @@ class _Builder:
         self.unknown: list[fx.Node] = []
         self.homes: dict[Value, fx.Node] = {}
         self.reshaped: set[int] = set()
+        self.asked: dict[Any, Any] = {}
         self.failed: list[tuple[fx.Node, Exception]] = []
 
     # --- one node ---
@@ -121,6 +124,8 @@ class _Builder:
             self._unknown_call(node, name, result, access)
         elif of is not None and name in spelling.SPLITS and isinstance(result, (tuple, list)):
             self._split(node, of, name, result)
+        elif name not in spelling.LISTED and self._selects(node, result):
+            return
         elif not isinstance(result, torch.Tensor):
             self._opaque(node, name, result)
         elif of is None or not (
@@ -154,7 +159,7 @@ class _Builder:
                 if tensors:
                     raise InexpressibleError("advanced indexing")
                 return picked
-            return spelling.LAYOUT[name](effect, node, shape)
+            return spelling.selected(effect, name, node, shape)
 
         if not (same or name == "getitem" or name in spelling.LAYOUT):
             return False
@@ -187,6 +192,23 @@ class _Builder:
             except InexpressibleError as error:
                 why = str(error)
         self.memory.alias(node, place, local, view, why)
+
+    def _selects(self, node: fx.Node, result: Any) -> bool:
+        """Adds the views of a call in no table; returns whether all it does is to select."""
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if not all(isinstance(r, torch.Tensor) for r in results) or not any(
+            spelling.is_tensor_node(source) for source in node.all_input_nodes
+        ):
+            return False  # it may act on torch itself, as what enters and leaves vmap does
+        found, sources = self._alone(node, selections)
+        if not found or len(found) != len(results):
+            return False
+        parts = tuple((sources[s.of], r, s) for s, r in zip(found, results, strict=True))
+        if isinstance(result, torch.Tensor):
+            self._select(node, *parts[0])
+        else:
+            self.others[node] = parts
+        return True
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
         """Adds `x.view(dtype)` of the same width: the same bytes, read as another dtype."""
@@ -289,7 +311,17 @@ class _Builder:
         return "aten.index", (View(base.value, effect), indices)
 
     def _ask(self, node: fx.Node, name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """The ATen call of a node that is in no table: traced by itself, on its fake tensors."""
+        """The ATen call of a node that is in no table."""
+        call, sources = self._alone(node, aten_call)
+        if call is not None:
+            operands = fill((call.args, call.kwargs), sources)
+            return call.name, self._operand(operands[0]), self._operand(operands[1])
+        self.unknown.append(node)
+        return f"opaque:{name}", self._arguments(node), self._keywords(node)
+
+    def _alone(self, node: fx.Node, trace: Callable[..., T]) -> tuple[T | None, list[fx.Node]]:
+        """What `trace` tells of a node by itself, on its fake tensors, and the nodes of those; None
+        where it cannot be traced."""
         sources: list[fx.Node] = []
 
         def leaf(item: fx.Node) -> Any:
@@ -303,20 +335,18 @@ class _Builder:
         kwargs = fx.node.map_arg(node.kwargs, leaf)
         tensors = [source.meta["example_value"] for source in sources]
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
-        key = (node.target, repr(args), repr(kwargs), repr(described))
+        key = (trace, node.target, repr(args), repr(kwargs), repr(described))
 
-        def ask() -> AtenCall | None:
+        def ask() -> T | None:
             with contextlib.suppress(Exception):  # a node that cannot be traced is opaque
-                return aten_call(node, args, kwargs, tensors)
+                return trace(node, args, kwargs, tensors)
             return None
 
-        torchs = isinstance(node.target, str) or spelling.is_torch_function(node.target)
-        call = remembered(_ASKED, key, ask) if torchs else ask()
-        if call is not None:
-            operands = fill((call.args, call.kwargs), sources)
-            return call.name, self._operand(operands[0]), self._operand(operands[1])
-        self.unknown.append(node)
-        return f"opaque:{name}", self._arguments(node), self._keywords(node)
+        if not isinstance(node.target, str) and not spelling.is_torch_function(node.target):
+            return ask(), sources
+        # A symbol may be another size in another graph.
+        known = self.asked if has_symbols(node) else _ASKED
+        return remembered(known, key, ask), sources
 
     def _define(
         self,

@@ -9,9 +9,9 @@ traced by itself (`aten_names`); what remains unknown is opaque.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -136,14 +136,24 @@ def is_torch_function(target: Any) -> bool:
 # --- layout -------------------------------------------------------------------------------------
 
 
-def argument(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:
+class Call(Protocol):
+    """A call's arguments, as those of an fx.Node."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]: ...
+
+
+def argument(node: Call, position: int, keyword: str, default: Any = None) -> Any:
     """An argument by position or keyword."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(keyword, default)
 
 
-def sizes_from(node: fx.Node, position: int, keyword: str) -> list[Any]:
+def sizes_from(node: Call, position: int, keyword: str) -> list[Any]:
     """Sizes given as one sequence or spread over the arguments."""
     first = argument(node, position, keyword)
     if isinstance(first, (tuple, list, torch.Size)):
@@ -155,11 +165,11 @@ def _dim(index: int, rank: int) -> int:
     return index + rank if index < 0 else index
 
 
-def _to_shape(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _to_shape(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     return effects.reshape(effect, shape)
 
 
-def _transpose(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _transpose(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     rank = len(effect.dims)
     if rank == 0:
         return effect  # PyTorch takes dimension 0 and -1 of a number
@@ -170,21 +180,21 @@ def _transpose(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     return effects.permute(effect, order)
 
 
-def _permute(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _permute(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     rank = len(effect.dims)
     return effects.permute(effect, [_dim(d, rank) for d in sizes_from(node, 1, "dims")])
 
 
-def _reverse_dims(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _reverse_dims(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     return effects.permute(effect, range(len(effect.dims))[::-1])
 
 
-def _swap_last(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _swap_last(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     rank = len(effect.dims)
     return effects.permute(effect, [*range(rank - 2), rank - 1, rank - 2])
 
 
-def _movedim(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _movedim(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     rank = len(effect.dims)
     moved, to = argument(node, 1, "source"), argument(node, 2, "destination")
     moved = [moved] if isinstance(moved, int) else list(moved)
@@ -197,41 +207,41 @@ def _movedim(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     return effects.permute(effect, order)
 
 
-def _unsqueeze(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _unsqueeze(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     return effects.unsqueeze(effect, _dim(argument(node, 1, "dim"), len(effect.dims) + 1))
 
 
-def _squeeze(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _squeeze(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     given = argument(node, 1, "dim")
     rank = len(effect.dims)
     dims = range(rank) if given is None else [given] if isinstance(given, int) else given
     return effects.squeeze(effect, [_dim(d, rank) for d in dims])
 
 
-def _expand(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _expand(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     return effects.expand(effect, shape)
 
 
-def _narrow(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _narrow(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     dim = _dim(argument(node, 1, "dim"), len(effect.dims))
     start = _offset(size_of(argument(node, 2, "start")), effect.shape[dim])
     return effects.narrow(effect, dim, start, shape[dim])
 
 
-def _slice_tensor(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _slice_tensor(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     dim = _dim(argument(node, 1, "dim", 0), len(effect.dims))
     item = slice(argument(node, 2, "start"), None, argument(node, 4, "step", 1))
     return _slice(effect, dim, item, shape[dim])
 
 
-def _select(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _select(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     dim = _dim(argument(node, 1, "dim"), len(effect.dims))
     return effects.select(
         effect, dim, _offset(size_of(argument(node, 2, "index")), effect.shape[dim])
     )
 
 
-def _repeat_interleave(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _repeat_interleave(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     times, given = argument(node, 1, "repeats"), argument(node, 2, "dim")
     # Without a dimension it flattens, which changes nothing where there is one.
     flattens = given is None and len(effect.dims) > 1
@@ -245,7 +255,7 @@ def _repeat_interleave(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> 
     return effects.reshape(wide, shape)
 
 
-def _repeat(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
+def _repeat(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     times = [size_of(n) for n in sizes_from(node, 1, "repeats")]
     lengths = [1] * (len(times) - len(effect.dims)) + list(effect.shape)
     split = effects.reshape(effect, [n for length in lengths for n in (1, length)])
@@ -255,7 +265,7 @@ def _repeat(effect: Effect, node: fx.Node, shape: Sequence[Size]) -> Effect:
     return effects.reshape(wide, shape)
 
 
-Rule = Callable[[Effect, fx.Node, Sequence[Size]], Effect]
+Rule = Callable[[Effect, Call, Sequence[Size]], Effect]
 
 #: What each operation that only selects selects: from its input's effect, the call and its shape.
 LAYOUT: dict[str, Rule] = {
@@ -280,8 +290,15 @@ LAYOUT: dict[str, Rule] = {
 }
 
 
+def selected(effect: Effect, name: str, call: Call, shape: Sequence[Size]) -> Effect:
+    """What a call of IDENTITY or LAYOUT selects, of what `effect` does. shape: of its result."""
+    if name in IDENTITY or (not effect.dims and effects.product(shape) == 1):
+        return effects.reshape(effect, shape)
+    return LAYOUT[name](effect, call, shape)
+
+
 def split_effects(
-    effect: Effect, name: str, node: fx.Node, shapes: Sequence[Sequence[Size]]
+    effect: Effect, name: str, node: Call, shapes: Sequence[Sequence[Size]]
 ) -> list[Effect]:
     """The parts of split, chunk, unbind, tensor_split; `shapes` are the parts' shapes."""
     rank = len(effect.dims)
@@ -297,6 +314,19 @@ def split_effects(
 
 
 SPLITS = _names("split split_with_sizes chunk unbind unsafe_chunk unsafe_split tensor_split")
+
+# Every name that is read without asking what it does; none of them writes, see `access`.
+LISTED = (
+    NOISE
+    | IDENTITY
+    | CASTS
+    | DROPOUT
+    | PLAIN
+    | SPLITS
+    | TRANSFORMS
+    | frozenset(LAYOUT)
+    | _names("linear addmm mm matmul cat stack getitem getattr")
+)
 
 
 # --- sizes and basic indexing ---------------------------------------------------------------------

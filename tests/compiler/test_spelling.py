@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.compiler.flow_check import flow_of, numbers, returned, weight
+from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns import effects
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -110,6 +111,66 @@ PAIRS = {
     "idle dropout in place": (lambda x: F.dropout(x, 0.5, False, True), lambda x: x),
     "identity module": (torch.nn.Identity(), lambda x: x),
 }
+
+
+#: Calls that are in no table, and what they select in words that are.
+UNLISTED = {
+    "numpy_T": (torch.ops.aten.numpy_T, lambda x: x.permute(2, 1, 0)),
+    "aten.mT": (torch.ops.aten.mT, lambda x: x.transpose(1, 2)),
+    "aten.adjoint": (torch.adjoint, lambda x: x.transpose(1, 2)),
+    "aten.swapaxes": (lambda x: torch.ops.aten.swapaxes(x, 0, 2), lambda x: x.permute(2, 1, 0)),
+    "atleast_3d": (lambda x: torch.atleast_3d(x[0]), lambda x: x[0].unsqueeze(-1)),
+    "hsplit": (lambda x: torch.hsplit(x, 3)[1], lambda x: x[:, 1:2]),
+    "dsplit": (lambda x: torch.dsplit(x, [4, 8])[1], lambda x: x[..., 4:8]),
+    "tile": (lambda x: x.tile(1, 2, 1), lambda x: x.repeat(1, 2, 1)),
+    "data": (lambda x: x.data, lambda x: x),
+    "real": (torch.real, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_a_call_in_no_table_is_a_view_where_all_it_does_is_to_select(name):
+    one, other = UNLISTED[name]
+    flow = flow_of(lambda x: (one(x) + 1, other(x) + 1), HEADS)
+    views = [out.value.args[0] for out in flow.outputs]
+    assert [v.value.op for v in views] == ["input", "input"]
+    assert views[0].effect == views[1].effect
+    assert not flow.unknown
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_a_call_in_no_table_is_a_view_of_symbolic_sizes_too(name):
+    one, other = UNLISTED[name]
+    flows = []
+
+    def backend(gm, example_inputs):
+        flows.append(build_view(gm.graph))
+        return gm.forward
+
+    given = HEADS.clone()
+    torch._dynamo.mark_dynamic(given, 0)
+    torch.compile(lambda x: (one(x) + 1, other(x) + 1), backend=backend, fullgraph=True)(given)
+    (flow,) = flows
+    views = [out.value.args[0] for out in flow.outputs]
+    assert [v.value.op for v in views] == ["input", "input"]
+    assert views[0].effect == views[1].effect
+    assert not flow.failed
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (torch.fliplr, HEADS),  # backwards: no chain of views
+        (lambda x: x.diagonal(), HEADS),
+        (lambda x: x.as_strided((2, 2), (1, 2)), HEADS),  # of the memory, not of the tensor
+        (torch.linalg.norm, HEADS),
+        (torch.ops.aten.matrix_H, torch.randn(3, 4, dtype=torch.complex64)),  # conjugated
+        (lambda x: torch.ops.aten.view.dtype(x, torch.int32), HEADS),  # other numbers
+    ],
+)
+def test_a_call_in_no_table_that_does_more_than_select_is_no_view(function, given):
+    flow = flow_of(lambda x: function(x) + 1, given)
+    assert flow.outputs[0].value.args[0].value.op != "input"
 
 
 @pytest.mark.parametrize("name", PAIRS)

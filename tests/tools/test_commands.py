@@ -20,7 +20,9 @@ from tilewright.codegen.build import BuildError
 from tilewright.codegen.build.cache import KernelCache, key_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.cli import app
+from tilewright.tools.commands import doctor
 from tilewright.tools.miss_guide import miss_guide
+from tilewright.tools.releases import newest_tried
 
 REAL_MODELS = """
     import torch
@@ -259,6 +261,15 @@ def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.stdout
     assert findings["compiler for sm100"]["detail"].startswith("sm_100a")
     assert findings["torch"]["detail"] == importlib.metadata.version("torch")
+
+
+def test_doctor_says_where_a_version_is_newer_than_any_tried():
+    newest = newest_tried("torch")
+    assert doctor._tried("torch", f"{newest}+cu130").state == "ok"
+    later = doctor._tried("torch", "99.0.0a0")
+    assert later.state == "no"
+    assert newest in later.detail
+    assert doctor._tried("rich", "99.0").state == "ok"
 
 
 def test_doctor_reports_an_unwritable_cache(command, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from tilewright.codegen.targets import Target
 from tilewright.compiler import lower
 from tilewright.ops.contract import get_op
 from tilewright.tools.commands.common import FAILED, JsonOption, gpu_targets, print_json
+from tilewright.tools.releases import newest_tried, release
 from tilewright.tools.text_report import make_console
 
 PACKAGES = ("tilewright", "torch", "triton", "transformers", "sympy", "networkx", "rich", "typer")
@@ -28,7 +29,7 @@ MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. state: `ok`; `no` for something optional that is absent; `failed`."""
+    """One line. state: `ok`; `no` for what is absent and optional, or untried; `failed`."""
 
     what: str
     state: str
@@ -58,11 +59,19 @@ def _python() -> Finding:
 
 def _package(name: str) -> Finding:
     try:
-        return Finding(name, "ok", importlib.metadata.version(name))
+        return _tried(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         needed = "the model zoo needs it: pip install 'tilewright[models]'"
         optional = name == "transformers"
         return Finding(name, "no" if optional else "failed", needed if optional else "missing")
+
+
+def _tried(name: str, version: str) -> Finding:
+    """A package that is installed; `no` where nothing as new was tried."""
+    newest = newest_tried(name)
+    if newest is None or release(version) <= release(newest):
+        return Finding(name, "ok", version)
+    return Finding(name, "no", f"{version} is newer than any that was tried: {newest} at most")
 
 
 def _gpu() -> Finding:

@@ -1,0 +1,55 @@
+"""The releases that tilewright is tried with: `make matrix` tries them, `doctor` names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One environment. Versions are PyPI's; an empty one is whatever is newest today.
+
+    differs: what is otherwise there, and why, for docs/support.md.
+    """
+
+    name: str
+    python: str
+    torch: str
+    triton: str
+    transformers: str
+    differs: str = ""
+
+
+ROWS = (
+    Row("newest", "3.11", "2.15.0", "3.9.0", "5.23.0",
+        "Dynamo records `x.T` as `aten.numpy_T`, read by what it does; Triton's interpreter holds "
+        "masks to int1, which comparisons are made here"),
+    Row("python-3.13", "3.13", "2.15.0", "3.9.0", "5.23.0"),
+    Row("python-3.12", "3.12", "2.15.0", "3.9.0", "5.23.0"),
+    Row("torch-2.14", "3.11", "2.14.1", "3.8.0", "5.23.0"),
+    Row("pinned", "3.11", "2.13.0", "3.7.1", "5.23.0", "what `make test` runs in"),
+    Row("transformers-5.0", "3.11", "2.13.0", "3.7.1", "5.0.0"),
+    Row("torch-2.12", "3.11", "2.12.1", "3.7.1", "5.23.0"),
+    Row("torch-2.11", "3.11", "2.11.0", "3.6.0", "5.23.0"),
+    Row("oldest", "3.10", "2.11.0", "3.6.0", "5.0.0", "lower bounds; the zoo is not traced"),
+)  # fmt: skip
+
+#: What is out today, kept in no table: `make matrix ROWS=released`.
+RELEASED = Row("released", "3.11", "", "", "")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without what was built into it: "2.13.0+cpu" is (2, 13, 0)."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def newest_tried(package: str) -> str | None:
+    """The newest version of torch, triton or transformers in ROWS; None for any other package."""
+    versions = [getattr(row, package, "") for row in ROWS]
+    return max(versions, key=release) if all(versions) else None

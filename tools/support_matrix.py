@@ -1,0 +1,225 @@
+"""`make matrix`: tilewright in environments with other releases of torch, Triton and transformers.
+
+Each row of `releases` is a virtual environment under `.matrix/` with the checkout installed in it;
+there the demo runs, and of the tests those that ask most of a release. The outcome is a line of the
+table in docs/support.md. The exit status is 1 where a row is not all good.
+
+    make matrix                  every row
+    make matrix ROWS=newest      one, or several with commas between them
+    make matrix ROWS=released    what PyPI has today; not kept in the table
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import typer
+
+from tilewright.tools.releases import RELEASED, ROWS, Row
+
+ENVIRONMENTS = Path(".matrix")
+TABLE = Path("docs/support.md")
+#: What is installed beside the row's own: what the tests and the demo need.
+BESIDES = ("peft", "accelerate", "hypothesis", "jsonschema", "pytest", "pytest-xdist", "grandalf",
+           "matplotlib")  # fmt: skip
+#: Which tests are run, by the column of the table that counts them.
+TESTS = {
+    "graphs": (
+        "tests/compiler/test_spelling.py",
+        "tests/compiler/test_access.py",
+        "tests/tools/test_zoo_snapshots.py",
+    ),
+    "ops": (
+        "tests/ops/test_schemas.py",
+        "tests/ops/test_contract.py",
+        "tests/ops/lora/test_lora.py",
+    ),
+    "interpreter": (
+        "tests/codegen/build/test_interpreter.py",
+        "tests/codegen/emit/test_emit.py",
+        "tests/codegen/lora/test_templates.py",
+        "tests/ops/test_lowerings.py",
+    ),
+}
+COLUMNS = ("row", "Python", "torch", "Triton", "transformers", "demo", *TESTS, "tried", "differs")
+HEADER = f"| {' | '.join(COLUMNS)} |"
+
+
+@dataclass(frozen=True)
+class Count:
+    """Tests of one kind: how many passed, and the names of those that did not."""
+
+    passed: int
+    failed: tuple[str, ...] = ()
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return self.error
+        return f"{len(self.failed)} of {self.passed + len(self.failed)} fail" if self.failed else (
+            f"{self.passed} pass")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row that was run. demo: its last words where it failed, else empty."""
+
+    row: Row
+    versions: dict[str, str]
+    demo: str
+    counts: dict[str, Count]
+
+    @property
+    def good(self) -> bool:
+        return not self.demo and all(not c.failed and not c.error for c in self.counts.values())
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version that starts, from PATH or pyenv; None where there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python")]
+    for candidate in candidates:
+        if candidate and subprocess.run([candidate, "-c", ""], capture_output=True).returncode == 0:
+            return str(candidate)
+    return None
+
+
+def requirements(row: Row) -> list[str]:
+    """What pip installs for a row, in one go so that the versions agree."""
+    named = [("torch", row.torch), ("triton", row.triton), ("transformers", row.transformers)]
+    return [*(f"{name}=={version}" if version else name for name, version in named), *BESIDES]
+
+
+def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
+    """The Python of a row's environment, built where it is missing.
+
+    Raises RuntimeError where this machine has no such Python, and with pip's words.
+    """
+    folder = root / row.name
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    wanted = "\n".join(requirements(row))
+    if row is RELEASED or not stamp.exists() or stamp.read_text("utf-8") != wanted:
+        base = interpreter(row.python)
+        if base is None:
+            raise RuntimeError(f"no Python {row.python} on this machine")
+        _run([base, "-m", "venv", "--clear", str(folder)])
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*pip, *requirements(row), "-e", "."])
+        stamp.write_text(wanted, "utf-8")
+    return python.absolute()
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+
+
+def try_row(row: Row, workers: int) -> Outcome:
+    """Runs the demo and the chosen tests in a row's environment."""
+    try:
+        python = environment(row)
+    except RuntimeError as error:
+        return Outcome(row, {}, str(error).strip().splitlines()[-1], {})
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    demo = subprocess.run(
+        [str(python), "examples/demo.py"], capture_output=True, text=True, env=plain, check=False
+    )
+    words = (demo.stderr or demo.stdout).strip().splitlines()[-1:] if demo.returncode else []
+    counts = {kind: _count(python, kind, row, workers, plain) for kind in TESTS}
+    return Outcome(row, _versions(python), " ".join(words), counts)
+
+
+def _count(python: Path, kind: str, row: Row, workers: int, env: dict[str, str]) -> Count:
+    results = ENVIRONMENTS / row.name / f"{kind}.xml"
+    results.unlink(missing_ok=True)
+    command = [str(python), "-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider"]
+    command += [f"--junitxml={results}", *TESTS[kind]]
+    log = ENVIRONMENTS / row.name / f"{kind}.log"
+    with log.open("w") as out:
+        subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False)
+    if not results.exists():
+        return Count(0, error=f"pytest did not finish: {log}")
+    return counted(results)
+
+
+def counted(results: Path) -> Count:
+    """What a JUnit file says: skipped tests are not counted."""
+    cases = list(ElementTree.parse(results).iter("testcase"))
+    tags = {f"{c.get('classname')}::{c.get('name')}": {part.tag for part in c} for c in cases}
+    failed = tuple(name for name, found in tags.items() if found & {"failure", "error"})
+    ran = [name for name, found in tags.items() if "skipped" not in found]
+    return Count(len(ran) - len(failed), failed)
+
+
+def _versions(python: Path) -> dict[str, str]:
+    code = "import importlib.metadata as m, platform; print(platform.python_version()," + ",".join(
+        f"m.version({name!r})" for name in ("torch", "triton", "transformers")
+    ) + ")"  # fmt: skip
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    return dict(
+        zip(("python", "torch", "triton", "transformers"), done.stdout.split(), strict=False)
+    )
+
+
+def line(outcome: Outcome, day: str) -> str:
+    """A row of the table."""
+    row, versions = outcome.row, outcome.versions
+    found = [
+        versions.get(n) or getattr(row, n) for n in ("python", "torch", "triton", "transformers")
+    ]
+    counts = [str(outcome.counts.get(kind, "not run")) for kind in TESTS]
+    cells = [row.name, *found, outcome.demo or "good", *counts, day, row.differs]
+    return f"| {' | '.join(cells)} |"
+
+
+def with_lines(text: str, lines: Sequence[str]) -> str:
+    """The document with lines in the place of the rows of their name; rows go in ROWS' order."""
+    before, _, rest = text.partition(HEADER)
+    rule, *body = rest.strip("\n").splitlines()
+    table = [row for row in body if row.startswith("| ")]
+    after = body[len(table) :]
+    named = {row.split("|")[1].strip(): row for row in (*table, *lines)}
+    kept = [named[row.name] for row in ROWS if row.name in named]
+    return before + "\n".join([HEADER, rule, *kept, *after]) + "\n"
+
+
+def main(
+    rows: str = typer.Option("", help="Names of rows, with commas; all where empty."),
+    workers: int = typer.Option(2, help="Test processes at a time."),
+    keep: bool = typer.Option(False, help="Keep the environments (some 5 GB each)."),
+) -> None:
+    """Try tilewright with the releases of torch, Triton and transformers that it supports."""
+    known = {row.name: row for row in (*ROWS, RELEASED)}
+    names = [name for name in rows.split(",") if name] or [row.name for row in ROWS]
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"no row {unknown[0]!r}; there are {', '.join(known)}")
+    bad = False
+    for name in names:
+        started = time.monotonic()
+        outcome = try_row(known[name], workers)
+        print(line(outcome, datetime.date.today().isoformat()))
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+        for count in outcome.counts.values():
+            print(*(f"  {test}" for test in count.failed), sep="\n", end="\n" * bool(count.failed))
+        if known[name] is not RELEASED:
+            today = line(outcome, datetime.date.today().isoformat())
+            TABLE.write_text(with_lines(TABLE.read_text("utf-8"), [today]), "utf-8")
+        if not keep:
+            shutil.rmtree(ENVIRONMENTS / name, ignore_errors=True)
+        bad |= not outcome.good
+    if bad:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
