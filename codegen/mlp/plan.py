@@ -23,9 +23,6 @@ MOST_STAGES = 8
 # Columns of a row that are asked for early. With one weight, whose programs end soon, that and
 # letting the next kernel in saves up to a tenth (H200, 4096 x 4096: 10.4 us and 11.3).
 PREFETCHED = 256
-# Tokens whose results the last program to arrive norms, one by one; of more a second launch costs
-# less.
-MOST_NORMED = 2
 
 
 def most_tokens(num_weights: int) -> int:
@@ -48,8 +45,7 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     stages = max(min(room // stage_bytes(problem, block_t, block_k), MOST_STAGES), 2)
     early = problem.num_weights == 1
     prefetch = PREFETCHED if early else 0
-    post = "" if problem.post_norm is None else "here" if num_tokens <= MOST_NORMED else "after"
-    return LinearConfig(BLOCK_N, block_t, block_k, split, 4, stages, prefetch, early, post)
+    return LinearConfig(BLOCK_N, block_t, block_k, split, 4, stages, prefetch, lets_in=early)
 
 
 def stage_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:

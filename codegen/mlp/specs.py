@@ -16,7 +16,7 @@ class LinearConfig:
 
     prefetch: columns of a row that are asked for while the kernel before this one ends, a multiple
     of 64; of codes, as many bytes as 16-bit numbers would be. lets_in: the next kernel's programs
-    may take their places early. post: where a norm of the result is made, "here" or "after".
+    may take their places early.
     """
 
     block_n: int
@@ -27,11 +27,9 @@ class LinearConfig:
     num_stages: int
     prefetch: int = 0
     lets_in: bool = False
-    post: str = ""
 
     def __str__(self) -> str:
         marks = f" p{self.prefetch}" * bool(self.prefetch) + " early" * self.lets_in
-        marks += f" norm {self.post}" * bool(self.post)
         return (
             f"{self.block_n}x{self.block_t}x{self.block_k} /{self.split_k} "
             f"w{self.num_warps} s{self.num_stages}{marks}"
@@ -39,9 +37,10 @@ class LinearConfig:
 
 
 def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
-    """`streamed_linear`, or `streamed_codes` of weights of codes."""
+    """`streamed_linear`, or `streamed_codes` of weights of codes. Where the result is normed, the
+    kernel leaves fp32 sums to `norm_rows`."""
     coded = problem.quantization is not None
-    scratch, here = config.split_k > 1, config.post == "here"
+    scratch, normed = config.split_k > 1, problem.post_norm is not None
     return KernelSpec.of(
         "mlp.quantized" if coded else "mlp.linear",
         "streamed_codes" if coded else "streamed_linear",
@@ -52,8 +51,6 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
             "BLOCK_T": config.block_t,
             "BLOCK_K": config.block_k,
             "SPLIT_K": config.split_k,
-            **_post_constants(problem),
-            "POST": config.post,
             "PREFETCH": config.prefetch if problem.k_major else 0,
             "LETS_IN": config.lets_in,
         },
@@ -61,12 +58,10 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
             **_weights(problem),
             "bias_ptr": problem.bias,
             "up_bias_ptr": problem.up_bias,
-            "residual_ptr": problem.residual,
-            "out_ptr": Operand(problem.x.dtype),
+            "residual_ptr": None if normed else problem.residual,
+            "out_ptr": Operand("fp32" if normed else problem.x.dtype),
             "workspace_ptr": Operand("fp32") if scratch else None,
-            "counters_ptr": Operand("i32", aligned=False) if scratch or here else None,
-            "made_ptr": Operand("fp32") if config.post else None,
-            "post_weight_ptr": problem.post_norm.weight if here and problem.post_norm else None,
+            "counters_ptr": Operand("i32", aligned=False) if scratch else None,
             "num_tokens": "i32",
         },
         num_warps=config.num_warps,
@@ -100,17 +95,7 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
 
 
 # Of a norm of the result: columns of a row at a time.
-POST_BLOCK = 2048
-
-
-def _post_constants(problem: LinearProblem) -> dict[str, Constant]:
-    norm = problem.post_norm
-    return {
-        "POST_STRIDE": norm.weight.strides[0] if norm and norm.weight else 0,
-        "POST_EPS": norm.eps if norm else 0.0,
-        "POST_OFFSET": norm.offset if norm else 0.0,
-        "POST_BLOCK": POST_BLOCK if norm else 0,
-    }
+NORM_BLOCK = 2048
 
 
 def norm_rows_spec(problem: LinearProblem, target: str) -> KernelSpec:
@@ -124,11 +109,14 @@ def norm_rows_spec(problem: LinearProblem, target: str) -> KernelSpec:
         {
             "N": problem.n,
             "RESIDUAL_STRIDE": residual.strides[0],
-            **_post_constants(problem),
+            "NORM_STRIDE": norm.weight.strides[0] if norm.weight else 0,
+            "NORM_EPS": norm.eps,
+            "NORM_OFFSET": norm.offset,
+            "BLOCK": NORM_BLOCK,
         },
         {
             "made_ptr": Operand("fp32"),
-            "post_weight_ptr": norm.weight,
+            "norm_weight_ptr": norm.weight,
             "residual_ptr": residual,
             "out_ptr": Operand(problem.x.dtype),
         },

@@ -67,20 +67,20 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
         config, spec = _chosen(problem, next_power_of_2(num_tokens), target)
     else:
         spec = linear_spec(problem, config, target.name)
-    out = yield Buffer((num_tokens, problem.n), a.x.dtype)
+    normed = problem.post_norm is not None
+    out = yield Buffer((num_tokens, problem.n), torch.float32 if normed else a.x.dtype)
     values: dict[str, Any] = {f"{name}_ptr": getattr(a, name, None) for name in TENSORS}
     values["weight_ptr"], values["up_weight_ptr"] = kernel_weights(a)
     values |= {"out_ptr": out, "num_tokens": num_tokens}
     grid = linear_grid(problem, config, num_tokens)
-    if config.split_k > 1 or config.post == "here":
-        tiles, more = grid[0] // config.split_k * grid[1], grid[1] * (config.post == "here")
-        scratch = yield SplitK(tiles + more, workspace_elements(problem, config))
+    if config.split_k > 1:
+        tiles = grid[0] // config.split_k * grid[1]
+        scratch = yield SplitK(tiles, workspace_elements(problem, config))
         values["workspace_ptr"], values["counters_ptr"] = scratch
-    if config.post:
-        values["post_weight_ptr"] = a.norm_weight
-        values["made_ptr"] = yield Buffer((num_tokens, problem.n), torch.float32)
     yield Launch(spec, grid, values)
-    if config.post == "after":
+    if normed:
+        made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
+        values |= {"made_ptr": made, "out_ptr": out}
         yield Launch(norm_rows_spec(problem, target.name), (num_tokens,), values)
     return Outcome(out, "streaming kernel", config)
 

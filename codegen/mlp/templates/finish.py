@@ -26,32 +26,31 @@ def residual_tile(residual_ptr, places, rows, there, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def norm_row(
-    made_ptr, post_weight_ptr, residual_ptr, out_ptr, token,
-    N: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, POST_STRIDE: tl.constexpr,
-    POST_EPS: tl.constexpr, POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
+def norm_rows(
+    made_ptr, norm_weight_ptr, residual_ptr, out_ptr,
+    N: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
+    NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, N] = residual + made / rms(made) * (POST_OFFSET + post_weight), the row of a token.
+    """out [T, N] = residual + made / rms(made) * (NORM_OFFSET + norm_weight) of fp32 made [T, N].
 
-    made: fp32 [T, N], of other programs of this launch, too; in POST_BLOCK columns at a time."""
-    row = token.to(tl.int64)
-    squares = tl.zeros((POST_BLOCK,), tl.float32)
-    for start in range(0, N, POST_BLOCK):
-        columns = start + tl.arange(0, POST_BLOCK)
-        made = tl.load(
-            made_ptr + row * N + columns, mask=columns < N, other=0.0, cache_modifier=".cg"
-        )
+    In BLOCK columns at a time. Grid (T,)."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        made = tl.load(made_ptr + row * N + columns, mask=columns < N, other=0.0)
         squares += made * made
-    inverse = tl.rsqrt(tl.sum(squares, axis=0) / N + POST_EPS)
-    for start in range(0, N, POST_BLOCK):
-        columns = start + tl.arange(0, POST_BLOCK)
-        made = tl.load(
-            made_ptr + row * N + columns, mask=columns < N, other=0.0, cache_modifier=".cg"
-        )
+    inverse = tl.rsqrt(tl.sum(squares, axis=0) / N + NORM_EPS)
+    for start in range(0, N, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        made = tl.load(made_ptr + row * N + columns, mask=columns < N, other=0.0)
         made *= inverse
-        if post_weight_ptr is not None:
-            factor = tl.load(post_weight_ptr + columns * POST_STRIDE, mask=columns < N, other=0.0)
-            made *= factor.to(tl.float32) + POST_OFFSET
+        if norm_weight_ptr is not None:
+            factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=columns < N, other=0.0)
+            made *= factor.to(tl.float32) + NORM_OFFSET
         residual = tl.load(
             residual_ptr + row * RESIDUAL_STRIDE + columns, mask=columns < N, other=0.0
         )
@@ -60,31 +59,12 @@ def norm_row(
 
 
 @triton.jit
-def norm_rows(
-    made_ptr, post_weight_ptr, residual_ptr, out_ptr,
-    N: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, POST_STRIDE: tl.constexpr,
-    POST_EPS: tl.constexpr, POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
-):  # fmt: skip
-    """`norm_row` of each token. Grid (T,)."""
-    if LAUNCH_PDL:
-        tl.extra.cuda.gdc_wait()
-    norm_row(
-        made_ptr, post_weight_ptr, residual_ptr, out_ptr, tl.program_id(0),
-        N, RESIDUAL_STRIDE, POST_STRIDE, POST_EPS, POST_OFFSET, POST_BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
 def finish_linear(
     product, up, square, bias, up_bias, residual,
     up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
-    made_ptr, post_weight_ptr, num_tokens,
     row_tile, part, rows, places, there, token_mask,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, NORM_EPS: tl.constexpr,
     ACTIVATION: tl.constexpr, SCALE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
-    POST: tl.constexpr, POST_STRIDE: tl.constexpr, POST_EPS: tl.constexpr,
-    POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """Stores out = residual + SCALE * activation(product + bias) * (up + up_bias) of one tile.
@@ -93,8 +73,6 @@ def finish_linear(
     they are made whole. square [BLOCK_T]: the part's sum of squares of x, where NORM. up and the
     biases and residual count where their pointers are given. places [1, BLOCK_T]: the tokens.
     there: which of the tile's numbers the result has.
-    POST "": no norm of the result. "here": the last program of all to arrive norms the tokens of
-    the tile (`norm_row`), "after": another kernel does; made fp32 [T, N] is what they read.
     """
     is_last = True
     if SPLIT_K > 1:
@@ -137,24 +115,8 @@ def finish_linear(
                 product = activate(product, up, ACTIVATION, 1.0, 0.0, True)
         if SCALE != 1.0:
             product *= SCALE
-        if POST != "":
-            tl.store(made_ptr + places * N + rows[:, None], product, mask=there)
-        else:
-            if residual_ptr is not None:
-                product += residual.to(tl.float32)
-            tl.store(
-                out_ptr + places * N + rows[:, None], product.to(out_ptr.dtype.element_ty),
-                mask=there,
-            )  # fmt: skip
-        if POST == "here":
-            TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-            # Behind those of the tiles, whose number is that of the programs' tiles.
-            done = counters_ptr + TILES * tl.num_programs(1) + tl.program_id(1)
-            if arrive(done, TILES):
-                for index in range(BLOCK_T):
-                    token = tl.program_id(1) * BLOCK_T + index
-                    if token < num_tokens:
-                        norm_row(
-                            made_ptr, post_weight_ptr, residual_ptr, out_ptr, token,
-                            N, RESIDUAL_STRIDE, POST_STRIDE, POST_EPS, POST_OFFSET, POST_BLOCK,
-                        )  # fmt: skip
+        if residual_ptr is not None:
+            product += residual.to(tl.float32)
+        tl.store(
+            out_ptr + places * N + rows[:, None], product.to(out_ptr.dtype.element_ty), mask=there
+        )

@@ -41,15 +41,13 @@ def weight_tile(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUM
 @triton.jit
 def streamed_linear(
     x_ptr, norm_weight_ptr, weight_ptr, up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr,
-    out_ptr, workspace_ptr, counters_ptr, made_ptr, post_weight_ptr,
+    out_ptr, workspace_ptr, counters_ptr,
     num_tokens,
     N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
     WEIGHT_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     RESIDUAL_STRIDE: tl.constexpr,
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr, SCALE: tl.constexpr,
-    POST: tl.constexpr, POST_STRIDE: tl.constexpr, POST_EPS: tl.constexpr,
-    POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr, LETS_IN: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -61,8 +59,7 @@ def streamed_linear(
     strides (row, column). With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N
     * BLOCK_T + NORM * BLOCK_T] and counters one zero per tile. PREFETCH: columns of each row that
     are asked for before the kernel waits for the one before it. LETS_IN: the next kernel's programs
-    may take their places while this one runs. POST: as in `finish_linear`, where out = residual +
-    norm(SCALE * ...); "here" wants a counter more for each tile of tokens.
+    may take their places while this one runs.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -90,9 +87,7 @@ def streamed_linear(
     places = tokens.to(tl.int64)[None, :]
     there = row_mask[:, None] & token_mask[None, :]
     # Before the loop: after it nothing would hide the latency of these loads.
-    residual = 0.0
-    if POST == "":
-        residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
+    residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
     bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
     weight_ptrs = weight_rows[:, None] + columns[None, :] * WEIGHT_STRIDES[1]
@@ -137,10 +132,9 @@ def streamed_linear(
     finish_linear(
         product, up, square, bias, up_bias, residual,
         up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
-        made_ptr, post_weight_ptr, num_tokens,
         row_tile, part, rows, places, there, token_mask,
         N, K, NORM, NORM_EPS, ACTIVATION, SCALE, RESIDUAL_STRIDE,
-        POST, POST_STRIDE, POST_EPS, POST_OFFSET, POST_BLOCK, BLOCK_N, BLOCK_T, SPLIT_K,
+        BLOCK_N, BLOCK_T, SPLIT_K,
     )  # fmt: skip
 
 

@@ -70,7 +70,6 @@ def streamed_codes(
     x_ptr, norm_weight_ptr, weight_ptr, up_weight_ptr,
     weight_scale_ptr, up_scale_ptr, weight_zero_ptr, up_zero_ptr,
     bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
-    made_ptr, post_weight_ptr,
     num_tokens,
     N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
     WEIGHT_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
@@ -82,8 +81,6 @@ def streamed_codes(
     LINE: tl.constexpr,
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr, SCALE: tl.constexpr,
-    POST: tl.constexpr, POST_STRIDE: tl.constexpr, POST_EPS: tl.constexpr,
-    POST_OFFSET: tl.constexpr, POST_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr, LETS_IN: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +132,7 @@ def streamed_codes(
     places = tokens.to(tl.int64)[None, :]
     there = row_mask[:, None] & token_mask[None, :]
     # Before the loop: after it nothing would hide the latency of these loads.
-    residual = 0.0
-    if POST == "":
-        residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
+    residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
     bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
     word_ptrs = word_lines[:, None] + word_columns[None, :] * WEIGHT_STRIDES[1]
@@ -273,8 +268,7 @@ def streamed_codes(
     finish_linear(
         product, up, square, bias, up_bias, residual,
         up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
-        made_ptr, post_weight_ptr, num_tokens,
         row_tile, part, rows, places, there, token_mask,
         N, K, NORM, NORM_EPS, ACTIVATION, SCALE, RESIDUAL_STRIDE,
-        POST, POST_STRIDE, POST_EPS, POST_OFFSET, POST_BLOCK, BLOCK_N, BLOCK_T, SPLIT_K,
+        BLOCK_N, BLOCK_T, SPLIT_K,
     )  # fmt: skip
