@@ -90,7 +90,7 @@ def check_cache_scale(
     check_dtype(op, name, scale, (torch.float32,))
     check_device(op, name, scale, device)
     if scale.dim() > 1 or (scale.dim() == 1 and scale.shape[0] not in (1, heads)):
-        expected = f"shape [], [1] or [heads] = [{heads}]"
+        expected = f"shape [], [1] or [Hkv] = [{heads}]"
         raise ArgumentError(op, name, expected, f"shape {shape_text(scale.shape)}")
 
 

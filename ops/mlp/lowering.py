@@ -80,8 +80,8 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
     yield Launch(spec, grid, values)
     if normed:
         made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
-        values |= {"made_ptr": made, "out_ptr": out}
-        yield Launch(norm_rows_spec(problem, target.name), (num_tokens,), values)
+        rows = values | {"made_ptr": made, "out_ptr": out}
+        yield Launch(norm_rows_spec(problem, target.name), (num_tokens,), rows)
     return Outcome(out, "streaming kernel", config)
 
 
