@@ -1,4 +1,4 @@
-"""Writes docs/measured.md, and the table in README.md, from benchmarks/results/*.json.
+"""Writes docs/measured.md, and the tables in README.md, from benchmarks/results/*.json.
 
     python docs/measured_tables.py
 
@@ -73,24 +73,81 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
     return first["model"], first["layers"], rows
 
 
-def all_passes() -> str:
-    """The README's table: the whole passes of every model, called as `generate()` does with prompts
-    of one length."""
+def shown() -> str:
+    """The README's tables: `generate()`, and some passes of every model, called as it calls them
+    with prompts of one length."""
+    told = json.loads((RESULTS / GENERATE).read_text("utf-8"))
     found = [json.loads((RESULTS / name).read_text("utf-8")) for name in END_TO_END]
+    rows, layers, places = [], set(), [place(told)]
     for data in found:
-        data["rows"] = [row for row in data["rows"] if row["kind"] == "mask"]
-    rows, layers, places = [], set(), []
-    for data in found:
+        data["rows"] = [row for row in data["rows"] if _is_shown(row)]
         model, count, cases = passes(data)
         layers.add(str(count))
         rows += [(model, *case) for case in cases]
         places += [place(data)] if place(data) not in places else []
+    first = told["rows"][0]
     head = (
-        f"µs per forward pass of {' or '.join(sorted(layers))} layers of each model's true widths, "
+        f"Tokens per second of `generate()`, {first['model']}, {first['layers']} layers, prompts "
     )
-    head += "random weights, static cache, bfloat16:"
-    runs = "; which rows are of a later run: docs/measured.md" if "again" in found[0] else ""
-    return f"{head}\n\n{table(('model', *PASSES), rows)}\n\n{'; '.join(places)}{runs}."
+    head += f"of {first['prompt']} tokens, {first['new']} new ones, by the wall clock:"
+    middle = (
+        f"µs per forward pass of {' or '.join(sorted(layers))} layers of each model's true widths:"
+    )
+    tables = table(GENERATED, generated_rows(told)), table(("model", *PASSES), rows)
+    return f"{head}\n\n{tables[0]}\n\n{middle}\n\n{tables[1]}\n\n{'; '.join(places)}."
+
+
+SHOWN_PASSES = ((1, 1), (64, 1), (1, 1024))
+
+
+def _is_shown(row: dict[str, Any]) -> bool:
+    return row["kind"] == "mask" and (row["batch"], row["tokens"]) in SHOWN_PASSES
+
+
+GENERATED = (
+    "batch",
+    "eager",
+    "torch.compile",
+    "tilewright",
+    "with PagedCache",
+    "tilewright / best",
+)
+
+
+def generated_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row under GENERATED for each batch, in tokens per second."""
+    rows = []
+    for row in data["rows"]:
+        own = [row[f"{name}_tokens"] for name in ("tilewright", "tilewright-paged")]
+        others = [row[f"{name}_tokens"] for name in ("eager", "stock")]
+        speed = f"{own[0] / max(others):.2f}"
+        rows.append((str(row["batch"]), *(f"{rate:.0f}" for rate in (*others, *own)), speed))
+    return rows
+
+
+def generated(data: dict[str, Any]) -> str:
+    """`generate()` by the wall clock: whole calls, and the steps alone."""
+    first = data["rows"][0]
+    head = (
+        f"## generate(), {first['model']}\n\n{first['layers']} layers, random weights, prompts of "
+    )
+    head += f"up to {first['prompt']} tokens padded on the left, {first['new']} new ones, greedy, "
+    head += "bfloat16. Eager has a dynamic cache, torch.compile a static one, both as transformers "
+    head += "calls them. Tokens of the batch per second of whole calls, which run the prompt "
+    head += f"uncompiled:\n\n{table(GENERATED, generated_rows(data))}\n\n"
+    head += "The same per second of the steps after the prompt; peak memory of a call above model "
+    head += "and cache, MiB, of torch.compile and tilewright:"
+    names = ("eager", "stock", "tilewright", "tilewright-paged")
+    rows = [
+        (
+            str(row["batch"]),
+            *(f"{row[f'{name}_steps']:.0f}" for name in names),
+            f"{row['tilewright_steps'] / max(row['eager_steps'], row['stock_steps']):.2f}",
+            *(f"{row[f'{name}_peak_mib']:.0f}" for name in names[1:3]),
+        )
+        for row in data["rows"]
+    ]
+    return f"{head}\n\n{table((*GENERATED, 'stock peak', 'own peak'), rows)}"
 
 
 def cache_size(data: dict[str, Any]) -> str:
@@ -286,7 +343,9 @@ END_TO_END = (
     "qwen3_30b_a3b_end_to_end.json",
     "deepseek_v2_lite_end_to_end.json",
 )
+GENERATE = "llama3_8b_generate.json"
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    GENERATE: generated,
     **dict.fromkeys(END_TO_END, end_to_end),
     "cache_size.json": cache_size,
     "qkv_cache.json": attention_layer,
@@ -324,10 +383,10 @@ def measured() -> str:
 
 
 def with_table(readme: str) -> str:
-    """The README's text with its table between the marks."""
+    """The README's text with its tables between the marks."""
     before, rest = readme.split(START)
     _, after = rest.split(END)
-    return f"{before}{START}\n{all_passes()}\n{END}{after}"
+    return f"{before}{START}\n{shown()}\n{END}{after}"
 
 
 def main() -> None:

@@ -316,7 +316,7 @@ BAD_METADATA = [
     (GPTQ, lambda a: {"weight": a.weight.view(torch.int8)}, "weight", "torch.uint8"),
     (GPTQ, lambda a: {"weight": a.weight.repeat(1, 2)[:, :256]}, "weight", "contiguous buffer"),
     (GPTQ, {"weight_scale": torch.ones(1)}, "weight_scale", "since group_size is given"),
-    (CASES["fp8_cache"], {"k_cache_scale": torch.ones(3)}, "k_cache_scale", r"\[heads\] = \[2\]"),
+    (CASES["fp8_cache"], {"k_cache_scale": torch.ones(3)}, "k_cache_scale", r"\[Hkv\] = \[2\]"),
     (CASES["fp8_cache"], {"k_cache_scale": torch.ones(2).half()}, "k_cache_scale", "float32"),
     (CASES["mla"], {"v_cache_scale": torch.ones(1)}, "v_cache_scale", "blocks hold no V"),
 ]
