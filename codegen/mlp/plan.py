@@ -11,6 +11,8 @@ from tilewright.codegen.targets import Target
 # and up on an H200: 66 us of 16 tokens where Inductor's take 68, but 113 and 74 of 64.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
+# Tokens of a tile where two weights of codes are decoded beside its sums: more spill.
+MOST_CODED_TILE = 32
 # All programs are there at once, so that they end together: two on each multiprocessor.
 PROGRAMS_PER_SM = 2
 # What a program leaves of its half of the shared memory: its barriers, and sums over tokens.
@@ -32,14 +34,15 @@ def most_tokens(num_weights: int) -> int:
 
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
     """The tiles for so many tokens: as many bytes in flight as fit two programs."""
-    block_t = min(max(next_power_of_2(num_tokens), 16), MOST_TOKENS)
+    most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
+    block_t = min(max(next_power_of_2(num_tokens), 16), most)
     block_k = 64 if problem.num_weights == 2 or block_t > 32 else 128
     if problem.quantization is not None:
         block_k = code_step(problem.quantization, problem.k)
     tiles = cdiv(problem.n, BLOCK_N)
     steps = cdiv(problem.k, block_k)
-    most = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
-    split = cdiv(steps, cdiv(steps, most))
+    parts = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
+    split = cdiv(steps, cdiv(steps, parts))
     room = target.max_shared_bytes // PROGRAMS_PER_SM - RESERVED_BYTES
     room -= made_bytes(problem, block_t, block_k)
     stages = max(min(room // stage_bytes(problem, block_t, block_k), MOST_STAGES), 2)
