@@ -212,6 +212,44 @@ def test_a_slice_whose_slots_are_not_known_is_left_alone(write):
     assert codes() == {"SLICE_WRITE"}
 
 
+class TwoLayers(torch.nn.Module):
+    """Each layer keeps K and V in one cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(None) for _ in range(2))
+
+    def forward(self, x, one, other, slots):
+        for layer, cache in zip(self.layers, (one, other), strict=True):
+            q, k, v = layer.qkv(x)
+            store(cache[0], slots, k)
+            store(cache[1], slots, v)
+            x = x + q.reshape(T, -1)
+        return x
+
+
+def test_keys_and_values_in_one_cache_are_those_of_one_layer():
+    x, k_cache, v_cache, slots = make_args()
+    args = (x, *(torch.stack((k_cache, v_cache)) for _ in range(2)), slots)
+    check_against_eager("two layers", TwoLayers(), args, ["qkv_cache"] * 2)
+
+
+def test_rows_with_pages_and_slots_of_their_own_are_written_one_by_one():
+    """Only rows with one index each are one write."""
+
+    def step(m, x, k_cache, v_cache, pages, slots):
+        k, v = m.k_proj(x).view(2, 3, HKV, D), m.v_proj(x).view(2, 3, HKV, D)
+        for row in range(2):
+            k_cache[row][pages[row], slots[row]] = k[row]
+            v_cache[row][pages[row], slots[row]] = v[row]
+        return m.q_proj(x)
+
+    x, *caches = (torch.randn(shape) for shape in ((2, 3, 64), *[(2, 4, 8, HKV, D)] * 2))
+    index = torch.tensor([[0, 1, 2], [3, 1, 0]])
+    args = (x, *caches, index, index.flip(0))
+    check_against_eager("two indices", Layer(step), args, ["cache_store"] * 2)
+
+
 def test_k_and_v_at_different_starts_are_no_pair():
     def apart(cache, heads, start):
         by_slice(cache, heads, start if cache.shape[0] == 4 else start + 1)
