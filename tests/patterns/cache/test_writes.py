@@ -250,6 +250,41 @@ def test_rows_with_pages_and_slots_of_their_own_are_written_one_by_one():
     check_against_eager("two indices", Layer(step), args, ["cache_store"] * 2)
 
 
+def other_row_between(m, x, k_cache, v_cache, slots, given):
+    """K's next row is written before V's first is."""
+    q, k, v = m.qkv(x)
+    k_cache[0][slots] = k
+    k_cache[1][slots] = given
+    v_cache[0][slots] = v
+    return q
+
+
+def of_rows(strides):
+    """Caches [6, 8, HKV, D], K's with the given strides."""
+    x, _, v_cache, _ = make_args()
+    slots = torch.tensor([3, 1, 0, 7, 5])
+    k_cache = torch.zeros(6 * 8 * HKV * D).as_strided(v_cache.shape, strides)
+    return x, k_cache, v_cache, slots, torch.randn(T, HKV, D)
+
+
+DENSE = (8 * HKV * D, HKV * D, D, 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_write_to_another_row_may_lie_between(dynamic):
+    run(Layer(other_row_between), *of_rows(DENSE), dynamic=dynamic)
+    assert sorted(patterns()) == ["cache_store", "qkv_cache"]
+
+
+@pytest.mark.parametrize("stride", [0, HKV * D])
+def test_rows_that_share_elements_are_written_in_order(stride):
+    """An expanded cache, and one whose rows overlap."""
+    args = of_rows((stride, *DENSE[1:]))
+    run(Layer(other_row_between), *args)
+    assert "CACHE_WRITE" in codes()
+    assert torch.equal(args[1][1][args[3]], args[4])
+
+
 def test_k_and_v_at_different_starts_are_no_pair():
     def apart(cache, heads, start):
         by_slice(cache, heads, start if cache.shape[0] == 4 else start + 1)
