@@ -356,15 +356,21 @@ def _offset(index: Size, length: Size) -> Size:
     return index + length if isinstance(index, int) and index < 0 else index
 
 
+def _end(index: Size, length: Size) -> Size:
+    """An end of a slice, which may lie before the first element."""
+    at = _offset(index, length)
+    return max(at, 0) if isinstance(at, int) else at
+
+
 def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
     """Dimension `dim` cut by `item`. length: of the result, where its shape is known."""
     size = effect.shape[dim]
-    start = 0 if item.start is None else _offset(size_of(item.start), size)
+    start = 0 if item.start is None else _end(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
     if not isinstance(step, int):
         raise InexpressibleError("a slice with a symbolic step")
     if length is None:
-        stop = size if item.stop is None else _offset(size_of(item.stop), size)
+        stop = size if item.stop is None else _end(size_of(item.stop), size)
         if all(isinstance(n, int) for n in (size, start, stop)):
             length = len(range(*slice(start, stop, step).indices(size)))
         elif step == 1:

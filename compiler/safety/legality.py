@@ -16,7 +16,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.language import Match, Miss, Parts, PatternError, Reject, Stage, reject
 
 
@@ -111,10 +111,33 @@ def _lies_apart_from(match: Match, value: Value) -> bool:
     other = value.store
     if other is None or other.note or other.dtype != other.memory.dtype:
         return False
+    if not _has_its_own_elements(other.memory):
+        return False
     own = [store.store for store in match.stores if store.store is not None]
     return all(
         one.memory is other.memory and _disjoint(one, other) for one in own if _meet(one, other)
     )
+
+
+def _has_its_own_elements(memory: Memory) -> bool:
+    """Whether different indices certainly mean different elements; of an expanded tensor, or of one
+    from `as_strided`, they may not."""
+    axes = [(s, n) for n, s in zip(memory.shape, memory.strides, strict=True) if n != 1]
+    if all(isinstance(size, int) for axis in axes for size in axis):
+        reach = 0
+        for stride, size in sorted(axes):
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+        return True
+    inside: Size = 1
+    while axes:  # sizes that are symbols: each stride is all that lies inside it
+        found = next((axis for axis in axes if axis[0] == inside), None)
+        if found is None:
+            return False
+        axes.remove(found)
+        inside = inside * found[1]
+    return True
 
 
 def _meet(one: Store, other: Store) -> bool:

@@ -13,7 +13,7 @@ from tilewright.patterns.cache.eight_bit import Written, before_rounding
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.gemm import piece_of
+from tilewright.patterns.recognise.gemm import match_gemm, piece_of
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,8 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
     read = _rows_of(source.effect, more.effect, count) if source.value is more.value else None
     if target is None or read is None or first.index.keys() != store.index.keys():
         return None
+    if len(first.index) > 1:
+        return None  # pages and slots: each row is written by itself
     whole = View(source.value, read)
     if not first.index:
         return replace(first, target=target, source=whole)
@@ -281,7 +283,8 @@ def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
     """Writes of the same shape at the same slots belong together: to the same place of two caches
-    where there are such, else neighbours."""
+    where there are such, else neighbours. Of a layer that keeps K and V in one cache they are
+    neighbours, and the same place of two caches is that of two layers."""
     writes = list(cache_writes(flow))
     taken: set[int] = set()
     for i, write in enumerate(writes):
@@ -289,8 +292,9 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             continue
         later = [j for j in range(i + 1, len(writes)) if j not in taken]
         twin = next((j for j in later if _is_twin(write, writes[j])), None)
-        if twin is None:
-            twin = next((j for j in later[:1] if _belong(write, writes[j])), None)
+        beside = next((j for j in later[:1] if _belong(write, writes[j])), None)
+        if twin is None or (beside is not None and _nearer(write, writes[beside], writes[twin])):
+            twin = beside
         if twin is not None:
             taken.add(twin)
             yield WritePair(write, writes[twin])
@@ -306,6 +310,21 @@ def _stands_alone(write: CacheWrite) -> bool:
 def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
     """Whether two writes fill the same place of two caches: K[0] and V[0]."""
     return a.memory is not b.memory and a.target == b.target and _belong(a, b)
+
+
+def _nearer(write: CacheWrite, one: CacheWrite, other: CacheWrite) -> bool:
+    """Whether `one` projects an activation that `write` does, and `other` projects another."""
+    own = _projected(write)
+    return not own.isdisjoint(_projected(one)) and own.isdisjoint(_projected(other))
+
+
+def _projected(write: CacheWrite) -> set[Value]:
+    """The activations in the nearest products that a write is computed from."""
+    if write.written is None:
+        return set()
+    nearest = upstream(write.written.view.value, _REACH, lambda v: match_gemm(v) is None)
+    found = [gemm for value in nearest if (gemm := match_gemm(value)) is not None]
+    return {gemm.flat_x.value for gemm in found}
 
 
 def _belong(a: CacheWrite, b: CacheWrite) -> bool:

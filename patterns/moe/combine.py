@@ -234,7 +234,10 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
         return False  # the sum has more rows than there are tokens
     if (added := added_rows(user)) is not None:
         index, source = added
-        rows = match_rows(first_column(index) or index, order)
+        column = first_column(index)
+        if column is not None and index.shape != source.shape:
+            return False  # a scatter of some columns alone
+        rows = match_rows(column or index, order)
         return rows == num_slots and source == value.whole
     if store is None or not store.accumulate or store.memory.is_input:
         return False

@@ -96,6 +96,8 @@ def match_loop(name: str, op: str, loop: Loop, flow: Dataflow) -> Match:
         _refuse(last, "its experts read different tensors")
     if sorted(step.expert for step in steps) != list(range(gemms[-1].weight.shape[0])):
         _refuse(last, "it does not run over each expert of the stack once")
+    if last.shape[0] != x.shape[0]:
+        _refuse(last, "its sum has other rows than the tokens")
     gate, *up, down = gemms
     layer = Layer(gate, up[0] if up else None, down, first.activation)
     arguments = layer.arguments()

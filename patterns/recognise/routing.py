@@ -200,7 +200,7 @@ def is_arange(view: View) -> bool:
 def _counts_up(value: Value) -> bool:
     numbers = [a for a in value.args if not isinstance(a, View)]
     from_zero = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
-    return value.op == "aten.arange" and from_zero
+    return value.op == "aten.arange" and from_zero and value.kwargs.get("step", 1) == 1
 
 
 def match_inverse(view: View, order: Order) -> bool:

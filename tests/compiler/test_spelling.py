@@ -78,6 +78,8 @@ PAIRS = {
     "None index": (lambda x: x[:, None], lambda x: x.unsqueeze(1)),
     "Ellipsis alone": (lambda x: x[...], lambda x: x),
     "past the end": (lambda x: x[..., 8:99], lambda x: x[..., -4:]),
+    "before the beginning": (lambda x: x[..., -15:8], lambda x: x[..., :8]),
+    "all before the beginning": (lambda x: x[..., :-15], lambda x: x[..., :0]),
     "view": (lambda x: x.view(6, 12), lambda x: x.reshape(-1, 12)),
     "view as": (lambda x: x.view_as(numbers(6, 12)), lambda x: x.flatten(0, 1)),
     "view of a size": (lambda x: x.view(torch.Size([6, 12])), lambda x: x.reshape((6, 12))),

@@ -212,6 +212,79 @@ def test_a_slice_whose_slots_are_not_known_is_left_alone(write):
     assert codes() == {"SLICE_WRITE"}
 
 
+class TwoLayers(torch.nn.Module):
+    """Each layer keeps K and V in one cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(None) for _ in range(2))
+
+    def forward(self, x, one, other, slots):
+        for layer, cache in zip(self.layers, (one, other), strict=True):
+            q, k, v = layer.qkv(x)
+            store(cache[0], slots, k)
+            store(cache[1], slots, v)
+            x = x + q.reshape(T, -1)
+        return x
+
+
+def test_keys_and_values_in_one_cache_are_those_of_one_layer():
+    x, k_cache, v_cache, slots = make_args()
+    args = (x, *(torch.stack((k_cache, v_cache)) for _ in range(2)), slots)
+    check_against_eager("two layers", TwoLayers(), args, ["qkv_cache"] * 2)
+
+
+def test_rows_with_pages_and_slots_of_their_own_are_written_one_by_one():
+    """Only rows with one index each are one write."""
+
+    def step(m, x, k_cache, v_cache, pages, slots):
+        k, v = m.k_proj(x).view(2, 3, HKV, D), m.v_proj(x).view(2, 3, HKV, D)
+        for row in range(2):
+            k_cache[row][pages[row], slots[row]] = k[row]
+            v_cache[row][pages[row], slots[row]] = v[row]
+        return m.q_proj(x)
+
+    x, *caches = (torch.randn(shape) for shape in ((2, 3, 64), *[(2, 4, 8, HKV, D)] * 2))
+    index = torch.tensor([[0, 1, 2], [3, 1, 0]])
+    args = (x, *caches, index, index.flip(0))
+    check_against_eager("two indices", Layer(step), args, ["cache_store"] * 2)
+
+
+def other_row_between(m, x, k_cache, v_cache, slots, given):
+    """K's next row is written before V's first is."""
+    q, k, v = m.qkv(x)
+    k_cache[0][slots] = k
+    k_cache[1][slots] = given
+    v_cache[0][slots] = v
+    return q
+
+
+def of_rows(strides):
+    """Caches [6, 8, HKV, D], K's with the given strides."""
+    x, _, v_cache, _ = make_args()
+    slots = torch.tensor([3, 1, 0, 7, 5])
+    k_cache = torch.zeros(6 * 8 * HKV * D).as_strided(v_cache.shape, strides)
+    return x, k_cache, v_cache, slots, torch.randn(T, HKV, D)
+
+
+DENSE = (8 * HKV * D, HKV * D, D, 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_write_to_another_row_may_lie_between(dynamic):
+    run(Layer(other_row_between), *of_rows(DENSE), dynamic=dynamic)
+    assert sorted(patterns()) == ["cache_store", "qkv_cache"]
+
+
+@pytest.mark.parametrize("stride", [0, HKV * D])
+def test_rows_that_share_elements_are_written_in_order(stride):
+    """An expanded cache, and one whose rows overlap."""
+    args = of_rows((stride, *DENSE[1:]))
+    run(Layer(other_row_between), *args)
+    assert "CACHE_WRITE" in codes()
+    assert torch.equal(args[1][1][args[3]], args[4])
+
+
 def test_k_and_v_at_different_starts_are_no_pair():
     def apart(cache, heads, start):
         by_slice(cache, heads, start if cache.shape[0] == 4 else start + 1)

@@ -156,6 +156,23 @@ def row_too_many(module):
     ).index_add(0, rows, y)[: shape[0]]
 
 
+def half_of_the_columns(module):
+    module.combine = lambda y, order, rows, shape: torch.zeros(
+        shape[0], y.shape[1], dtype=y.dtype
+    ).scatter_add(0, rows[:, None].expand(-1, y.shape[1] // 2), y)
+
+
+def counted_down(module):
+    """Rows counted from the end: 0, -1, -2, ..., in the place of an inverse."""
+
+    def combine(y, order, rows, shape):
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(0, -order.numel(), step=-1)
+        return y[inverse].view(*shape, -1)
+
+    module.combine = combine
+
+
 def rounded_to_eight_bits(module):
     combine = module.combine
     module.combine = lambda y, *rest: combine(y.to(torch.float8_e4m3fn).to(y.dtype), *rest)
@@ -197,6 +214,8 @@ MASKED = (rows_of_a_held_expert_masked, masked_out_of_order)
 NEAR_MISSES = dict.fromkeys(MASKED, "EXPERT_ORDER") | {
     doubled_sum: "EXPERT_COMBINE",
     row_too_many: "EXPERT_COMBINE",
+    half_of_the_columns: "EXPERT_COMBINE",
+    counted_down: "EXPERT_COMBINE",
     rounded_to_eight_bits: "EXPERT_COMBINE",
     rounded_inside: "EXPERT_ACTIVATION",
     multiple_of_up: "EXPERT_ACTIVATION",
