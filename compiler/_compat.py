@@ -129,6 +129,15 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(dict.fromkeys(keys))
 
 
+def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """A subclass as `outer`, which holds one tensor, with `inner` in its place."""
+    names, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = {name: getattr(outer, name) for name in names}  # a device mesh may be among them
+    held = {name: inner if isinstance(h, torch.Tensor) else h for name, h in held.items()}
+    wrap = type(outer).__tensor_unflatten__  # type: ignore[attr-defined]
+    return cast(torch.Tensor, wrap(held, context, outer.shape, outer.stride()))
+
+
 def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
     """Whether the one tensor inside `outer`, or `outer` itself, is element for element the one
     inside `inner`: of the same dtype, at the same places of the same storage."""
