@@ -25,6 +25,7 @@ from torch._dynamo.exc import TorchDynamoException as DynamoError  # noqa: F401
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module
@@ -128,6 +129,27 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(dict.fromkeys(keys))
 
 
+def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """A subclass as `outer`, which holds one tensor, with `inner` in its place."""
+    names, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = {name: getattr(outer, name) for name in names}  # a device mesh may be among them
+    held = {name: inner if isinstance(h, torch.Tensor) else h for name, h in held.items()}
+    wrap = type(outer).__tensor_unflatten__  # type: ignore[attr-defined]
+    return cast(torch.Tensor, wrap(held, context, outer.shape, outer.stride()))
+
+
+def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
+    """Whether the one tensor inside `outer`, or `outer` itself, is element for element the one
+    inside `inner`: of the same dtype, at the same places of the same storage."""
+    parts = [parts_of(tensor) for tensor in (outer, inner)]
+    if not all(len(held) == 1 and storage_keys(held[0]) for held in parts):
+        return False
+    one, other = (
+        (held.dtype, held.device, layout_of(held), storage_keys(held)) for (held,) in parts
+    )
+    return one == other
+
+
 def has_address(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor has memory of its own: no fake, sparse or meta tensor has."""
     return (
@@ -163,6 +185,8 @@ class _StandIns:
             return self._tensor(value)
         if isinstance(value, slice):
             return slice(*map(self._leaf, (value.start, value.stop, value.step)))
+        if isinstance(value, FakeScriptObject):
+            return value.real_obj  # the device mesh of a DTensor
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             copied = copy.copy(value)
             for field in dataclasses.fields(value):
@@ -206,12 +230,28 @@ class _Writes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.storages: set[int] = set()
+        self._masks: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in written_arguments(func, args, kwargs or {}):
             for tensor in tensors_in(given):
                 self.storages.update(storage_keys(tensor))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._masks += [mask for tensor in tensors_in(result) for mask in _masks_of(tensor)]
+        return result
+
+    def forget_masks(self) -> None:
+        """Takes back what DTensor keeps of a lookup in rows that lie on several ranks, for the
+        reduction to come: all lookups of that layout share it, the real ones too."""
+        for mask in self._masks:
+            if mask.refcount:
+                mask.release_mask()
+
+
+def _masks_of(tensor: torch.Tensor) -> list[Any]:
+    placements = getattr(getattr(tensor, "_spec", None), "placements", ())
+    masks = (getattr(placement, "mask_buffer", None) for placement in placements)
+    return [mask for mask in masks if mask is not None]
 
 
 # Running statistics are updated by operators whose schemas do not say so.
@@ -253,8 +293,11 @@ def run_recorded(
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False):
             given, named = stand_ins.of((args, kwargs))
             before = [(t, o, t._version, _placed(t)) for t, o in stand_ins.made]
-            with writes:
-                call(function, given, named)
+            try:
+                with writes:
+                    call(function, given, named)
+            finally:
+                writes.forget_masks()
             written = [
                 original
                 for tensor, original, version, (*_, storage) in before

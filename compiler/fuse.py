@@ -27,6 +27,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
+from tilewright.compiler.rewrite.local_linears import make_linears_local
 from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
@@ -117,6 +118,7 @@ def _attempt(
 
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
+        make_linears_local(graph)
         spelled = spell_flex_out(graph)
         # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}

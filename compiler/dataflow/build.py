@@ -77,6 +77,8 @@ class _Builder:
         self.reshaped: set[int] = set()
         self.asked: dict[Any, Any] = {}
         self.failed: list[tuple[fx.Node, Exception]] = []
+        #: Of a subclass, the first node with the tensor inside of it: a plain one where there is.
+        self.inner: dict[fx.Node, fx.Node] = {}
 
     # --- one node ---
 
@@ -122,9 +124,15 @@ class _Builder:
             self._in_place(node, of, name[:-1], result)
         elif access or (name == "getitem" and of is None):
             self._unknown_call(node, name, result, access)
+        elif isinstance(result, torch.Tensor) and self._unwraps(node, result):
+            return
         elif of is not None and name in spelling.SPLITS and isinstance(result, (tuple, list)):
             self._split(node, of, name, result)
-        elif name not in spelling.LISTED and self._selects(node, result):
+        elif (
+            name not in spelling.LISTED
+            and not self._meets_subclasses(node)
+            and self._selects(node, result)
+        ):
             return
         elif not isinstance(result, torch.Tensor):
             self._opaque(node, name, result)
@@ -138,6 +146,10 @@ class _Builder:
         tangents."""
         wrapped = self.memory.storages.wrapped
         return node in wrapped or not wrapped.isdisjoint(node.all_input_nodes)
+
+    def _meets_subclasses(self, node: fx.Node) -> bool:
+        """Whether a class of the user's (DTensor, quantised weights) decides what a node does."""
+        return any(map(_compat.is_subclass, _compat.tensors_of(node, *node.all_input_nodes)))
 
     # --- layout ---
 
@@ -209,6 +221,50 @@ class _Builder:
         else:
             self.others[node] = parts
         return True
+
+    def _unwraps(self, node: fx.Node, result: torch.Tensor) -> bool:
+        """Adds the plain tensor inside of a subclass (`DTensor.to_local`, a `full_tensor` or
+        `redistribute` that moves nothing); returns whether `result` is that.
+
+        A call that writes nothing and returns the very places of what it is given is the identity.
+        """
+        given = [n for n in node.all_input_nodes if n in self.memory.places]
+        held = ((n, n.meta["example_value"]) for n in given)
+        same = [
+            n
+            for n, tensor in held
+            if (_compat.is_subclass(tensor) or _compat.is_subclass(result))
+            and _compat.holds_in_place(tensor, result)
+        ]
+        if not same:
+            return False
+        inner = same[0]
+        while inner in self.inner:
+            inner = self.inner[inner]
+        if _compat.is_subclass(result):
+            self.inner[node] = inner
+            return False  # what its class makes of it is not known
+        if _compat.is_subclass(inner.meta["example_value"]):
+            self._first_inner(node, inner, result)
+            self.inner[inner] = node
+        else:
+            place = self.memory.places[inner]
+            self.memory.alias(node, place, place.effect, self._read(inner), place.why)
+        return True
+
+    def _first_inner(self, node: fx.Node, wrapper: fx.Node, result: torch.Tensor) -> None:
+        """Adds the first plain tensor that a node takes out of a subclass. That of an input is an
+        input, at its own shape: which elements of the whole it holds the graph does not say."""
+        memory = self.memory.places[wrapper].memory
+        if not memory.is_input:
+            self._define(node, "opaque:" + name_of(node), (self._read(wrapper),), result, {})
+            return
+        untouched = memory.root is wrapper and not self.memory.is_written(memory.storage)
+        op, args = "opaque:" + name_of(node), (self._read(wrapper),)
+        if untouched:
+            op, args = self._read(wrapper).value.op, ()
+        value = self._value(op, args, result, node)
+        self.memory.allocate(node, result, value.whole, True, memory.is_constant)
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
         """Adds `x.view(dtype)` of the same width: the same bytes, read as another dtype."""
@@ -312,7 +368,9 @@ class _Builder:
 
     def _ask(self, node: fx.Node, name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """The ATen call of a node that is in no table."""
-        call, sources = self._alone(node, aten_call)
+        call, sources = None, []
+        if not self._meets_subclasses(node):
+            call, sources = self._alone(node, aten_call)
         if call is not None:
             operands = fill((call.args, call.kwargs), sources)
             return call.name, self._operand(operands[0]), self._operand(operands[1])
@@ -358,14 +416,23 @@ class _Builder:
     ) -> Value:
         self._note_reads(node)
         value = self._value(op, args, result, node, kwargs)
-        place = next(
-            (p for a in node.all_input_nodes if (p := self.memory.shared_with(result, a))), None
-        )
-        if place is None:
+        sources = [a for a in node.all_input_nodes if self.memory.shared_with(result, a)]
+        if not sources:
             self.memory.allocate(node, result, value.whole, is_input=False)
+            return value
+        place = self.memory.places[sources[0]]
+        if self._stays(sources[0], result):
+            self.memory.alias(node, place, place.effect, value.whole, place.why)
         else:
             self.memory.alias(node, place, None, value.whole, REINTERPRETED)
         return value
+
+    def _stays(self, source: fx.Node, result: torch.Tensor) -> bool:
+        """Whether a plain tensor lies exactly where a plain operand does, as that of a wait for a
+        collective; the wait's value is its own, so that nobody reads what has not arrived."""
+        given = source.meta["example_value"]
+        plain = not _compat.is_subclass(given) and not _compat.is_subclass(result)
+        return plain and _compat.holds_in_place(given, result)
 
     def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
         """Adds a node that returns no tensor, or several."""

@@ -83,13 +83,25 @@ class MemoryMap:
         default_factory=lambda: defaultdict(list)
     )
 
-    def allocate(self, node: fx.Node, tensor: torch.Tensor, view: View, is_input: bool) -> None:
-        """Adds a node that makes memory of its own: an input, or what computes or copies."""
+    def allocate(
+        self,
+        node: fx.Node,
+        tensor: torch.Tensor,
+        view: View,
+        is_input: bool,
+        is_constant: bool | None = None,
+    ) -> None:
+        """Adds a node that makes memory of its own: an input, or what computes or copies.
+
+        is_constant: whether an input is a parameter; None to ask the tensor.
+        """
+        if is_constant is None:
+            is_constant = is_input and isinstance(tensor, torch.nn.Parameter)
         strided = bool(_compat.storage_keys(tensor))
         memory = Memory(
             root=node,
             is_input=is_input,
-            is_constant=is_input and isinstance(tensor, torch.nn.Parameter),
+            is_constant=is_constant,
             shape=shape_of(tensor),
             strides=sizes(tensor.stride()) if strided else (),
             offset=size_of(tensor.storage_offset()) if strided else 0,
@@ -139,6 +151,10 @@ class MemoryMap:
             return state.through(place.effect)
         except InexpressibleError:
             return None
+
+    def is_written(self, storage: int) -> bool:
+        """Whether any node so far wrote to a storage."""
+        return any(self.version[memory] for memory in self.by_storage.get(storage, ()))
 
     def write(self, store: Store, value: Value) -> None:
         """Records an in-place write. Other memories on the same storage become unknown."""

@@ -172,7 +172,10 @@ def _disjoint(one: Store, other: Store) -> bool:
 
 def lie_apart(one: Memory, other: Memory) -> bool:
     """Whether two inputs on one storage certainly share no element. Dynamo has no guard for that,
-    so `compiler.safety.overlap` looks again at each call."""
+    so `compiler.safety.overlap` looks again at each call. Where a subclass lies, its own shape and
+    offset do not say."""
+    if any(_compat.is_subclass(m.root.meta["example_value"]) for m in (one, other)):
+        return False
     a, b = (in_bytes(m.shape, m.strides, m.dtype.itemsize) for m in (one, other))
     distance = other.offset * other.dtype.itemsize - one.offset * one.dtype.itemsize
     if not all(isinstance(n, int) for n in (*a[0], *a[1], *b[0], *b[1], distance)):
