@@ -190,7 +190,8 @@ def _reciprocal_of(value: Value) -> View | None:
     if value.op == "aten.reciprocal":
         only: View = value.args[0]
         return only
-    if value.op == "aten.div" and value.args[0] == 1 and isinstance(value.args[1], View):
+    over = value.op == "aten.div" and value.args[0] == 1 and not value.kwargs
+    if over and isinstance(value.args[1], View):
         return value.args[1]
     return None
 

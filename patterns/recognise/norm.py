@@ -231,7 +231,7 @@ def _aligned(weight: View, rank: int) -> View:
 def _normalised(view: View) -> Norm | None:
     """The norm without a weight that a view is, where it is spelled out."""
     value = view.value
-    if not view.is_whole or len(value.operands) != 2:
+    if not view.is_whole or len(value.operands) != 2 or _rounds(value):
         return None
     pairs, root = value.either_way, _inverse_root
     if value.op == "aten.div":
@@ -292,8 +292,13 @@ def _step(view: View, *ops: str) -> tuple[Value, tuple[Value, ...]] | None:
     """(value, it and the casts after it) where a view is the whole result of one of `ops`."""
     bare, casts = strip_casts(view)
     value = bare.value
-    known = bare.is_whole and value.op in ops and value.operands
+    known = bare.is_whole and value.op in ops and value.operands and not _rounds(value)
     return (value, (value, *casts)) if known else None
+
+
+def _rounds(value: Value) -> bool:
+    """Whether a value is a quotient that is rounded to an integer."""
+    return value.kwargs.get("rounding_mode") is not None
 
 
 def _inverse_root(view: View) -> _Read | None:

@@ -98,9 +98,16 @@ def by_tensor(x):
     return (codes_of(x.float() / scale).float() * scale).to(x.dtype)
 
 
+def rounded_reciprocal(x):
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True) / 448.0
+    codes = codes_of(blocks * torch.div(1, scale, rounding_mode="floor"))
+    return (codes.float() * scale).flatten(-2).to(x.dtype)
+
+
 NEAR_MISSES = (
     blocks_of_64, powers_of_two, smaller_range, scale_of_the_next_row, scale_of_the_next_block,
-    decoded_with_another_scale, cut_off, by_tensor,
+    decoded_with_another_scale, cut_off, by_tensor, rounded_reciprocal,
 )  # fmt: skip
 
 

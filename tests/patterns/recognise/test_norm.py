@@ -186,6 +186,10 @@ def test_the_default_epsilon_is_pytorch_s(dtype):
 # --- what is no such norm -------------------------------------------------------------------------
 
 
+def whole(x, by):
+    return torch.div(x, by, rounding_mode="floor")
+
+
 NEAR_MISSES = {
     "bias": (lambda m, x, _: F.layer_norm(x, (D,), m.weight, m.other), "UNSUPPORTED"),
     "bias_apart": (lambda m, x, _: F.rms_norm(x, (D,), m.weight, 1e-6) + m.other, "UNSUPPORTED"),
@@ -204,6 +208,15 @@ NEAR_MISSES = {
     "weight_by_token": (lambda m, x, _: F.rms_norm(x, (D,), eps=1e-6) * m.by, "UNSUPPORTED"),
     "corrected_variance": (
         lambda m, x, _: (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5),
+        "K_PATH",
+    ),
+    "rounded_mean": (
+        lambda m, x, _: x * torch.rsqrt(whole(x.pow(2).sum(-1, keepdim=True), D) + 1e-6),
+        "K_PATH",
+    ),
+    "rounded_quotient": (lambda m, x, _: whole(x, (mean_square(x) + 1e-6).sqrt()), "K_PATH"),
+    "rounded_reciprocal": (
+        lambda m, x, _: x * whole(1, (mean_square(x) + 1e-6).sqrt()) * m.weight,
         "K_PATH",
     ),
     "another_s_variance": (
