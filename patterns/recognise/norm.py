@@ -395,6 +395,8 @@ def _centred(view: View) -> _Read | None:
 
 
 def _over_last(value: Value) -> bool:
-    """Whether a reduction is over the last dimension, and keeps it."""
+    """Whether a reduction is over the last dimension, keeps it, and is of floats: a sum given an
+    integer type is rounded."""
     shape = value.operands[0].shape
-    return reduced_dims(value) == (len(shape) - 1,) and value.shape == (*shape[:-1], 1)
+    kept = value.shape == (*shape[:-1], 1) and value.dtype.is_floating_point
+    return kept and reduced_dims(value) == (len(shape) - 1,)

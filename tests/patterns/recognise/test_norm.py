@@ -214,6 +214,10 @@ NEAR_MISSES = {
         lambda m, x, _: x * torch.rsqrt(whole(x.pow(2).sum(-1, keepdim=True), D) + 1e-6),
         "K_PATH",
     ),
+    "rounded_sum": (
+        lambda m, x, _: x * torch.rsqrt(x.pow(2).sum(-1, True, dtype=torch.int64) / D + 1e-6),
+        "K_PATH",
+    ),
     "rounded_quotient": (lambda m, x, _: whole(x, (mean_square(x) + 1e-6).sqrt()), "K_PATH"),
     "rounded_reciprocal": (
         lambda m, x, _: x * whole(1, (mean_square(x) + 1e-6).sqrt()) * m.weight,
