@@ -260,10 +260,9 @@ class _Builder:
             self._define(node, "opaque:" + name_of(node), (self._read(wrapper),), result, {})
             return
         untouched = memory.root is wrapper and not self.memory.is_written(memory.storage)
-        op, args = "opaque:" + name_of(node), (self._read(wrapper),)
-        if untouched:
-            op, args = self._read(wrapper).value.op, ()
-        value = self._value(op, args, result, node)
+        held = self._read(wrapper)
+        op = held.value.op if untouched else "opaque:" + name_of(node)
+        value = self._value(op, () if untouched else (held,), result, node)
         self.memory.allocate(node, result, value.whole, True, memory.is_constant)
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
@@ -368,12 +367,11 @@ class _Builder:
 
     def _ask(self, node: fx.Node, name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """The ATen call of a node that is in no table."""
-        call, sources = None, []
         if not self._meets_subclasses(node):
             call, sources = self._alone(node, aten_call)
-        if call is not None:
-            operands = fill((call.args, call.kwargs), sources)
-            return call.name, self._operand(operands[0]), self._operand(operands[1])
+            if call is not None:
+                operands = fill((call.args, call.kwargs), sources)
+                return call.name, self._operand(operands[0]), self._operand(operands[1])
         self.unknown.append(node)
         return f"opaque:{name}", self._arguments(node), self._keywords(node)
 

@@ -7,6 +7,7 @@ and nothing else is done to the DTensor in between, the graph can say so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def _make_local(node: fx.Node) -> None:
     graph = node.graph
     with graph.inserting_before(node):
         inner = {source: _inner(source) for source in node.all_input_nodes}
-        args, kwargs = (fx.node.map_arg(a, inner.__getitem__) for a in (node.args, node.kwargs))
+        args, kwargs = _with(node, inner)
         local = graph.create_node(node.op, node.target, args, kwargs)
     (held,) = _compat.parts_of(node.meta["example_value"])
     local.meta = node.meta | {"example_value": held}
@@ -90,6 +91,12 @@ def _inner(node: fx.Node) -> fx.Node:
     return inner
 
 
+def _with(node: fx.Node, given: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """A node's arguments and keywords with what is given for nodes."""
+    args, kwargs = (fx.node.map_arg(a, given.__getitem__) for a in (node.args, node.kwargs))
+    return args, kwargs
+
+
 def _is_local(node: fx.Node) -> bool:
     """Whether a call on DTensors makes of their local tensors what it makes of plain ones: both
     are traced, and ATen is called alike."""
@@ -101,7 +108,7 @@ def _is_local(node: fx.Node) -> bool:
 
     def call(given: list[torch.Tensor]) -> Any:
         tensors = dict(zip(sources, given, strict=True))
-        args, kwargs = (fx.node.map_arg(a, tensors.__getitem__) for a in (node.args, node.kwargs))
+        args, kwargs = _with(node, tensors)
         return _compat.call(node.target, args, kwargs)
 
     def sharded(*given: torch.Tensor) -> torch.Tensor:

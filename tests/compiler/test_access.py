@@ -237,6 +237,94 @@ def test_an_activation_that_is_a_dtensor_is_its_local_tensor():
     assert "INPUT_MUTATED" in codes()
 
 
+def test_what_is_taken_out_of_a_dtensor_cache_is_a_cache():
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        store(k_cache.to_local(), slots, k)
+        store(v_cache.full_tensor(), slots, v)
+        return q
+
+    def run(layer):
+        x, k_cache, v_cache, slots = make_args()
+        k, v = as_dtensor(k_cache), as_dtensor(v_cache)
+        return layer(x, k, v, slots), k_cache, v_cache
+
+    ours = Layer(step)
+    expected = run(ours)
+    actual = run(torch.compile(ours, backend="tilewright", options={"inner": "eager"}))
+    assert fused() == ["qkv_cache"], codes()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("again", ["to_local", "full_tensor", "redistribute", "whole"])
+@pytest.mark.parametrize("between", ["read", "written"])
+def test_a_dtensor_cache_under_another_name_between_the_writes_is_seen(between, again):
+    names = {
+        "to_local": lambda t: t.to_local(),
+        "full_tensor": lambda t: t.full_tensor(),
+        "redistribute": lambda t: t.redistribute(placements=[Replicate()]).to_local(),
+        "whole": lambda t: t,
+    }
+
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        store(k_cache.to_local(), slots, k)
+        other = names[again](k_cache)
+        seen = other * 2 if between == "read" else other.mul_(0.5)
+        store(v_cache.to_local(), slots, v)
+        return q, seen if again != "whole" else seen.to_local()
+
+    def run(layer):
+        x, k_cache, v_cache, slots = make_args()
+        k, v = as_dtensor(k_cache), as_dtensor(v_cache)
+        return *layer(x, k, v, slots), k_cache, v_cache
+
+    ours = Layer(step)
+    expected = run(ours)
+    actual = run(torch.compile(ours, backend="tilewright", options={"inner": "eager"}))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert "qkv_cache" not in fused()
+    assert codes() & {"CACHE_READ", "LONE_WRITE", "OPAQUE_WRITE", "CACHE_WRITE"}
+
+
+def linear_of_dtensors(change):
+    def step(m, x, k_cache, v_cache, slots):
+        def project(weight):
+            made = F.linear(as_dtensor(x), as_dtensor(weight))
+            change(made)
+            return made.to_local().view(5, -1, 16)
+
+        q, k, v = (project(p.weight) for p in (m.q_proj, m.k_proj, m.v_proj))
+        store(k_cache, slots, k)
+        store(v_cache, slots, v)
+        return q
+
+    return step
+
+
+def test_linears_of_dtensors_are_those_of_what_is_inside():
+    assert_as_eager(linear_of_dtensors(lambda made: None))
+    assert fused() == ["qkv_cache"], codes()
+
+
+def test_a_dtensor_that_changes_before_it_is_unwrapped_is_seen():
+    assert_as_eager(linear_of_dtensors(lambda made: made.mul_(2)))
+    assert "qkv_cache" not in fused()
+
+
+def test_a_lookup_that_is_tried_out_leaves_no_mask_behind():
+    from torch.distributed.tensor import Shard
+
+    def lookup(ids, table):
+        return F.embedding(ids, table).redistribute(placements=[Replicate()]).to_local() * 2
+
+    table = DTensor.from_local(torch.randn(8, 4), MESH[0], [Shard(0)], run_check=False)
+    ids = as_dtensor(torch.tensor([1, 5]))
+    compiled = torch.compile(lookup, backend="tilewright", options={"inner": "eager"})
+    for _ in range(2):
+        torch.testing.assert_close(compiled(ids, table), lookup(ids, table))
+
+
 def test_a_function_that_cannot_be_tried_out_may_write_anything():
     """It reads its data, and writes a cache that it is not even given."""
     held = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers.distributed")
-from tests.compiler import sharded  # noqa: E402
+from tests.compiler import sharded
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 180
