@@ -283,18 +283,18 @@ def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
     """Writes of the same shape at the same slots belong together: to the same place of two caches
-    where there are such, else neighbours. Of a layer that keeps K and V in one cache they are
-    neighbours, and the same place of two caches is that of two layers."""
+    where there are such of one activation, else neighbours."""
     writes = list(cache_writes(flow))
+    projected = [_projected(write) for write in writes]
     taken: set[int] = set()
     for i, write in enumerate(writes):
         if i in taken:
             continue
         later = [j for j in range(i + 1, len(writes)) if j not in taken]
-        twin = next((j for j in later if _is_twin(write, writes[j])), None)
-        beside = next((j for j in later[:1] if _belong(write, writes[j])), None)
-        if twin is None or (beside is not None and _nearer(write, writes[beside], writes[twin])):
-            twin = beside
+        mates = (j for j in later if _of_one_input(projected[i], projected[j]))
+        twin = next((j for j in mates if _is_twin(write, writes[j])), None)
+        if twin is None:
+            twin = next((j for j in later[:1] if _belong(write, writes[j])), None)
         if twin is not None:
             taken.add(twin)
             yield WritePair(write, writes[twin])
@@ -312,10 +312,9 @@ def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
     return a.memory is not b.memory and a.target == b.target and _belong(a, b)
 
 
-def _nearer(write: CacheWrite, one: CacheWrite, other: CacheWrite) -> bool:
-    """Whether `one` projects an activation that `write` does, and `other` projects another."""
-    own = _projected(write)
-    return not own.isdisjoint(_projected(one)) and own.isdisjoint(_projected(other))
+def _of_one_input(one: set[Value], other: set[Value]) -> bool:
+    """Whether two writes may project one activation; the caches of two layers hold others."""
+    return not one or not other or not one.isdisjoint(other)
 
 
 def _projected(write: CacheWrite) -> set[Value]:

@@ -296,6 +296,31 @@ def test_k_and_v_at_different_starts_are_no_pair():
     assert codes() == {"SLOT_INDEX"}
 
 
+class OfTwoWidths(torch.nn.Module):
+    """Values are narrower than keys; each layer projects what the one before it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = torch.nn.ModuleList(torch.nn.Linear(16, 2 * 8) for _ in range(2))
+        self.values = torch.nn.ModuleList(torch.nn.Linear(16, 2 * 4) for _ in range(2))
+
+    def forward(self, x, caches, slots):
+        for key, value, (k_cache, v_cache) in zip(self.keys, self.values, caches, strict=True):
+            k_cache[slots] = key(x).view(-1, 2, 8)
+            v_cache[slots] = value(x).view(-1, 2, 4)
+            x = x + k_cache[slots].flatten(1) + v_cache[slots].flatten(1).repeat(1, 2)
+        return x
+
+
+def test_keys_of_two_layers_are_no_pair():
+    """They lie at the same place of two caches, as K and V of one layer do."""
+    caches = [(torch.zeros(32, 2, 8), torch.zeros(32, 2, 4)) for _ in range(2)]
+    with torch.no_grad():
+        run(OfTwoWidths(), torch.randn(3, 16), caches, torch.tensor([1, 5, 9]))
+    assert patterns() == ["cache_store"] * 4
+    assert codes() == {"LONE_WRITE"}
+
+
 # --- one storage --------------------------------------------------------------------------------
 
 
