@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +22,23 @@ from tilewright.codegen.mlp.specs import (
     norm_rows_spec,
     workspace_elements,
 )
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    Outcome,
+    SplitK,
+    Step,
+    Steps,
+    chooser,
+)
 
 TENSORS = ("x", "norm_weight", *CODE_NAMES, "bias", "up_bias", "residual")
 
 
-@cache
-def _chosen(
-    problem: LinearProblem, num_tokens: int, target: Target
-) -> tuple[LinearConfig, KernelSpec]:
-    config = linear_config(problem, num_tokens, target)
-    return config, linear_spec(problem, config, target.name)
+_chosen = chooser(linear_config, linear_spec)
 
 
 def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
@@ -63,10 +66,7 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
 
 def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
     num_tokens = a.x.shape[0]
-    if config is None:
-        config, spec = _chosen(problem, next_power_of_2(num_tokens), target)
-    else:
-        spec = linear_spec(problem, config, target.name)
+    config, spec = _chosen(problem, next_power_of_2(num_tokens), target, config=config)
     normed = problem.post_norm is not None
     out = yield Buffer((num_tokens, problem.n), torch.float32 if normed else a.x.dtype)
     values: dict[str, Any] = {f"{name}_ptr": getattr(a, name, None) for name in TENSORS}

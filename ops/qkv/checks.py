@@ -23,6 +23,7 @@ from tilewright.ops.checks import (
     shape_text,
 )
 from tilewright.ops.formats.code_checks import (
+    FormatArguments,
     check_blocks,
     check_code_shape,
     check_format_options,
@@ -34,25 +35,15 @@ X_DTYPES = (*FLOAT_DTYPES, ACTIVATION_CODES)
 ACTIVATION_BLOCK = 128
 
 
-class ProjectionArguments(Protocol):
+class ProjectionArguments(FormatArguments, Protocol):
     """The arguments that make q, k and v out of x."""
 
-    @property
-    def x(self) -> torch.Tensor: ...
     @property
     def q_weight(self) -> torch.Tensor: ...
     @property
     def k_weight(self) -> torch.Tensor: ...
     @property
     def v_weight(self) -> torch.Tensor | None: ...
-    @property
-    def weight_format(self) -> str: ...
-    @property
-    def zero_point(self) -> int: ...
-    @property
-    def scale_block(self) -> Sequence[int]: ...
-    @property
-    def nibble_order(self) -> Sequence[int]: ...
     @property
     def x_scale(self) -> torch.Tensor | None: ...
     @property

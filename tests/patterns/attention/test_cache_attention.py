@@ -548,4 +548,4 @@ def test_a_view_that_needs_the_graphs_own_strides():
     def attend(q, k, v, mask, *_):
         return sdpa(q, k, v, attn_mask=mask).view(q.shape[0], -1)
 
-    site_of(run(attend, inputs()))
+    assert site_of(run(attend, inputs())).pattern == "cache_attention"

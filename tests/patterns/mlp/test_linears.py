@@ -271,7 +271,7 @@ def test_of_a_sum_of_two_linears_one_is_taken():
     def parallel(x, both, down, bias, down_bias, weight, residual):
         return F.linear(both_of(x, both), down) + F.linear(residual, both[:K])
 
-    site_of(run(parallel, inputs()), "linear_residual")
+    assert site_of(run(parallel, inputs()), "linear_residual").op == "linear_residual"
 
 
 def test_a_whole_mlp():
