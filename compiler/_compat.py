@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._dynamo import convert_frame as convert_frame
 from torch._dynamo.callback import callback_handler as callback_handler
+from torch._dynamo.eval_frame import innermost_fn as innermost_fn
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as DynamoError  # noqa: F401
 from torch._dynamo.exc import Unsupported as Unsupported
