@@ -13,15 +13,9 @@ from tilewright.ops.attention.reference import attention_reference
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
-from tilewright.ops.mla.keys import (
-    FP8,
-    gathered_keys,
-    halves,
-    key_places,
-    sequences,
-    widths,
-)
-from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
+from tilewright.ops.mla.keys import gathered_keys, key_places
+from tilewright.ops.mla.latents.reference import finished_latents, rotated, write_latents
+from tilewright.ops.mla.sizes import FP8, halves, sequences, widths
 
 # How far a kernel may be from it.
 TOLERANCES = {

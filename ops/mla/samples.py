@@ -14,7 +14,7 @@ from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import BranchCase, DecodeCase, LatentCase, PrefillCase
-from tilewright.ops.mla.chunk_plan import cut
+from tilewright.ops.mla.prefill.chunk_plan import cut
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_places
 
 

@@ -9,9 +9,9 @@ from tests.attention_cases import performed
 from tests.interpreted import Interpreter
 from tests.mla_library import attention
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla.attention_lowering import query_steps
-from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables, query_call
-from tilewright.ops.mla.key_lowering import by_head
+from tilewright.ops.mla.attention.lowering import query_steps
+from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables, query_call
+from tilewright.ops.mla.latents.lowering import by_head
 from tilewright.ops.reference.rope import apply_rope
 
 

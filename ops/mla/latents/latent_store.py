@@ -22,6 +22,7 @@ from tilewright.ops.cache.addressing import ADDRESS_TENSORS, check_addressing
 from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
     check_device,
     check_dtype,
@@ -31,21 +32,20 @@ from tilewright.ops.checks import (
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import STORE_CASES, StoreCase
-from tilewright.ops.mla.checks import store_obstacle
-from tilewright.ops.mla.latents import (
-    DTYPES,
+from tilewright.ops.mla.latents.checks import (
     check_finish,
     check_latent_cache,
     check_latents,
-    finished_latents,
     pool_windows,
-    write_latents,
+    store_obstacle,
 )
+from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_latent_store"
+LOWERING = "tilewright.ops.mla.latents.lowering"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LatentStoreArguments:
 
 
 def validate(a: LatentStoreArguments) -> None:
-    check_dtype(NAME, "latent", a.latent, DTYPES)
+    check_dtype(NAME, "latent", a.latent, FLOAT_DTYPES)
     check_shape(NAME, "latent", a.latent, "[T, L]", (None, None))
     check_shape(NAME, "k_rope", a.k_rope, "[T, R]", (None, None))
     rank, rope_dim = a.latent.shape[1], a.k_rope.shape[1]
@@ -167,9 +167,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            emitted_kernel("tilewright.ops.mla.lowering:latent_store_steps", store_obstacle),
-        ),
+        lowerings=(emitted_kernel(f"{LOWERING}:latent_store_steps", store_obstacle),),
         cases=STORE_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

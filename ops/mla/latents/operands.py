@@ -18,8 +18,9 @@ from tilewright.codegen.mla.key_specs import (
 from tilewright.codegen.mla.query_specs import NO_ROTATION
 from tilewright.codegen.operand import Operand
 from tilewright.ops.cache.addressing import address_values, addressing_operands
-from tilewright.ops.mla.attention_operands import RopeTables
-from tilewright.ops.mla.keys import FP8, cache_views, sequences, widths
+from tilewright.ops.mla.attention.operands import RopeTables
+from tilewright.ops.mla.keys import cache_views
+from tilewright.ops.mla.sizes import FP8, sequences, widths
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import is_aligned, operand, operand_of
 from tilewright.ops.runtime.program import Buffer

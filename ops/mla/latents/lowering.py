@@ -15,8 +15,8 @@ from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConf
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.keys import FP8, row_key_offsets, sequences, widths
-from tilewright.ops.mla.operands import (
+from tilewright.ops.mla.keys import row_key_offsets
+from tilewright.ops.mla.latents.operands import (
     Buffers,
     Chunk,
     LatentCall,
@@ -26,7 +26,8 @@ from tilewright.ops.mla.operands import (
     up_problem,
     weight_problem,
 )
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
+from tilewright.ops.mla.sizes import FP8, sequences, widths
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Keys of a sequence must be so many more than its queries before rows past the last are left out.
 SPARE_KEYS = 256
@@ -57,6 +58,14 @@ def _up_plan(problem: UpProblem, rows: int, target: Target) -> tuple[UpConfig, K
 
 
 _dequantize_spec = cache(kernels.dequantize_spec)
+
+
+def latent_store_steps(a: Any, target: Target) -> Steps:
+    """The steps of a call of `mla_latent_store`."""
+    if a.latent.shape[0] == 0:
+        return Outcome(None, "nothing", "no tokens")
+    yield latent_launch(latent_call(a, store=True), target)
+    return Outcome(None, "store", "one kernel norms, rotates and writes the named slots")
 
 
 def latent_calls(a: Any, chunk: Chunk, buffers: Buffers | None) -> Iterator[LatentCall]:

@@ -11,6 +11,7 @@ import torch
 from tilewright.ops.attention.positions import check_positions, token_positions
 from tilewright.ops.cache.ragged_batch import check_batch, check_layer, check_row_offsets
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
     check_choice,
     check_device,
@@ -21,9 +22,8 @@ from tilewright.ops.checks import (
     in_words_of,
     shape_text,
 )
-from tilewright.ops.mla.checks import check_prefill
-from tilewright.ops.mla.keys import FP8
-from tilewright.ops.mla.latents import DTYPES
+from tilewright.ops.mla.prefill.checks import check_prefill
+from tilewright.ops.mla.sizes import FP8
 from tilewright.ops.reference.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"
@@ -50,7 +50,7 @@ PREFILL_WORDS = {
 
 def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
     """Checks a MlaBranchArguments. Metadata only."""
-    check_dtype(NAME, "q", a.q, DTYPES)
+    check_dtype(NAME, "q", a.q, FLOAT_DTYPES)
     check_shape(NAME, "q", a.q, "[T, H, N + R]", (None, None, None))
     rank, rope_dim = _check_weight(a)
     _check_blocks(a, rank, rope_dim)

@@ -19,7 +19,7 @@ import torch
 from tilewright.ops.attention.arguments import BatchArguments
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.mla.cases import DECODE_CASES, DecodeCase
-from tilewright.ops.mla.checks import check_decode, check_decode_values, decode_obstacle
+from tilewright.ops.mla.decode.checks import check_decode, check_decode_values, decode_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, decode_reference
 from tilewright.ops.mla.samples import sample_decode
 from tilewright.ops.schema import SymInt
@@ -114,7 +114,7 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            emitted_kernel("tilewright.ops.mla.decode_lowering:decode_steps", decode_obstacle),
+            emitted_kernel("tilewright.ops.mla.decode.lowering:decode_steps", decode_obstacle),
         ),
         cases=DECODE_CASES,
         sample_inputs=sample_inputs,

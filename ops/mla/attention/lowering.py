@@ -19,14 +19,14 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention.lowering import with_dense
 from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.masks import lowest_hides
-from tilewright.ops.mla.attention_operands import (
+from tilewright.ops.mla.attention.cudnn import library_steps, library_wanted, whole_steps
+from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     attention_problem,
     check_call,
     launch_values,
     query_call,
 )
-from tilewright.ops.mla.cudnn import library_steps, library_wanted, whole_steps
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 

@@ -20,13 +20,14 @@ import torch
 
 from tilewright.ops.contract import FusedOp, emitted_kernel, get_op, register
 from tilewright.ops.mla.cases import PREFILL_CASES, PrefillCase
-from tilewright.ops.mla.checks import check_prefill, check_prefill_values, prefill_obstacle
-from tilewright.ops.mla.latents import pool_windows
+from tilewright.ops.mla.latents.checks import pool_windows
+from tilewright.ops.mla.prefill.checks import check_prefill, check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_prefill
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_prefill"
+LOWERING = "tilewright.ops.mla.prefill.lowering"
 ERROR_MODEL = (
     "fp32 accumulation; latents, keys and values are rounded to the values' dtype, as are a "
     "kernel's softmax weights: errors of half a unit in the last place of the terms of each sum, "
@@ -166,7 +167,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("tilewright.ops.mla.lowering:prefill_steps", prefill_obstacle),),
+        lowerings=(emitted_kernel(f"{LOWERING}:prefill_steps", prefill_obstacle),),
         cases=PREFILL_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

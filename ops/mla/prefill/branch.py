@@ -22,19 +22,20 @@ import torch
 from tilewright.ops.checks import ArgumentError, in_words_of, readable
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.branch_checks import (
+from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
+from tilewright.ops.mla.prefill.branch_checks import (
     NAME,
     PREFILL_WORDS,
     check_branch,
     check_branch_values,
 )
-from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
-from tilewright.ops.mla.checks import branch_obstacle, check_prefill_values
-from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.mla.prefill.checks import branch_obstacle, check_prefill_values
+from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_branch
 from tilewright.ops.schema import SymInt, Written
 
+LOWERING = "tilewright.ops.mla.prefill.lowering"
 SCALE_CAP = 1200.0
 ERROR_MODEL = (
     "as `mla_prefill`; and a latent next to the middle of two 8-bit codes may take either, after "
@@ -204,12 +205,12 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("tilewright.ops.mla.lowering:branch_steps", branch_obstacle),),
+        lowerings=(emitted_kernel(f"{LOWERING}:branch_steps", branch_obstacle),),
         cases=BRANCH_CASES,
         sample_inputs=sample_inputs,
         tolerances=BRANCH_TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.mla.lowering:plan_branch",
+        plan=f"{LOWERING}:plan_branch",
     )
 )
 

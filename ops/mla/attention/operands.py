@@ -26,14 +26,14 @@ from tilewright.codegen.mla.query_specs import (
 )
 from tilewright.codegen.operand import Operand
 from tilewright.ops.checks import ArgumentError, check_choice
+from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import mask_bytes, operand, operand_of
 
 OP = "mla attention"
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES = (torch.bfloat16, torch.float16, *FP8)
+DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
 # Tensors of a launch that a call has: parameter -> field of AttentionCall and AttentionProblem.
 GIVEN = {name: field for name, field in TENSORS.items() if field not in ("out", "lse")}
 
