@@ -35,7 +35,7 @@ from tilewright.ops.checks import (
     holds,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
 from tilewright.ops.runtime.operands import mask_bytes, operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
 
@@ -306,7 +306,7 @@ OP = register(
         lowerings=(emitted_kernel(mask_blocks_steps, unsupported),),
         cases=CASES,
         sample_inputs=sample_inputs,
-        tolerances={torch.int32: Tolerance(relative=0.0, of_rms=0.0)},
+        tolerances={torch.int32: EXACT},
         error_model="whole numbers: every device gives the same",
     )
 )

@@ -24,7 +24,7 @@ from tilewright.ops.checks import (
     holds,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
@@ -45,12 +45,7 @@ ERROR_MODEL = (
     "activations' dtype after the product with their scale, which errs by its unit in the last "
     "place times a random walk over the inner dimension, measured against the rms of the output"
 )
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-}
+TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 
 
 @dataclass(frozen=True)

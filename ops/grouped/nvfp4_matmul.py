@@ -29,7 +29,7 @@ from tilewright.ops.checks import (
     holds,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.formats.row_groups import (
@@ -246,11 +246,7 @@ OP = register(
         ),
         cases=CASES,
         sample_inputs=sample_inputs,
-        tolerances={
-            torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
-            torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
-            torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
-        },
+        tolerances=rounded_once(2.0**-16, 2.0**-16, 2.0**-16),
         error_model="products are exact in fp32; sums of them in fp32, one rounding of the result",
     )
 )

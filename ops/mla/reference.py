@@ -10,7 +10,7 @@ from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.masks import mask_numbers, visible
 from tilewright.ops.attention.positions import positions_of, token_sequences
 from tilewright.ops.attention.reference import attention_reference
-from tilewright.ops.contract import Tolerance
+from tilewright.ops.contract import rounded_once
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
 from tilewright.ops.mla.keys import gathered_keys, key_places
@@ -18,12 +18,7 @@ from tilewright.ops.mla.latents.reference import finished_latents, rotated, writ
 from tilewright.ops.mla.sizes import FP8, halves, sequences, widths
 
 # How far a kernel may be from it.
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=3 * 2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=3 * 2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-17),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-44),
-}
+TOLERANCES = rounded_once(3 * 2.0**-6, 3 * 2.0**-9, 2.0**-17, 2.0**-44)
 # Logits made at once.
 LOGITS = 1 << 26
 

@@ -29,7 +29,7 @@ from tilewright.ops.checks import (
     check_number,
     check_operand,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
@@ -47,12 +47,7 @@ ERROR_MODEL = (
     "rms of the output; then one rounding of the result. Of hidden numbers quantised to e4m3, one "
     "next to the middle of two codes may take either: a sixteenth of a few of each sum's terms"
 )
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-}
+TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 
 Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.Tensor]
 

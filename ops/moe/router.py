@@ -27,7 +27,14 @@ from tilewright.ops.checks import (
     check_operand,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import (
+    EXACT,
+    FusedOp,
+    Tolerance,
+    emitted_kernel,
+    register,
+    rounded_once,
+)
 from tilewright.ops.moe.router_cases import ROUTER_CASES, sample_router
 from tilewright.ops.moe.router_operands import unsupported
 from tilewright.ops.sampling import sampler_of
@@ -38,10 +45,8 @@ ERROR_MODEL = (
     "fp32 accumulation of the logits, whose error the scores multiply, measured against the rms of "
     "the weights; then one rounding. Experts are those of the exact choice where it is clear"
 )
-EXACT = Tolerance(relative=0.0, of_rms=0.0)
 TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
+    **rounded_once(2.0**-16, 2.0**-16),
     torch.float32: Tolerance(relative=2.0**-18, of_rms=2.0**-18),
     torch.float64: Tolerance(relative=2.0**-47, of_rms=2.0**-46),
     torch.int64: EXACT,

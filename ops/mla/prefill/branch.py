@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import ArgumentError, in_words_of, readable
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
 from tilewright.ops.mla.prefill.branch_checks import (
@@ -41,11 +41,7 @@ ERROR_MODEL = (
     "as `mla_prefill`; and a latent next to the middle of two 8-bit codes may take either, after "
     "its rounding to the values' dtype: a sixteenth of a few of the terms of each sum"
 )
-BRANCH_TOLERANCES = {
-    **TOLERANCES,
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-3),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-4),
-}
+BRANCH_TOLERANCES = TOLERANCES | rounded_once(2.0**-3, 2.0**-4)
 
 
 @dataclass(frozen=True)
