@@ -10,7 +10,7 @@ import torch
 
 from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_choice, check_dtype
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
-from tilewright.ops.mlp.cases import ACTIVATION_CASES, LinearCase, sample_linear, sample_up
+from tilewright.ops.mlp.cases import ACTIVATION_CASES, sample_activation
 from tilewright.ops.mlp.checks import (
     check_format,
     check_norm,
@@ -23,6 +23,7 @@ from tilewright.ops.mlp.operands import activation_unsupported, dense_weight
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_activation"
 ERROR_MODEL = (
@@ -118,13 +119,7 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
     return out.to(a.x.dtype)
 
 
-def sample_inputs(
-    case: LinearCase, device: str | torch.device = "cpu", seed: int = 0
-) -> LinearActivationArguments:
-    """Random arguments of a case."""
-    given = sample_linear(case, device, seed) | sample_up(case, device, seed)
-    return LinearActivationArguments(**given)
-
+sample_inputs = sampler_of(LinearActivationArguments, sample_activation)
 
 OP = register(
     FusedOp(

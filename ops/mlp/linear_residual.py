@@ -10,7 +10,7 @@ import torch
 
 from tilewright.ops.checks import FLOAT_DTYPES, check_device, check_dtype, check_number
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
-from tilewright.ops.mlp.cases import RESIDUAL_CASES, LinearCase, sample_linear, sample_residual
+from tilewright.ops.mlp.cases import RESIDUAL_CASES, sample_residual
 from tilewright.ops.mlp.checks import (
     check_format,
     check_norm,
@@ -23,6 +23,7 @@ from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_residual"
 
@@ -103,13 +104,7 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
     return (a.residual.to(compute) + made).to(a.x.dtype)
 
 
-def sample_inputs(
-    case: LinearCase, device: str | torch.device = "cpu", seed: int = 0
-) -> LinearResidualArguments:
-    """Random arguments of a case."""
-    given = sample_linear(case, device, seed) | sample_residual(case, device, seed)
-    return LinearResidualArguments(**given)
-
+sample_inputs = sampler_of(LinearResidualArguments, sample_residual)
 
 OP = register(
     FusedOp(

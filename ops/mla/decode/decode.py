@@ -18,10 +18,11 @@ import torch
 
 from tilewright.ops.attention.arguments import BatchArguments
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
-from tilewright.ops.mla.cases import DECODE_CASES, DecodeCase
+from tilewright.ops.mla.cases import DECODE_CASES
 from tilewright.ops.mla.decode.checks import check_decode, check_decode_values, decode_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, decode_reference
 from tilewright.ops.mla.samples import sample_decode
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt
 
 NAME = "mla_decode"
@@ -98,12 +99,7 @@ def reference(a: MlaDecodeArguments) -> torch.Tensor:
     return decode_reference(a)
 
 
-def sample_inputs(
-    case: DecodeCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MlaDecodeArguments:
-    """Random arguments of a case."""
-    return MlaDecodeArguments(**sample_decode(case, device, seed))
-
+sample_inputs = sampler_of(MlaDecodeArguments, sample_decode)
 
 OP = register(
     FusedOp(

@@ -31,7 +31,7 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.cases import STORE_CASES, StoreCase
+from tilewright.ops.mla.cases import STORE_CASES
 from tilewright.ops.mla.latents.checks import (
     check_finish,
     check_latent_cache,
@@ -42,6 +42,7 @@ from tilewright.ops.mla.latents.checks import (
 from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_latent_store"
@@ -151,12 +152,7 @@ def _positions(a: LatentStoreArguments) -> torch.Tensor:
     return token_positions(a.latent.shape[0], *given)
 
 
-def sample_inputs(
-    case: StoreCase, device: str | torch.device = "cpu", seed: int = 0
-) -> LatentStoreArguments:
-    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
-    return LatentStoreArguments(**sample_store(case, device, seed))
-
+sample_inputs = sampler_of(LatentStoreArguments, sample_store)
 
 OP = register(
     FusedOp(

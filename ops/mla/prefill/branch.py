@@ -22,7 +22,7 @@ import torch
 from tilewright.ops.checks import ArgumentError, in_words_of, readable
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
+from tilewright.ops.mla.cases import BRANCH_CASES
 from tilewright.ops.mla.prefill.branch_checks import (
     NAME,
     PREFILL_WORDS,
@@ -33,6 +33,7 @@ from tilewright.ops.mla.prefill.checks import branch_obstacle, check_prefill_val
 from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_branch
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt, Written
 
 LOWERING = "tilewright.ops.mla.prefill.lowering"
@@ -186,12 +187,7 @@ def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
     )
 
 
-def sample_inputs(
-    case: BranchCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MlaBranchArguments:
-    """Random arguments of a case; the blocks hold random numbers, so a stray write shows."""
-    return MlaBranchArguments(**sample_branch(case, device, seed))
-
+sample_inputs = sampler_of(MlaBranchArguments, sample_branch)
 
 OP = register(
     FusedOp(

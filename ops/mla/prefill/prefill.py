@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from tilewright.ops.contract import FusedOp, emitted_kernel, get_op, register
-from tilewright.ops.mla.cases import PREFILL_CASES, PrefillCase
+from tilewright.ops.mla.cases import PREFILL_CASES
 from tilewright.ops.mla.latents.checks import pool_windows
 from tilewright.ops.mla.prefill.checks import check_prefill, check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_prefill
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_prefill"
@@ -152,12 +153,7 @@ def reference(a: MlaPrefillArguments) -> torch.Tensor:
     return prefill_reference(a)
 
 
-def sample_inputs(
-    case: PrefillCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MlaPrefillArguments:
-    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
-    return MlaPrefillArguments(**sample_prefill(case, device, seed))
-
+sample_inputs = sampler_of(MlaPrefillArguments, sample_prefill)
 
 OP = register(
     FusedOp(
