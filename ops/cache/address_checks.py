@@ -15,7 +15,6 @@ import torch
 from tilewright.ops.cache.addressing import (
     ADDRESS_TENSORS,
     SLOT_FORMS,
-    AddressArguments,
     resolve_places,
     table_slots,
     token_positions,
@@ -35,8 +34,7 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
     """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
-    and the cache scales. `a`: a WriteArguments that is a dataclass, whose tensors are all sources
-    but the caches.
+    and the cache scales. `a`: arguments whose tensors are all sources but the caches.
 
     Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
     """
@@ -75,7 +73,7 @@ def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def check_address_values(
     op: str,
-    a: AddressArguments,
+    a: Any,
     window: CacheWindow,
     num_tokens: int,
     names: Mapping[str, str] | None = None,
@@ -104,7 +102,7 @@ class _Names(dict[str, str]):
         return key
 
 
-def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
+def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
     slots = a.slot_mapping
     assert slots is not None
     limit = slot_limit(window, a.slots)
@@ -126,9 +124,7 @@ def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
         raise ArgumentError(op, "slot_mapping", expected, actual)
 
 
-def _check_offsets(op: str, a: AddressArguments, num_tokens: int, names: _Names) -> None:
-    assert a.row_offsets is not None
-    assert a.cache_lengths is not None
+def _check_offsets(op: str, a: Any, num_tokens: int, names: _Names) -> None:
     name = names["row_offsets"]
     check_row_offsets(op, name, a.row_offsets, num_tokens, "the number of tokens")
     lengths = a.cache_lengths.to(torch.int64)
@@ -138,8 +134,7 @@ def _check_offsets(op: str, a: AddressArguments, num_tokens: int, names: _Names)
         raise ArgumentError(op, names["cache_lengths"], "no negative length", actual)
 
 
-def _check_sequences(op: str, a: AddressArguments, sequence: torch.Tensor) -> None:
-    assert a.lookup_table is not None
+def _check_sequences(op: str, a: Any, sequence: torch.Tensor) -> None:
     rows = a.lookup_table.shape[0]
     bad, expected = sequence >= rows, f"sequences below {rows}"
     if a.indexing == "torch":
@@ -152,14 +147,13 @@ def _check_sequences(op: str, a: AddressArguments, sequence: torch.Tensor) -> No
 
 def _check_positions(
     op: str,
-    a: AddressArguments,
+    a: Any,
     sequence: torch.Tensor,
     position: torch.Tensor,
     page_size: int,
     names: _Names,
 ) -> None:
     """Positions past a sequence's row of the table."""
-    assert a.lookup_table is not None
     columns = a.lookup_table.shape[1]
     bad, expected = position >= columns * page_size, f"positions below {columns * page_size}"
     if a.indexing == "torch":
@@ -177,7 +171,7 @@ def _check_positions(
 
 def _check_entries(
     op: str,
-    a: AddressArguments,
+    a: Any,
     sequence: torch.Tensor,
     position: torch.Tensor,
     window: CacheWindow,

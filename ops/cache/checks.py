@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.addressing import WriteArguments, check_addressing
+from tilewright.ops.cache.addressing import check_addressing
 from tilewright.ops.checks import (
     ArgumentError,
     check_device,
@@ -39,7 +39,7 @@ class HeadValues:
     kv_repeat: int = 1
 
 
-def check_caches(op: str, a: WriteArguments, values: HeadValues, writes_v: bool = True) -> None:
+def check_caches(op: str, a: Any, values: HeadValues, writes_v: bool = True) -> None:
     """Checks caches, windows, scales and addressing against what is written. Metadata only."""
     k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
     if writes_v:
@@ -94,7 +94,7 @@ def check_cache_scale(
         raise ArgumentError(op, name, expected, f"shape {shape_text(scale.shape)}")
 
 
-def _check_one_base(op: str, a: WriteArguments, k: CacheWindow, v: CacheWindow) -> None:
+def _check_one_base(op: str, a: Any, k: CacheWindow, v: CacheWindow) -> None:
     integers = all(isinstance(value, int) for value in (*a.k_window, *a.v_window))
     if a.v_cache is None and integers and k.overlaps(v):
         expected = "a window that shares no element with k_window"

@@ -1,12 +1,13 @@
 """Checks of weights of codes with their scales and zeros. Metadata only; each raises ArgumentError.
 
-Dimension letters: N rows, K columns.
+Dimension letters: N rows, K columns. `a` is the arguments of an op: x [T, K], weight_format,
+scale_block, zero_point, nibble_order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,22 +31,7 @@ from tilewright.ops.formats.quantized_weight import (
 _ZERO_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
-class FormatArguments(Protocol):
-    """The arguments that say how an op's weights are stored."""
-
-    @property
-    def x(self) -> torch.Tensor: ...
-    @property
-    def weight_format(self) -> str: ...
-    @property
-    def zero_point(self) -> int: ...
-    @property
-    def scale_block(self) -> Sequence[int]: ...
-    @property
-    def nibble_order(self) -> Sequence[int]: ...
-
-
-def check_format_options(op: str, a: FormatArguments, words: torch.dtype) -> None:
+def check_format_options(op: str, a: Any, words: torch.dtype) -> None:
     """What goes with a format as a whole: block, zero point and nibble order. words: the dtype of
     the stored weights."""
     stored = WEIGHT_FORMATS.get(a.weight_format)
@@ -67,9 +53,7 @@ def check_format_options(op: str, a: FormatArguments, words: torch.dtype) -> Non
         raise ArgumentError(op, "nibble_order", expected, order)
 
 
-def check_code_shape(
-    op: str, a: FormatArguments, name: str, letters: str, sizes: Sequence[Any]
-) -> None:
+def check_code_shape(op: str, a: Any, name: str, letters: str, sizes: Sequence[Any]) -> None:
     """The shape of a weight, the argument `name`, in elements: of a packed axis, what its words
     hold."""
     weight, weight_format = getattr(a, name), a.weight_format
@@ -85,9 +69,7 @@ def check_code_shape(
         raise ArgumentError(op, name, expected, actual)
 
 
-def check_blocks(
-    op: str, a: FormatArguments, names: tuple[str, str], rows: Any, columns: Any
-) -> None:
+def check_blocks(op: str, a: Any, names: tuple[str, str], rows: Any, columns: Any) -> None:
     """The scale and zero, arguments of these names, of a weight of so many rows and columns."""
     scale, zero = (getattr(a, name) for name in names)
     stored = WEIGHT_FORMATS.get(a.weight_format)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from tilewright.ops.checks import (
     check_shape,
     check_tensor,
 )
-from tilewright.ops.formats import code_checks
 from tilewright.ops.formats.code_checks import (
     check_blocks,
     check_code_shape,
@@ -28,25 +27,18 @@ from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, logical_shap
 BLOCKS = {"weight": ("weight_scale", "weight_zero"), "up_weight": ("up_scale", "up_zero")}
 
 
-class FormatArguments(code_checks.FormatArguments, Protocol):
-    """What says how the weights of a linear are stored."""
-
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-
 def check_rows(op: str, argument: str, tensor: torch.Tensor, letters: str, sizes: Any) -> None:
     """Checks x or what is like it. Raises ArgumentError."""
     check_shape(op, argument, tensor, letters, sizes)
     check_last_dim_dense(op, argument, tensor)
 
 
-def num_rows(a: FormatArguments) -> Any:
+def num_rows(a: Any) -> Any:
     """N of the weight."""
     return logical_shape(a.weight, a.weight_format)[0]
 
 
-def check_weight(op: str, a: FormatArguments, argument: str, rows: Any = None) -> None:
+def check_weight(op: str, a: Any, argument: str, rows: Any = None) -> None:
     """Checks a weight [N, K] of x [T, K], of any strides, numbers or codes, with its scale and
     zero. Raises ArgumentError."""
     weight, stored = getattr(a, argument), WEIGHT_FORMATS.get(a.weight_format)
@@ -57,7 +49,7 @@ def check_weight(op: str, a: FormatArguments, argument: str, rows: Any = None) -
     check_blocks(op, a, BLOCKS[argument], *logical_shape(weight, a.weight_format))
 
 
-def check_format(op: str, a: FormatArguments) -> None:
+def check_format(op: str, a: Any) -> None:
     """Checks how the weights are stored. Raises ArgumentError."""
     check_choice(op, "weight_format", a.weight_format, ("dense", *WEIGHT_FORMATS))
     check_format_options(op, a, a.weight.dtype)

@@ -1,12 +1,12 @@
 """Checks of what projects q, k and v: x, weights, their formats and scales, and biases.
 
-Metadata only; each raises ArgumentError.
+Metadata only; each raises ArgumentError. `a` is a FusedQkvArguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from tilewright.ops.checks import (
     shape_text,
 )
 from tilewright.ops.formats.code_checks import (
-    FormatArguments,
     check_blocks,
     check_code_shape,
     check_format_options,
@@ -35,27 +34,12 @@ X_DTYPES = (*FLOAT_DTYPES, ACTIVATION_CODES)
 ACTIVATION_BLOCK = 128
 
 
-class ProjectionArguments(FormatArguments, Protocol):
-    """The arguments that make q, k and v out of x."""
-
-    @property
-    def q_weight(self) -> torch.Tensor: ...
-    @property
-    def k_weight(self) -> torch.Tensor: ...
-    @property
-    def v_weight(self) -> torch.Tensor | None: ...
-    @property
-    def x_scale(self) -> torch.Tensor | None: ...
-    @property
-    def out_dtype(self) -> torch.dtype | None: ...
-
-
-def value_dtype(a: ProjectionArguments) -> torch.dtype:
+def value_dtype(a: Any) -> torch.dtype:
     """The dtype of q, and of everything that is not a code."""
     return a.out_dtype if a.x.dtype == ACTIVATION_CODES and a.out_dtype else a.x.dtype
 
 
-def check_projection(op: str, a: ProjectionArguments) -> None:
+def check_projection(op: str, a: Any) -> None:
     """Checks x, the three weights with their scales, and the biases."""
     check_choice(op, "weight_format", a.weight_format, ("dense", *WEIGHT_FORMATS))
     _check_x(op, a)
@@ -69,7 +53,7 @@ def check_projection(op: str, a: ProjectionArguments) -> None:
             _check_absent(op, a, letter)
 
 
-def _check_x(op: str, a: ProjectionArguments) -> None:
+def _check_x(op: str, a: Any) -> None:
     coded = a.x.dtype == ACTIVATION_CODES
     check_operand(op, "x", a.x, "[T, K]", (None, None), X_DTYPES, dense=True)
     if coded and a.weight_format != "fp8":
@@ -98,7 +82,7 @@ def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None
         raise ArgumentError(op, "out_dtype", f"{expected} for {x_dtype}", out_dtype)
 
 
-def _check_shapes(op: str, a: ProjectionArguments) -> None:
+def _check_shapes(op: str, a: Any) -> None:
     """Heads, head_dim and K of the three weights, as stored codes give them."""
     stored = WEIGHT_FORMATS.get(a.weight_format)
     for letter in "qkv":
@@ -128,7 +112,7 @@ def _check_shapes(op: str, a: ProjectionArguments) -> None:
         check_code_shape(op, a, "v_weight", "[Hkv, D, K]", (num_kv_heads, head_dim, hidden))
 
 
-def _check_weight(op: str, a: ProjectionArguments, letter: str, weight: torch.Tensor) -> None:
+def _check_weight(op: str, a: Any, letter: str, weight: torch.Tensor) -> None:
     name = f"{letter}_weight"
     check_device(op, name, weight, a.x.device)
     bias = getattr(a, f"{letter}_bias")
@@ -153,7 +137,7 @@ def _check_dense_strides(op: str, name: str, weight: torch.Tensor) -> None:
         raise ArgumentError(op, name, expected, f"strides {shape_text(weight.stride())}")
 
 
-def _check_absent(op: str, a: ProjectionArguments, letter: str) -> None:
+def _check_absent(op: str, a: Any, letter: str) -> None:
     for suffix in ("bias", "scale", "zero"):
         name = f"{letter}_{suffix}"
         if getattr(a, name) is not None:
@@ -162,7 +146,7 @@ def _check_absent(op: str, a: ProjectionArguments, letter: str) -> None:
 
 def check_parameter(
     op: str,
-    a: ProjectionArguments,
+    a: Any,
     name: str,
     tensor: torch.Tensor,
     letters: str,
