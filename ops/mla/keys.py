@@ -24,6 +24,7 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_operand,
     check_shape,
     first,
     holds,
@@ -116,9 +117,7 @@ def _check_needed(op: str, a: Any, name: str, needed: bool) -> None:
 def _check_index(op: str, a: Any, name: str, letters: str, shape: tuple[Any, ...]) -> None:
     tensor = getattr(a, name)
     if tensor is not None:
-        check_shape(op, name, tensor, letters, shape)
-        check_dtype(op, name, tensor, INDEX_DTYPES)
-        check_device(op, name, tensor, a.q.device)
+        check_operand(op, name, tensor, letters, shape, INDEX_DTYPES, a.q.device)
 
 
 def check_key_mask(op: str, a: Any) -> None:

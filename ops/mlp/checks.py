@@ -13,6 +13,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_last_dim_dense,
     check_number,
+    check_operand,
     check_shape,
     check_tensor,
 )
@@ -61,9 +62,7 @@ def check_vector(
     """Checks a bias or a norm's weight, where there is one. Raises ArgumentError."""
     if vector is None:
         return
-    check_shape(op, argument, vector, letters, (size,))
-    check_dtype(op, argument, vector, (x.dtype, torch.float32))
-    check_device(op, argument, vector, x.device)
+    check_operand(op, argument, vector, letters, (size,), (x.dtype, torch.float32), x.device)
 
 
 def check_norm(op: str, a: Any, letters: str, size: Any) -> None:

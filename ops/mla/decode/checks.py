@@ -19,6 +19,7 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_last_dim_dense,
+    check_operand,
     check_shape,
     holds,
     in_words_of,
@@ -35,9 +36,7 @@ MAX_ROPE = 128
 
 def check_decode(op: str, a: Any) -> None:
     """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
-    check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
-    check_dtype(op, "q", a.q, FLOAT_DTYPES)
-    check_last_dim_dense(op, "q", a.q)
+    check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
     check_shape(op, "latent", a.latent, "[P, S, L]", (None, None, a.kv_b_weight.shape[-1]))
     check_shape(op, "rope_keys", a.rope_keys, "[P, S, R]", (*a.latent.shape[:2], rope_dim))

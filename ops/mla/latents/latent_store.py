@@ -26,6 +26,7 @@ from tilewright.ops.checks import (
     ArgumentError,
     check_device,
     check_dtype,
+    check_operand,
     check_shape,
     readable,
 )
@@ -96,8 +97,7 @@ class LatentStoreArguments:
 
 
 def validate(a: LatentStoreArguments) -> None:
-    check_dtype(NAME, "latent", a.latent, FLOAT_DTYPES)
-    check_shape(NAME, "latent", a.latent, "[T, L]", (None, None))
+    check_operand(NAME, "latent", a.latent, "[T, L]", (None, None), FLOAT_DTYPES)
     check_shape(NAME, "k_rope", a.k_rope, "[T, R]", (None, None))
     rank, rope_dim = a.latent.shape[1], a.k_rope.shape[1]
     num_tokens = check_latents(NAME, a, rank, rope_dim, a.latent)

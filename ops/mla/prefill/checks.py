@@ -22,8 +22,8 @@ from tilewright.ops.checks import (
     check_choice,
     check_device,
     check_dtype,
-    check_last_dim_dense,
     check_number,
+    check_operand,
     check_shape,
     holds,
     readable,
@@ -48,9 +48,7 @@ VALUE_DTYPES = (torch.bfloat16, torch.float16)
 
 def check_prefill(op: str, a: Any) -> None:
     """Checks an MlaPrefillArguments. Metadata only."""
-    check_dtype(op, "q", a.q, FLOAT_DTYPES)
-    check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
-    check_last_dim_dense(op, "q", a.q)
+    check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a)
     _check_uncoded(op, a)
     _check_batch(op, a)
