@@ -6,8 +6,7 @@ They run where the tensors are: on a GPU a check computes there and reads one nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     if writes_v:
         v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
         written.append((*v_base, a.v_window))
-    check_aliases(op, written, _sources(a))
+    check_aliases(op, a, written)
     if (
         a.v_cache is not None
         and len(written) == 2
@@ -60,15 +59,7 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     if readable(getattr(a, name) for name in ADDRESS_TENSORS):
         check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
     for name in CACHE_SCALES:
-        if readable([getattr(a, name)]):
-            check_scale_values(op, name, getattr(a, name))
-
-
-def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for field in fields(a):
-        value = getattr(a, field.name)
-        if isinstance(value, torch.Tensor) and field.name not in ("k_cache", "v_cache"):
-            yield field.name, value
+        check_scale_values(op, name, getattr(a, name))
 
 
 def check_address_values(

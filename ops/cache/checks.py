@@ -6,7 +6,7 @@ metadata, which tracing with fake tensors checks too: aliases here, slots in `ad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,13 +119,15 @@ def window_integers(
 
 
 def check_aliases(
-    op: str,
-    written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]],
-    sources: Iterable[tuple[str, torch.Tensor]],
+    op: str, a: Any, written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]]
 ) -> None:
-    """Checks that no source shares memory with what is written: (name, base, window) each."""
+    """Checks that of an op's arguments no other tensor shares memory with what is written: (name,
+    base, window) each."""
     storages = {storage_address(base) for _, base, _ in written}
-    for name, source in sources:
+    names = {name for name, _, _ in written}
+    for name, source in vars(a).items():
+        if not isinstance(source, torch.Tensor) or name in names:
+            continue
         if storage_address(source) not in storages:
             continue
         for cache_name, base, window in written:

@@ -29,7 +29,7 @@ from tilewright.ops.cache.checks import (
 )
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import ArgumentError, check_number, check_tensor, readable
+from tilewright.ops.checks import ArgumentError, check_number, check_tensor
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
@@ -192,10 +192,8 @@ def _head_dim(a: FusedQkvArguments) -> Any:
 def validate_values(a: FusedQkvArguments) -> None:
     check_values(NAME, a, a.x.shape[0], writes_v=a.v_weight is not None)
     for name in ("q_scale", "k_scale", "v_scale"):
-        if readable([getattr(a, name)]):
-            check_scale_values(NAME, name, getattr(a, name))
-    if readable([a.x_scale]):
-        check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
+        check_scale_values(NAME, name, getattr(a, name))
+    check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
 
 
 def result_buffer(a: FusedQkvArguments) -> Buffer:

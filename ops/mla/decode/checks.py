@@ -23,7 +23,6 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
     in_words_of,
-    readable,
     shape_text,
 )
 from tilewright.ops.mla.checks import check_weight, refuse_codes
@@ -72,8 +71,7 @@ def check_decode_values(op: str, a: Any) -> None:
     """Checks what only real memory shows: offsets, lengths, pages, scales. Raises ArgumentError."""
     with in_words_of(op, OWN_NAMES):
         check_attention_values(op, as_attention(a, a.q, a.latent))
-    if a.kv_b_scale is not None and readable([a.kv_b_scale]):
-        check_scale_values(op, "kv_b_scale", a.kv_b_scale)
+    check_scale_values(op, "kv_b_scale", a.kv_b_scale)
 
 
 def decode_obstacle(a: Any) -> str | None:

@@ -31,6 +31,7 @@ from tilewright.ops.mla.latents.lowering import dequantized
 from tilewright.ops.mla.latents.operands import rotates_keys
 from tilewright.ops.mla.sizes import FP8, halves, sequences, widths
 from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.products import multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 NAME = "absorbed attention"
@@ -69,7 +70,7 @@ def head_steps(
         values = {"x_ptr": x, "weights_ptr": weights, "out_ptr": out, "num_tokens": tokens}
         yield Launch(spec, head_grid(problem, tokens), values)
     else:
-        yield Library(_bmm, (x.transpose(0, 1), weights, out.transpose(0, 1)))
+        yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights))
     return out
 
 
@@ -83,10 +84,6 @@ def _head_kernel(
 
 
 _head_spec = cache(head_spec)
-
-
-def _bmm(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    torch.bmm(x, weights, out=out)
 
 
 def absorbed_call(a: Any) -> MlaDecodeArguments | None:

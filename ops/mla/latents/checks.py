@@ -142,6 +142,13 @@ def pool_windows(
     return latent.to_ints(), rope.to_ints()
 
 
+def written_windows(a: Any) -> list[tuple[str, torch.Tensor, Any]]:
+    """Name, base and window of what is written."""
+    base = ("latent_cache", a.latent_cache)
+    rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
+    return [(*base, a.latent_window), (*rope_base, a.rope_window)]
+
+
 def store_obstacle(a: Any) -> str | None:
     """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
     if a.latent.dtype not in FLOAT_DTYPES[:3]:

@@ -39,6 +39,7 @@ from tilewright.ops.mla.latents.checks import (
     check_latents,
     pool_windows,
     store_obstacle,
+    written_windows,
 )
 from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 from tilewright.ops.mla.samples import sample_store
@@ -117,12 +118,7 @@ def validate(a: LatentStoreArguments) -> None:
 
 
 def validate_values(a: LatentStoreArguments) -> None:
-    base = ("latent_cache", a.latent_cache)
-    written = [(*base, a.latent_window)]
-    rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
-    written.append((*rope_base, a.rope_window))
-    sources = {n: t for n, t in vars(a).items() if isinstance(t, torch.Tensor)}
-    check_aliases(NAME, written, [(n, t) for n, t in sources.items() if not n.endswith("_cache")])
+    check_aliases(NAME, a, written_windows(a))
     if readable(getattr(a, name) for name in ADDRESS_TENSORS):
         window = CacheWindow.from_ints(a.latent_window)
         check_address_values(NAME, a, window, a.latent.shape[0])

@@ -27,6 +27,7 @@ from tilewright.ops.mla.latents.operands import (
     weight_problem,
 )
 from tilewright.ops.mla.sizes import FP8, sequences, widths
+from tilewright.ops.runtime.products import multiply, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Keys of a sequence must be so many more than its queries before rows past the last are left out.
@@ -148,27 +149,19 @@ def _library_product(latent: torch.Tensor, weight: torch.Tensor, keys: Keys) -> 
     if keys.joined is None:
         rows, heads, nope = keys.k.shape
         width = heads * (nope + keys.v.shape[2])
-        return Library(_mm, (latent, weight, keys.k.as_strided((rows, width), (width, 1))))
+        return Library(multiply, (keys.k.as_strided((rows, width), (width, 1)), latent, weight))
     own = keys.joined[..., keys.k_rope.shape[1] :]
-    return Library(_bmm, by_head(latent, weight, own))
-
-
-def _mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, weight.T, out=out)
-
-
-def _bmm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.bmm(x, weight, out=out)
+    return Library(multiply_batch, by_head(latent, weight, own))
 
 
 def by_head(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, L], weight [H * W, L] and out [rows, H, W] as operands of a product by head. The
+    """x [rows, L], weight [H * W, L] and out [rows, H, W] as operands of multiply_batch. The
     library writes rows of any stride where they lie, so long as their columns are contiguous."""
     heads, width = out.shape[1:]
     weights = weight.unflatten(0, (heads, width)).mT
-    return x.expand(heads, *x.shape), weights, out.transpose(0, 1)
+    return out.transpose(0, 1), x.expand(heads, *x.shape), weights
 
 
 def joined_shape(a: Any, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:

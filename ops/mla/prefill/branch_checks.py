@@ -52,10 +52,10 @@ def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
     rank, rope_dim = _check_weight(a)
     _check_blocks(a, rank, rope_dim)
     num_tokens, device = a.q.shape[0], a.q.device
-    sizes, dtypes = (num_tokens, rank + rope_dim), (a.q.dtype,)
-    check_operand(NAME, "latents", a.latents, "[T, L + R]", sizes, dtypes, device, dense=True)
-    sizes, dtypes = (None, rope_dim), (a.q.dtype, torch.float32)
-    check_operand(NAME, "freqs_cis", a.freqs_cis, "[positions, R]", sizes, dtypes, device)
+    sizes, dtypes = (num_tokens, rank + rope_dim), (a.q.dtype, torch.float32)
+    check_operand(NAME, "latents", a.latents, "[T, L + R]", sizes, dtypes[:1], device, dense=True)
+    letters = "[positions, R]"
+    check_operand(NAME, "freqs_cis", a.freqs_cis, letters, (None, rope_dim), dtypes, device)
     check_shape(NAME, "kv_norm_gamma", a.kv_norm_gamma, "[L]", (rank,))
     check_choice(NAME, "rope_style", a.rope_style, ROPE_STYLES[1:])
     check_batch(NAME, a, a.q.device, ("buffer_row_offsets", "cache_offsets"))

@@ -37,6 +37,7 @@ from tilewright.ops.mla.latents.checks import (
     check_latent_cache,
     check_latents,
     width_obstacle,
+    written_windows,
 )
 from tilewright.ops.mla.sizes import FP8, sequences, widths
 
@@ -169,7 +170,7 @@ def _check_cache(op: str, a: Any, rank: Any, rope_dim: Any, num_tokens: Any) -> 
 def check_prefill_values(op: str, a: Any) -> None:
     """Checks what only real memory shows: aliases, offsets, places, pages, positions."""
     if a.latent_cache is not None and a.slots != "none":
-        _check_aliases(op, a)
+        check_aliases(op, a, written_windows(a))
     if not readable(getattr(a, name) for name in INDICES):
         return
     num_tokens = a.q.shape[0]
@@ -185,8 +186,7 @@ def check_prefill_values(op: str, a: Any) -> None:
         check_positions(op, _position_source(a), positions_of(a), a.cos.shape[0])
     hides = a.attn_mask is not None and lowest_hides(a, buffer_rows(a) // a.num_sequences)
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
-    if a.kv_b_scale is not None and readable([a.kv_b_scale]):
-        check_scale_values(op, "kv_b_scale", a.kv_b_scale)
+    check_scale_values(op, "kv_b_scale", a.kv_b_scale)
 
 
 def _check_room(op: str, a: Any) -> None:
@@ -205,14 +205,6 @@ def _position_source(a: Any) -> str:
     if a.positions is not None:
         return "positions"
     return "q" if a.cache_lengths is None else "cache_lengths"
-
-
-def _check_aliases(op: str, a: Any) -> None:
-    base = ("latent_cache", a.latent_cache)
-    rope = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
-    written = [(*base, a.latent_window), (*rope, a.rope_window)]
-    tensors = {n: t for n, t in vars(a).items() if isinstance(t, torch.Tensor)}
-    check_aliases(op, written, [(n, t) for n, t in tensors.items() if not n.endswith("_cache")])
 
 
 def prefill_obstacle(a: Any) -> str | None:

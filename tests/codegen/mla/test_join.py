@@ -68,7 +68,7 @@ def test_the_library_writes_keys_and_values_where_they_belong(dtype):
     joined = torch.full((rows, heads, rope + width), 7.0, dtype=dtype)
     out = joined[..., rope:]
     where, strides = out.data_ptr(), out.stride()
-    x, weights, result = by_head(latent, weight, out)
+    result, x, weights = by_head(latent, weight, out)
     torch.bmm(x, weights, out=result)
     assert (out.data_ptr(), out.stride()) == (where, strides)
     assert bool((joined[..., :rope] == 7.0).all())
