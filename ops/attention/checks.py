@@ -14,6 +14,7 @@ from tilewright.ops.checks import (
     FLOAT_DTYPES,
     INT32_MAX,
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
     check_last_dim_dense,
@@ -52,12 +53,13 @@ def _check_cache(op: str, a: Any) -> None:
     if not (holds(num_kv_heads >= 1) and holds(heads % num_kv_heads == 0)):
         expected = f"a number of heads that divides the {heads} of q"
         raise ArgumentError(op, "k", expected, f"{num_kv_heads} heads")
-    for name in ("k_scale", "v_scale"):
+    scales = ("k_scale", "v_scale")
+    if a.k.dtype not in FP8_DTYPES:
+        check_absent(op, a, scales, f"the cache has {a.k.dtype}")
+    for name in scales:
         scale = getattr(a, name)
         if scale is None:
             continue
-        if a.k.dtype not in FP8_DTYPES:
-            raise ArgumentError(op, name, f"None, since the cache has {a.k.dtype}", "a tensor")
         check_dtype(op, name, scale, (torch.float32,))
         check_device(op, name, scale, a.q.device)
         if scale.numel() != 1 or scale.dim() > 1:
@@ -72,7 +74,7 @@ def check_batch(op: str, a: Any) -> None:
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:
         if a.row_offsets is not None:
-            raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
+            check_absent(op, a, ["attn_mask"], "row_offsets is given")
         check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
     check_mask_blocks(op, a.attn_mask, a.mask_blocks)
 

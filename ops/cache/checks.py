@@ -15,6 +15,7 @@ import torch
 from tilewright.ops.cache.addressing import check_addressing
 from tilewright.ops.checks import (
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
     check_tensor,
@@ -51,10 +52,8 @@ def check_caches(op: str, a: Any, values: HeadValues, writes_v: bool = True) -> 
             if not holds(k_size == v_size):
                 raise ArgumentError(op, "v_window", f"{axis} = {k_size}, as in k_window", v_size)
         _check_one_base(op, a, k_window, v_window)
-    elif a.v_cache is not None:
-        raise ArgumentError(op, "v_cache", "None, since no V is written", "a tensor")
-    elif a.v_cache_scale is not None:
-        raise ArgumentError(op, "v_cache_scale", "None, since no V is written", "a tensor")
+    else:
+        check_absent(op, a, ("v_cache", "v_cache_scale"), "no V is written")
     for name in CACHE_SCALES:
         scale = getattr(a, name)
         check_cache_scale(op, name, scale, values.num_kv_heads, values.device)

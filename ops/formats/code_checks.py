@@ -14,8 +14,8 @@ import torch
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
-    check_device,
-    check_dtype,
+    check_absent,
+    check_operand,
     check_scale_block,
     check_shape,
     holds,
@@ -74,37 +74,25 @@ def check_blocks(op: str, a: Any, names: tuple[str, str], rows: Any, columns: An
     scale, zero = (getattr(a, name) for name in names)
     stored = WEIGHT_FORMATS.get(a.weight_format)
     if stored is None:
-        for name, value in zip(names, (scale, zero), strict=True):
-            if value is not None:
-                raise ArgumentError(op, name, "None, since weights are dense", "a tensor")
+        check_absent(op, a, names, "weights are dense")
         return
     if scale is None:
         raise ArgumentError(op, names[0], f"a tensor, since weights are {a.weight_format}", None)
     block = a.scale_block
-    _check_numbers(op, names[0], scale, a.x, FLOAT_DTYPES)
     if stored.packed_axis is not None and not holds(columns % block[1] == 0):
         expected = f"a group that divides K = {columns}"
         raise ArgumentError(op, "scale_block", expected, list(block))
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     letters = f"[ceil(N / {block[0]}), ceil(K / {block[1]})]"
-    check_shape(op, names[0], scale, letters, grid)
+    check_operand(op, names[0], scale, letters, grid, FLOAT_DTYPES, a.x.device)
     if zero is None:
         return
     if a.weight_format == "fp8":
         raise ArgumentError(op, names[1], "None for fp8 weights", "a tensor")
-    _check_numbers(op, names[1], zero, a.x, _ZERO_DTYPES)
-    if zero.dim() != 2:
-        check_shape(op, names[1], zero, letters, grid)
-    if stored.packed_axis is not None and zeros_are_packed(zero, rows, block):
+    words = stored.packed_axis is not None and zero.dim() == 2
+    if words and zeros_are_packed(zero, rows, block):
         if len(a.nibble_order) not in (0, 8):
             expected = "an order of 8 nibbles, as the zeros are packed in words of 8"
             raise ArgumentError(op, "nibble_order", expected, list(a.nibble_order))
         letters, grid = f"[N / {8 * block[0]}, K / {block[1]}] words", (zero.shape[0], grid[1])
-    check_shape(op, names[1], zero, letters, grid)
-
-
-def _check_numbers(
-    op: str, name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: Sequence[torch.dtype]
-) -> None:
-    check_dtype(op, name, tensor, dtypes)
-    check_device(op, name, tensor, x.device)
+    check_operand(op, names[1], zero, letters, grid, _ZERO_DTYPES, a.x.device)

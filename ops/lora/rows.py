@@ -22,12 +22,12 @@ from tilewright.ops.checks import ArgumentError, check_operand, holds, readable
 from tilewright.ops.contract import rounded_once
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
+    OFFSET_DTYPES,
     check_expert_values,
     check_offset_values,
     expert_of_rows,
 )
 
-OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCES = rounded_once(2.0**-16, 2.0**-16, 2.0**-16, 2.0**-46)
 ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"

@@ -20,6 +20,7 @@ from tilewright.ops.attention.positions import token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     ArgumentError,
+    check_absent,
     check_choice,
     check_device,
     check_dtype,
@@ -77,8 +78,8 @@ def check_keys(op: str, a: Any) -> None:
         check_dtype(op, "lookup_table", a.lookup_table, INDEX_DTYPES)
         check_device(op, "lookup_table", a.lookup_table, device)
         check_last_dim_dense(op, "lookup_table", a.lookup_table)
-    if a.key_lengths is not None and a.keys == "given":
-        raise ArgumentError(op, "key_lengths", "None, since keys is 'given'", "a tensor")
+    if a.keys == "given":
+        check_absent(op, a, ["key_lengths"], "keys is 'given'")
     counted = a.keys == "table" and a.key_offsets is not None
     if not counted and not _zero(a.num_keys):
         expected = "0, since keys is not 'table' with key_offsets"
@@ -98,8 +99,7 @@ def _check_pages(op: str, a: Any, batch: Any) -> None:
     if not holds(pages == batch):
         expected = f"num_pages = {batch} sequences, since keys is 'pages'"
         raise ArgumentError(op, "latent_window", expected, pages)
-    if a.key_offsets is not None:
-        raise ArgumentError(op, "key_offsets", "None, since keys is 'pages'", "a tensor")
+    check_absent(op, a, ["key_offsets"], "keys is 'pages'")
 
 
 def _zero(value: Any) -> bool:
@@ -125,12 +125,9 @@ def check_key_mask(op: str, a: Any) -> None:
     check_mask(op, a)
     if a.attn_mask is None:
         return
-    for name, given in (
-        ("row_offsets", a.row_offsets is not None),
-        ("key_offsets", row_key_offsets(a) is not None),
-    ):
-        if given:
-            raise ArgumentError(op, "attn_mask", f"None, since {name} is given", "a tensor")
+    for name in ("row_offsets", "key_offsets"):
+        if getattr(a, name) is not None:
+            check_absent(op, a, ["attn_mask"], f"{name} is given")
     batch = a.num_sequences
     check_attn_mask(op, a.attn_mask, a.q, batch, buffer_rows(a) // batch)
 

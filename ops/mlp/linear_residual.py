@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import FLOAT_DTYPES, check_device, check_dtype, check_number
+from tilewright.ops.checks import (
+    check_number,
+    check_operand,
+)
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.cases import RESIDUAL_CASES, sample_residual
 from tilewright.ops.mlp.checks import (
-    check_format,
+    check_linear,
     check_norm,
-    check_rows,
-    check_vector,
-    check_weight,
     num_rows,
 )
 from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
@@ -71,15 +71,8 @@ class LinearResidualArguments:
 
 
 def validate(a: LinearResidualArguments) -> None:
-    check_dtype(NAME, "x", a.x, FLOAT_DTYPES)
-    check_rows(NAME, "x", a.x, "[T, K]", (None, None))
-    check_format(NAME, a)
-    check_weight(NAME, a, "weight")
-    sizes = (a.x.shape[0], num_rows(a))
-    check_rows(NAME, "residual", a.residual, "[T, N]", sizes)
-    check_dtype(NAME, "residual", a.residual, (a.x.dtype,))
-    check_device(NAME, "residual", a.residual, a.x.device)
-    check_vector(NAME, "bias", a.x, a.bias, "[N]", sizes[1])
+    sizes, x = (a.x.shape[0], check_linear(NAME, a)), a.x
+    check_operand(NAME, "residual", a.residual, "[T, N]", sizes, (x.dtype,), x.device, dense=True)
     check_number(NAME, "scale", a.scale)
     check_norm(NAME, a, "[N]", sizes[1])
 

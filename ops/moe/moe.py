@@ -24,6 +24,7 @@ from tilewright.ops.checks import (
     FLOAT32,
     FLOAT_DTYPES,
     ArgumentError,
+    check_absent,
     check_choice,
     check_device,
     check_number,
@@ -163,8 +164,7 @@ def _check_weights(a: FusedMoeArguments) -> None:
     for name, shape in wanted.items():
         weight, bias = a.experts(name), getattr(a, f"{name}_bias")
         if weight is None:
-            if bias is not None:
-                raise ArgumentError(NAME, f"{name}_bias", "none without the weight", "a tensor")
+            check_absent(NAME, a, [f"{name}_bias"], f"{name}_weight is None")
             continue
         check_device(NAME, f"{name}_weight", weight.data, a.x.device)
         if weight.shape != shape:

@@ -13,6 +13,7 @@ import torch
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
+    check_absent,
     check_choice,
     check_device,
     check_dtype,
@@ -50,7 +51,8 @@ def check_projection(op: str, a: Any) -> None:
         if weight is not None:
             _check_weight(op, a, letter, weight)
         else:
-            _check_absent(op, a, letter)
+            names = [f"{letter}_{suffix}" for suffix in ("bias", "scale", "zero")]
+            check_absent(op, a, names, f"{letter}_weight is None")
 
 
 def _check_x(op: str, a: Any) -> None:
@@ -59,10 +61,10 @@ def _check_x(op: str, a: Any) -> None:
     if coded and a.weight_format != "fp8":
         raise ArgumentError(op, "weight_format", "'fp8', since x has codes", a.weight_format)
     check_out_dtype(op, a.x.dtype, a.out_dtype)
+    if not coded:
+        check_absent(op, a, ["x_scale"], f"x is {a.x.dtype}")
     if a.x_scale is None:
         return
-    if not coded:
-        raise ArgumentError(op, "x_scale", f"None, since x is {a.x.dtype}", "a tensor")
     check_dtype(op, "x_scale", a.x_scale, FLOAT_DTYPES)
     check_device(op, "x_scale", a.x_scale, a.x.device)
     check_shape(op, "x_scale", a.x_scale, "[T or 1, 1 or K / 128]", (None, None))
@@ -135,13 +137,6 @@ def _check_dense_strides(op: str, name: str, weight: torch.Tensor) -> None:
     if not dense:
         expected = "a contiguous last dimension, or last but one (stride 1)"
         raise ArgumentError(op, name, expected, f"strides {shape_text(weight.stride())}")
-
-
-def _check_absent(op: str, a: Any, letter: str) -> None:
-    for suffix in ("bias", "scale", "zero"):
-        name = f"{letter}_{suffix}"
-        if getattr(a, name) is not None:
-            raise ArgumentError(op, name, f"None, since {letter}_weight is None", "a tensor")
 
 
 def check_parameter(

@@ -24,6 +24,7 @@ from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
     check_operand,
@@ -112,9 +113,8 @@ def validate(a: LatentStoreArguments) -> None:
             check_shape(NAME, "positions", a.positions, "[T]", (num_tokens,))
             check_dtype(NAME, "positions", a.positions, INDEX_DTYPES)
             check_device(NAME, "positions", a.positions, a.latent.device)
-    elif a.positions is not None and a.slots != "block_table" and not a.rope_by_position:
-        expected = "None, since neither the slots nor a rope table are found by them"
-        raise ArgumentError(NAME, "positions", expected, "a tensor")
+    elif a.slots != "block_table":
+        check_absent(NAME, a, ["positions"], "neither slots nor a rope table are found by them")
 
 
 def validate_values(a: LatentStoreArguments) -> None:

@@ -19,6 +19,7 @@ from tilewright.ops.checks import (
     FLOAT_DTYPES,
     INT32_MAX,
     ArgumentError,
+    check_absent,
     check_choice,
     check_device,
     check_dtype,
@@ -56,15 +57,13 @@ def check_prefill(op: str, a: Any) -> None:
     check_choice(op, "rope_on", a.rope_on, ROPE_ON)
     rank, num_tokens = a.kv_b_weight.shape[1], a.q.shape[0]
     check_finish(op, a, num_tokens, rank, rope_dim, a.q)
-    if a.latent is None and a.k_rope is not None:
-        raise ArgumentError(op, "k_rope", "None, since latent is None", "a tensor")
-    if a.latent is not None:
+    if a.latent is None:
+        check_absent(op, a, ("k_rope", "latent_scale"), "latent is None")
+    else:
         rows = check_latents(op, a, rank, rope_dim, a.q)
         _check_new(op, a, rows)
         if a.latent_scale is not None:
             _check_codes(op, a, rows, rank)
-    elif a.latent_scale is not None:
-        raise ArgumentError(op, "latent_scale", "None, since latent is None", "a tensor")
     _check_cache(op, a, rank, rope_dim, num_tokens)
     check_keys(op, a)
     check_key_mask(op, a)
@@ -161,10 +160,8 @@ def _check_cache(op: str, a: Any, rank: Any, rope_dim: Any, num_tokens: Any) -> 
                 raise ArgumentError(op, "slots", "'none', since latent is None", repr(a.slots))
             check_addressing(op, a, num_tokens, window, a.q.device, others=True)
     used = SLOT_FORMS.get(a.slots, ()) + (("lookup_table",) if a.keys == "table" else ())
-    for name in ("slot_mapping", "sequence_ids", "lookup_table"):
-        if name not in used and getattr(a, name) is not None:
-            expected = f"None, since slots is {a.slots!r} and keys {a.keys!r}"
-            raise ArgumentError(op, name, expected, "a tensor")
+    unused = {"slot_mapping", "sequence_ids", "lookup_table"}.difference(used)
+    check_absent(op, a, sorted(unused), f"slots is {a.slots!r} and keys {a.keys!r}")
 
 
 def check_prefill_values(op: str, a: Any) -> None:
