@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.attention.masks import check_attn_mask, check_mask
-from tilewright.ops.attention.positions import token_sequences
+from tilewright.ops.attention.positions import sequences, token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     ArgumentError,
@@ -31,7 +31,6 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.sizes import sequences
 
 KEY_FORMS = ("given", "pages", "table", "slots")
 

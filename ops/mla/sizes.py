@@ -1,4 +1,4 @@
-"""How many sequences a call of an MLA op has, and how wide the parts of its heads are."""
+"""How wide the parts of the heads of an MLA op are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import Any
 import torch
 
 FP8 = torch.float8_e4m3fn
-
-
-def sequences(a: Any) -> Any:
-    """B."""
-    return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
 
 
 def widths(a: Any) -> tuple[Any, Any, Any]:

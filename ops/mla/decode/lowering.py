@@ -24,12 +24,13 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
 from tilewright.ops.attention.operands import RopePart
+from tilewright.ops.attention.positions import sequences
 from tilewright.ops.mla.decode.checks import decode_obstacle
 from tilewright.ops.mla.decode.decode import MlaDecodeArguments
 from tilewright.ops.mla.keys import buffer_rows, cache_views
 from tilewright.ops.mla.latents.lowering import dequantized
 from tilewright.ops.mla.latents.operands import rotates_keys
-from tilewright.ops.mla.sizes import FP8, halves, sequences, widths
+from tilewright.ops.mla.sizes import FP8, halves, widths
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.products import multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps

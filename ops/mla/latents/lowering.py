@@ -15,6 +15,7 @@ from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConf
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.positions import sequences
 from tilewright.ops.mla.keys import row_key_offsets
 from tilewright.ops.mla.latents.operands import (
     Buffers,
@@ -26,7 +27,7 @@ from tilewright.ops.mla.latents.operands import (
     up_problem,
     weight_problem,
 )
-from tilewright.ops.mla.sizes import FP8, sequences, widths
+from tilewright.ops.mla.sizes import FP8, widths
 from tilewright.ops.runtime.products import multiply, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 

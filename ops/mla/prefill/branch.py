@@ -29,7 +29,7 @@ from tilewright.ops.mla.prefill.branch_checks import (
     check_branch,
     check_branch_values,
 )
-from tilewright.ops.mla.prefill.checks import branch_obstacle, check_prefill_values
+from tilewright.ops.mla.prefill.checks import check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_branch
@@ -187,6 +187,10 @@ def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
     )
 
 
+def _unsupported(a: MlaBranchArguments) -> str | None:
+    return prefill_obstacle(as_mla_prefill(a), "kv_b_proj")
+
+
 sample_inputs = sampler_of(MlaBranchArguments, sample_branch)
 
 OP = register(
@@ -197,7 +201,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel(f"{LOWERING}:branch_steps", branch_obstacle),),
+        lowerings=(emitted_kernel(f"{LOWERING}:branch_steps", _unsupported),),
         cases=BRANCH_CASES,
         sample_inputs=sample_inputs,
         tolerances=BRANCH_TOLERANCES,

@@ -1,5 +1,5 @@
 """Checks of the arguments of `mla_prefill`; each raises ArgumentError, before any write. And why no
-emitted kernel takes a call of it, or of `mla_prefill_branch_fp8`; metadata only."""
+emitted kernel takes a call; metadata only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import lowest_hides
-from tilewright.ops.attention.positions import check_positions, positions_of
+from tilewright.ops.attention.positions import check_positions, check_runs, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
 from tilewright.ops.cache.checks import check_aliases
-from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
+from tilewright.ops.cache.ragged_batch import check_row_offsets
 from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
-    INT32_MAX,
     ArgumentError,
     check_absent,
     check_choice,
@@ -28,7 +27,6 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
     readable,
-    shape_text,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.checks import check_weight, refuse_codes
@@ -40,7 +38,7 @@ from tilewright.ops.mla.latents.checks import (
     width_obstacle,
     written_windows,
 )
-from tilewright.ops.mla.sizes import FP8, sequences, widths
+from tilewright.ops.mla.sizes import FP8, widths
 
 INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
 ROPE_ON = ("qk", "q", "k")
@@ -53,7 +51,10 @@ def check_prefill(op: str, a: Any) -> None:
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a)
     _check_uncoded(op, a)
-    _check_batch(op, a)
+    batch = check_runs(op, a, each=a.slots == "block_table")
+    if not (holds(a.num_sequences == 1) or holds(a.num_sequences == batch)):
+        expected = f"1 or B = {batch}, since row_offsets says how many"
+        raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
     check_choice(op, "rope_on", a.rope_on, ROPE_ON)
     rank, num_tokens = a.kv_b_weight.shape[1], a.q.shape[0]
     check_finish(op, a, num_tokens, rank, rope_dim, a.q)
@@ -99,41 +100,6 @@ def _check_codes(op: str, a: Any, rows: Any, rank: Any) -> None:
     for name, wrong in unfit.items():
         if wrong:
             raise ArgumentError(op, name, "its default, since latent_scale is given", "another")
-
-
-def _check_batch(op: str, a: Any) -> None:
-    num_tokens = a.q.shape[0]
-    if a.row_offsets is not None:
-        check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))
-        count = a.row_offsets.shape[0] - 1
-        if not holds(count >= 0):
-            raise ArgumentError(op, "row_offsets", "B + 1 offsets", "none")
-        if not (holds(a.num_sequences == 1) or holds(a.num_sequences == count)):
-            expected = f"1 or B = {count}, since row_offsets says how many"
-            raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
-    elif not holds(a.num_sequences <= INT32_MAX):
-        raise ArgumentError(op, "num_sequences", f"at most {INT32_MAX}", a.num_sequences)
-    elif not (holds(a.num_sequences >= 1) and holds(num_tokens % a.num_sequences == 0)):
-        expected = f"a divisor of T = {num_tokens}, since row_offsets is None"
-        raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
-    batch = sequences(a)
-    if a.cache_lengths is not None:
-        check_shape(op, "cache_lengths", a.cache_lengths, "[B]", (batch,))
-    if a.positions is not None:
-        rows = None if a.positions.dim() != 1 else a.positions.shape[0]
-        same = a.row_offsets is None and a.slots != "block_table"
-        fits = rows is not None and (
-            holds(rows == num_tokens) or (same and holds(rows * batch == num_tokens))
-        )
-        if not fits:
-            expected = f"shape [T] = [{num_tokens}]" + (f" or [T / {batch}]" if same else "")
-            actual = f"shape {shape_text(a.positions.shape)}"
-            raise ArgumentError(op, "positions", expected, actual)
-    for name in ("row_offsets", "cache_lengths", "positions"):
-        tensor = getattr(a, name)
-        if tensor is not None:
-            check_dtype(op, name, tensor, INDEX_DTYPES)
-            check_device(op, name, tensor, a.q.device)
 
 
 def _check_new(op: str, a: Any, rows: Any) -> None:
@@ -204,8 +170,9 @@ def _position_source(a: Any) -> str:
     return "q" if a.cache_lengths is None else "cache_lengths"
 
 
-def prefill_obstacle(a: Any) -> str | None:
-    """Why no kernels take a `mla_prefill` call; None where they do. Metadata only."""
+def prefill_obstacle(a: Any, weight: str = "kv_b_weight") -> str | None:
+    """Why no kernels take a `mla_prefill` call; None where they do. weight: what its weight is
+    called. Metadata only."""
     if a.q.dtype not in VALUE_DTYPES:
         return f"no kernel for {a.q.dtype}"
     if not a.scale > 0:  # the largest logit is that of the largest product
@@ -214,10 +181,9 @@ def prefill_obstacle(a: Any) -> str | None:
     obstacle = width_obstacle(rank, widths(a)[1])
     if obstacle is None and _coded(a):
         obstacle = _coded_obstacle(a)
-    if obstacle is None and a.kv_b_weight.stride(0) * a.kv_b_weight.element_size() % 16:
-        obstacle = (
-            f"kv_b_weight: rows {a.kv_b_weight.stride(0)} elements apart are out of TMA's reach"
-        )
+    row = a.kv_b_weight.stride(0)
+    if obstacle is None and row * a.kv_b_weight.element_size() % 16:
+        obstacle = f"{weight}: rows {row} elements apart are out of TMA's reach"
     return obstacle
 
 
@@ -235,18 +201,3 @@ def _coded_obstacle(a: Any) -> str | None:
     if a.latent_scale is not None and a.latent.stride(0) % 16:
         return f"latent: rows {a.latent.stride(0)} bytes apart are out of TMA's reach"
     return None
-
-
-def branch_obstacle(a: Any) -> str | None:
-    """Why no kernels take a `mla_prefill_branch_fp8` call; None where they do. Metadata only."""
-    if a.q.dtype not in VALUE_DTYPES:
-        return f"no kernel for {a.q.dtype}"
-    if not a.scale > 0:
-        return f"no kernel for a scale of {a.scale}"
-    rank = a.kv_b_proj.shape[1]
-    obstacle = width_obstacle(rank, a.latents.shape[1] - rank)
-    if obstacle is None and a.kv_b_proj.shape[0] * a.q.element_size() % 16:
-        obstacle = f"keys and values of {a.kv_b_proj.shape[0]} columns are out of TMA's reach"
-    if obstacle is None and a.kv_b_proj.stride(0) % 16:
-        obstacle = f"kv_b_proj: rows {a.kv_b_proj.stride(0)} bytes apart are out of TMA's reach"
-    return obstacle

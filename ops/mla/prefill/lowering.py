@@ -13,6 +13,7 @@ from tilewright.codegen.mla.key_specs import up_obstacle
 from tilewright.codegen.mla.plan import uses_library
 from tilewright.codegen.mla.query_specs import TMA_BYTES
 from tilewright.codegen.targets import Target, get_target
+from tilewright.ops.attention.positions import sequences
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.mla.attention.cudnn import library_wanted
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
@@ -31,7 +32,7 @@ from tilewright.ops.mla.latents.lowering import (
 from tilewright.ops.mla.latents.operands import Buffers, Chunk, up_problem
 from tilewright.ops.mla.prefill.branch import MlaBranchArguments, as_mla_prefill
 from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
-from tilewright.ops.mla.sizes import FP8, sequences, widths
+from tilewright.ops.mla.sizes import FP8, widths
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import (
     Buffer,
