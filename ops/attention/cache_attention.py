@@ -1,7 +1,5 @@
 """`cache_attention`: attention of queries to the keys and values of a cache, where they lie.
 
-    out = softmax(scale * q @ k^T, capped, masked) @ v        fp32, rounded once
-
 Heads that share keys (GQA, MQA) read them once; no key or value is copied or repeated. A block of
 keys that no query sees is not read.
 """

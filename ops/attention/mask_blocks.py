@@ -1,7 +1,5 @@
 """`mask_blocks`: which blocks of keys a mask lets some query of a tile see.
 
-    mask [B, H, S, K]  ->  for each tile of 128 queries the blocks of 64 keys that are not hidden
-
 Attention that is given the list reads nothing of other blocks, and no mask where a block is seen
 whole. All layers of a model share one list.
 """

@@ -1,8 +1,5 @@
 """`grouped_matmul`: rows in groups, each group times the weight of its expert.
 
-    for every row m of group g with e = expert_ids[g] >= 0:
-        out[m] = x[m] @ weight[e]^T (+ bias[e])          fp32, rounded once
-
 x may be float8_e4m3fn codes with a scale per row and 128 columns, for weights in fp8 blocks. Rows
 of expert -1, and rows that belong to no group, are zero: the memory of the result is defined.
 """

@@ -1,10 +1,6 @@
 """`grouped_matmul_dynamic_scaled_nvfp4`: NVFP4 activations times NVFP4 expert weights, with MAX's
 signature.
 
-    for every row m of group g with e = expert_ids[g] >= 0:
-        acc = sum_k  a[m, k] * sa(m, k // 16) * b[e, n, k] * sb(e, n, k // 16)
-        out[m, n] = bfloat16(expert_scales[e] * acc)
-
 fp32 accumulation, the expert's factor in fp32 before the one rounding. Signs of block scales are
 ignored, as the tensor core ignores them. Where MAX leaves the rows of a group with id -1 untouched,
 they are zero here.

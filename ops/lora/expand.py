@@ -1,11 +1,4 @@
-"""`lora_expand_add`: the second half of multi-LoRA, added onto the projections q, k and v.
-
-    for every row t with adapter e >= 0, and each projection p of q, k, v:
-        out_p[t] = base_p[t] + scale_p * scales[e] * (s[plane, t, :R] @ weight_p[e]^T)
-    rows of no adapter: base_p[t]
-
-fp32, rounded once. Nothing is mutated.
-"""
+"""`lora_expand_add`: the second half of multi-LoRA, added onto the projections q, k and v."""
 
 from __future__ import annotations
 

@@ -43,13 +43,8 @@ class LinearResidualArguments:
     x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
     float32. rms_norm: what is added to the residual is divided by the root of the mean of its
     squares plus norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given.
-    Result [T, N] of x's dtype, new memory.
-
-    weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
-    with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
-    (uint8) or eight (int32) nibbles along K ("int4_k") or N ("int4_n"), of any strides.
-    weight_scale, and weight_zero where given: [ceil(N / bn), ceil(K / bk)], zeros also as int32
-    words of eight rows.
+    Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, zero_point,
+    scale_block, nibble_order: as for `linear_activation`.
     """
 
     x: torch.Tensor

@@ -1,15 +1,6 @@
 """`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing stays outside.
 
-    for every token t and slot s, with e = expert_ids[t, s] and w = expert_weights[t, s]:
-        gate = x[t] @ gate_weight[e]^T (+ bias)          fp32
-        up   = x[t] @ up_weight[e]^T (+ bias)
-        h    = activation(gate, up)                      fp32, then rounded to x's dtype
-        y    = h @ down_weight[e]^T (+ bias)             fp32
-        out[t] += w * y                                  fp32, slots in order; rounded once
-
-`weight_on_input` scales x[t] by w instead (rounded to x's dtype, as Llama-4 does). Expert -1: the
-slot adds nothing. activation_format "fp8": x and h are quantised to float8_e4m3fn, a scale per row
-and 128 columns (ops/formats/fp8_block.py), before they are multiplied.
+With `weight_on_input`, as Llama-4 has it, x[t] times the weight is rounded to x's dtype.
 """
 
 from __future__ import annotations

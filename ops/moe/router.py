@@ -1,11 +1,5 @@
 """`moe_router`: which experts of a mixture each token goes to, and with which weights.
 
-    logits = x @ weight^T (+ bias)                      fp32, not rounded
-    scores = softmax(logits), sigmoid(logits), or the logits
-    choice = scores (+ correction), of the best groups of experts alone
-    ids    = the num_slots largest of choice, the largest first
-    out    = scores[ids], normalised and scaled         rounded once
-
 `fused_moe` takes both results. Without a weight x holds the logits. Nothing is rounded on the way,
 so two experts whose logits a graph in bfloat16 rounds to one number are still told apart; where
 numbers are equal the expert of the lower number comes first (torch.topk promises no order), and NaN

@@ -1,10 +1,6 @@
 """`paged_kv_store`: writes K (rotated where a rope is given) and V to their cache slots.
 
 For what was not fusable with its projection: even then a step touches only the slots it writes.
-
-    k -> rope(k), fp32          where given; K only
-    k, v -> divided by the cache's scale -> the token's slot; each rounded once, and saturated where
-            the cache has 8-bit floats
 """
 
 from __future__ import annotations

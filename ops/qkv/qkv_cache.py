@@ -1,14 +1,6 @@
 """`fused_qkv_paged`: the QKV projection, QK-norm and RoPE of one attention layer, with K and V
 written straight into the caller's cache.
 
-    acc = x @ weight^T          fp32; codes times their scales
-    acc = acc + bias            where given
-    acc = acc + delta           where given
-    acc = clip(acc)             where given
-    acc = rope(norm(acc))       q and k, where given; or norm(rope(acc))
-    q -> result; k, v -> divided by the cache's scale -> the token's slot; each rounded once,
-    and saturated where the cache has 8-bit floats
-
 The three weights stay where the user has them: strided views [heads, head_dim, hidden], so that
 separate, packed and per-head interleaved projections are one op and no weight is copied.
 """

@@ -1,9 +1,6 @@
 """`fused_qkv_matmul_kv_cache_paged_ragged`: Modular MAX's op of that name, on the kernels of
 `fused_qkv_paged`.
 
-    y = hidden_state @ weight^T + bias          fp32
-    columns below q_dim -> result; then K, then V -> the layer's pages, where lookup_table says
-
 The projection is rounded once, to the result's or the cache's dtype. MAX rounds to its output dtype
 first, adds the bias in that dtype and so rounds twice; it takes GPTQ scales as bf16, cut off, where
 they are fp16 here. No rope and no norm, as there.

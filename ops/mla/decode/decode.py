@@ -1,9 +1,5 @@
 """`mla_decode`: multi-head latent attention in its absorbed form, for few queries of a long cache.
 
-    q_latent = q[h, :N] @ W_UK[h]                              [T, H, L], W_UK[h] [N, L]
-    o_latent = softmax(scale * (q_latent | q_rope) @ (latent | rope_keys)^T, masked) @ latent
-    out      = o_latent @ W_UV[h]^T                            [T, H, V], W_UV[h] [V, L]
-
 The up-projection is multiplied into queries and results (DeepSeek-V2, 2024, section 2.1), not into
 the keys: each is read once, as it lies in its cache, for all heads.
 """

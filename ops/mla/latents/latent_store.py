@@ -1,9 +1,5 @@
 """`mla_latent_store`: norm, RoPE and cache write of the latents of multi-head latent attention.
 
-    latent -> norm(latent)      fp32, where a weight is given
-    k_rope -> rope(k_rope)      fp32, where a table is given
-    both -> the token's slot, each rounded once
-
 The latents come in as they leave their projection and are not changed, so that the same call twice
 leaves the same cache.
 """

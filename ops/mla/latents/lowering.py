@@ -11,9 +11,8 @@ import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla import key_specs as kernels
-from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.mla.key_specs import LatentConfig
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.positions import sequences
 from tilewright.ops.mla.keys import row_key_offsets
@@ -29,7 +28,7 @@ from tilewright.ops.mla.latents.operands import (
 )
 from tilewright.ops.mla.sizes import FP8, widths
 from tilewright.ops.runtime.products import multiply, multiply_batch
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps, chooser
 
 # Keys of a sequence must be so many more than its queries before rows past the last are left out.
 SPARE_KEYS = 256
@@ -48,18 +47,9 @@ class Keys:
     joined: torch.Tensor | None = None
 
 
-@cache
-def _latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> KernelSpec:
-    return kernels.latent_spec(problem, config, target)
-
-
-@cache
-def _up_plan(problem: UpProblem, rows: int, target: Target) -> tuple[UpConfig, KernelSpec]:
-    config = up_config(problem, rows, target)
-    return config, kernels.up_spec(problem, config, target.name)
-
-
+_latent_spec = cache(kernels.latent_spec)
 _dequantize_spec = cache(kernels.dequantize_spec)
+_up_kernel = chooser(up_config, kernels.up_spec)
 
 
 def latent_store_steps(a: Any, target: Target) -> Steps:
@@ -126,7 +116,7 @@ def _up_project(
     if uses_library(problem, rows, target):
         yield _library_product(buffers.latent[:, : problem.rank], weight, keys)
         return keys, "library GEMM"
-    config, spec = _up_plan(problem, next_power_of_2(rows), target)
+    config, spec = _up_kernel(problem, next_power_of_2(rows), target)
     values = {
         "latent_ptr": buffers.latent,
         "weight_ptr": weight,

@@ -1,14 +1,10 @@
 """`mla_prefill_branch_fp8`: Modular MAX's op of that name, idempotent, on `mla_prefill`'s parts.
 
-    latents -> norm of the latent part, RoPE of the rope part -> the layer's pages
-    keys' latents -> float8_e4m3fn per row and 128 columns, scale = min(amax, 1200) / 448
-    kv = latents @ kv_b_proj^T      block-scaled, fp32; rounded once
-    out = softmax(scale * q @ k^T, masked) @ v
-
 Unlike there, the raw latents are an argument and q is not changed, so that the same call twice is
 the same as once; norm and RoPE are computed in fp32 and rounded once (there: in bf16, step by
 step); codes saturate; zero rows and rows below fp32's normal numbers give zero codes; a query that
-sees no key gives zeros; chunks of keys may be several, and merge exactly.
+sees no key gives zeros; chunks of keys may be several, and merge exactly. As
+there, latents of keys are quantised with scale = min(amax, 1200) / 448.
 """
 
 from __future__ import annotations

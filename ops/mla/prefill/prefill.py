@@ -1,11 +1,5 @@
 """`mla_prefill`: multi-head latent attention with its keys and values made from latents.
 
-    latent, k_rope -> norm, rope -> the cache, where there is one          as `mla_latent_store`
-    q[..., N:] -> rope
-    kv = latent of every key @ kv_b_weight^T        [K, H, N + V], rounded once
-    k = kv[..., :N] | k_rope (one for all heads);  v = kv[..., N:]
-    out = softmax(scale * q @ k^T, masked) @ v      fp32, rounded once
-
 Keys are this call's latents or lie in a cache, paged or with a page per sequence. The projection's
 output is never split or concatenated in memory.
 """
