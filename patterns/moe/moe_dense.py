@@ -29,6 +29,7 @@ from tilewright.patterns.language import Match, Result, Stage, register, registe
 from tilewright.patterns.moe.layer import (
     Layer,
     cast_back,
+    contracted,
     first_gemm,
     refuse_activation,
     refuse_combine,
@@ -36,7 +37,6 @@ from tilewright.patterns.moe.layer import (
 from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
 from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
-from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     added_rows,
@@ -150,6 +150,11 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
     value, roles, scores = down.end, down.roles.replace("n", "h"), None
     absorbed: list[Value] = []
     dtype = down.x.value.dtype
+
+    def by_expert(view: View) -> str | None:
+        order = roles_through(view, roles)
+        return None if order is None else order.replace("e", "s")
+
     for _ in range(6):
         user = flow.only_user(value)
         if user is None:
@@ -172,7 +177,7 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
             and not keeps_dim(user)
         ):
             return _finish(flow, user, scores, absorbed, order.replace("e", ""), dtype)
-        elif scores is None and (by := _contracted(user, value, roles)) is not None:
+        elif scores is None and (by := contracted(user, value, by_expert)) is not None:
             return _finish(flow, user, by, absorbed, "th", dtype)
         else:
             break
@@ -216,22 +221,6 @@ def _scores(product: Value, value: Value, order: str) -> View | None:
     if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not dims["t"]:
         return None
     return wide.with_dims(dims["t"], dims["e"])
-
-
-def _contracted(product: Value, value: Value, roles: str) -> View | None:
-    """scores [T, E] of einsum('te,eth->th', scores, value) and its other spellings."""
-    found = named_product(product)
-    if found is None or not found.names_differ:
-        return None
-    for y, by in found.either_way:
-        order = roles_through(y.view, roles) if y.view.value is value else None
-        if order is None or len(y.names) != 3 or len(by.names) != 2:
-            continue
-        name_of = dict(zip(order, y.names, strict=True))
-        t, e, h = (name_of[role] for role in "teh")
-        if set(by.names) == {t, e} and list(found.result) == [t, h]:
-            return strip_casts(by.ordered((t, e)))[0]
-    return None
 
 
 # --- tokens and routes ----------------------------------------------------------------------------

@@ -65,8 +65,8 @@ def _keeps_integers(cast: Value, below: Size | None) -> bool:
     if given.is_floating_point and dtype.is_floating_point:
         return _exact_to(dtype) >= _exact_to(given)
     if given.is_floating_point:
-        cast_before = source.value.op == "cast"
-        whole = _keeps_integers(source.value, below) if cast_before else _counts(given)
+        counted = source.value.op in (*_COUNTS, "aten.cumsum") and _counts(given)
+        whole = counted or (source.value.op == "cast" and _keeps_integers(source.value, below))
         return whole and dtype in _INDICES
     if given not in (torch.bool, *_INDICES) or not dtype.is_floating_point:
         return given in (torch.bool, *_INDICES) and dtype in _INDICES
@@ -91,10 +91,17 @@ def _end_of(value: Value) -> Size | None:
         return 2
     if _counts_up(value):
         return value.shape[0]
-    if value.op == "aten.topk" and value.kwargs.get("output") == 1:
-        chosen: View = value.args[0]
-        return chosen.shape[value.argument(2, "dim", -1)]
+    if is_top_indices(value):
+        compared: View = value.args[0]
+        return compared.shape[-1]
     return None
+
+
+def is_top_indices(value: Value) -> bool:
+    """Whether a value is the indices of the largest, or smallest, numbers along a last dimension:
+    none is named twice there."""
+    last = value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
+    return value.op == "aten.topk" and value.kwargs.get("output") == 1 and last
 
 
 def match_order(view: View) -> Order | None:
@@ -219,9 +226,6 @@ def _floors(value: Value) -> bool:
 def _tokens_of_routes(view: View) -> Size | None:
     """S where the view counts 0 0 .. 1 1 .., every token S times."""
     value = view.value
-    if value.op == "aten.repeat_interleave" and view.is_whole:
-        inner, times = value.args[0], value.args[1]
-        return times if is_arange(inner) and isinstance(times, int) else None
     if value.op != "aten.arange" or not is_arange(value.whole) or len(view.effect.dims) != 1:
         return None
     atoms = view.effect.dims[0]
@@ -344,20 +348,18 @@ def _along(view: View, dim: int) -> View | None:
 def _marked(inner: View) -> tuple[View, Size] | None:
     """The same of the sum over tokens of zeros [T, E] in which ones mark the experts of each: the
     indices of a topk, so that none is marked twice."""
-    ids = scattered_into(inner.value, 0.0)
-    if ids is None or not inner.is_whole or not _writes_ones(inner.value):
+    ids = scattered_ones(inner.value)
+    if ids is None or not inner.is_whole or not ids.is_whole or not is_top_indices(ids.value):
         return None
-    chosen = ids.value
-    distinct = chosen.op == "aten.topk" and chosen.kwargs.get("output") == 1 and ids.is_whole
-    along = distinct and chosen.argument(2, "dim", -1) in (-1, len(chosen.shape) - 1)
-    return (experts_of(flat(ids)), inner.shape[1]) if along else None
+    return experts_of(flat(ids)), inner.shape[1]
 
 
-def _writes_ones(scatter: Value) -> bool:
-    """Whether a scatter of a number, in place or not, replaces what was there by one."""
-    node = scatter.node
+def scattered_ones(value: Value) -> View | None:
+    """ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value."""
+    node = value.node
     given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
-    return node.kwargs.get("reduce") is None and is_filled(given, 1)
+    replaces = node.kwargs.get("reduce") is None and is_filled(given, 1)
+    return scattered_into(value, 0.0) if replaces else None
 
 
 def scattered_into(value: Value, number: float) -> View | None:
