@@ -77,13 +77,8 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
         reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", *culprits)
     scaled = [p.scale_multiplies for p in (k, v) if p.scale is not None]
     if len(set(scaled)) > 1:
-        reject(
-            "CAST",
-            Stage.GUARDS,
-            "one of K and V is multiplied by its cache scale, the other divided by it",
-            *culprits,
-            hint="scale both in the same sense",
-        )
+        message = "one of K and V is multiplied by its cache scale, the other divided by it"
+        reject("CAST", Stage.GUARDS, message, *culprits, hint="scale both in the same sense")
 
 
 def address(write: CacheWrite, flow: Dataflow) -> Address:
@@ -109,27 +104,18 @@ def address(write: CacheWrite, flow: Dataflow) -> Address:
 def _reject_unknown(write: CacheWrite) -> NoReturn:
     store = write.record
     if any(v.value.dtype == torch.bool for v in store.index.values()):
-        _refuse(
-            "MASKED_WRITE",
-            "a boolean mask selects the slots, so their number is not known",
-            write.store,
-            hint="give skipped tokens a spare slot and write all of them",
-        )
+        message = "a boolean mask selects the slots, so their number is not known"
+        hint = "give skipped tokens a spare slot and write all of them"
+        _refuse("MASKED_WRITE", message, write.store, hint=hint)
     if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
-        _refuse(
-            "CACHE_LAYOUT",
-            f"{store.kind} writes through {REINTERPRETED} of the cache",
-            write.store,
-            hint="give the cache tensor the dtype it is written in",
-        )
+        message = f"{store.kind} writes through {REINTERPRETED} of the cache"
+        hint = "give the cache tensor the dtype it is written in"
+        _refuse("CACHE_LAYOUT", message, write.store, hint=hint)
     if store.note:
         _refuse("CACHE_LAYOUT", f"{store.kind}: {store.note}", write.store)
-    _refuse(
-        "OPAQUE_WRITE",
-        f"{store.kind} writes the cache; what it does is not known to tilewright",
-        write.store,
-        hint="write the cache in PyTorch: cache.view(-1, H, D)[slots] = k",
-    )
+    message = f"{store.kind} writes the cache; what it does is not known to tilewright"
+    hint = "write the cache in PyTorch: cache.view(-1, H, D)[slots] = k"
+    _refuse("OPAQUE_WRITE", message, write.store, hint=hint)
 
 
 def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
@@ -276,12 +262,9 @@ def _filled(write: CacheWrite, written: Written) -> Address:
         )
     found = fill_slices(write.target, write.memory.shape)
     if isinstance(found, str):
-        _refuse(
-            "SLICE_WRITE",
-            f"{write.record.kind} writes a slice of the cache: {found}",
-            write.store,
-            hint="write through an index tensor: index_copy_, or cache[slots] = k",
-        )
+        message = f"{write.record.kind} writes a slice of the cache: {found}"
+        hint = "write through an index tensor: index_copy_, or cache[slots] = k"
+        _refuse("SLICE_WRITE", message, write.store, hint=hint)
     strides = write.memory.strides
     length = written.view.shape[found.slot]
     begin = write.target.start[found.axis]

@@ -115,12 +115,10 @@ def _check_gain(gemm: ExpertGemm) -> None:
     known = all(isinstance(size, int) for size in (rows, inner, experts))
     short = known and inner < SHORT_INNER and rows >= MANY_ROWS * experts
     if short and gemm.x.value.dtype == torch.bfloat16:
-        reject(
-            "NO_GAIN",
-            Stage.CAPABILITY,
-            f"K is {inner} and a group has {rows // experts} rows: torch's kernel is as fast there",
-            gemm.end,
+        message = (
+            f"K is {inner} and a group has {rows // experts} rows: torch's kernel is as fast there"
         )
+        reject("NO_GAIN", Stage.CAPABILITY, message, gemm.end)
 
 
 def _both_quantised(

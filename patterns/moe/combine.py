@@ -17,7 +17,6 @@ from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     Order,
     added_rows,
-    first_column,
     flat,
     gathered,
     match_inverse,
@@ -126,11 +125,8 @@ def _finish(
         refuse_sum("the experts' results are summed without weights", end)
     *_, end = ends = cast_back(flow, end, dtype)
     if end.store is not None:
-        refuse_sum(
-            "the sum is in memory that was written in place, under more than one name",
-            end,
-            hint="use index_add instead of index_add_",
-        )
+        message = "the sum is in memory that was written in place, under more than one name"
+        refuse_sum(message, end, hint="use index_add instead of index_add_")
     return Combine(weights, num_slots, end, (*absorbed, *ends))
 
 
@@ -209,7 +205,7 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
         return False  # the sum has more rows than there are tokens
     if (added := added_rows(user)) is not None:
         index, source = added
-        column = first_column(index)
+        column = per_row(index) if len(index.shape) == 2 else None
         if column is not None and index.shape != source.shape:
             return False  # a scatter of some columns alone
         rows = match_rows(column or index, order)

@@ -131,12 +131,8 @@ def first_gemm(part: View, name: str, gemms_of: Callable[[Value], Iterable[Gemm]
                 continue
             weight, bias = _rows(gemm.weight, columns), gemm.bias and _rows(gemm.bias, columns)
             return replace(gemm, weight=weight, bias=bias)
-    reject(
-        "EXPERT_ACTIVATION",
-        Stage.ACTIVATION,
-        f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights",
-        part,
-    )
+    message = f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights"
+    reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, part)
 
 
 def _rows(view: View, columns: Columns) -> View:
@@ -153,11 +149,9 @@ def cast_back(flow: Dataflow, end: Value, dtype: Any) -> tuple[Value, ...]:
         return (end,)
     user = flow.only_user(end)
     if user is None or not is_float_cast(user) or user.dtype != dtype:
-        refuse_sum(
-            f"the sum stays {end.dtype}, the tokens are {dtype}",
-            end,
-            hint="cast the sum back to the dtype of the tokens, and use that alone",
-        )
+        message = f"the sum stays {end.dtype}, the tokens are {dtype}"
+        hint = "cast the sum back to the dtype of the tokens, and use that alone"
+        refuse_sum(message, end, hint=hint)
     return end, user
 
 
@@ -195,12 +189,8 @@ def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
         return {f"{name}_weight": view for name, view in views.items()}
     if len(quantised) != len(found):
         dense = ", ".join(name for name in found if name not in quantised)
-        reject(
-            "WEIGHT_FORMAT",
-            Stage.GUARDS,
-            f"of the experts' weights {', '.join(quantised)} are quantised, {dense} are not",
-            *(views[name] for name in quantised),
-        )
+        message = f"of the experts' weights {', '.join(quantised)} are quantised, {dense} are not"
+        reject("WEIGHT_FORMAT", Stage.GUARDS, message, *(views[name] for name in quantised))
     return expert_arguments(
         {(f"{n}_weight", f"{n}_scale", f"{n}_expert_scale"): w for n, w in quantised.items()}
     )
@@ -212,10 +202,6 @@ def _codes_of(weight: View) -> DequantizedExperts | None:
         return None
     found = match_dequantized_experts(weight)
     if found is None:
-        reject(
-            "EXPERT_WEIGHT",
-            Stage.GUARDS,
-            f"the expert weight is {weight.value}, computed in the graph",
-            weight,
-        )
+        message = f"the expert weight is {weight.value}, computed in the graph"
+        reject("EXPERT_WEIGHT", Stage.GUARDS, message, weight)
     return found

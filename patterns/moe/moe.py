@@ -86,12 +86,8 @@ class Moe:
             return match_loop(self.name, self.op, anchor, flow)
         down = match_expert_gemm(anchor, flow)
         if down is None:
-            reject(
-                "EXPERT_WEIGHT",
-                Stage.ACTIVATION,
-                f"the weight of {anchor} is computed in the graph",
-                anchor,
-            )
+            message = f"the weight of {anchor} is computed in the graph"
+            reject("EXPERT_WEIGHT", Stage.ACTIVATION, message, anchor)
         down, coded = before_quantisation(down)
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))

@@ -41,7 +41,7 @@ from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     added_rows,
     counts_again,
-    first_column,
+    per_row,
     without_counting,
 )
 from tilewright.patterns.recognise.steps import keeps_dim, reduced_dims
@@ -109,12 +109,8 @@ class MoeDense:
                 "all experts, softly weighted, is no mixture that picks",
             )
         if on_input and any(gemm.bias is not None for gemm in layer.gemms):
-            reject(
-                "EXPERT_SCORES",
-                Stage.GUARDS,
-                "scores of zero on the input leave the biases of experts that were not chosen",
-                down.end,
-            )
+            message = "scores of zero on the input leave the biases of experts that were not chosen"
+            reject("EXPERT_SCORES", Stage.GUARDS, message, down.end)
         arguments = layer.arguments()
         layer.check_kernels(x, anchor)
         absorbed = [value for gemm in layer.gemms for value in gemm.absorbed]
@@ -193,7 +189,8 @@ def _adds_experts(user: Value, value: Value, roles: str) -> bool:
         return False
     index, source = added
     rows = value.whole.permute(*(roles.index(role) for role in "eth"))
-    return counts_again(first_column(index) or index) == user.shape[0] and source == rows.matrix
+    by_row = per_row(index) if len(index.shape) == 2 else None
+    return counts_again(by_row or index) == user.shape[0] and source == rows.matrix
 
 
 def _finish(
@@ -242,13 +239,11 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
                 e, t, _ = by.effect.dims
                 x = x.with_dims(*x.effect.dims[1:])
                 return x, by.with_dims(t, e), True
-    reject(
-        "EXPERT_SCORES",
-        Stage.GUARDS,
-        f"{gate.x.value} reaches the experts, neither the tokens nor the tokens times their scores",
-        gate.x,
-        hint="capacity buffers and dispatch masks are not fused: sort the routes by expert",
+    message = (
+        f"{gate.x.value} reaches the experts, neither the tokens nor the tokens times their scores"
     )
+    hint = "capacity buffers and dispatch masks are not fused: sort the routes by expert"
+    reject("EXPERT_SCORES", Stage.GUARDS, message, gate.x, hint=hint)
 
 
 def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
@@ -257,12 +252,8 @@ def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
     if not on_input:
         return {"x": x, "expert_ids": ids, "expert_weights": weights}
     if ids.shape[1] != 1 or scores.value.dtype != x.value.dtype:
-        reject(
-            "UNSUPPORTED",
-            Stage.CAPABILITY,
-            f"{ids.shape[1]} experts of a token weigh its input; one at most is fused",
-            scores,
-        )
+        message = f"{ids.shape[1]} experts of a token weigh its input; one at most is fused"
+        reject("UNSUPPORTED", Stage.CAPABILITY, message, scores)
     options = (("dtype", torch.float32), ("device", x.value.device))
     ones = Computed("full", (list(ids.shape), 1.0), options)
     return {"x": Computed("mul", (x, weights)), "expert_ids": ids, "expert_weights": ones}

@@ -76,11 +76,9 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     if not one_each or taken is None or taken[1] != rows.order.permutation:
-        refuse_order(
-            f"{product} weighs the rows before the experts; one expert of each token may",
-            product,
-            hint="weigh the experts' results (torchtitan: score_before_experts=False)",
-        )
+        message = f"{product} weighs the rows before the experts; one expert of each token may"
+        hint = "weigh the experts' results (torchtitan: score_before_experts=False)"
+        refuse_order(message, product, hint=hint)
     weights = taken[0].reshape(rows.x.shape[0], 1)
     return replace(rows, weights=weights, absorbed=(product, *rows.absorbed))
 
@@ -131,13 +129,11 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
         if not same:
             place = gemm.ends or gemm.experts
             assert place is not None
-            reject(
-                "EXPERT_ENDS",
-                Stage.ACTIVATION,
+            message = (
                 f"{place.value} does not place the rows of the {num_experts} experts; expected the "
-                "running counts of the experts among the sorted routes, or each route's expert",
-                place,
+                "running counts of the experts among the sorted routes, or each route's expert"
             )
+            reject("EXPERT_ENDS", Stage.ACTIVATION, message, place)
         index = gemm.bias_index
         known = () if index is None else (index, unclamped(index, num_experts))
         if known and not any(in_order(ids, order) for ids in known):

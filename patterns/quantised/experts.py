@@ -268,11 +268,9 @@ def _refuse(weight: View) -> NoReturn:
         )
         hint = "make the table where it is used: torch.tensor([0.0, 0.5, ...])"
         reject("WEIGHT_FORMAT", Stage.GUARDS, message, table, hint=hint)
-    reject(
-        "WEIGHT_FORMAT",
-        Stage.GUARDS,
-        f"{weight.value} is dequantised from codes in none of the op's formats",
-        weight,
-        hint="known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
-        "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks",
+    message = f"{weight.value} is dequantised from codes in none of the op's formats"
+    hint = (
+        "known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
+        "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks"
     )
+    reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)

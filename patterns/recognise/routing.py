@@ -171,7 +171,7 @@ def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
     """The same of a gather whose index repeats along whole rows."""
     if len(source.shape) != 2 or index.shape[1] != source.shape[1]:
         return None
-    rows = first_column(index)
+    rows = per_row(index)
     return None if rows is None else (source, rows)
 
 
@@ -194,13 +194,6 @@ def counts_again(view: View) -> Size | None:
     atoms = [atom for atom in view.effect.dims[0] if atom.axis is not None]
     whole = atoms in ([Atom(0, 1, length)], [Atom(0, 1, length)][: length != 1])
     return length if whole and view.effect.dims[0][-1:] == tuple(atoms) else None
-
-
-def first_column(view: View) -> View | None:
-    """An index [M, N] that repeats along the columns, as the rows [M] that it names."""
-    if len(view.effect.dims) != 2 or any(a.axis is not None for a in view.effect.dims[1]):
-        return None
-    return view.with_dims(*view.effect.dims[:1])
 
 
 def match_rows(view: View, order: Order) -> Size | None:
