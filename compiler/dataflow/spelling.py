@@ -50,7 +50,8 @@ _RENAMED = _pairs(
     grouped_mm=_grouped_mm concat=cat concatenate=cat
     swapaxes=transpose swapdims=transpose
     __getitem__=getitem __setitem__=setitem __add__=add __radd__=add __mul__=mul __rmul__=mul
-    __sub__=sub __matmul__=matmul __truediv__=div
+    __sub__=sub __matmul__=matmul __truediv__=div __and__=bitwise_and __or__=bitwise_or
+    __xor__=bitwise_xor __lshift__=bitwise_left_shift __rshift__=bitwise_right_shift
     __iadd__=add_ __imul__=mul_ __isub__=sub_ __itruediv__=div_
     """
 )

@@ -28,10 +28,6 @@ _ELEMENTWISE = frozenset({
     "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "logical_and", "logical_or",
     "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill",
 })  # fmt: skip
-_RENAMED = {
-    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
-    "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
-}  # fmt: skip
 # How many values the search for a look-up table goes back.
 _REACH = 64
 _OPTIONS = {"alpha", "rounding_mode", "min", "max"}
@@ -103,8 +99,8 @@ class _Trial:
         try:
             if rule is not None:
                 found = rule(self, view)
-            elif _RENAMED.get(name, name) in _ELEMENTWISE:
-                found = self._elementwise(view, _RENAMED.get(name, name))
+            elif name in _ELEMENTWISE:
+                found = self._elementwise(view, name)
             else:
                 return None
         except (InexpressibleError, RuntimeError, IndexError, TypeError):
