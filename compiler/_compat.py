@@ -130,6 +130,15 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(dict.fromkeys(keys))
 
 
+def wrapping_of(tensor: torch.Tensor) -> str:
+    """What the class of a subclass knows besides the tensors inside (of a DTensor its mesh and its
+    placements), with the layouts of those; empty for a plain tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return ""
+    _, context = tensor.__tensor_flatten__()
+    return repr((context, [layout_of(part) for part in parts_of(tensor)]))
+
+
 def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
     """A subclass as `outer`, which holds one tensor, with `inner` in its place."""
     names, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
