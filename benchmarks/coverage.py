@@ -8,7 +8,8 @@ with a `StaticCache` where the class works with one (prefill and decode are comp
 cache it makes itself (decode alone). Every graph runs three times on copies of its inputs: eager,
 compiled by tilewright, and in float64, which judges the other two. Each model is a process with a
 time limit. Needs no GPU: fused ops compute by their references. Results go to
-benchmarks/results/coverage.json, and as a table to docs/coverage.md.
+benchmarks/results/coverage.json, and as a table to docs/coverage.md; rows of models that are not
+asked for stay.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import coverage_table
 import torch
 import transformers
 from coverage_models import NotSwept, small_model
@@ -155,7 +157,9 @@ def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
         row["failed"] = first_line(error)
     matches = [m for r in judge.found for m in r.matches]
     misses = [m for r in judge.found for m in r.misses]
+    writes = [m.shapes["writes"] for m in matches if m.pattern == "cache_store"]
     row |= {
+        "stored": sum(writes),
         "graphs": len(judge.found),
         "nodes": sum(r.nodes for r in judge.found),
         "fused": dict(Counter(m.pattern for m in matches)),
@@ -282,18 +286,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=int, default=120, help="CPU seconds for a model")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--doc", type=Path, default=coverage_table.DOC, help="the table")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     warm_up()
-    rows = []
+    file = given.out / "coverage.json"
+    kept = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = {row["model"]: row for row in kept}
+    facts = environment() | {"transformers": transformers.__version__}
+    facts["command"] = "python benchmarks/coverage.py"
     for row in finished(given.models, given.jobs, given.limit):
-        rows.append(row)
+        rows[row["model"]] = row
         print(line(row), flush=True)
-        facts = environment() | {"transformers": transformers.__version__}
-        text = json.dumps(facts | {"rows": sorted(rows, key=lambda r: r["model"])}, indent=1)
-        (given.out / "coverage.json").write_text(text + "\n")
+        ordered = [rows[name] for name in sorted(rows)]
+        file.write_text(json.dumps(facts | {"rows": ordered}, indent=1) + "\n")
+        coverage_table.write(facts, ordered, given.doc)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -109,7 +109,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 32, "moe_top_k": 2},
     },
-    "deepseek_v2": {"n_group": 1, "topk_group": 1},
+    "cpmant": {"prompt_length": 2},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"skip": "a composite around dots3_note_text"},
     "dots3_note_text": {
