@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,12 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
         {
             **_constants(problem),
             **_code_constants(problem, config),
-            "BLOCK_N": config.block_n,
-            "BLOCK_T": config.block_t,
-            "BLOCK_K": config.block_k,
-            "SPLIT_K": config.split_k,
+            **constants_of(config, "block_n", "block_t", "block_k", "split_k", "lets_in"),
             "PREFETCH": config.prefetch if problem.k_major else 0,
-            "LETS_IN": config.lets_in,
         },
         {
             **_weights(problem),
-            "bias_ptr": problem.bias,
-            "up_bias_ptr": problem.up_bias,
+            **operands_of(problem, "bias", "up_bias"),
             "residual_ptr": None if normed else problem.residual,
             "out_ptr": Operand("fp32" if normed else problem.x.dtype),
             "workspace_ptr": Operand("fp32") if scratch else None,
@@ -76,8 +71,7 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
     norm, residual = problem.norm, problem.residual
     weight = norm.weight if norm else None
     return {
-        "N": problem.n,
-        "K": problem.k,
+        **constants_of(problem, "n", "k", "activation", "scale"),
         "X_STRIDE": problem.x.strides[0],
         "NORM_STRIDE": weight.strides[0] if weight else 0,
         "WEIGHT_STRIDES": problem.weight.strides,
@@ -89,8 +83,6 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
         "NORM": norm is not None,
         "NORM_EPS": norm.eps if norm else 0.0,
         "NORM_OFFSET": norm.offset if norm else 0.0,
-        "ACTIVATION": problem.activation,
-        "SCALE": problem.scale,
     }
 
 
@@ -142,8 +134,7 @@ def _weights(problem: LinearProblem) -> dict[str, Operand | None]:
     weights = {
         "x_ptr": problem.x,
         "norm_weight_ptr": norm.weight if norm else None,
-        "weight_ptr": problem.weight,
-        "up_weight_ptr": problem.up_weight,
+        **operands_of(problem, "weight", "up_weight"),
     }
     if q is None:
         return weights
