@@ -37,13 +37,11 @@ class LinearConfig:
 
 
 def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
-    """`streamed_linear`, or `streamed_codes` of weights of codes. Where the result is normed, the
-    kernel leaves fp32 sums to `norm_rows`."""
-    coded = problem.quantization is not None
+    """`streamed_linear`. Where the result is normed, it leaves fp32 sums to `norm_rows`."""
     scratch, normed = config.split_k > 1, problem.post_norm is not None
     return KernelSpec.of(
-        "mlp.quantized" if coded else "mlp.linear",
-        "streamed_codes" if coded else "streamed_linear",
+        "mlp.linear",
+        "streamed_linear",
         {
             **_constants(problem),
             **_code_constants(problem, config),
@@ -74,6 +72,7 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
         **constants_of(problem, "n", "k", "activation", "scale"),
         "X_STRIDE": problem.x.strides[0],
         "NORM_STRIDE": weight.strides[0] if weight else 0,
+        "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
         "WEIGHT_STRIDES": problem.weight.strides,
         "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
         "BIAS_STRIDES": tuple(
@@ -125,7 +124,6 @@ def _code_constants(problem: LinearProblem, config: LinearConfig) -> dict[str, C
         **q.block_constants(problem.k, config.block_k),
         "BLOCK_STRIDES": q.block_strides(0),
         "UP_BLOCK_STRIDES": q.block_strides(1),
-        "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
     }
 
 
@@ -136,10 +134,8 @@ def _weights(problem: LinearProblem) -> dict[str, Operand | None]:
         "norm_weight_ptr": norm.weight if norm else None,
         **operands_of(problem, "weight", "up_weight"),
     }
-    if q is None:
-        return weights
-    blocks = zip(CODE_NAMES, (*q.scales, *q.zeros), strict=True)
-    return weights | {f"{name}_ptr": operand for name, operand in blocks}
+    blocks = (*q.scales, *q.zeros) if q else (None,) * len(CODE_NAMES)
+    return weights | {f"{x}_ptr": block for x, block in zip(CODE_NAMES, blocks, strict=True)}
 
 
 # What codes are scaled with and shifted by, of the weight and of the up weight.
