@@ -34,7 +34,7 @@ from tilewright.ops.checks import (
     readable,
 )
 from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
-from tilewright.ops.runtime.operands import mask_bytes, operand
+from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
@@ -170,7 +170,7 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
     mask = a.attn_mask
     batch, heads, query_tiles, columns = shape = blocks_shape(mask)
     tiles, key_blocks = batch * heads * query_tiles, columns - 1
-    steps = [step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)]
+    steps = broadcast_strides(mask)
     numbers = {
         "num_heads": heads,
         "num_queries": mask.shape[2],

@@ -13,7 +13,7 @@ from tilewright.ops.checks import (
     ArgumentError,
     check_device,
     check_dtype,
-    check_shape,
+    check_operand,
     first,
     holds,
     shape_text,
@@ -75,7 +75,8 @@ def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
     positions are given of every token. Metadata only; returns B, raises ArgumentError."""
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
-        check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))
+        form = "[B + 1]", (None,), INDEX_DTYPES, a.q.device
+        check_operand(op, "row_offsets", a.row_offsets, *form)
         if not holds(a.row_offsets.shape[0] >= 1):
             raise ArgumentError(op, "row_offsets", "B + 1 offsets", "none")
     elif not (
@@ -87,7 +88,8 @@ def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
         raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
     batch = sequences(a)
     if a.cache_lengths is not None:
-        check_shape(op, "cache_lengths", a.cache_lengths, "[B]", (batch,))
+        form = "[B]", (batch,), INDEX_DTYPES, a.q.device
+        check_operand(op, "cache_lengths", a.cache_lengths, *form)
     if a.positions is not None:
         rows = a.positions.shape[0] if a.positions.dim() == 1 else None
         shared = a.row_offsets is None and not each
@@ -97,10 +99,8 @@ def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
         if not fits:
             expected = f"shape [T] = [{num_tokens}]" + (f" or [T / {batch}]" if shared else "")
             raise ArgumentError(op, "positions", expected, f"shape {shape_text(a.positions.shape)}")
-    for name in ("row_offsets", "cache_lengths", "positions"):
-        if getattr(a, name) is not None:
-            check_dtype(op, name, getattr(a, name), INDEX_DTYPES)
-            check_device(op, name, getattr(a, name), a.q.device)
+        check_dtype(op, "positions", a.positions, INDEX_DTYPES)
+        check_device(op, "positions", a.positions, a.q.device)
     return batch
 
 

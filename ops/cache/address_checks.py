@@ -6,7 +6,6 @@ They run where the tensors are: on a GPU a check computes there and reads one nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,30 +66,23 @@ def check_address_values(
     a: Any,
     window: CacheWindow,
     num_tokens: int,
-    names: Mapping[str, str] | None = None,
 ) -> None:
     """Checks that every token's place is in the cache and, where negative slots are skipped, that
-    no two tokens have the same. `names`: the op's own words for `row_offsets` and its like."""
+    no two tokens have the same."""
     if "slot_mapping" in SLOT_FORMS[a.slots]:
         _check_slots(op, a, window)
         return
-    named = _Names(names or {})
     if a.slots == "ragged":
-        _check_offsets(op, a, num_tokens, named)
+        _check_offsets(op, a, num_tokens)
     if num_tokens == 0:
         return
     sequence, position, _ = token_positions(a, num_tokens)
     if a.slots == "block_table":
         _check_sequences(op, a, sequence)
-    _check_positions(op, a, sequence, position, window.page_size, named)
-    _check_entries(op, a, sequence, position, window, named)
+    _check_positions(op, a, sequence, position, window.page_size)
+    _check_entries(op, a, sequence, position, window)
     if a.indexing == "paged":
-        _check_once(op, named["lookup_table"], resolve_places(a, window, num_tokens), window)
-
-
-class _Names(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return key
+        _check_once(op, resolve_places(a, window, num_tokens), window)
 
 
 def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
@@ -115,14 +107,13 @@ def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
         raise ArgumentError(op, "slot_mapping", expected, actual)
 
 
-def _check_offsets(op: str, a: Any, num_tokens: int, names: _Names) -> None:
-    name = names["row_offsets"]
-    check_row_offsets(op, name, a.row_offsets, num_tokens, "the number of tokens")
+def _check_offsets(op: str, a: Any, num_tokens: int) -> None:
+    check_row_offsets(op, "row_offsets", a.row_offsets, num_tokens, "the number of tokens")
     lengths = a.cache_lengths.to(torch.int64)
     where = first(lengths < 0)
     if where is not None:
         actual = f"{int(lengths[where])} of sequence {where}"
-        raise ArgumentError(op, names["cache_lengths"], "no negative length", actual)
+        raise ArgumentError(op, "cache_lengths", "no negative length", actual)
 
 
 def _check_sequences(op: str, a: Any, sequence: torch.Tensor) -> None:
@@ -142,7 +133,6 @@ def _check_positions(
     sequence: torch.Tensor,
     position: torch.Tensor,
     page_size: int,
-    names: _Names,
 ) -> None:
     """Positions past a sequence's row of the table."""
     columns = a.lookup_table.shape[1]
@@ -154,7 +144,7 @@ def _check_positions(
         bad = bad & (sequence >= 0)
     where = first(bad)
     if where is not None:
-        name = names["cache_lengths"] if a.slots == "ragged" else "positions"
+        name = "cache_lengths" if a.slots == "ragged" else "positions"
         expected += f" ({columns} columns of lookup_table, {page_size} slots a page)"
         actual = f"{int(position[where])} of token {where} (sequence {int(sequence[where])})"
         raise ArgumentError(op, name, expected, actual)
@@ -166,7 +156,6 @@ def _check_entries(
     sequence: torch.Tensor,
     position: torch.Tensor,
     window: CacheWindow,
-    names: _Names,
 ) -> None:
     """The pages that tokens need; what no token needs may hold anything."""
     pages, size = window.num_pages, window.page_size
@@ -181,7 +170,7 @@ def _check_entries(
         place = f"sequence {int(sequence[where])}, position {int(position[where])}"
         raise ArgumentError(
             op,
-            names["lookup_table"],
+            "lookup_table",
             f"pages from {lowest} to {pages - 1} where a token goes",
             f"{int(entry[where])} for token {where} ({place})",
         )
@@ -189,7 +178,6 @@ def _check_entries(
 
 def _check_once(
     op: str,
-    argument: str,
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     window: CacheWindow,
 ) -> None:
@@ -203,4 +191,4 @@ def _check_once(
     if where is not None:
         one, two = order[where : where + 2].tolist()
         actual = f"slot {int(ordered[where])} for tokens {one} and {two}"
-        raise ArgumentError(op, argument, "every slot for at most one token", actual)
+        raise ArgumentError(op, "lookup_table", "every slot for at most one token", actual)

@@ -9,11 +9,8 @@ import torch
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
+    check_operand,
     check_scale_block,
-    check_shape,
     holds,
     shape_text,
 )
@@ -24,10 +21,8 @@ def check_weight(op: str, a: Any) -> Any:
     """Checks the up-projection's weight [H * (N + V), L], with its scales, beside q [T, H, N + R];
     returns R. Metadata only; raises ArgumentError."""
     weight, heads = a.kv_b_weight, a.q.shape[1]
-    check_shape(op, "kv_b_weight", weight, "[H * (N + V), L]", (None, None))
-    check_dtype(op, "kv_b_weight", weight, (a.q.dtype, FP8))
-    check_device(op, "kv_b_weight", weight, a.q.device)
-    check_last_dim_dense(op, "kv_b_weight", weight)
+    form = "[H * (N + V), L]", (None, None), (a.q.dtype, FP8), a.q.device
+    check_operand(op, "kv_b_weight", weight, *form, dense=True)
     if not (holds(heads >= 1) and holds(a.v_dim >= 1)):
         raise ArgumentError(op, "v_dim", "at least one head and one value column", a.v_dim)
     rows = weight.shape[0]
@@ -55,6 +50,5 @@ def _check_weight_scale(op: str, a: Any) -> None:
         raise ArgumentError(op, "kv_b_scale", "a tensor, since kv_b_weight has codes", None)
     rows, rank = a.kv_b_weight.shape
     grid = (-(-rows // block[0]), -(-rank // block[1]))
-    check_shape(op, "kv_b_scale", a.kv_b_scale, f"per {block[0]} x {block[1]} block", grid)
-    check_dtype(op, "kv_b_scale", a.kv_b_scale, FLOAT_DTYPES)
-    check_device(op, "kv_b_scale", a.kv_b_scale, a.q.device)
+    letters = f"per {block[0]} x {block[1]} block"
+    check_operand(op, "kv_b_scale", a.kv_b_scale, letters, grid, FLOAT_DTYPES, a.q.device)

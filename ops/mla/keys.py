@@ -22,11 +22,7 @@ from tilewright.ops.checks import (
     ArgumentError,
     check_absent,
     check_choice,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
     check_operand,
-    check_shape,
     first,
     holds,
 )
@@ -73,10 +69,8 @@ def check_keys(op: str, a: Any) -> None:
         _check_pages(op, a, batch)
     if a.keys == "table":
         _check_needed(op, a, "lookup_table", True)
-        check_shape(op, "lookup_table", a.lookup_table, "[B, columns]", (batch, None))
-        check_dtype(op, "lookup_table", a.lookup_table, INDEX_DTYPES)
-        check_device(op, "lookup_table", a.lookup_table, device)
-        check_last_dim_dense(op, "lookup_table", a.lookup_table)
+        form = "[B, columns]", (batch, None), INDEX_DTYPES, device
+        check_operand(op, "lookup_table", a.lookup_table, *form, dense=True)
     if a.keys == "given":
         check_absent(op, a, ["key_lengths"], "keys is 'given'")
     counted = a.keys == "table" and a.key_offsets is not None

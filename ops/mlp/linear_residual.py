@@ -66,10 +66,11 @@ class LinearResidualArguments:
 
 
 def validate(a: LinearResidualArguments) -> None:
-    sizes, x = (a.x.shape[0], check_linear(NAME, a)), a.x
-    check_operand(NAME, "residual", a.residual, "[T, N]", sizes, (x.dtype,), x.device, dense=True)
+    rows, x = check_linear(NAME, a), a.x
+    form = "[T, N]", (x.shape[0], rows), (x.dtype,), x.device
+    check_operand(NAME, "residual", a.residual, *form, dense=True)
     check_number(NAME, "scale", a.scale)
-    check_norm(NAME, a, "[N]", sizes[1])
+    check_norm(NAME, a, "[N]", rows)
 
 
 def fake(a: LinearResidualArguments) -> torch.Tensor:

@@ -219,13 +219,9 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
     return fake(a).copy_(q)
 
 
-def _compute_dtype(a: FusedQkvArguments) -> torch.dtype:
-    return torch.promote_types(value_dtype(a), torch.float32)
-
-
 def _input(a: FusedQkvArguments) -> torch.Tensor:
     """x in compute precision, its codes scaled."""
-    x = a.x.to(_compute_dtype(a))
+    x = a.x.to(torch.promote_types(value_dtype(a), torch.float32))
     if a.x_scale is None:
         return x
     block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)

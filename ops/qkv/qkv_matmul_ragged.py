@@ -116,9 +116,9 @@ def validate_values(a: RaggedQkvArguments) -> None:
     windows = [window for window in (fused.k_window, fused.v_window) if window]
     check_aliases(NAME, a, [("blocks", a.blocks, window) for window in windows])
     if readable((a.input_row_offsets, a.cache_lengths, a.lookup_table)):
-        names = {"row_offsets": "input_row_offsets"}
         window = CacheWindow.from_ints(fused.k_window)
-        check_address_values(NAME, fused, window, a.hidden_state.shape[0], names)
+        with in_words_of(NAME, FUSED_WORDS):
+            check_address_values(NAME, fused, window, a.hidden_state.shape[0])
     for name in ("weight_scale", "k_cache_scale", "v_cache_scale"):
         check_scale_values(NAME, name, getattr(a, name))
     check_token_scale_values(NAME, "input_scale", fused.x_scale, a.hidden_state)

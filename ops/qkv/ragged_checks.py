@@ -32,7 +32,9 @@ SCALES = ("input_scale", "weight_scale")
 
 def check_metadata(a: Any) -> None:
     """Checks a RaggedQkvArguments."""
-    _check_hidden(a)
+    hidden = a.hidden_state
+    check_operand(NAME, "hidden_state", hidden, "[T, K]", (None, None), X_DTYPES, dense=True)
+    check_out_dtype(NAME, hidden.dtype, a.out_dtype)
     _check_blocks(a)
     check_batch(NAME, a, a.hidden_state.device)
     _check_weight(a)
@@ -47,12 +49,6 @@ def kv_rows(blocks: torch.Tensor) -> Any:
 def _result_dtype(a: Any) -> torch.dtype:
     coded = a.hidden_state.dtype == ACTIVATION_CODES
     return a.out_dtype if coded else a.hidden_state.dtype
-
-
-def _check_hidden(a: Any) -> None:
-    hidden = a.hidden_state
-    check_operand(NAME, "hidden_state", hidden, "[T, K]", (None, None), X_DTYPES, dense=True)
-    check_out_dtype(NAME, hidden.dtype, a.out_dtype)
 
 
 def _check_blocks(a: Any) -> None:

@@ -27,7 +27,13 @@ from tilewright.codegen.operand import Operand
 from tilewright.ops.checks import ArgumentError, check_choice
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import mask_bytes, operand, operand_of, tma_reaches
+from tilewright.ops.runtime.operands import (
+    broadcast_strides,
+    mask_bytes,
+    operand,
+    operand_of,
+    tma_reaches,
+)
 
 OP = "mla attention"
 # Softmax in powers of two.
@@ -219,13 +225,6 @@ def _rope_strides(a: AttentionCall) -> tuple[int, int, int]:
     if len(strides) == own:
         return (0, strides[0], 0) if a.ragged else (strides[0], strides[1], 0)
     return _triple(a.k_rope)
-
-
-def broadcast_strides(tensor: torch.Tensor | None) -> list[int]:
-    """Of four dimensions, 0 where one is shared; all 0 where there is no tensor."""
-    if tensor is None:
-        return [0, 0, 0, 0]
-    return [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def strides_of(a: AttentionCall) -> dict[str, int]:

@@ -16,11 +16,7 @@ from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
     check_operand,
-    check_shape,
     holds,
     in_words_of,
     shape_text,
@@ -37,13 +33,11 @@ def check_decode(op: str, a: Any) -> None:
     """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
-    check_shape(op, "latent", a.latent, "[P, S, L]", (None, None, a.kv_b_weight.shape[-1]))
-    check_shape(op, "rope_keys", a.rope_keys, "[P, S, R]", (*a.latent.shape[:2], rope_dim))
-    for name in ("latent", "rope_keys"):
-        tensor = getattr(a, name)
-        check_dtype(op, name, tensor, (a.q.dtype,))
-        check_device(op, name, tensor, a.q.device)
-        check_last_dim_dense(op, name, tensor)
+    dtypes, device, rank = (a.q.dtype,), a.q.device, a.kv_b_weight.shape[-1]
+    form = "[P, S, L]", (None, None, rank), dtypes, device
+    check_operand(op, "latent", a.latent, *form, dense=True)
+    form = "[P, S, R]", (*a.latent.shape[:2], rope_dim), dtypes, device
+    check_operand(op, "rope_keys", a.rope_keys, *form, dense=True)
     with in_words_of(op, OWN_NAMES):
         check_batch(op, as_attention(a, a.q, a.latent))
 
@@ -51,12 +45,12 @@ def check_decode(op: str, a: Any) -> None:
 def _check_halves(op: str, a: Any) -> Any:
     """Checks an up-projection's weights apart, [H, N, L] and [H, V, L]; returns R."""
     heads, width = a.q.shape[1:]
-    check_shape(op, "kv_b_weight", a.kv_b_weight, "[H, N, L]", (heads, None, None))
+    dtypes, device = (a.q.dtype,), a.q.device
+    sizes: tuple[Any, ...] = (heads, None, None)
+    check_operand(op, "kv_b_weight", a.kv_b_weight, "[H, N, L]", sizes, dtypes, device)
     nope, rank = a.kv_b_weight.shape[1:]
-    check_shape(op, "v_weight", a.v_weight, "[H, V, L]", (heads, a.v_dim, rank))
-    for name in ("kv_b_weight", "v_weight"):
-        check_dtype(op, name, getattr(a, name), (a.q.dtype,))
-        check_device(op, name, getattr(a, name), a.q.device)
+    sizes = (heads, a.v_dim, rank)
+    check_operand(op, "v_weight", a.v_weight, "[H, V, L]", sizes, dtypes, device)
     if not (holds(heads >= 1) and holds(a.v_dim >= 1)):
         raise ArgumentError(op, "v_dim", "at least one head and one value column", a.v_dim)
     if not (holds(nope >= 1) and holds(nope < width)):

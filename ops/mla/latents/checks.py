@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.checks import check_window
+from tilewright.ops.cache.checks import check_pair, check_window
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
     check_choice,
     check_device,
     check_dtype,
-    check_last_dim_dense,
     check_number,
+    check_operand,
     check_shape,
     check_tensor,
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.sizes import FP8
 from tilewright.ops.reference.norm import check_norm_weight
 from tilewright.ops.reference.rope import ROPE_STYLES, check_rope
 
@@ -33,17 +34,14 @@ MAX_RANK = 2048
 
 def check_latents(op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
     """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
-    check_shape(op, "latent", a.latent, "[Tk, L]", (None, rank))
+    coded = getattr(a, "latent_scale", None) is not None
+    form = "[Tk, L]", (None, rank), (FP8 if coded else like.dtype,), like.device
+    check_operand(op, "latent", a.latent, *form, dense=True)
     rows = a.latent.shape[0]
     if a.k_rope is None:
         raise ArgumentError(op, "k_rope", "a tensor, since latent is one", None)
-    check_shape(op, "k_rope", a.k_rope, "[Tk, R]", (rows, rope_dim))
-    coded = getattr(a, "latent_scale", None) is not None
-    for name, tensor in (("latent", a.latent), ("k_rope", a.k_rope)):
-        codes = coded and name == "latent"
-        check_dtype(op, name, tensor, (torch.float8_e4m3fn if codes else like.dtype,))
-        check_device(op, name, tensor, like.device)
-        check_last_dim_dense(op, name, tensor)
+    form = "[Tk, R]", (rows, rope_dim), (like.dtype,), like.device
+    check_operand(op, "k_rope", a.k_rope, *form, dense=True)
     return rows
 
 
@@ -100,21 +98,9 @@ def check_latent_cache(
         check_device(op, name, base, like.device)
         check_dtype(op, name, base, (like.dtype,))
         argument = f"{part}_window"
-        window = check_window(op, argument, getattr(a, argument), name, base)
-        for axis, want in (("num_kv_heads", 1), ("head_dim", width)):
-            if not holds(getattr(window, axis) == want):
-                raise ArgumentError(op, argument, f"{axis} = {want}", getattr(window, axis))
-        windows[part] = window
-    latent, rope = windows["latent"], windows["rope"]
-    for axis in ("num_pages", "page_size"):
-        if not holds(getattr(latent, axis) == getattr(rope, axis)):
-            expected = f"{axis} = {getattr(latent, axis)}, as in latent_window"
-            raise ArgumentError(op, "rope_window", expected, getattr(rope, axis))
-    integers = all(isinstance(value, int) for value in (*a.latent_window, *a.rope_window))
-    if a.rope_cache is None and integers and latent.overlaps(rope):
-        expected = "a window that shares no element with latent_window"
-        raise ArgumentError(op, "rope_window", expected, list(a.rope_window))
-    return latent
+        windows[argument] = check_window(op, argument, getattr(a, argument), name, base, 1, width)
+    check_pair(op, windows, one_base=a.rope_cache is None)
+    return windows["latent_window"]
 
 
 def pool_windows(

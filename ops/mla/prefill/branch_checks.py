@@ -4,6 +4,7 @@ before anything is written."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
     check_choice,
+    check_dtype,
     check_operand,
     check_shape,
     holds,
     in_words_of,
     shape_text,
 )
+from tilewright.ops.mla.checks import check_weight
 from tilewright.ops.mla.prefill.checks import check_prefill
 from tilewright.ops.mla.sizes import FP8
 from tilewright.ops.reference.rope import ROPE_STYLES
@@ -72,22 +75,18 @@ def _check_weight(a: Any) -> tuple[Any, Any]:
     if a.granularity not in GRANULARITIES:
         expected = " or ".join(map(str, GRANULARITIES))
         raise ArgumentError(NAME, "granularity", expected, a.granularity)
-    weight, heads, width = a.kv_b_proj, a.q.shape[1], a.q.shape[2]
-    check_operand(NAME, "kv_b_proj", weight, "[H * (N + V), L]", (None, None), (FP8,), a.q.device)
-    rows, rank = weight.shape
-    whole = holds(heads >= 1) and holds(rows % heads == 0)
-    if (
-        not whole
-        or not holds(rows // heads - a.v_dim > 0)
-        or not holds(rows // heads - a.v_dim < width)
-    ):
-        expected = f"H * (N + V) rows, H = {heads}, V = {a.v_dim}, 0 < N < {width}"
-        raise ArgumentError(NAME, "kv_b_proj", expected, f"shape {shape_text(weight.shape)}")
-    grid = (-(-rows // a.granularity), -(-rank // a.granularity))
-    letters = f"per {a.granularity} x {a.granularity} block"
-    sizes, dtypes = grid, (torch.float32, torch.float64)
-    check_operand(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, letters, sizes, dtypes, a.q.device)
-    return rank, width - (rows // heads - a.v_dim)
+    check_dtype(NAME, "kv_b_proj", a.kv_b_proj, (FP8,))
+    check_dtype(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, (torch.float32, torch.float64))
+    weight = SimpleNamespace(
+        q=a.q,
+        v_dim=a.v_dim,
+        kv_b_weight=a.kv_b_proj,
+        kv_b_scale=a.kv_b_proj_scale,
+        scale_block=(a.granularity, a.granularity),
+    )
+    with in_words_of(NAME, PREFILL_WORDS):
+        rope_dim = check_weight(NAME, weight)
+    return a.kv_b_proj.shape[1], rope_dim
 
 
 def _check_blocks(a: Any, rank: Any, rope_dim: Any) -> None:

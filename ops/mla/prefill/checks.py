@@ -20,11 +20,8 @@ from tilewright.ops.checks import (
     ArgumentError,
     check_absent,
     check_choice,
-    check_device,
-    check_dtype,
     check_number,
     check_operand,
-    check_shape,
     holds,
     readable,
 )
@@ -87,10 +84,8 @@ def _check_uncoded(op: str, a: Any) -> None:
 
 def _check_codes(op: str, a: Any, rows: Any, rank: Any) -> None:
     """Latents that are codes already are finished keys."""
-    grid = (rows, -(-rank // a.scale_block[1]))
-    check_shape(op, "latent_scale", a.latent_scale, "[Tk, ceil(L / bk)]", grid)
-    check_dtype(op, "latent_scale", a.latent_scale, FLOAT_DTYPES)
-    check_device(op, "latent_scale", a.latent_scale, a.q.device)
+    form = "[Tk, ceil(L / bk)]", (rows, -(-rank // a.scale_block[1])), FLOAT_DTYPES, a.q.device
+    check_operand(op, "latent_scale", a.latent_scale, *form)
     unfit = {
         "keys": a.keys != "given",
         "slots": a.slots != "none",
