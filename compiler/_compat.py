@@ -44,13 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 #: Every spelling of the grouped GEMM that a Dynamo graph may call.
 GROUPED_MM = frozenset(
-    target
-    for place, name in (
-        (torch, "_grouped_mm"),
-        (torch.nn.functional, "grouped_mm"),
-        (torch.ops.aten._grouped_mm, "default"),
-    )
-    if (target := getattr(place, name, None)) is not None
+    {torch._grouped_mm, torch.nn.functional.grouped_mm, torch.ops.aten._grouped_mm.default}
 )
 
 

@@ -645,7 +645,7 @@ class _Builder:
 
 
 def _split_before(pieces: tuple[View | None, ...], dim: int) -> View | None:
-    """What was split, where a concatenation puts all of its pieces together again in their order."""
+    """What was split, where a concatenation puts all of its pieces together again, in order."""
     if not pieces or pieces[0] is None:
         return None
     whole, start = pieces[0].value.whole, 0

@@ -1,5 +1,5 @@
 """What layers without attention keep of the past, in memory that looks like a cache's and is none:
-the inputs that a convolution still needs, and the state of a recurrence. Both are replaced whole."""
+the inputs that a convolution still needs, and the state of a recurrence, both replaced whole."""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ def test_scales_that_the_graph_moves_are_taken_where_they_are_moved_to():
     given, (weight, data, scale, _) = traced(
         scales_of_the_next_block, stored("nvfp4"), as_expert_weight(lambda effect: effect)
     )
-    ours = ExpertWeight(data, given["weight_format"], scale).dequantize(torch.arange(E), torch.float32)
+    ours = ExpertWeight(data, given["weight_format"], scale).dequantize(
+        torch.arange(E), torch.float32
+    )
     assert torch.equal(ours.bfloat16(), weight)
 
 
