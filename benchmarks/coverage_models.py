@@ -95,6 +95,10 @@ _GEMMA4: dict[str, Any] = {
     "per_layer_config": {"01": {"head_dim": 32}},
 }
 
+# Its layers differ in these, so that the default has no value of its own.
+_DOTS3 = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": 40}
+_DOTS3 |= {"qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 40}
+
 #: What the rules above do not make of a default; "skip" says why a model is not swept.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -117,8 +121,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["indexed_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse"],
         "num_hidden_layers": 2,
-        "head_dim": 40,
-        "per_layer_config": {1: {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 40}},
+        **_DOTS3,
+        "per_layer_config": {1: _DOTS3 | {"num_attention_heads": 2, "num_key_value_heads": 2}},
     },
     "emu3": {"skip": "a composite around emu3_text_model"},
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 4}

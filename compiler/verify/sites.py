@@ -74,9 +74,7 @@ def verify_sites(
     return found
 
 
-def compared(
-    plain: Callable[..., Any], fused: Callable[..., Any], inputs: Sequence[Any]
-) -> SiteError:
+def compared(plain: fx.GraphModule, fused: Callable[..., Any], inputs: Sequence[Any]) -> SiteError:
     """The error of one way to run a graph, `fused`, beside that of the graph itself, `plain`: of
     outputs and of what is written, each on copies of the inputs."""
     try:

@@ -99,10 +99,11 @@ class FusedMoeArguments:
     x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
     (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
     weight, concatenated or interleaved, stored either way round, is two views of one tensor.
-    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha is
-    clamped_swiglu's. limit, where it is not 0: gate is clamped to at most that, up to ±limit. weight_format, scale_block, *_scale, *_expert_scale: of all weights, see
-    ops.formats.expert_weight. activation_format: one of ACTIVATION_FORMATS, what x and the hidden
-    activation are quantised to here; "fp8" for weights of format "fp8" with blocks of 128 columns.
+    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha is clamped_swiglu's. limit,
+    where it is not 0: gate is clamped to at most that, up to ±limit. weight_format, scale_block,
+    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
+    of ACTIVATION_FORMATS, what x and the hidden activation are quantised to here; "fp8" for weights
+    of format "fp8" with blocks of 128 columns.
     Result [T, H] of x's dtype.
     """
 

@@ -314,8 +314,8 @@ STYLES = {
         counted_by_other_mask, counted_by_repeated_choice, sorted_scatter_back,
         sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before,
         added_to_shared, mapped_rows, added_product, added_product_of_others,
-         added_half_product, clamped_silu, clamped_silu_unlike, loop_over_hits, moe_loop_over_modules,
-        moe_loop_over_counts,
+        added_half_product, clamped_silu, clamped_silu_unlike, loop_over_hits,
+        moe_loop_over_modules, moe_loop_over_counts,
     )
 }  # fmt: skip
 
