@@ -104,6 +104,8 @@ def static_cache(model: Any) -> tuple[Any, str]:
     """A static cache that has seen a prompt, or None and the reason why there is none."""
     try:
         cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
+        if not any(hasattr(layer, "keys") for layer in cache.layers):
+            return None, "no layer with attention"
         ids, mask = tokens(model)
         model(**step_inputs(model, ids[:, :PROMPT], mask[:, :PROMPT], cache, PROMPT))
         model(**step_inputs(model, ids, mask, cache, 1))
@@ -142,7 +144,8 @@ def is_mixture(name: str, module: torch.nn.Module) -> bool:
     kind = type(module).__name__
     if isinstance(module, torch.nn.ModuleList):
         return name.rpartition(".")[2] == "experts"
-    return kind.endswith(("Experts", "MoeParallelExperts")) or kind == "JetMoeMoE"
+    stacked = kind.endswith("Experts") and not kind.endswith("ParallelExperts")
+    return stacked or kind in ("JetMoeMoE", "JetMoeMoA")
 
 
 def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,10 @@ _GEMMA4: dict[str, Any] = {
     "per_layer_config": {"01": {"head_dim": 32}},
 }
 
+# Its layers differ in these, so that the default has no value of its own.
+_DOTS3 = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": 40}
+_DOTS3 |= {"qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 40}
+
 #: What the rules above do not make of a default; "skip" says why a model is not swept.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -117,8 +121,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["indexed_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse"],
         "num_hidden_layers": 2,
-        "head_dim": 40,
-        "per_layer_config": {1: {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 40}},
+        **_DOTS3,
+        "per_layer_config": {1: _DOTS3 | {"num_attention_heads": 2, "num_key_value_heads": 2}},
     },
     "emu3": {"skip": "a composite around emu3_text_model"},
     "gemma3n_text": {"num_kv_shared_layers": 2, "num_hidden_layers": 4}
@@ -145,10 +149,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
     | {"indexer_budget": 8, "indexer_compress_ratio": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "xlstm": {"embedding_dim": 256, "hidden_size": 256, "num_hidden_layers": 2},
+    "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48]},
     "zamba": {"num_hidden_layers": 3, "attention_head_dim": 32}
     | {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
+
+#: Those that mix float32 into bfloat16 in ways that eager PyTorch refuses.
+FLOAT32 = ("inkling2_text", "xlnet")
 
 BERT_LIKE = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
 
@@ -227,9 +236,13 @@ def _layers(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
     return fields | {name: [value[layer] for layer in chosen] for name, value in lists.items()}
 
 
-def small_model(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    """A model of that type with random weights, norms and biases among them. Raises NotSwept."""
+def small_model(name: str, seed: int = 0) -> Any:
+    """A model of that type in bfloat16 with random weights, norms and biases among them.
+
+    Raises NotSwept.
+    """
     config = small_config(name)
+    dtype = torch.float32 if name in FLOAT32 else torch.bfloat16
     torch.manual_seed(seed)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, dtype=dtype).eval()
     model.requires_grad_(False)

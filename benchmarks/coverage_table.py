@@ -9,6 +9,7 @@ from typing import Any
 
 DOC = Path(__file__).parents[1] / "docs" / "coverage.md"
 Row = Mapping[str, Any]
+NONE = "-"
 
 #: Column -> the patterns whose matches and misses it shows.
 FAMILIES = {
@@ -39,7 +40,7 @@ def _phase(step: Row, family: str) -> str:
         pattern, code = name.split()
         if pattern in FAMILIES[family]:
             said.append(f"{code} {count}")
-    return ", ".join(said) or "–"
+    return ", ".join(said) or NONE
 
 
 def numbers(row: Row) -> str:
@@ -48,7 +49,7 @@ def numbers(row: Row) -> str:
         return "**wrong**"
     if any(step["unjudged"] for step in steps):
         return "not judged"
-    return "good" if any(step["fused"] for step in steps) else "–"
+    return "good" if any(step["fused"] for step in steps) else NONE
 
 
 def steps_of(row: Row) -> list[Row]:
@@ -88,9 +89,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
     static = [r for r in built if r["static"]]
     whole = [r for r in static if is_whole(r)]
     projected = [
-        r
-        for r in whole
-        if all("cache_store" not in step["fused"] for step in steps_of(r))
+        r for r in whole if all("cache_store" not in step["fused"] for step in steps_of(r))
     ]
     judged = [r for r in built if any(s["fused"] for s in steps_of(r))]
     lost: Counter[str] = Counter()
@@ -146,12 +145,14 @@ behind a slash where it differs. "numbers": outputs and caches against float64, 
         "|---|---|---|",
         *(
             f"| {r['model']} | {r['why_not_static']} | "
-            f"{', '.join(f'{k} {v}' for k, v in r['decode']['fused'].items()) or '–'} |"
+            f"{', '.join(f'{k} {v}' for k, v in r['decode']['fused'].items()) or NONE} |"
             for r in rows
             if "decode" in r and not r["static"]
         ),
     ]
-    failed = [f"- {r['model']}: {r.get('skipped') or r.get('failed')}" for r in rows if "decode" not in r]
+    failed = [
+        f"- {r['model']}: {r.get('skipped') or r.get('failed')}" for r in rows if "decode" not in r
+    ]
     parts = (
         head,
         "## With a static cache\n\nlayers: those with attention + those with a mixture.",

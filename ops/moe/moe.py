@@ -44,10 +44,20 @@ TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.Tensor]
 
 
+def _clamped(
+    gate: torch.Tensor, up: torch.Tensor | None, limit: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """gate at most limit, up within ±limit; limit 0: as they are."""
+    if not limit:
+        return gate, up
+    return gate.clamp(max=limit), None if up is None else up.clamp(-limit, limit)
+
+
 def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
     def apply(
         gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
     ) -> torch.Tensor:
+        gate, up = _clamped(gate, up, limit)
         value = function(gate)
         return value if up is None else value * up
 
@@ -57,10 +67,9 @@ def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
 def _clamped_swiglu(
     gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
 ) -> torch.Tensor:
-    """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within ±limit."""
+    """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1)."""
+    gate, up = _clamped(gate, up, limit)
     assert up is not None
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
@@ -77,10 +86,11 @@ class FusedMoeArguments:
     x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
     (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
     weight, concatenated or interleaved, stored either way round, is two views of one tensor.
-    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha and limit are
-    clamped_swiglu's. weight_format, scale_block, *_scale, *_expert_scale: of all weights, see
-    ops.formats.expert_weight. activation_format: one of ACTIVATION_FORMATS, what x and the hidden
-    activation are quantised to here; "fp8" for weights of format "fp8" with blocks of 128 columns.
+    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha is clamped_swiglu's. limit,
+    where it is not 0: gate is clamped to at most that, up to ±limit. weight_format, scale_block,
+    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
+    of ACTIVATION_FORMATS, what x and the hidden activation are quantised to here; "fp8" for weights
+    of format "fp8" with blocks of 128 columns.
     Result [T, H] of x's dtype.
     """
 

@@ -58,10 +58,12 @@ class CacheWrite:
 
 @dataclass(frozen=True)
 class WritePair:
-    """A K and a V write of the same tokens, or one of them alone."""
+    """A K and a V write of the same tokens, or one of them alone. unlike: beside one alone, a write
+    of the same tokens' heads that have another width."""
 
     first: CacheWrite
     second: CacheWrite | None
+    unlike: CacheWrite | None = None
 
     @property
     def stores(self) -> tuple[Value, ...]:
@@ -300,7 +302,9 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             taken.add(twin)
             yield WritePair(write, writes[twin])
         elif _stands_alone(write):
-            yield WritePair(write, None)
+            beside = (writes[j] for j in (i - 1, i + 1) if 0 <= j < len(writes))
+            unlike = (w for w in beside if _differ_in_width(write, w))
+            yield WritePair(write, None, next(unlike, None))
 
 
 def _stands_alone(write: CacheWrite) -> bool:
@@ -335,6 +339,15 @@ def _belong(a: CacheWrite, b: CacheWrite) -> bool:
         return False
     same_place = a.memory is b.memory and a.target == b.target
     return not same_place and same_slots(a, b)
+
+
+def _differ_in_width(a: CacheWrite, b: CacheWrite) -> bool:
+    """Whether two writes of one activation go to the same slots, and only their heads' width is not
+    the same."""
+    if a.written is None or b.written is None or not _of_one_input(_projected(a), _projected(b)):
+        return False
+    one, other = a.written.view.shape, b.written.view.shape
+    return one[:-1] == other[:-1] and one[-1] != other[-1] and same_slots(a, b)
 
 
 def _are_rows(a: Written, b: Written) -> bool:

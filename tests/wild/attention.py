@@ -143,6 +143,30 @@ def cast_after_pairs(m, x, keys, values, positions):
     return usual(turned(q), turned(k), v, keys, values, positions)
 
 
+def _in_pairs(m, x, keys, values, positions, table):
+    def turned(t):
+        swapped = torch.stack([-t[..., 1::2], t[..., ::2]], -1).reshape_as(t)
+        cos, sin = (f(angles(positions)[:, None]).to(t.dtype) for f in (torch.cos, torch.sin))
+        return t * table(cos) + swapped * table(sin)
+
+    q, k, v = project(m, x)
+    return usual(turned(q), turned(k), v, keys, values, positions)
+
+
+def tables_stacked(m, x, keys, values, positions):
+    """As RoFormer: the tables hold each number twice, stacked beside itself."""
+    return _in_pairs(
+        m, x, keys, values, positions, lambda t: torch.stack([t, t], -1).reshape(SEQ, 1, WIDTH)
+    )
+
+
+def tables_stacked_apart(m, x, keys, values, positions):
+    """The near miss: the second number of a pair is its neighbour's."""
+    return _in_pairs(
+        m, x, keys, values, positions, lambda t: torch.stack([t, t.roll(1, -1)], -1).flatten(-2)
+    )
+
+
 def cast_of_sums(m, x, keys, values, positions):
     """The near miss: one operand of the rotation is rounded to fewer bits than the other."""
     cos, sin = cos_sin(positions)
@@ -451,6 +475,8 @@ STYLES = {
         Style(cast_after_half),
         Style(cast_after_pairs),
         Style(cast_of_sums),
+        Style(tables_stacked),
+        Style(tables_stacked_apart),
         Style(norm_in_place, names=_NORMS),
         Style(norm_in_place_seen),
         Style(norm_of_values, names=_NORMS),

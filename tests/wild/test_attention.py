@@ -18,6 +18,7 @@ FUSED = {
     "complex_pairs": "half",
     "cast_after_half": "half",
     "cast_after_pairs": "interleaved",
+    "tables_stacked": "interleaved",
     "norm_in_place": "half",
     "layer_norm_by_head": "half",
     "int8_product_scaled": "interleaved",
@@ -46,6 +47,7 @@ MISSED = {
     "query_in_float32": ("Q_PATH", "cast it to bfloat16"),
     "cross_once": ("Q_PATH", "as in cross-attention"),
     "norm_in_place_seen": ("ESCAPES", "also used by"),
+    "tables_stacked_apart": ("K_PATH", "aten.add"),
     "cast_of_sums": ("ROPE_STYLE", "different tensors"),
 }
 
