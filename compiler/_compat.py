@@ -493,7 +493,7 @@ def autocast_off_on_meta() -> Iterator[None]:
     def is_autocast_enabled(*device_type: str) -> bool:
         return device_type != ("meta",) and asked(*device_type)
 
-    torch.is_autocast_enabled = is_autocast_enabled
+    torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
     try:
         yield
     finally:
