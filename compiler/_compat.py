@@ -9,8 +9,8 @@ import copy
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any, cast, get_origin
@@ -483,6 +483,25 @@ def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[...,
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(model, **options)
     return compiled
+
+
+@contextmanager
+def autocast_off_on_meta() -> Iterator[None]:
+    """Within, torch says of the meta device that autocast is off, where it raises otherwise.
+
+    Models ask of the device of their arguments before they compute in fp32, transformers 5.0 of
+    any; there is no autocast of what computes nothing.
+    """
+    asked = torch.is_autocast_enabled
+
+    def is_autocast_enabled(*device_type: str) -> bool:
+        return device_type != ("meta",) and asked(*device_type)
+
+    torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = asked
 
 
 def unlimited_compiles() -> Any:

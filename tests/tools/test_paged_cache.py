@@ -274,6 +274,16 @@ def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
         assert sorted(found) == [("cache_attention", PAGE)] * 2 + [("fused_qkv_paged", None)] * 2
 
 
+def test_options_beside_the_mode_that_a_config_has_are_told_apart():
+    """And the options in its place do what the mode does."""
+    model = built("Llama")
+    options = {"inner_options": torch._inductor.list_mode_options("reduce-overhead")}
+    with pytest.raises(RuntimeError, match="Either mode or options"):
+        model.get_compiled_call(CompileConfig(backend="tilewright", options=options))
+    assert options == {"inner_options": {"triton.cudagraphs": True}}
+    assert model.get_compiled_call(CompileConfig(backend="tilewright", mode=None, options=options))
+
+
 def test_a_model_compiled_as_a_whole_breaks_its_graph_where_it_takes_pages():
     torch._dynamo.reset()
     model = built("Llama")
