@@ -19,7 +19,7 @@ from tilewright.codegen.qkv.specs import (
     swapped_constants,
     tiles_per_head,
 )
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import KernelSpec, constants_of
 from tilewright.codegen.targets import Target
 
 
@@ -221,15 +221,12 @@ def dequantize_spec(problem: DequantizeProblem, target: str) -> KernelSpec:
             "WEIGHT_STRIDES": problem.weight.strides,
             "BLOCK_STRIDES": q.block_strides(index),
             "PER": q.per_word,
-            "PACKED_ROWS": q.packed_rows,
+            **constants_of(q, "packed_rows", "packed_zeros", "zero_point"),
             "ORDER": q.order or tuple(range(q.per_word)),
             "SCALE_ROWS": q.block[0],
             "SCALE_COLUMNS": columns,
-            "PACKED_ZEROS": q.packed_zeros,
             "ZERO_ORDER": q.order if len(q.order) == 8 else tuple(range(8)),
-            "ZERO_POINT": q.zero_point,
-            "BLOCK_R": config.block_r,
-            "BLOCK_K": config.block_k,
+            **constants_of(config, "block_r", "block_k"),
             "UNIT": gcd(columns, config.block_k),
         },
         {

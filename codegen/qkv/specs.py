@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem, tiled_weights
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # Counts that kernels build on: each is at least 1.
 COUNTS = ("sequence_tokens", "rope_tokens")
@@ -112,14 +112,8 @@ def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelS
             "WEIGHT_EXTENT": weights.extent,
             "WEIGHT_STRIDES": weights.strides,
             "HEAD_STEPS": weights.steps,
-            "BLOCK_M": config.block_m,
-            "HEADS_PER_TILE": config.heads_per_tile,
-            "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
-            "EPILOGUE_PARTS": config.epilogue_parts,
-            "FLATTEN": config.flatten,
-            "WARP_SPECIALIZE": config.warp_specialize,
-            "PAIRS_FIRST": config.pairs_first,
+            **constants_of(config, "block_m", "heads_per_tile", "block_k", "group_m"),
+            **constants_of(config, "epilogue_parts", "flatten", "warp_specialize", "pairs_first"),
         },
         {
             "x_ptr": problem.x,
@@ -128,9 +122,7 @@ def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelS
             **heads.counts(),
             "second_distance": "i64",
             "third_distance": "i64",
-            "q_place": "i32",
-            "k_place": "i32",
-            "v_place": "i32",
+            **dict.fromkeys(("q_place", "k_place", "v_place"), "i32"),
         },
         ranges=COUNTS,
         num_warps=config.num_warps,
@@ -175,11 +167,8 @@ def swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, C
         "Q_WEIGHT_STRIDES": q.strides,
         "K_WEIGHT_STRIDES": k.strides,
         "V_WEIGHT_STRIDES": (v or k).strides,
-        "BLOCK_P": config.block_p,
+        **constants_of(config, "block_p", "block_t", "block_k", "split_k"),
         "TILES_PER_HEAD": slices_of_heads(problem, config),
-        "BLOCK_T": config.block_t,
-        "BLOCK_K": config.block_k,
-        "SPLIT_K": config.split_k,
     }
 
 
@@ -228,8 +217,7 @@ def epilogue_spec(problem: EpilogueProblem, config: EpilogueConfig, target: str)
         {
             **heads.constants(),
             **{f"{x.upper()}_IN_STRIDES": (t or problem.k).strides for x, t in inputs.items()},
-            "BLOCK_T": config.block_t,
-            "HEADS_PER_TILE": config.heads_per_tile,
+            **constants_of(config, "block_t", "heads_per_tile"),
             "BLOCK_P": next_power_of_2(heads.pairs_per_head),
             "WHOLE_ROWS": heads.row_norm,
         },

@@ -14,10 +14,8 @@ from tilewright.codegen.attention.specs import ROPE_STRIDES, STRIDES, TENSORS
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import mask_bytes, operand
+from tilewright.ops.runtime.operands import mask_bytes, operand, tma_reaches
 
-# What a descriptor's address and strides are multiples of.
-TMA_BYTES = 16
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
 # Run-time arguments by the kernels' parameter names.
@@ -95,14 +93,7 @@ def _descriptors_reach(a: Any) -> bool:
     """Whether descriptors can read a sequence's queries, keys and values of a head."""
     if a.block_table is not None or a.k.dtype != a.q.dtype:
         return False
-    return all(
-        count % TMA_BYTES == 0
-        for tensor in (a.q, a.k, a.v)
-        for count in (
-            tensor.data_ptr(),
-            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
-        )
-    )
+    return all(tma_reaches(tensor, *tensor.stride()[:-1]) for tensor in (a.q, a.k, a.v))
 
 
 def _strides(a: Any) -> dict[str, int]:

@@ -6,8 +6,7 @@ They run where the tensors are: on a GPU a check computes there and reads one nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from tilewright.ops.cache.addressing import (
     ADDRESS_TENSORS,
     SLOT_FORMS,
-    AddressArguments,
     resolve_places,
     table_slots,
     token_positions,
@@ -35,8 +33,7 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
     """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
-    and the cache scales. `a`: a WriteArguments that is a dataclass, whose tensors are all sources
-    but the caches.
+    and the cache scales. `a`: arguments whose tensors are all sources but the caches.
 
     Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
     """
@@ -49,7 +46,7 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     if writes_v:
         v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
         written.append((*v_base, a.v_window))
-    check_aliases(op, written, _sources(a))
+    check_aliases(op, a, written)
     if (
         a.v_cache is not None
         and len(written) == 2
@@ -62,20 +59,12 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     if readable(getattr(a, name) for name in ADDRESS_TENSORS):
         check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
     for name in CACHE_SCALES:
-        if readable([getattr(a, name)]):
-            check_scale_values(op, name, getattr(a, name))
-
-
-def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for field in fields(a):
-        value = getattr(a, field.name)
-        if isinstance(value, torch.Tensor) and field.name not in ("k_cache", "v_cache"):
-            yield field.name, value
+        check_scale_values(op, name, getattr(a, name))
 
 
 def check_address_values(
     op: str,
-    a: AddressArguments,
+    a: Any,
     window: CacheWindow,
     num_tokens: int,
     names: Mapping[str, str] | None = None,
@@ -104,7 +93,7 @@ class _Names(dict[str, str]):
         return key
 
 
-def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
+def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
     slots = a.slot_mapping
     assert slots is not None
     limit = slot_limit(window, a.slots)
@@ -126,9 +115,7 @@ def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
         raise ArgumentError(op, "slot_mapping", expected, actual)
 
 
-def _check_offsets(op: str, a: AddressArguments, num_tokens: int, names: _Names) -> None:
-    assert a.row_offsets is not None
-    assert a.cache_lengths is not None
+def _check_offsets(op: str, a: Any, num_tokens: int, names: _Names) -> None:
     name = names["row_offsets"]
     check_row_offsets(op, name, a.row_offsets, num_tokens, "the number of tokens")
     lengths = a.cache_lengths.to(torch.int64)
@@ -138,8 +125,7 @@ def _check_offsets(op: str, a: AddressArguments, num_tokens: int, names: _Names)
         raise ArgumentError(op, names["cache_lengths"], "no negative length", actual)
 
 
-def _check_sequences(op: str, a: AddressArguments, sequence: torch.Tensor) -> None:
-    assert a.lookup_table is not None
+def _check_sequences(op: str, a: Any, sequence: torch.Tensor) -> None:
     rows = a.lookup_table.shape[0]
     bad, expected = sequence >= rows, f"sequences below {rows}"
     if a.indexing == "torch":
@@ -152,14 +138,13 @@ def _check_sequences(op: str, a: AddressArguments, sequence: torch.Tensor) -> No
 
 def _check_positions(
     op: str,
-    a: AddressArguments,
+    a: Any,
     sequence: torch.Tensor,
     position: torch.Tensor,
     page_size: int,
     names: _Names,
 ) -> None:
     """Positions past a sequence's row of the table."""
-    assert a.lookup_table is not None
     columns = a.lookup_table.shape[1]
     bad, expected = position >= columns * page_size, f"positions below {columns * page_size}"
     if a.indexing == "torch":
@@ -177,7 +162,7 @@ def _check_positions(
 
 def _check_entries(
     op: str,
-    a: AddressArguments,
+    a: Any,
     sequence: torch.Tensor,
     position: torch.Tensor,
     window: CacheWindow,

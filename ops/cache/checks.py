@@ -6,15 +6,16 @@ metadata, which tracing with fake tensors checks too: aliases here, slots in `ad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewright.ops.cache.addressing import WriteArguments, check_addressing
+from tilewright.ops.cache.addressing import check_addressing
 from tilewright.ops.checks import (
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
     check_tensor,
@@ -39,7 +40,7 @@ class HeadValues:
     kv_repeat: int = 1
 
 
-def check_caches(op: str, a: WriteArguments, values: HeadValues, writes_v: bool = True) -> None:
+def check_caches(op: str, a: Any, values: HeadValues, writes_v: bool = True) -> None:
     """Checks caches, windows, scales and addressing against what is written. Metadata only."""
     k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
     if writes_v:
@@ -51,10 +52,8 @@ def check_caches(op: str, a: WriteArguments, values: HeadValues, writes_v: bool 
             if not holds(k_size == v_size):
                 raise ArgumentError(op, "v_window", f"{axis} = {k_size}, as in k_window", v_size)
         _check_one_base(op, a, k_window, v_window)
-    elif a.v_cache is not None:
-        raise ArgumentError(op, "v_cache", "None, since no V is written", "a tensor")
-    elif a.v_cache_scale is not None:
-        raise ArgumentError(op, "v_cache_scale", "None, since no V is written", "a tensor")
+    else:
+        check_absent(op, a, ("v_cache", "v_cache_scale"), "no V is written")
     for name in CACHE_SCALES:
         scale = getattr(a, name)
         check_cache_scale(op, name, scale, values.num_kv_heads, values.device)
@@ -94,7 +93,7 @@ def check_cache_scale(
         raise ArgumentError(op, name, expected, f"shape {shape_text(scale.shape)}")
 
 
-def _check_one_base(op: str, a: WriteArguments, k: CacheWindow, v: CacheWindow) -> None:
+def _check_one_base(op: str, a: Any, k: CacheWindow, v: CacheWindow) -> None:
     integers = all(isinstance(value, int) for value in (*a.k_window, *a.v_window))
     if a.v_cache is None and integers and k.overlaps(v):
         expected = "a window that shares no element with k_window"
@@ -119,13 +118,15 @@ def window_integers(
 
 
 def check_aliases(
-    op: str,
-    written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]],
-    sources: Iterable[tuple[str, torch.Tensor]],
+    op: str, a: Any, written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]]
 ) -> None:
-    """Checks that no source shares memory with what is written: (name, base, window) each."""
+    """Checks that of an op's arguments no other tensor shares memory with what is written: (name,
+    base, window) each."""
     storages = {storage_address(base) for _, base, _ in written}
-    for name, source in sources:
+    names = {name for name, _, _ in written}
+    for name, source in vars(a).items():
+        if not isinstance(source, torch.Tensor) or name in names:
+            continue
         if storage_address(source) not in storages:
             continue
         for cache_name, base, window in written:

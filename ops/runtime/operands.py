@@ -22,6 +22,12 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
+def tma_reaches(tensor: torch.Tensor, *strides: int) -> bool:
+    """Whether TMA can read the tensor as it lies, by steps of these strides."""
+    size = tensor.element_size()
+    return is_aligned(tensor) and all(stride * size % ALIGNMENT == 0 for stride in strides)
+
+
 @overload
 def operand(tensor: torch.Tensor, *strides: int) -> Operand: ...
 @overload

@@ -10,6 +10,7 @@ from torch import fx
 from tilewright.ops.contract import all_ops
 from tilewright.patterns import effects
 from tilewright.patterns.cache.eight_bit import Written, before_rounding
+from tilewright.patterns.cache.states import replaces_state
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.recognise.equality import equal_values
@@ -91,7 +92,7 @@ def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
     """
     store = value.store
     assert store is not None
-    if not store.memory.is_input or len(store.memory.shape) < 3:
+    if not store.memory.is_input or len(store.memory.shape) < 3 or replaces_state(store):
         return False
     if store.source is not None:
         return store.source.value.projected or _is_given(store, flow)

@@ -30,9 +30,10 @@ from tilewright.codegen.qkv.templates.projection import reduce_partials, stride_
 from tilewright.codegen.templates.codes import (
     add_scaled_groups,
     code_unit,
-    codes_in_order,
-    codes_of_rows,
+    decoded,
     load_blocks,
+    load_scales,
+    scaled_whole,
     x_in_order,
 )
 from tilewright.codegen.templates.places import KEY, QUERY, head_of_tile, store_target
@@ -62,6 +63,19 @@ def order_x(
     x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
     ordered = ordered_ptr + tokens.to(tl.int64) * (STEPS * BLOCK_K) + columns[None, :]
     tl.store(ordered, x, mask=mask)
+
+
+@triton.jit
+def load_x_scale(
+    x_scale_ptr, tokens, token_mask, column,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, STRIDES: tl.constexpr,
+):  # fmt: skip
+    """The scales [1, tokens] of x from a column on, one for BLOCK columns."""
+    BOUND: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    return tl.trans(load_blocks(
+        x_scale_ptr, tokens, token_mask, column // BLOCK + tl.arange(0, 1),
+        STRIDES[0], STRIDES[1], False, False, BOUND,
+    ))  # fmt: skip
 
 
 @triton.jit
@@ -211,24 +225,16 @@ def qkv_quantized(
     BLOCKS: tl.constexpr = (HIDDEN + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     block_rows = (head * HEAD_DIM + dims) // SCALE_ROWS
     groups = tl.arange(0, GROUPS)
-    blocks = first_column // SCALE_COLUMNS + groups
-    scale = load_blocks(
-        scale_ptr, block_rows, row_mask, blocks,
-        scale_row_stride, scale_stride, False, False, BLOCKS,
+    scale, zero = load_scales(
+        scale_ptr, zero_ptr, block_rows, row_mask, first_column // SCALE_COLUMNS + groups,
+        (scale_row_stride, scale_stride, zero_row_stride, zero_stride), q_zero_ptr is not None,
+        PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
     )  # fmt: skip
-    zero = scale
-    if q_zero_ptr is not None:
-        zero = load_blocks(
-            zero_ptr, block_rows, row_mask, blocks,
-            zero_row_stride, zero_stride, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
-        )  # fmt: skip
-    X_BLOCKS: tl.constexpr = (HIDDEN + X_SCALE_BLOCK - 1) // X_SCALE_BLOCK
     x_scale = tokens.to(tl.float32)[None, :]
     if x_scale_ptr is not None:
-        x_scale = tl.trans(load_blocks(
-            x_scale_ptr, tokens, token_mask, first_column // X_SCALE_BLOCK + tl.arange(0, 1),
-            X_SCALE_STRIDES[0], X_SCALE_STRIDES[1], False, False, X_BLOCKS,
-        ))  # fmt: skip
+        x_scale = load_x_scale(
+            x_scale_ptr, tokens, token_mask, first_column, HIDDEN, X_SCALE_BLOCK, X_SCALE_STRIDES
+        )
     accumulator = tl.zeros((ROWS, BLOCK_T), tl.float32)
     sums = tl.zeros((ROWS, BLOCK_T), tl.float32)
     for step in range(0, PART, BLOCK_K):
@@ -250,33 +256,25 @@ def qkv_quantized(
         next_zero = zero
         next_x_scale = x_scale
         if not WHOLE_ROWS:
-            blocks = (first_column + step + BLOCK_K) // SCALE_COLUMNS + groups
-            next_scale = load_blocks(
-                scale_ptr, block_rows, row_mask, blocks,
-                scale_row_stride, scale_stride, False, False, BLOCKS,
+            next_column = first_column + step + BLOCK_K
+            next_scale, next_zero = load_scales(
+                scale_ptr, zero_ptr, block_rows, row_mask, next_column // SCALE_COLUMNS + groups,
+                (scale_row_stride, scale_stride, zero_row_stride, zero_stride),
+                q_zero_ptr is not None, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
             )  # fmt: skip
-            if q_zero_ptr is not None:
-                next_zero = load_blocks(
-                    zero_ptr, block_rows, row_mask, blocks, zero_row_stride, zero_stride,
-                    PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
-                )  # fmt: skip
             if x_scale_ptr is not None:
-                next_x_scale = tl.trans(load_blocks(
-                    x_scale_ptr, tokens, token_mask,
-                    (first_column + step + BLOCK_K) // X_SCALE_BLOCK + tl.arange(0, 1),
-                    X_SCALE_STRIDES[0], X_SCALE_STRIDES[1], False, False, X_BLOCKS,
-                ))  # fmt: skip
+                next_x_scale = load_x_scale(
+                    x_scale_ptr, tokens, token_mask, next_column, HIDDEN, X_SCALE_BLOCK,
+                    X_SCALE_STRIDES,
+                )  # fmt: skip
         if x_ptr.dtype.element_ty == tl.float8e4nv:
             codes = words
-        elif PACKED_ROWS:
-            codes = codes_of_rows(
-                words, x_ptr.dtype.element_ty, PER, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET
-            )
         else:
-            codes = codes_in_order(
-                words, x_ptr.dtype.element_ty, PER, REVERSED, CODE_OFFSET, GROUPS
-            )
-            if not X_IN_ORDER:
+            codes = decoded(
+                words, x_ptr.dtype.element_ty, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED,
+                CODE_OFFSET, GROUPS,
+            )  # fmt: skip
+            if not PACKED_ROWS and not X_IN_ORDER:
                 x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
         if WHOLE_ROWS:
             if x_ptr.dtype.element_ty == tl.float8e4nv:
@@ -297,14 +295,10 @@ def qkv_quantized(
         zero = next_zero
         x_scale = next_x_scale
     if WHOLE_ROWS:
-        if HAS_ZEROS:
-            zeros = ZERO_OFFSET
-            if q_zero_ptr is not None:
-                zeros = zero + ZERO_OFFSET
-            accumulator -= zeros / UNIT * sums
-        if x_scale_ptr is not None:
-            accumulator *= x_scale
-        accumulator *= scale * UNIT
+        accumulator = scaled_whole(
+            accumulator, sums, scale, zero, x_scale, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
+            x_scale_ptr is not None, UNIT,
+        )  # fmt: skip
     is_finisher = True
     if SPLIT_K > 1:
         tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + row_tile

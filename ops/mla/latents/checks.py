@@ -6,14 +6,13 @@ A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [..,
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from tilewright.ops.cache.addressing import AddressArguments, resolve_places
 from tilewright.ops.cache.checks import check_window
-from tilewright.ops.cache.writes import write_rows
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
     check_choice,
     check_device,
@@ -25,44 +24,15 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.reference.norm import apply_norm, check_norm_weight
-from tilewright.ops.reference.rope import ROPE_STYLES, apply_rope, check_rope
+from tilewright.ops.reference.norm import check_norm_weight
+from tilewright.ops.reference.rope import ROPE_STYLES, check_rope
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-class LatentArguments(AddressArguments, Protocol):
-    """The arguments that latents, their cache and their places have in all MLA ops."""
-
-    @property
-    def latent(self) -> torch.Tensor | None: ...
-    @property
-    def k_rope(self) -> torch.Tensor | None: ...
-    @property
-    def latent_cache(self) -> torch.Tensor | None: ...
-    @property
-    def rope_cache(self) -> torch.Tensor | None: ...
-    @property
-    def latent_window(self) -> Any: ...
-    @property
-    def rope_window(self) -> Any: ...
-    @property
-    def norm_weight(self) -> torch.Tensor | None: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def cos(self) -> torch.Tensor | None: ...
-    @property
-    def sin(self) -> torch.Tensor | None: ...
-    @property
-    def rope_style(self) -> str: ...
-    @property
-    def rope_by_position(self) -> bool: ...
+# Of latents, for the kernels.
+MAX_RANK = 2048
 
 
-def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
+def check_latents(op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
     """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
-    assert a.latent is not None
     check_shape(op, "latent", a.latent, "[Tk, L]", (None, rank))
     rows = a.latent.shape[0]
     if a.k_rope is None:
@@ -78,7 +48,7 @@ def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: t
 
 
 def check_finish(
-    op: str, a: LatentArguments, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
+    op: str, a: Any, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> None:
     """Checks norm and rope."""
     check_number(op, "norm_eps", a.norm_eps, 0)
@@ -100,7 +70,7 @@ def check_finish(
     _check_position_tables(op, a, rope_dim, like)
 
 
-def _check_position_tables(op: str, a: LatentArguments, rope_dim: Any, like: torch.Tensor) -> None:
+def _check_position_tables(op: str, a: Any, rope_dim: Any, like: torch.Tensor) -> None:
     for name in ("cos", "sin"):
         table = getattr(a, name)
         if table is None:
@@ -114,23 +84,19 @@ def _check_position_tables(op: str, a: LatentArguments, rope_dim: Any, like: tor
         if not fits:
             expected = f"shape [positions, {rope_dim}] or [positions, {rope_dim // 2}]"
             raise ArgumentError(op, name, expected, f"shape {list(table.shape)}")
-    assert a.cos is not None
-    assert a.sin is not None
     check_shape(op, "sin", a.sin, "of cos", a.cos.shape)
 
 
 def check_latent_cache(
-    op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor
+    op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> CacheWindow:
     """Checks bases and windows; returns the latent window."""
-    assert a.latent_cache is not None
     bases = {"latent": ("latent_cache", a.latent_cache), "rope": ("rope_cache", a.rope_cache)}
     if a.rope_cache is None:
         bases["rope"] = bases["latent"]
     windows = {}
     for part, width in (("latent", rank), ("rope", rope_dim)):
         name, base = bases[part]
-        assert base is not None
         check_device(op, name, base, like.device)
         check_dtype(op, name, base, (like.dtype,))
         argument = f"{part}_window"
@@ -149,46 +115,6 @@ def check_latent_cache(
         expected = "a window that shares no element with latent_window"
         raise ArgumentError(op, "rope_window", expected, list(a.rope_window))
     return latent
-
-
-def rotated(a: LatentArguments, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H, R] rotated in its dtype; positions [T] where the tables go by position."""
-    if a.cos is None or a.sin is None:
-        return x
-    cos, sin = a.cos, a.sin
-    if a.rope_by_position:
-        assert positions is not None
-        rows = positions.clamp(0, max(cos.shape[0] - 1, 0))
-        cos, sin = cos[rows], sin[rows]
-    return apply_rope(x, cos, sin, x.shape[-1], a.rope_style)
-
-
-def finished_latents(
-    a: LatentArguments, positions: torch.Tensor | None, *, rotates: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(latent [Tk, L], k_rope [Tk, R]) as a cache holds them: computed in fp32 or float64, each
-    rounded once to its dtype."""
-    assert a.latent is not None
-    assert a.k_rope is not None
-    dtype = a.k_rope.dtype
-    compute = torch.promote_types(dtype, torch.float32)
-    latent = a.latent
-    if a.norm_weight is not None:
-        normed = apply_norm(latent.to(compute).unsqueeze(1), a.norm_weight, a.norm_eps)
-        latent = normed.squeeze(1).to(dtype)
-    if not rotates:
-        return latent, a.k_rope
-    return latent, rotated(a, a.k_rope.to(compute).unsqueeze(1), positions).squeeze(1).to(dtype)
-
-
-def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
-    """Writes finished latents to their places."""
-    assert a.latent_cache is not None
-    window = CacheWindow.from_ints(a.latent_window)
-    places = resolve_places(a, window, latent.shape[0])
-    write_rows(latent.unsqueeze(1), a.latent_cache, window, places)
-    base = a.latent_cache if a.rope_cache is None else a.rope_cache
-    write_rows(k_rope.unsqueeze(1), base, CacheWindow.from_ints(a.rope_window), places)
 
 
 def pool_windows(
@@ -214,3 +140,23 @@ def pool_windows(
     latent = CacheWindow.of(latent_cache[..., :rank].unsqueeze(2), latent_cache)
     rope = CacheWindow.of(base[..., first:].unsqueeze(2), base)
     return latent.to_ints(), rope.to_ints()
+
+
+def written_windows(a: Any) -> list[tuple[str, torch.Tensor, Any]]:
+    """Name, base and window of what is written."""
+    base = ("latent_cache", a.latent_cache)
+    rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
+    return [(*base, a.latent_window), (*rope_base, a.rope_window)]
+
+
+def store_obstacle(a: Any) -> str | None:
+    """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
+    if a.latent.dtype not in FLOAT_DTYPES[:3]:
+        return f"no kernel for {a.latent.dtype}"
+    return width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
+
+
+def width_obstacle(rank: int, rope_dim: int) -> str | None:
+    if rope_dim % 2:
+        return f"no kernel for {rope_dim} rope columns"
+    return None if rank <= MAX_RANK else f"no kernel for latents of rank {rank}"

@@ -20,7 +20,7 @@ from tilewright.ops.checks import (
     first,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, register
+from tilewright.ops.contract import EXACT, FusedOp, register
 from tilewright.ops.mla.cases import PLAN_CASES, PlanCase
 
 NAME = "mla_prefill_plan"
@@ -161,7 +161,7 @@ OP = register(
         lowerings=(),
         cases=PLAN_CASES,
         sample_inputs=sample_inputs,
-        tolerances={torch.int32: Tolerance(relative=0.0, of_rms=0.0)},
+        tolerances={torch.int32: EXACT},
         error_model="exact integers",
     )
 )

@@ -13,8 +13,8 @@ import torch
 
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op, register
-from tilewright.ops.mla.checks import check_prefill, check_prefill_values
-from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.mla.prefill.checks import check_prefill, check_prefill_values
+from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 
 NAME = "mla_prefill_dense"
 _CACHE = ("latent_cache", "rope_cache")
