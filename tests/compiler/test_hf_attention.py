@@ -23,6 +23,7 @@ from tests.models.hf import (
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
+
 @pytest.mark.parametrize(
     ("name", "masks"),
     [
