@@ -2,7 +2,7 @@
 
 Weight rows stand on the tensor core's M side and tokens on its N side. An RMS norm in front is a
 factor of each row of the result, whose sum of squares is taken in the same pass over K. Weights of
-4- or 8-bit codes are multiplied as in `qkv_quantized`: no weight is ever rounded.
+4- or 8-bit codes are multiplied as in `qkv_projection_swapped`: no weight is ever rounded.
 """
 
 import triton
