@@ -8,6 +8,7 @@ from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
+from tilewright.codegen.targets import get_target
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class LinearConfig:
 def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
     """`streamed_linear`. Where the result is normed, it leaves fp32 sums to `norm_rows`."""
     scratch, normed = config.split_k > 1, problem.post_norm is not None
+    in_registers = problem.norm is not None or problem.quantization is not None
     return KernelSpec.of(
         "mlp.linear",
         "streamed_linear",
@@ -47,6 +49,7 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
             **_code_constants(problem, config),
             **constants_of(config, "block_n", "block_t", "block_k", "split_k", "lets_in"),
             "PREFETCH": config.prefetch if problem.k_major else 0,
+            "APART": in_registers and get_target(target).tmem_columns > 0,
         },
         {
             **_weights(problem),

@@ -59,8 +59,7 @@ class TiledConfig:
 
 @dataclass(frozen=True)
 class SwappedConfig:
-    """`qkv_projection_swapped` and `qkv_quantized`: 2 * block_p weight rows on the M side, block_t
-    tokens on N.
+    """`qkv_projection_swapped`: 2 * block_p weight rows on the M side, block_t tokens on N.
 
     ordered_x: x is put into the order of the weight's codes by a kernel of its own, before.
     """
@@ -157,8 +156,7 @@ def slices_of_heads(problem: QkvProblem, config: SwappedConfig) -> int:
 WEIGHT_NAMES = ("q_weight_ptr", "k_weight_ptr", "v_weight_ptr")
 
 
-def swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
-    """Constants of the kernels with weight rows on the M side, dense or quantised."""
+def _swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
     q, k, v = problem.weights
     return {
         **problem.epilogue.constants(),
@@ -172,34 +170,36 @@ def swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, C
     }
 
 
-def head_arguments(
-    problem: QkvProblem, config: SwappedConfig
-) -> dict[str, Operand | str | int | None]:
-    """What those kernels take beside x and the weights: memory for a split K among them."""
-    split = config.split_k > 1
-    return {
-        **problem.epilogue.pointers(),
-        "workspace_ptr": Operand("fp32") if split else None,
-        "counters_ptr": Operand("i32") if split else None,
-        **problem.epilogue.counts(),
-    }
-
-
-def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
+def swapped_spec(
+    problem: QkvProblem,
+    config: SwappedConfig,
+    target: str,
+    codes: dict[str, Constant] | None = None,
+) -> KernelSpec:
+    """`qkv_projection_swapped`; codes: more constants, of weights of codes. A norm over slices of a
+    head is a ValueError."""
+    q, split = problem.quantization, config.split_k > 1
+    scales, zeros = (q.scales, q.zeros) if q else ((None,) * 3, (None,) * 3)
     return KernelSpec.of(
         "qkv.projection",
         "qkv_projection_swapped",
-        swapped_constants(problem, config),
+        {**_swapped_constants(problem, config), **(codes or {})},
         {
             "x_ptr": problem.x,
+            "x_scale_ptr": q.x_scale if q else None,
             **dict(zip(WEIGHT_NAMES, problem.weights, strict=True)),
-            **head_arguments(problem, config),
+            **{f"{x}_scale_ptr": scale for x, scale in zip("qkv", scales, strict=True)},
+            **{f"{x}_zero_ptr": zero for x, zero in zip("qkv", zeros, strict=True)},
+            **problem.epilogue.pointers(),
+            "workspace_ptr": Operand("fp32") if split else None,
+            "counters_ptr": Operand("i32") if split else None,
+            **problem.epilogue.counts(),
         },
         ranges=COUNTS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         target=target,
-        dependent=True,
+        dependent=q is None,
     )
 
 

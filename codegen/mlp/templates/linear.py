@@ -2,7 +2,7 @@
 
 Weight rows stand on the tensor core's M side and tokens on its N side. An RMS norm in front is a
 factor of each row of the result, whose sum of squares is taken in the same pass over K. Weights of
-4- or 8-bit codes are multiplied as in `qkv_quantized`: no weight is ever rounded.
+4- or 8-bit codes are multiplied as in `qkv_projection_swapped`: no weight is ever rounded.
 """
 
 import triton
@@ -102,6 +102,16 @@ def step_of_x(
 
 
 @triton.jit
+def second_operand(x, APART: tl.constexpr):
+    """x for another product; APART: as a value of its own, for Triton 3.6, which on SM100 cannot
+    pipeline two products that take one tensor from registers."""
+    if APART:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 2)
+    else:
+        return x
+
+
+@triton.jit
 def scales_of_step(
     column, weight_scale_ptr, weight_zero_ptr, up_scale_ptr, up_zero_ptr, rows, row_mask,
     BLOCK_STRIDES: tl.constexpr, UP_BLOCK_STRIDES: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
@@ -142,7 +152,7 @@ def streamed_linear(
     INTERLEAVED_NIBBLES: tl.constexpr = False, REVERSED: tl.constexpr = False,
     SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
-    ZERO_OFFSET: tl.constexpr = 0,
+    ZERO_OFFSET: tl.constexpr = 0, APART: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
     up_weight^T + up_bias), all but the product optional; fp32, rounded once.
@@ -152,7 +162,8 @@ def streamed_linear(
     strides (row, column). With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N
     * BLOCK_T + NORM * BLOCK_T] and counters one zero per tile. PREFETCH: 16-bit numbers of each row
     that are asked for before the kernel waits for the one before it; LINE: elements in 128 bytes.
-    LETS_IN: the next kernel's programs may take their places while this one runs.
+    LETS_IN: the next kernel's programs may take their places while this one runs. APART: as in
+    `second_operand`.
 
     With scales, weights are codes (code - zero) * scale: 8-bit (PER 1), or words of PER codes along
     K or, with PACKED_ROWS, along the rows, which strides count. BLOCK_STRIDES: (scale row, scale
@@ -250,7 +261,8 @@ def streamed_linear(
             if WHOLE_ROWS:
                 product = tl.dot(codes, x.T, product)
                 if HAS_ZEROS:
-                    sums = tl.dot(tl.full((BLOCK_N, BLOCK_K), 1.0, DTYPE), x.T, sums)
+                    ones = tl.full((BLOCK_N, BLOCK_K), 1.0, DTYPE)
+                    sums = tl.dot(ones, second_operand(x, APART).T, sums)
             else:
                 product = add_scaled_groups(
                     product, codes, x, scale, zero, None,
@@ -262,7 +274,7 @@ def streamed_linear(
                     GROUPS,
                 )  # fmt: skip
                 if WHOLE_ROWS:
-                    up = tl.dot(codes, x.T, up)
+                    up = tl.dot(codes, second_operand(x, APART).T, up)
                 else:
                     up = add_scaled_groups(
                         up, codes, x, up_scale, up_zero, None,
@@ -275,7 +287,7 @@ def streamed_linear(
         else:
             product = tl.dot(words, x.T, product)
             if up_weight_ptr is not None:
-                up = tl.dot(up_words, x.T, up)
+                up = tl.dot(up_words, second_operand(x, APART).T, up)
     if CODES and WHOLE_ROWS:
         product = scaled_whole(
             product, sums, scale, zero, None, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT
