@@ -38,7 +38,7 @@ def check_weight(op: str, a: Any) -> Any:
 
 
 def check_heads(op: str, a: Any) -> None:
-    """Checks that q [T, H, N + R] has heads, and those values. Raises ArgumentError."""
+    """Checks that q [T, H, N + R] has a head, and each head a value. Raises ArgumentError."""
     if not holds(a.q.shape[1] >= 1):
         raise ArgumentError(op, "q", "at least one head", f"shape {shape_text(a.q.shape)}")
     if not holds(a.v_dim >= 1):
