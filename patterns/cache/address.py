@@ -27,6 +27,7 @@ from tilewright.patterns.dataflow import (
 )
 from tilewright.patterns.effects import Effect, Size
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.recognise.steps import start_and_step
 
 _Pages = tuple[Size, Size, Size, Size]
 
@@ -149,9 +150,7 @@ def _counts_up(view: View, length: Size) -> bool:
     value = view.value
     if value.op != "aten.arange" or view.effect != whole or value.shape != (length,):
         return False
-    numbers = [a for a in value.args if isinstance(a, int)]
-    named = (value.kwargs.get("start", 0), value.kwargs.get("step", 1))
-    return named == (0, 1) and numbers in ([length], [0, length], [0, length, 1], [])
+    return start_and_step(value) == (0, 1)
 
 
 def _flattened(index: dict[int, View], shape: tuple[Size, ...]) -> dict[int, View]:
