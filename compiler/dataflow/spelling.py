@@ -161,7 +161,9 @@ def sizes_from(node: Call, position: int, keyword: str) -> list[Any]:
     return list(node.args[position:]) if first is None or len(node.args) > position else [first]
 
 
-def _dim(index: int, rank: int) -> int:
+def _dim(index: Any, rank: int) -> int:
+    if not isinstance(index, int):
+        raise InexpressibleError("a dimension that is an argument of the graph")
     return index + rank if index < 0 else index
 
 
@@ -197,8 +199,7 @@ def _swap_last(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 def _movedim(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     rank = len(effect.dims)
     moved, to = argument(node, 1, "source"), argument(node, 2, "destination")
-    moved = [moved] if isinstance(moved, int) else list(moved)
-    to = [to] if isinstance(to, int) else list(to)
+    moved, to = (list(d) if isinstance(d, (tuple, list)) else [d] for d in (moved, to))
     order = [d for d in range(rank) if d not in {_dim(m, rank) for m in moved}]
     for target, source in sorted(
         (_dim(t, rank), _dim(m, rank)) for t, m in zip(to, moved, strict=True)
