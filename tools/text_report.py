@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, JustifyMethod, OverflowMethod, RenderableType
+from rich.console import Group, JustifyMethod, OverflowMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,17 +15,7 @@ from tilewright.compiler.report import collapse_misses, collapse_sites
 from tilewright.patterns.language import Miss
 from tilewright.tools.kernel_audit import KernelAudit
 
-# The width for pipes and files; a terminal has its own.
-PIPE_WIDTH = 100
 _LABEL_WIDTH = 10
-
-
-def make_console(stderr: bool = False) -> Console:
-    """The console that all commands print to; 100 columns wide where it is no terminal."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return console
 
 
 def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: int) -> Group:

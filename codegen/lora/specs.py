@@ -14,8 +14,8 @@ from tilewright.codegen.lora.problem import (
     ShrinkProblem,
     tile_bound,
 )
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.operand import Operand, first_strides
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # A tensor core multiplies at least so many rows, by as many products.
 DOT_ROWS = 16
@@ -51,11 +51,8 @@ def order_spec(form: RowForm, config: OrderConfig, target: str) -> KernelSpec:
         "lora.order",
         "lora_order",
         {
-            "NUM_ADAPTERS": form.num_adapters,
-            "GROUPS": form.groups,
-            "CHUNK": config.chunk,
-            "ROWS_PER_LOAD": config.rows_per_load,
-            "ROWS_PER_STEP": config.rows_per_step,
+            **constants_of(form, "num_adapters", "groups"),
+            **constants_of(config, "chunk", "rows_per_load", "rows_per_step"),
         },
         {
             "ids_ptr": replace(form.ids, aligned=False),
@@ -161,9 +158,8 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
             "ROW_STRIDES": tuple(row for _, row, _ in strides),
             "COLUMN_STRIDES": tuple(column for _, _, column in strides),
             **form.constants,
-            "BLOCK_M": config.block_m,
+            **constants_of(config, "block_m", "block_k"),
             "COLUMNS": tile_columns(problem, config),
-            "BLOCK_K": config.block_k,
             **own,
         },
         {
@@ -284,13 +280,14 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
             "SCALES": tuple(part.scale for part in parts),
             "PLANES": tuple(part.plane for part in parts),
             "S_STRIDE": problem.s.strides[0],
-            **{f"{name.upper()}_STRIDES": _strides(p.weight, 3) for name, p in letters.items()},
-            "BASE_STRIDES": tuple(_strides(part.base, 1)[0] for part in parts),
-            "OUT_STRIDES": tuple(_strides(part.out, 1)[0] for part in parts),
+            **{
+                f"{name.upper()}_STRIDES": p.weight.strides if p.weight else (0, 0, 0)
+                for name, p in letters.items()
+            },
+            "BASE_STRIDES": first_strides(*(part.base for part in parts)),
+            "OUT_STRIDES": first_strides(*(part.out for part in parts)),
             **form.constants,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_R": config.block_r,
+            **constants_of(config, "block_m", "block_n", "block_r"),
         },
         {
             "s_ptr": problem.s,
@@ -299,9 +296,7 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
             "scales_ptr": problem.scales,
             **form.tensors,
             **{f"{name}_out_ptr": part.out for name, part in letters.items()},
-            "num_rows": "i32",
-            "total_rows": "i32",
-            "num_groups": "i32",
+            **dict.fromkeys(("num_rows", "total_rows", "num_groups"), "i32"),
             "rows_per_id": form.rows_per_id,
             "s_plane_stride": "i64",
         },
@@ -312,10 +307,6 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
         num_stages=config.num_stages,
         target=target,
     )
-
-
-def _strides(operand: Operand | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if operand is None else operand.strides
 
 
 def expand_grid(problem: ExpandProblem, config: ExpandConfig, counts: RowCounts) -> tuple[int, int]:

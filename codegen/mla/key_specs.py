@@ -1,8 +1,5 @@
 """MLA's keys as plain data: problems, configs and kernel specs of the `mla_latent` and
 `mla_up_projection` templates.
-
-Nothing here touches torch or a GPU: a problem is what is static about one call site, a config is a
-choice of tiles, and the two give a KernelSpec and a launch grid.
 """
 
 from __future__ import annotations
@@ -12,9 +9,9 @@ from dataclasses import dataclass
 
 from tilewright.codegen.addressing import NOWHERE, Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation
+from tilewright.codegen.operand import Operand, first_strides
+from tilewright.codegen.spec import KernelSpec, constants_of, operands_of
 
 # Tensors of `mla_latents` beside the tables of the rotation: field of LatentProblem -> dimensions
 # whose strides are constants of the kernel.
@@ -128,32 +125,22 @@ def latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> Ke
         "mla.latent",
         "mla_latents",
         {
-            "RANK": p.rank,
+            **constants_of(p, "rank", "rope_dim", "norm_eps", "neighbours", "page_size"),
+            **constants_of(p, "keys", "store", "keep", "gather", "fused", "cap", "rope_scale"),
             "BLOCK_L": next_power_of_2(max(p.rank, row)),
-            "ROPE_DIM": p.rope_dim,
             "PAIRS": next_power_of_2(p.rope_dim // 2),
             "LATENT_STRIDE": first_strides(p.latent)[0],
             "ROPE_STRIDE": first_strides(p.k_rope)[0],
-            "NORM_EPS": p.norm_eps,
             **p.rotation.constants,
-            "NEIGHBOURS": p.neighbours,
-            "PAGE_SIZE": p.page_size,
             "LATENT_STRIDES": latent_strides,
             "ROPE_STRIDES": rope_strides,
             **p.addressing.constants(),
             "SEARCH_STEPS": p.search_steps,
             "BATCH_STRIDES": first_strides(p.row_offsets, p.lengths, p.token_positions),
-            "KEYS": p.keys,
             "LOOKUP_STRIDE": first_strides(p.lookup)[0],
             "KEY_STRIDES": first_strides(p.key_offsets, p.key_starts, p.key_slots),
-            "STORE": p.store,
-            "KEEP": p.keep,
-            "GATHER": p.gather,
-            "FUSED": p.fused,
             "OUT_STRIDE": row,
-            "CAP": p.cap,
             "GROUP": p.group or 1,
-            "ROPE_SCALE": p.rope_scale,
             "UNITS": (math.gcd(16, *latent_strides[:2]), math.gcd(16, *rope_strides[:2])),
             "ONE_SOURCE": _one_source(p),
             "BLOCK_T": config.block_t,
@@ -262,41 +249,25 @@ def up_spec(problem: UpProblem, config: UpConfig, target: str) -> KernelSpec:
         "mla.up_projection",
         "mla_up_projection",
         {
-            "RANK": p.rank,
+            **constants_of(p, "rank", "num_heads", "nope", "v_dim", "joint", "k_scale", "v_scale"),
             "LATENT_STRIDE": p.latent.strides[0],
             "WEIGHT_STRIDE": p.weight.strides[0],
-            "NUM_HEADS": p.num_heads,
-            "NOPE": p.nope,
-            "V_DIM": p.v_dim,
             "SCALE_BLOCK": p.scale_block or (1, 1),
             "LATENT_SCALE_STRIDE": p.latent_scale.strides[0] if p.latent_scale else 1,
             "WEIGHT_SCALE_STRIDES": p.weight_scale.strides if p.weight_scale else (0, 0),
             "K_STRIDES": p.k.strides,
             "V_ROW_STRIDE": v_row,
-            "JOINT": p.joint,
-            "K_SCALE": p.k_scale,
-            "V_SCALE": p.v_scale,
             "V_TRANSPOSED": v_row == 1,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
+            **constants_of(config, "block_m", "block_n", "block_k", "group_m"),
             "FLATTEN": config.flatten and not p.limited,
             "WARP_SPECIALIZE": config.warp_specialize and not p.limited,
         },
         {
-            "latent_ptr": p.latent,
-            "weight_ptr": p.weight,
-            "latent_scale_ptr": p.latent_scale,
-            "weight_scale_ptr": p.weight_scale,
-            "k_ptr": p.k,
-            "v_ptr": p.v,
+            **operands_of(p, "latent", "weight", "latent_scale", "weight_scale", "k", "v"),
             "limit_ptr": Operand("i64") if p.limited else None,  # a scalar: it lies anywhere
             "num_rows": "i32",
             "run": "i32",
-            "scale_stride": "i64",
-            "v_head_stride": "i64",
-            "v_column_stride": "i64",
+            **dict.fromkeys(("scale_stride", "v_head_stride", "v_column_stride"), "i64"),
         },
         divisible=("v_head_stride", "v_column_stride"),
         num_warps=config.num_warps,
@@ -353,10 +324,8 @@ def dequantize_spec(problem: WeightProblem, target: str) -> KernelSpec:
         "mla.up_projection",
         "mla_weight_numbers",
         {
-            "ROWS": problem.rows,
-            "RANK": problem.rank,
+            **constants_of(problem, "rows", "rank", "scale_block"),
             "WEIGHT_STRIDE": problem.weight.strides[0],
-            "SCALE_BLOCK": problem.scale_block,
             "WEIGHT_SCALE_STRIDES": problem.scale.strides,
             "BLOCK_N": DEQUANTIZE_TILE[0],
             "BLOCK_K": DEQUANTIZE_TILE[1],

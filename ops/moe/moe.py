@@ -1,15 +1,6 @@
 """`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing stays outside.
 
-    for every token t and slot s, with e = expert_ids[t, s] and w = expert_weights[t, s]:
-        gate = x[t] @ gate_weight[e]^T (+ bias)          fp32
-        up   = x[t] @ up_weight[e]^T (+ bias)
-        h    = activation(gate, up)                      fp32, then rounded to x's dtype
-        y    = h @ down_weight[e]^T (+ bias)             fp32
-        out[t] += w * y                                  fp32, slots in order; rounded once
-
-`weight_on_input` scales x[t] by w instead (rounded to x's dtype, as Llama-4 does). Expert -1: the
-slot adds nothing. activation_format "fp8": x and h are quantised to float8_e4m3fn, a scale per row
-and 128 columns (ops/formats/fp8_block.py), before they are multiplied.
+With `weight_on_input`, as Llama-4 has it, x[t] times the weight is rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -24,12 +15,13 @@ from tilewright.ops.checks import (
     FLOAT32,
     FLOAT_DTYPES,
     ArgumentError,
+    check_absent,
     check_choice,
     check_device,
     check_number,
     check_operand,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
@@ -47,12 +39,7 @@ ERROR_MODEL = (
     "rms of the output; then one rounding of the result. Of hidden numbers quantised to e4m3, one "
     "next to the middle of two codes may take either: a sixteenth of a few of each sum's terms"
 )
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-}
+TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 
 Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.Tensor]
 
@@ -178,8 +165,7 @@ def _check_weights(a: FusedMoeArguments) -> None:
     for name, shape in wanted.items():
         weight, bias = a.experts(name), getattr(a, f"{name}_bias")
         if weight is None:
-            if bias is not None:
-                raise ArgumentError(NAME, f"{name}_bias", "none without the weight", "a tensor")
+            check_absent(NAME, a, [f"{name}_bias"], f"{name}_weight is None")
             continue
         check_device(NAME, f"{name}_weight", weight.data, a.x.device)
         if weight.shape != shape:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.compiler import Lowered
 from tilewright.tools.commands.common import (
     CommandError,
     DebugOption,
@@ -17,13 +16,14 @@ from tilewright.tools.commands.common import (
     ModelArgument,
     PatternsOption,
     TargetOption,
-    audited,
     errors_for_people,
-    load_and_lower,
     print_json,
 )
-from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.text_report import graph_text, make_console, render
+from tilewright.tools.console import make_console
+
+if TYPE_CHECKING:
+    from tilewright.compiler import Lowered
+    from tilewright.tools.kernel_audit import KernelAudit
 
 
 def inspect(
@@ -46,6 +46,9 @@ def inspect(
 
     Needs no GPU and no weights: meta tensors do.
     """
+    from tilewright.tools.commands.models import audited, load_and_lower
+    from tilewright.tools.text_report import graph_text, render
+
     with errors_for_people(debug):
         if as_json and (before or after):
             raise CommandError("--json: not together with --before or --after")

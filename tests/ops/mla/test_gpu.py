@@ -16,12 +16,13 @@ import torch
 
 from tests.ops.test_contract import as_double
 from tilewright.ops.contract import Tolerance
-from tilewright.ops.mla import cudnn
-from tilewright.ops.mla.branch import OP as BRANCH
+from tilewright.ops.mla.attention import cudnn
 from tilewright.ops.mla.cases import BranchCase, PrefillCase
-from tilewright.ops.mla.key_lowering import by_head
-from tilewright.ops.mla.keys import FP8
-from tilewright.ops.mla.prefill import OP as PREFILL
+from tilewright.ops.mla.latents.lowering import by_head
+from tilewright.ops.mla.prefill.branch import OP as BRANCH
+from tilewright.ops.mla.prefill.prefill import OP as PREFILL
+from tilewright.ops.mla.sizes import FP8
+from tilewright.ops.runtime.products import multiply_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,8 +94,7 @@ def test_the_library_writes_between_the_rope_columns():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        x, weights, result = by_head(latent, weight, out)
-        torch.bmm(x, weights, out=result)
+        multiply_batch(*by_head(latent, weight, out))
     assert torch.cuda.max_memory_allocated() == before
     assert not joined[..., : widths[0]].any()
     want = (latent.double() @ weight.double().T).unflatten(-1, (heads, -1))
