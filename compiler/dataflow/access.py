@@ -238,7 +238,8 @@ def _is_torchs(node: fx.Node) -> bool:
 
 def call_key(node: fx.Node) -> Any:
     """All of a call but the data, as a key: the target, the tensors' layouts (of a subclass, also
-    what its class knows: placements), which of them share memory, the other arguments. Where sizes are symbols, only keys of one graph may be compared."""
+    what its class knows: placements), which of them share memory, the other arguments. Where sizes
+    are symbols, only keys of one graph may be compared."""
     inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
     storages: dict[tuple[int, ...], int] = {}
 

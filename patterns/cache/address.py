@@ -19,6 +19,7 @@ from tilewright.patterns.cache.slots import Slots, block_table, own_slots, paged
 from tilewright.patterns.cache.writes import CacheWrite
 from tilewright.patterns.dataflow import (
     REINTERPRETED,
+    WRAPPED,
     Computed,
     Dataflow,
     Value,
@@ -116,6 +117,10 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
             write.store,
             hint="give skipped tokens a spare slot and write all of them",
         )
+    if store.note == WRAPPED:
+        message = f"{store.kind} writes the cache through {WRAPPED}"
+        hint = "write through the plain tensor inside (DTensor: to_local())"
+        reject("SUBCLASS", Stage.ANCHORED, message, write.store, hint=hint)
     if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
         reject(
             "CACHE_LAYOUT",

@@ -60,6 +60,8 @@ _EXPERTS = {"num_experts_per_tok": 2}
 _LATENTS = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIGS = {
+    "odd_heads": Qwen3Config(**_SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "odd_experts": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
     "llama": LlamaConfig(**_SIZES),
     "qwen3": Qwen3Config(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4),
@@ -104,7 +106,7 @@ def by_experts(folder: str) -> Any:
     return loaded(folder, distributed_config=sharing)
 
 
-_COLUMNS = tuple(f"self_attn.{name}_proj" for name in "qkv") + ("mlp.gate_proj", "mlp.up_proj")
+_COLUMNS = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
 _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -169,9 +171,7 @@ def by_sequence(folder: str) -> Any:
             input_kwarg_layouts={hidden: Shard(1)},
             desired_input_kwarg_layouts={hidden: Replicate()},
         ),
-        "mlp": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     }
     for layer in model.model.layers:
         parallelize_module(layer, mesh, gathered | _columns_and_rows(**by_token))
@@ -216,6 +216,16 @@ WORLDS = {
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), True),
     },
     4: {"qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE)},
+}
+
+#: What two ranks cannot share so, and what each is told.
+REFUSED = {
+    "heads": (Case("odd_heads", by_plan, frozenset()), "is invalid for input of size"),
+    "experts": (Case("odd_experts", by_experts, frozenset()), "Cannot evenly shard 3 experts"),
+    "whole cache": (
+        Case("llama", by_plan, frozenset(), (5,), True),
+        "index_copy_",
+    ),
 }
 
 
@@ -271,6 +281,16 @@ def result_of(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def error_of(case: Case, folder: Path, compiled: bool) -> str:
+    """What a rank is told where the model cannot run; empty where it runs."""
+    try:
+        shared = case.share(str(folder / case.kind)).requires_grad_(False)
+        run(shared, case, 1 if case.whole_cache else dist.get_world_size(), compiled)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def be_rank(rank: int, ranks: int, folder: Path) -> None:
     # What torchrun tells: transformers reads it.
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -287,6 +307,9 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
             torch._dynamo.reset()
             backend._REPORTS.clear()
             found[name] = result_of(case, rank, folder)
+        for name, (case, _) in REFUSED.items() if ranks == 2 else ():
+            torch._dynamo.reset()
+            found[name] = [error_of(case, folder, compiled) for compiled in (False, True)]
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

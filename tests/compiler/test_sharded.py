@@ -68,3 +68,13 @@ def test_what_is_said_to_be_lost_is_lost(worlds, ranks, name):
     for found in worlds[ranks]:
         assert found[name]["lost"] == lost
         assert set(found[name]["advice"]) <= {"linear_residual COLLECTIVE"}
+
+
+@pytest.mark.parametrize("name", sharded.REFUSED)
+def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
+    """Each rank is told, and none waits for the other."""
+    _, said = sharded.REFUSED[name]
+    for found in worlds[2]:
+        eager, ours = found[name]
+        assert said in eager
+        assert said in ours
