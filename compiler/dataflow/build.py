@@ -298,7 +298,7 @@ class _Builder:
 
     def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
         op, args, kwargs = self._canonical(node, name, result)
-        whole = _split_before(*args[:2], shape_of(result)) if op == "aten.cat" else None
+        whole = _split_before(args[0], args[1], shape_of(result)) if op == "aten.cat" else None
         if whole is None:
             self._define(node, op, args, result, kwargs)
             return
