@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,6 +21,9 @@ from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
 from tilewright.tools.text_report import make_console
 from tilewright.tools.user_errors import one_line
 from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, LoadedModel, ModelError, load_model
+
+if TYPE_CHECKING:
+    from tilewright.tools.sharding import Rank
 
 FAILED = 1
 USAGE_ERROR = 2
@@ -98,6 +101,27 @@ def load_and_lower(
                 dynamic=dynamic,
                 target=target,
             )
+
+
+def load_and_lower_rank(
+    model: str,
+    tp: int,
+    ep: int,
+    patterns: str | None,
+    dynamic: bool | None,
+    target: str,
+    debug: bool,
+) -> tuple[Lowered, Rank]:
+    """As :func:`load_and_lower`, of a zoo model that ranks share. Raises CommandError."""
+    from tilewright.tools.sharding import load_sharded, one_rank_of, rank_of
+
+    check_target(target)
+    with contextlib.redirect_stdout(sys.stderr), users_code(model), one_rank_of(tp):
+        loaded, layers = load_sharded(model, tp, ep)
+        options: dict[str, Any] = {"patterns": pattern_names(patterns), "dynamic": dynamic}
+        with traced(model, debug):
+            lowered = lower(loaded.model, loaded.args, loaded.kwargs, target=target, **options)
+        return lowered, rank_of(loaded, lowered, layers, tp, ep)
 
 
 def check_target(name: str) -> None:
