@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import runpy
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ from transformers.distributed import DistributedConfig
 from tilewright.compiler import backend, reports
 
 LENGTH = 16
+_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -144,14 +147,6 @@ def _columns_and_rows(**rows: Any) -> dict[str, Any]:
     return plan | {name: RowwiseParallel(**rows) for name in _ROWS}
 
 
-def by_modules(folder: str) -> Any:
-    model = loaded(folder)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, _columns_and_rows())
-    return model
-
-
 def by_sequence(folder: str) -> Any:
     """What is between attention and MLP, the norms and the residual, by tokens, in DTensors."""
     model = loaded(folder)
@@ -206,7 +201,6 @@ WORLDS = {
     2: {
         "llama by plan": Case("llama", by_plan, _DENSE, (5, 1)),
         "llama by hand": Case("llama", by_hand, _DENSE),
-        "llama by modules": Case("llama", by_modules, _DENSE),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
         "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
         "qwen3 by plan": Case("qwen3", by_plan, _DENSE),
@@ -314,6 +308,28 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def be_example(rank: int, ranks: int, port: int) -> None:
+    """A rank of examples/tensor_parallel.py, as torchrun starts it."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    backend._REPORTS.clear()  # the parent's own
+    sys.exit(runpy.run_path(str(_EXAMPLE))["main"]())
+
+
+def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
+    """Runs `function(rank, ranks, *args)` in forks of this process; whether all end well."""
+    forked = multiprocessing.get_context("fork")
+    running = [
+        forked.Process(target=function, args=(rank, ranks, *args), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    return not any(process.exitcode for process in running)
+
+
 def main(folder: Path) -> int:
     """Starts the ranks of each world as forks of this process, which has imported everything."""
     torch.set_num_threads(1)
@@ -321,19 +337,12 @@ def main(folder: Path) -> int:
     for kind, config in CONFIGS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
-    forked = multiprocessing.get_context("fork")
-    for ranks in WORLDS:
-        running = [
-            forked.Process(target=be_rank, args=(r, ranks, folder), daemon=True)
-            for r in range(ranks)
-        ]
-        for process in running:
-            process.start()
-        for process in running:
-            process.join()
-        if any(process.exitcode for process in running):
-            return 1
-    return 0
+    worlds = all(in_processes(be_rank, ranks, folder) for ranks in WORLDS)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    (folder / "example").write_text(str(in_processes(be_example, 2, port)))
+    return 0 if worlds else 1
 
 
 if __name__ == "__main__":
