@@ -207,6 +207,11 @@ def get_target(name: str) -> Target:
     return TARGETS[name]
 
 
+def gpu_targets() -> list[Target]:
+    """The targets that are chips."""
+    return [target for target in TARGETS.values() if target.is_gpu]
+
+
 def detect_target(device: int | None = None) -> Target | None:
     """The target of the present CUDA device, with its own SM count; None without a usable one.
 

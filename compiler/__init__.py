@@ -1,9 +1,35 @@
 """The `torch.compile` backend: from a Dynamo graph to a graph with fused ops."""
 
-from tilewright.compiler.backend import lower, reports, tilewright
-from tilewright.compiler.options import Options
-from tilewright.compiler.report import GraphReport, Kernel, Lowered, Site
-from tilewright.compiler.report.failures import StrictError
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Imported with the first name that is used, and torch with it: saved reports are read without.
+_MODULES = {
+    "GraphReport": "report",
+    "Kernel": "report",
+    "Lowered": "report",
+    "Options": "options",
+    "Site": "report",
+    "StrictError": "report.failures",
+    "lower": "backend",
+    "reports": "backend",
+    "tilewright": "backend",
+}
+
+if TYPE_CHECKING:
+    from tilewright.compiler.backend import lower, reports, tilewright
+    from tilewright.compiler.options import Options
+    from tilewright.compiler.report import GraphReport, Kernel, Lowered, Site
+    from tilewright.compiler.report.failures import StrictError
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 __all__ = [
     "GraphReport",

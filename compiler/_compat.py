@@ -9,8 +9,8 @@ import copy
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any, cast, get_origin
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._dynamo import convert_frame as convert_frame
 from torch._dynamo.callback import callback_handler as callback_handler
+from torch._dynamo.eval_frame import innermost_fn as innermost_fn
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as DynamoError  # noqa: F401
 from torch._dynamo.exc import Unsupported as Unsupported
@@ -43,13 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 #: Every spelling of the grouped GEMM that a Dynamo graph may call.
 GROUPED_MM = frozenset(
-    target
-    for place, name in (
-        (torch, "_grouped_mm"),
-        (torch.nn.functional, "grouped_mm"),
-        (torch.ops.aten._grouped_mm, "default"),
-    )
-    if (target := getattr(place, name, None)) is not None
+    {torch._grouped_mm, torch.nn.functional.grouped_mm, torch.ops.aten._grouped_mm.default}
 )
 
 
@@ -488,6 +483,25 @@ def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[...,
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(model, **options)
     return compiled
+
+
+@contextmanager
+def autocast_off_on_meta() -> Iterator[None]:
+    """Within, torch says of the meta device that autocast is off, where it raises otherwise.
+
+    Models ask of the device of their arguments before they compute in fp32, transformers 5.0 of
+    any; there is no autocast of what computes nothing.
+    """
+    asked = torch.is_autocast_enabled
+
+    def is_autocast_enabled(*device_type: str) -> bool:
+        return device_type != ("meta",) and asked(*device_type)
+
+    torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = asked
 
 
 def unlimited_compiles() -> Any:

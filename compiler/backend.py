@@ -255,7 +255,12 @@ def lower(
         return _stand_in(gm)
 
     after: list[str] = []
-    with noting_breaks(capture) as breaks, torch.no_grad(), _compat.unlimited_compiles():
+    with (
+        noting_breaks(capture) as breaks,
+        torch.no_grad(),
+        _compat.unlimited_compiles(),
+        _compat.autocast_off_on_meta(),
+    ):
         compiled = _compat.compile_isolated(model, backend=capture, dynamic=dynamic)
         try:
             compiled(*args, **(kwargs or {}))

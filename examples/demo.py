@@ -28,8 +28,9 @@ from tilewright.codegen.build import emitted_path
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import Kernel, lower, reports
 from tilewright.compiler.report import collapse_sites
+from tilewright.tools.console import make_console
 from tilewright.tools.kernel_audit import audit_kernels
-from tilewright.tools.text_report import kernel_table, make_console
+from tilewright.tools.text_report import kernel_table
 from tilewright.tools.zoo import load_model
 
 TARGET = "sm100"

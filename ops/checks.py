@@ -9,7 +9,6 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 #: Kernels count in 32 bits what arguments count.
 INT32_MAX = 2**31 - 1
@@ -49,13 +48,16 @@ def holds(condition: Any) -> bool:
     the same check decides at run time, when the sizes are numbers.
     """
     if isinstance(condition, torch.SymBool):
-        return not statically_known_true(torch.sym_not(condition))
+        return not proven(torch.sym_not(condition))
     return bool(condition)
 
 
 def proven(condition: Any) -> bool:
     """Whether `condition` is known to hold, again without adding a guard."""
     if isinstance(condition, torch.SymBool):
+        # Where there is a symbol, sympy is imported already: a third of torch's own import.
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
         return statically_known_true(condition)
     return bool(condition)
 
@@ -95,6 +97,13 @@ def check_choice(op: str, argument: str, value: object, choices: Sequence[object
     """Raises ArgumentError unless `value` is one of `choices`."""
     if value not in choices:
         raise ArgumentError(op, argument, "one of " + ", ".join(map(repr, choices)), repr(value))
+
+
+def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
+    """Raises ArgumentError where one of these arguments is given, which do not go with another."""
+    for name in names:
+        if getattr(a, name) is not None:
+            raise ArgumentError(op, name, f"None, since {since}", "a tensor")
 
 
 def check_shape(

@@ -22,6 +22,7 @@ from torch import fx
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import GraphReport, Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites
+from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
 from tilewright.tools.graph_drawing import MAX_NODES, draw
 from tilewright.tools.kernel_audit import KernelAudit
@@ -62,6 +63,7 @@ def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()
     """The page's HTML."""
     target = get_target(lowered.target)
     entries = _site_entries(lowered)
+    guide = miss_guide(CODES)
     works = {f"{e.site.pattern} {e.scope}": e.work for e in entries if e.work}
     return _template().render(
         model=model,
@@ -69,7 +71,7 @@ def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()
         target=target,
         sites=entries,
         misses=[
-            (miss, scope, count, miss_guide().get(miss.code))
+            (miss, scope, count, guide.get(miss.code))
             for miss, scope, count in collapse_misses(lowered.misses)
         ],
         layers=[layer for graph in lowered.graphs for layer in _layer_entries(graph, entries)],

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from tilewright.patterns.language import CODES
-
 _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+?)\*\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -22,13 +20,19 @@ class CodeGuide:
     text: str
 
 
-def miss_guide() -> Mapping[str, CodeGuide]:
-    """All registered codes; those of a user's own patterns have a meaning but no text."""
-    texts = _texts()
-    return {code: CodeGuide(code, CODES[code], texts.get(code, "")) for code in sorted(CODES)}
+def miss_guide(registered: Mapping[str, str]) -> Mapping[str, CodeGuide]:
+    """The codes of the guide and those registered, sorted.
+
+    registered: meanings by code, as `CODES` of `patterns.language`; those of a user's own patterns
+    have no text. Without them no torch is needed.
+    """
+    known = {code: CodeGuide(code, meaning, "") for code, meaning in registered.items()} | _own()
+    return {code: known[code] for code in sorted(known)}
 
 
 @cache
-def _texts() -> Mapping[str, str]:
-    guide = files("tilewright.patterns").joinpath("miss-codes.md").read_text("utf-8")
-    return {code: text.strip() for code, _, text in _ENTRY.findall(guide)}
+def _own() -> dict[str, CodeGuide]:
+    guide = files("tilewright.tools").joinpath("miss-codes.md").read_text("utf-8")
+    return {
+        found[0]: CodeGuide(found[0], found[1], found[2].strip()) for found in _ENTRY.findall(guide)
+    }

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,17 +112,25 @@ class Matches:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
+        code: str | None = None,
         options: Mapping[str, Any] | None = None,
         **codes: str,
     ) -> Lowered:
-        """Each named pattern matches nothing, and misses with the code given."""
+        """Each named pattern matches nothing, and misses with the code given.
+
+        code: of a miss by any pattern, where it does not matter which:
+        `assert_misses(model, args, code="ESCAPES")`; patterns that miss so match nothing.
+        """
         lowered = _lower(model, args, kwargs, options or {})
-        _check_names(codes, 'qkv_cache="ESCAPES"')
-        _check_codes(codes.values())
+        if codes or code is None:
+            _check_names(codes, 'qkv_cache="ESCAPES"')
+        _check_codes([*codes.values(), *([] if code is None else [code])])
         found = {site.pattern for site in lowered.matches}
         missed = {(miss.pattern, miss.code) for miss in lowered.misses}
-        wrong = [f"{n} matches, expected it not to" for n in codes if n in found]
-        wrong += [f"{n}: no miss {code}" for n, code in codes.items() if (n, code) not in missed]
+        missing_so = {pattern for pattern, its_code in missed if its_code == code}
+        wrong = [f"{n} matches, expected it not to" for n in sorted({*codes, *missing_so} & found)]
+        wrong += [f"{n}: no miss {c}" for n, c in codes.items() if (n, c) not in missed]
+        wrong += [f"no miss {code}"] if code is not None and not missing_so else []
         return _agreed(lowered, wrong)
 
     def _next_name(self) -> str:
@@ -141,12 +150,25 @@ def _lower(
 
     if isinstance(args, torch.Tensor):
         raise TypeError("args: expected a tuple of arguments, got one tensor")
-    trace = logging.getLogger("torch.__trace")
-    propagated, trace.propagate = trace.propagate, False  # pytest would print it under a failure
-    try:
+    with _untraced():
         return lower(model, args, kwargs, **options)
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """torch's own trace reaches no listener to everything, which prints it under a failure: pytest
+    listens to the root, and to each logger that does not propagate."""
+    trace, root = logging.getLogger("torch.__trace"), logging.getLogger()
+    propagated, trace.propagate = trace.propagate, False
+    taken = [handler for handler in trace.handlers if handler in root.handlers]
+    for handler in taken:
+        trace.removeHandler(handler)
+    try:
+        yield
     finally:
         trace.propagate = propagated
+        for handler in taken:
+            trace.addHandler(handler)
 
 
 def _check_names(expected: Mapping[str, Any], example: str) -> None:

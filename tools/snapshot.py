@@ -17,10 +17,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilewright.compiler import Lowered
-from tilewright.compiler.report import collapse_scope
+from tilewright.compiler.scopes import collapse_scope
+
+if TYPE_CHECKING:
+    from tilewright.compiler import Lowered
 
 VERSIONED = ("torch", "transformers", "tilewright")
 _COUNT = re.compile(r" x(\d+)$")
@@ -69,7 +71,7 @@ class Change:
 
 def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
     """The lines of a report, or of one saved as JSON, sorted. Raises SnapshotError."""
-    data = report.as_dict() if isinstance(report, Lowered) else report
+    data = report if isinstance(report, Mapping) else report.as_dict()
     counts: Counter[tuple[str, str]] = Counter()
     try:
         for site in data["matches"]:

@@ -12,6 +12,8 @@ table in docs/support.md. The exit status is 1 where a row is not all good.
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -99,21 +101,29 @@ def requirements(row: Row) -> list[str]:
     return [*(f"{name}=={version}" if version else name for name, version in named), *BESIDES]
 
 
+def made_of(row: Row, checkout: Path) -> str:
+    """What a row's environment holds, as it is recorded there: an editable install names its
+    checkout, and what else is installed is named by the row and by the project's own file."""
+    project = hashlib.sha256((checkout / "pyproject.toml").read_bytes()).hexdigest()
+    parts = {"python": row.python, "installed": requirements(row)}
+    return json.dumps(parts | {"checkout": str(checkout), "pyproject": project}, indent=1)
+
+
 def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
-    """The Python of a row's environment, built where it is missing.
+    """The Python of a row's environment, made anew where it was made of something else.
 
     Raises RuntimeError where this machine has no such Python, and with pip's words.
     """
-    folder = root / row.name
+    folder, checkout = root / row.name, Path.cwd()
     python, stamp = folder / "bin" / "python", folder / ".installed"
-    wanted = "\n".join(requirements(row))
+    wanted = made_of(row, checkout)
     if row is RELEASED or not stamp.exists() or stamp.read_text("utf-8") != wanted:
         base = interpreter(row.python)
         if base is None:
             raise RuntimeError(f"no Python {row.python} on this machine")
         _run([base, "-m", "venv", "--clear", str(folder)])
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, *requirements(row), "-e", "."])
+        _run([*pip, *requirements(row), "-e", str(checkout)])
         stamp.write_text(wanted, "utf-8")
     return python.absolute()
 

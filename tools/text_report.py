@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, JustifyMethod, OverflowMethod, RenderableType
+from rich.console import Group, JustifyMethod, OverflowMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,17 +19,7 @@ from tilewright.tools.kernel_audit import KernelAudit
 if TYPE_CHECKING:
     from tilewright.tools.sharding import Rank
 
-# The width for pipes and files; a terminal has its own.
-PIPE_WIDTH = 100
 _LABEL_WIDTH = 10
-
-
-def make_console(stderr: bool = False) -> Console:
-    """The console that all commands print to; 100 columns wide where it is no terminal."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return console
 
 
 def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: int) -> Group:
@@ -45,7 +35,7 @@ def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: in
     return Group(*parts)
 
 
-def render_rank(rank: Rank, target: Target) -> Text:
+def render_rank(rank: Rank, target: Target, width: int) -> Text:
     """What one of several ranks does in a step of the whole model."""
     text = Text(f"\nOne of {rank.tp} ranks, a step of the whole model", style="bold")
     fused = ", ".join(f"{pattern} x{count}" for pattern, count in rank.fused.items())
@@ -58,7 +48,7 @@ def render_rank(rank: Rank, target: Target) -> Text:
         "sends": f"{sent or 'nothing'}: {1e6 * moved:.0f} us, where nothing hides it",
         "lost": f"{100 * rank.lost_share(target):.0f} % of a step",
     }
-    return text.append("\n").append(_fields(values, PIPE_WIDTH))
+    return text.append("\n").append(_fields(values, width))
 
 
 def _head(name: str, lowered: Lowered) -> Text:

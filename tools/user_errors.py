@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import traceback
 
-from tilewright.patterns.dataflow import frames_of, innermost_outside_torch
-
 
 def one_line(error: Exception) -> str:
     """`TypeError: the reason (model.py:12)`; of Dynamo's long messages, the error that it met."""
@@ -29,6 +27,8 @@ def _detail(message: str) -> str:
 
 def _place(error: Exception) -> str:
     """` (file:line)` in the innermost of the user's own frames, or nothing where none is known."""
+    from tilewright.patterns.dataflow import frames_of, innermost_outside_torch
+
     frames = frames_of(str(error).partition("from user code")[2]) or _frames_below_ours(error)
     found = innermost_outside_torch(frames)
     return f" ({found[0]}:{found[1]})" if found else ""

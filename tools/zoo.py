@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewright.tools.user_errors import one_line
+
+if TYPE_CHECKING:  # torch is imported with the first model only: the names are needed without
+    import torch
 
 FORMS = "a zoo name, module:function or file.py:function"
 
@@ -238,15 +239,17 @@ def build_zoo_model(
     layers: int | None = None,
     experts: int | None = None,
     cache_length: int = 2048,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     device: str = "meta",
 ) -> LoadedModel:
     """A zoo model with `tokens` new tokens for each of `batch` sequences.
 
     `layers` and `experts` limit the number of layers, and of experts in a mixture. `cache_length`
-    is how many tokens per sequence the cache holds. On a device other than meta the weights are
-    random. Raises ModelError.
+    is how many tokens per sequence the cache holds. dtype: bfloat16 by default. On a device other
+    than meta the weights are random. Raises ModelError.
     """
+    import torch
+
     if name not in zoo_names():
         raise ModelError(f"{name!r} is not in the zoo: {', '.join(ZOO)}; {FORMS_OF_A_MODEL}")
     form = name.removesuffix(PREFILL)
@@ -264,7 +267,7 @@ def build_zoo_model(
     if tokens > cache_length:
         most = f"at most cache_length = {cache_length}"
         raise ModelError(f"{name}: tokens: expected {most}, got {tokens}")
-    transformers = _transformers(name)
+    transformers = _imported("transformers", name)
     fields = dict(entry.fields)
     if layers is not None:
         fields["num_hidden_layers"] = layers
@@ -272,6 +275,7 @@ def build_zoo_model(
         if field in fields:
             fields[field] = min(fields[field], experts)
     config = getattr(transformers, entry.config_class)(**fields)
+    dtype = dtype or torch.bfloat16
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         model.requires_grad_(False)
@@ -298,6 +302,8 @@ def _allocate(
     cache: Any, config: Any, batch: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Allocates a cache's tensors; with latent attention they hold latents and rope keys."""
+    import torch
+
     rank = getattr(config, "kv_lora_rank", None)
     if rank is None:
         heads, head_dim = config.num_key_value_heads, config.head_dim
@@ -313,11 +319,7 @@ def _allocate(
 
 def _with_adapters(name: str, model: Any) -> Any:
     """The model with a LoRA adapter on each q, k and v projection, as PEFT puts it there."""
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        message = f"{name} is built with peft, which does not import here ({error})"
-        raise ModelError(f"{message}: pip install 'tilewright[models]'") from error
+    peft = _imported("peft", name)
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj"]
     )
@@ -325,14 +327,12 @@ def _with_adapters(name: str, model: Any) -> Any:
     return adapted.eval().requires_grad_(False)
 
 
-def _transformers(name: str) -> ModuleType:
+def _imported(library: str, model: str) -> ModuleType:
     try:
-        return importlib.import_module("transformers")
+        return importlib.import_module(library)
     except ImportError as error:
-        raise ModelError(
-            f"{name} is built with transformers, which does not import here ({error}): "
-            "pip install 'tilewright[models]'"
-        ) from error
+        message = f"{model} is built with {library}, which does not import here ({error})"
+        raise ModelError(f"{message}: pip install 'tilewright[models]'") from error
 
 
 def import_place(place: str) -> ModuleType:

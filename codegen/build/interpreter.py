@@ -102,13 +102,22 @@ def _dot(original: Callable) -> Callable:
     return method
 
 
-def _formats_as_constants(original: Callable) -> Callable:
-    """`dot_scaled` of Triton before 3.8 reads `.value` of its formats, which are plain here."""
+class _Format(str):
+    """The name of a format that is read as a text, and as a constant of Triton's."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+def _formats_both_ways(original: Callable) -> Callable:
+    """`dot_scaled` of some releases reads `.value` of its formats, which are plain texts here; of
+    others it unwraps constants before, and takes texts alone."""
 
     @functools.wraps(original)
     def method(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any,
                *args: Any) -> Any:  # fmt: skip
-        formats = [f if hasattr(f, "value") else tl.constexpr(f) for f in (a_format, b_format)]
+        formats = [_Format(getattr(f, "value", f)) for f in (a_format, b_format)]
         return original(self, a, a_scale, formats[0], b, b_scale, formats[1], *args)
 
     return method
@@ -234,7 +243,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     changes = [
         (builder, "create_dot", _dot(builder.create_dot)),
         (builder, "create_dot_scaled", _dot_scaled),
-        (TritonSemantic, "dot_scaled", _formats_as_constants(TritonSemantic.dot_scaled)),
+        (TritonSemantic, "dot_scaled", _formats_both_ways(TritonSemantic.dot_scaled)),
         (builder, "cast_impl", _cast(builder.cast_impl)),
         (builder, "create_fp_to_fp", _cast(builder.create_fp_to_fp)),
         (builder, "binary_op", _comparing(_in_fp32(builder.binary_op, 2))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import fx
 
 from tilewright.codegen.spec import KernelSpec
+from tilewright.compiler.scopes import collapse_scope
 from tilewright.patterns.language import CAPTURE, Miss, Stage
 
 if TYPE_CHECKING:
@@ -188,11 +188,6 @@ def miss_dict(miss: Miss) -> dict[str, Any]:
 
 
 Placed = TypeVar("Placed", Site, Miss)
-
-
-def collapse_scope(scope: str) -> str:
-    """`model.layers.13.self_attn` as `model.layers.*.self_attn`."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", scope)
 
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:

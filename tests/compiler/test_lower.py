@@ -45,6 +45,23 @@ def test_lower_works_on_meta_tensors():
     ]
 
 
+def test_a_model_that_asks_for_autocast_on_its_device_is_lowered_on_meta():
+    """torch knows no autocast there and raises; on other devices it answers as ever."""
+    said = []
+
+    def model(x):
+        enabled = torch.is_autocast_enabled(x.device.type)
+        said.append((x.device.type, enabled))
+        return x + 1 if enabled else x
+
+    asked = torch.is_autocast_enabled
+    assert len(lower(model, (torch.ones(2, device="meta"),)).graphs) == 0
+    with torch.autocast("cpu"):
+        assert len(lower(model, (torch.ones(2),)).graphs) == 1
+    assert said == [("meta", False), ("cpu", True)]
+    assert torch.is_autocast_enabled is asked
+
+
 def test_lower_again_and_again_never_runs_the_model():
     model, args = build("page_offset")
     before = copies(args)

@@ -216,7 +216,7 @@ def test_explain_knows_every_code_with_a_text(command):
     done = command("explain", "--json")
     codes = schema_checked("explain", done.stdout)["codes"]
     assert {entry["code"] for entry in codes} == set(CODES)
-    assert all(guide.text for code, guide in miss_guide().items())
+    assert all(guide.text for guide in miss_guide(CODES).values())
     one = command("explain", "growing-cache").stdout
     assert one.startswith("GROWING_CACHE: ")
     assert "static cache" in one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -95,6 +96,48 @@ def test_counts_and_negative_twins(project, monkeypatch):
     broken = project("-k", "counts or twin")
     broken.assert_outcomes(passed=1, failed=1)
     broken.stdout.fnmatch_lines(["*qkv_cache: 0, expected 2*", "*ACCUMULATED_WRITE*"])
+
+
+def test_a_failure_shows_its_message_and_not_torch_s_trace(project, monkeypatch):
+    """torch's trace does not propagate, where pytest listens to it in the end."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    monkeypatch.setenv("BROKEN", "1")
+    broken = project("-k", "counts")
+    broken.assert_outcomes(failed=1)
+    broken.stdout.no_fnmatch_line("*torch.__trace*")
+    broken.stdout.no_fnmatch_line("*Captured log*")
+
+
+def test_a_miss_by_any_pattern(project, pytester):
+    pytester.makepyfile(
+        test_any="""
+        import mine, pytest
+
+        def test_missed(tilewright):
+            tilewright.assert_misses(*mine.make_missed(), code="ACCUMULATED_WRITE")
+
+        def test_other_code(tilewright):
+            tilewright.assert_misses(*mine.make_missed(), code="ESCAPES")
+
+        def test_not_missed(tilewright):
+            tilewright.assert_misses(*mine.make(), code="ACCUMULATED_WRITE")
+
+        def test_no_code(tilewright):
+            with pytest.raises(ValueError, match="no miss codes"):
+                tilewright.assert_misses(*mine.make_missed(), code="ESCAPED")
+        """
+    )
+    done = project("test_any.py")
+    done.assert_outcomes(passed=2, failed=2)
+    done.stdout.fnmatch_lines(["no miss ESCAPES", "no miss ACCUMULATED_WRITE"])
+
+
+def test_workers_and_no_logging_plugin(pytester, project):
+    """As with `pytest-xdist`, whose workers get the plugin's option, and without pytest's log."""
+    pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
+    plain = ("-n", "1", "-p", "no:logging", "-k", "snapshot")
+    project(*plain, "--tilewright-update").assert_outcomes(passed=1)
+    project(*plain).assert_outcomes(passed=1)
 
 
 def test_tests_of_two_classes_have_a_snapshot_each(project, pytester):

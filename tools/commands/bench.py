@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.table import Table
 
@@ -19,7 +18,7 @@ from tilewright.tools.commands.common import (
     print_json,
     writable_folder,
 )
-from tilewright.tools.text_report import make_console
+from tilewright.tools.console import make_console
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -80,6 +79,8 @@ def _list(known: dict[str, str], as_json: bool) -> None:
 
 
 def _run(names: list[str]) -> None:
+    import torch
+
     for name in names:
         if "cuda" in (FOLDER / f"{name}.py").read_text("utf-8") and not torch.cuda.is_available():
             raise CommandError(f"{name} needs an NVIDIA GPU, and there is none here")

@@ -5,21 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.codegen.build.cache import cache_dir
-from tilewright.codegen.build.cache.folder import others_are_trusted, refusal
-from tilewright.codegen.build.cache.upkeep import (
-    KINDS,
-    Pruned,
-    Survey,
-    parse_size,
-    prune,
-    size_bound,
-    survey,
-)
 from tilewright.tools.commands.common import (
     FAILED,
     CommandError,
@@ -27,7 +16,10 @@ from tilewright.tools.commands.common import (
     errors_for_people,
     print_json,
 )
-from tilewright.tools.text_report import make_console
+from tilewright.tools.console import make_console
+
+if TYPE_CHECKING:
+    from tilewright.codegen.build.cache.upkeep import Pruned, Survey
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\Z")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -55,6 +47,10 @@ def cache(
 
     Exit code 1 where the folder is not used, with the reason.
     """
+    from tilewright.codegen.build.cache import cache_dir
+    from tilewright.codegen.build.cache.folder import refusal
+    from tilewright.codegen.build.cache.upkeep import prune, survey
+
     with errors_for_people(debug=False):
         folder = cache_dir()
         problem = refusal(folder)
@@ -74,6 +70,8 @@ def cache(
 
 
 def _bound(max_size: str | None) -> int:
+    from tilewright.codegen.build.cache.upkeep import parse_size, size_bound
+
     try:
         return size_bound() if max_size is None else parse_size(max_size)
     except ValueError as error:
@@ -90,6 +88,8 @@ def _age(text: str | None) -> float | None:
 
 
 def _kinds(found: Survey) -> list[dict[str, Any]]:
+    from tilewright.codegen.build.cache.upkeep import KINDS
+
     counts, sizes = Counter[str](), Counter[str]()
     for entry in found.entries:
         counts[entry.kind] += 1
@@ -104,6 +104,8 @@ def _kinds(found: Survey) -> list[dict[str, Any]]:
 def _as_dict(
     folder: Path, problem: str | None, bound: int, found: Survey, pruned: Pruned | None
 ) -> dict[str, Any]:
+    from tilewright.codegen.build.cache.folder import others_are_trusted
+
     return {
         "folder": str(folder),
         "problem": problem,
@@ -121,6 +123,8 @@ def _as_dict(
 def _print(
     folder: Path, problem: str | None, bound: int, found: Survey, pruned: Pruned | None
 ) -> None:
+    from tilewright.codegen.build.cache.folder import others_are_trusted
+
     console = make_console()
     console.print(f"folder   {folder}")
     if problem is not None:

@@ -1,29 +1,21 @@
-"""What the commands share: options, loading a MODEL, error messages, output."""
+"""What the commands share: options, error messages, output.
+
+Nothing here imports torch, so that `--help`, and the commands without a MODEL, start at once: what
+does is in `models.py`, and a command imports it when it is run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tilewright.codegen.targets import TARGETS, Target
-from tilewright.compiler import Kernel, Lowered, lower
-from tilewright.patterns.language import registered
-from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
-from tilewright.tools.text_report import make_console
-from tilewright.tools.user_errors import one_line
-from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, LoadedModel, ModelError, load_model
-
-if TYPE_CHECKING:
-    from tilewright.tools.sharding import Rank
+from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, ModelError
 
 FAILED = 1
 USAGE_ERROR = 2
@@ -67,12 +59,6 @@ def print_json(data: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
-def load(model: str, **options: Any) -> LoadedModel:
-    """The model a command was given. Raises CommandError."""
-    with users_code(model):
-        return load_model(model, **options)
-
-
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
     """Around a block that imports or calls a user's code: errors become a CommandError."""
@@ -82,102 +68,6 @@ def users_code(name: str) -> Iterator[None]:
         raise CommandError(str(error)) from error
     except SystemExit as error:
         raise CommandError(f"{name}: its code ended the process (exit {error.code})") from error
-
-
-def load_and_lower(
-    model: str, patterns: str | None, dynamic: bool | None, target: str, debug: bool
-) -> Lowered:
-    """MODEL loaded and lowered; whatever it prints goes to stderr. Raises CommandError."""
-    check_target(target)
-    with contextlib.redirect_stdout(sys.stderr):
-        loaded = load(model)
-        chosen = pattern_names(patterns)
-        with traced(model, debug):
-            return lower(
-                loaded.model,
-                loaded.args,
-                loaded.kwargs,
-                patterns=chosen,
-                dynamic=dynamic,
-                target=target,
-            )
-
-
-def load_and_lower_rank(
-    model: str,
-    tp: int,
-    ep: int,
-    patterns: str | None,
-    dynamic: bool | None,
-    target: str,
-    debug: bool,
-) -> tuple[Lowered, Rank]:
-    """As :func:`load_and_lower`, of a zoo model that ranks share. Raises CommandError."""
-    from tilewright.tools.sharding import load_sharded, one_rank_of, rank_of
-
-    check_target(target)
-    with contextlib.redirect_stdout(sys.stderr), users_code(model), one_rank_of(tp):
-        loaded, layers = load_sharded(model, tp, ep)
-        options: dict[str, Any] = {"patterns": pattern_names(patterns), "dynamic": dynamic}
-        with traced(model, debug):
-            lowered = lower(loaded.model, loaded.args, loaded.kwargs, target=target, **options)
-        return lowered, rank_of(loaded, lowered, layers, tp, ep)
-
-
-def check_target(name: str) -> None:
-    known = [target.name for target in gpu_targets()]
-    if name not in known:
-        raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}")
-
-
-def gpu_targets() -> list[Target]:
-    return [target for target in TARGETS.values() if target.is_gpu]
-
-
-def pattern_names(listed: str | None) -> list[str] | None:
-    """The names in `--patterns`. Call it after the model is loaded, which may register patterns."""
-    names = None if listed is None else [name.strip() for name in listed.split(",")]
-    try:
-        registered(names)
-    except ValueError as error:
-        raise CommandError(f"--{error}") from error
-    return names
-
-
-@contextlib.contextmanager
-def traced(name: str, debug: bool) -> Iterator[None]:
-    """Around a block that traces the model: whatever that raises becomes a CommandError."""
-    with contextlib.ExitStack() as stack:
-        if not debug:  # torch would log the whole trace of what one line reports here
-            logging.disable(logging.ERROR)
-            stack.callback(logging.disable, logging.NOTSET)
-        try:
-            yield
-        except Exception as error:  # a model's own code may raise anything
-            raise CommandError(f"{name}: cannot be traced: {one_line(error)}") from error
-
-
-def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[KernelAudit]:
-    """Every kernel compiled and audited, with a progress bar on a terminal."""
-    try:
-        with progress("compiling kernels", len(kernels)) as advance:
-            return audit_kernels(kernels, target, done=advance, **options)
-    except OSError as error:
-        message = f"cannot compile: no folder to write to: {error}"
-        raise CommandError(f"{message}; TMPDIR names another") from error
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Any]:
-    """A progress bar on stderr, on terminals only; yields a function that advances it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = make_console(stderr=True)
-    hidden = not console.is_terminal or not total
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden
-    ) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
 
 
 def writable_folder(path: Path, option: str) -> Path:

@@ -15,8 +15,8 @@ from tilewright.tools.commands.common import (
     errors_for_people,
     print_json,
 )
+from tilewright.tools.console import make_console
 from tilewright.tools.snapshot import SnapshotError, compare, read_lines
-from tilewright.tools.text_report import make_console
 
 FileArgument = typer.Argument(help="A snapshot, or a report saved with --json.")
 

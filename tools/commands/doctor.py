@@ -9,19 +9,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
-import torch
 import typer
 
-from tilewright.codegen.build import compile_for
-from tilewright.codegen.build.cache import cache_dir
-from tilewright.codegen.build.cache.folder import make_folders, refusal
-from tilewright.codegen.build.cache.upkeep import size_bound, survey
-from tilewright.codegen.targets import Target
-from tilewright.compiler import lower
-from tilewright.ops.contract import get_op
-from tilewright.tools.commands.common import FAILED, JsonOption, gpu_targets, print_json
+from tilewright.codegen.targets import Target, gpu_targets
+from tilewright.tools.commands.common import FAILED, JsonOption, print_json
+from tilewright.tools.console import make_console
 from tilewright.tools.releases import newest_tried, release
-from tilewright.tools.text_report import make_console
 
 PACKAGES = ("tilewright", "torch", "triton", "transformers", "sympy", "networkx", "rich", "typer")
 MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
@@ -75,6 +68,8 @@ def _tried(name: str, version: str) -> Finding:
 
 
 def _gpu() -> Finding:
+    import torch
+
     if not torch.cuda.is_available():
         detail = "none: graphs are fused and kernels cross-compiled; the ops run their references"
         return Finding("GPU", "no", detail)
@@ -97,6 +92,10 @@ def _checked(what: str, check: Callable[[], str]) -> Finding:
 
 
 def _cache() -> str:
+    from tilewright.codegen.build.cache import cache_dir
+    from tilewright.codegen.build.cache.folder import make_folders, refusal
+    from tilewright.codegen.build.cache.upkeep import size_bound, survey
+
     folder = cache_dir()
     reason = refusal(folder)
     if reason is not None:
@@ -111,6 +110,10 @@ def _cache() -> str:
 
 
 def _backend() -> str:
+    import torch
+
+    from tilewright.compiler import lower
+
     weight, x = torch.zeros(8, 8), torch.zeros(2, 8)
     report = lower(torch.nn.functional.linear, (x, weight))
     return f"registered as {_entry_point()!r}; traced {len(report.graphs)} graph"
@@ -123,6 +126,9 @@ def _entry_point() -> str:
 
 def _compile(target: Target) -> str:
     """Compiles a real, small kernel: the cache write of the op's first sample."""
+    from tilewright.codegen.build import compile_for
+    from tilewright.ops.contract import get_op
+
     op = get_op("paged_kv_store")
     plan = op.plan_for(op.sample_inputs(op.cases[0]), target.name)
     audit = compile_for(plan.specs[0], target).audit

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.markdown import Markdown
 from rich.table import Table
 
 from tilewright.tools.commands.common import (
@@ -19,8 +19,8 @@ from tilewright.tools.commands.common import (
     print_json,
     users_code,
 )
+from tilewright.tools.console import make_console
 from tilewright.tools.miss_guide import miss_guide
-from tilewright.tools.text_report import make_console
 from tilewright.tools.zoo import import_place
 
 
@@ -38,9 +38,7 @@ def explain(
 ) -> None:
     """Say what a miss CODE means, with an example and what to do."""
     with errors_for_people(debug=False):
-        if source is not None:
-            _import(source)
-        guide = miss_guide()
+        guide = miss_guide({} if source is None else _codes_of(source))
         chosen = list(guide.values()) if code is None else [guide[_known(code, list(guide))]]
         if as_json:
             print_json({"codes": [asdict(entry) for entry in chosen]})
@@ -54,14 +52,19 @@ def explain(
             return
         console.print(f"{chosen[0].code}: {chosen[0].meaning}\n", style="bold")
         if chosen[0].text:
+            from rich.markdown import Markdown
+
             console.print(Markdown(chosen[0].text))
 
 
-def _import(source: str) -> None:
-    """Imports a user's file, which registers its codes; `source` may name a function in it."""
+def _codes_of(source: str) -> Mapping[str, str]:
+    """What is registered once a user's file is imported; `source` may name a function in it."""
+    from tilewright.patterns.language import CODES
+
     place = source.partition(":")[0]
     with contextlib.redirect_stdout(sys.stderr), users_code(place):
         import_place(place)
+    return CODES
 
 
 def _known(code: str, codes: list[str]) -> str:

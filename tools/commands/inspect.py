@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.codegen.targets import get_target
-from tilewright.compiler import Lowered
 from tilewright.tools.commands.common import (
     CommandError,
     DebugOption,
@@ -18,14 +16,14 @@ from tilewright.tools.commands.common import (
     ModelArgument,
     PatternsOption,
     TargetOption,
-    audited,
     errors_for_people,
-    load_and_lower,
-    load_and_lower_rank,
     print_json,
 )
-from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.text_report import graph_text, make_console, render, render_rank
+from tilewright.tools.console import make_console
+
+if TYPE_CHECKING:
+    from tilewright.compiler import Lowered
+    from tilewright.tools.kernel_audit import KernelAudit
 
 
 def inspect(
@@ -55,6 +53,10 @@ def inspect(
     Needs no GPU and no weights: meta tensors do. With --tp also what a rank sends, and how long a
     step takes at least.
     """
+    from tilewright.codegen.targets import get_target
+    from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
+    from tilewright.tools.text_report import graph_text, render, render_rank
+
     with errors_for_people(debug):
         if as_json and (before or after):
             raise CommandError("--json: not together with --before or --after")
@@ -77,7 +79,7 @@ def inspect(
         console = make_console()
         console.print(render(model, lowered, audits, console.width))
         if rank is not None:
-            console.print(render_rank(rank, get_target(target)))
+            console.print(render_rank(rank, get_target(target), console.width))
 
 
 def report_dict(lowered: Lowered, audits: Sequence[KernelAudit]) -> dict[str, Any]:

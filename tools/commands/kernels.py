@@ -7,11 +7,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.compiler import Kernel
 from tilewright.tools.commands.common import (
     FAILED,
     CommandError,
@@ -21,15 +20,16 @@ from tilewright.tools.commands.common import (
     ModelArgument,
     PatternsOption,
     TargetOption,
-    audited,
     errors_for_people,
-    load_and_lower,
     print_json,
     writable_folder,
 )
+from tilewright.tools.console import make_console
 from tilewright.tools.files import write_whole
-from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.text_report import make_console, render_kernels
+
+if TYPE_CHECKING:
+    from tilewright.compiler import Kernel
+    from tilewright.tools.kernel_audit import KernelAudit
 
 MANIFEST = "manifest.json"
 SUFFIXES = (".py", ".ptx", ".cubin", ".audit.json")
@@ -55,6 +55,9 @@ def kernels(
     stay. Compiled kernels are cached, so a second run only copies, and an interrupted one goes on
     where it stopped. Exit code 1 where a kernel does not compile or breaks a rule of the target.
     """
+    from tilewright.tools.commands.models import audited, load_and_lower
+    from tilewright.tools.text_report import render_kernels
+
     with errors_for_people(debug):
         folder = writable_folder(output, "--output")
         earlier = listed_files(folder / MANIFEST)

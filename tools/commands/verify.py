@@ -7,13 +7,11 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 
-from tilewright.compiler.verify.sites import SiteError, verify_sites
 from tilewright.tools.commands.common import (
     FAILED,
     CommandError,
@@ -23,13 +21,13 @@ from tilewright.tools.commands.common import (
     ModelArgument,
     PatternsOption,
     errors_for_people,
-    load,
-    pattern_names,
     print_json,
-    traced,
 )
-from tilewright.tools.text_report import make_console
+from tilewright.tools.console import make_console
 from tilewright.tools.zoo import PREFILL, is_zoo_name
+
+if TYPE_CHECKING:
+    from tilewright.compiler.verify.sites import SiteError
 
 #: How a zoo model is shortened so that it runs here; its dims stay.
 TOKENS, CACHE_LENGTH = 16, 64
@@ -54,6 +52,11 @@ def verify(
     Needs real tensors, on the CPU or a GPU: a zoo model is built with random weights, true dims
     and few layers. Exit code 1 where a rewrite is less accurate than the graph it replaces.
     """
+    import torch
+
+    from tilewright.compiler.verify.sites import verify_sites
+    from tilewright.tools.commands.models import load, pattern_names, traced
+
     with errors_for_people(debug):
         torch.manual_seed(seed)
         with contextlib.redirect_stdout(sys.stderr):
@@ -73,6 +76,8 @@ def verify(
 
 
 def _cut(name: str, layers: int, experts: int) -> dict[str, Any]:
+    import torch
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "layers": layers,
@@ -92,6 +97,8 @@ def _as_dict(error: SiteError) -> dict[str, Any]:
 
 
 def _check_real(model: str, arguments: Sequence[Any]) -> None:
+    import torch
+
     if any(isinstance(item, torch.Tensor) and item.is_meta for item in arguments):
         raise CommandError(
             f"{model}: verify runs the model, so its arguments need data; they are on the meta "

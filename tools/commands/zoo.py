@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from tilewright.tools.commands.common import JsonOption, print_json
-from tilewright.tools.text_report import make_console
+from tilewright.tools.console import make_console
 from tilewright.tools.zoo import ZOO, zoo_facts
 
 

@@ -1,0 +1,89 @@
+"""What is published: a wheel made of the sdist holds every module, and starts where it is put."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import BytesParser
+from pathlib import Path
+
+import pytest
+
+from tests.test_packages import FLOORS, ROOT
+
+PARTS = (*FLOORS, "docs", "README.md", "LICENSE", "MANIFEST.in", "pyproject.toml")
+
+
+def run(*command: str, cwd: Path, path: Path | None = None) -> str:
+    """What a program prints, with nothing but `path` before the installed packages."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"PYTHONPATH": str(path)} if path else {}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """The file that setuptools, as the project's build backend, makes of a folder."""
+    out.mkdir()
+    code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(out)!r})"
+    run(sys.executable, "-c", code, cwd=source)
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> tuple[Path, Path]:
+    """The sdist of a copy of the checkout, and the wheel made of the sdist alone."""
+    folder = tmp_path_factory.mktemp("published")
+    copy = folder / "copy"
+    copy.mkdir()
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            no_caches = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, copy / part, symlinks=True, ignore=no_caches)
+        else:
+            shutil.copy(source, copy)
+    sdist = build("sdist", copy, folder / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return sdist, build("wheel", unpacked, folder / "wheel")
+
+
+def test_the_wheel_holds_every_module_and_what_they_read(published):
+    with zipfile.ZipFile(published[1]) as wheel:
+        names = set(wheel.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        said = BytesParser().parsebytes(wheel.read(metadata))
+    read = ("*.py", "*.json", "*.j2", "*.md", "py.typed")
+    ours = {path for floor in FLOORS for kind in read for path in (ROOT / floor).rglob(kind)}
+    assert {f"tilewright/{path.relative_to(ROOT)}" for path in ours} <= names
+    assert (said["Name"], said["Description-Content-Type"]) == ("tilewright", "text/markdown")
+    assert said.get_payload().startswith((ROOT / "README.md").read_text("utf-8")[:80])
+
+
+def test_the_sdist_has_no_part_of_the_tests(published):
+    with tarfile.open(published[0]) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "tools/miss-codes.md"} <= inside
+    assert not [name for name in inside if name.startswith("tests/")]
+
+
+def test_the_wheel_starts_in_a_folder_of_its_own(published, tmp_path):
+    site = tmp_path / "site"
+    install = ("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site))
+    run(sys.executable, *install, str(published[1]), cwd=tmp_path)
+    place = "import tilewright.tools.cli as cli; print(cli.__file__)"
+    assert run(sys.executable, "-c", place, cwd=tmp_path, path=site).startswith(str(site))
+    program = str(site / "bin" / "tilewright")
+    assert run(sys.executable, program, "--version", cwd=tmp_path, path=site) == (
+        f"tilewright {published[1].name.split('-')[1]}\n"
+    )
+    text = run(sys.executable, program, "explain", "GROWING_CACHE", cwd=tmp_path, path=site)
+    assert "static cache" in text
